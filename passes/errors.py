@@ -1,0 +1,80 @@
+"""Every error a user can meet. `ValueError` kinds: the model or the arguments; `RuntimeError` kinds: the order of calls."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RegistrationError(ValueError):
+    """Parameters that are registered wrongly, or not at all; the text names every culprit at once."""
+
+
+class AmbiguousRegistrationError(RegistrationError):
+    """Two registrations claim one parameter and neither contains the other."""
+
+
+class LinkError(RegistrationError):
+    """A linked-parameter declaration that does not fit the model."""
+
+
+class ApproximationError(RegistrationError):
+    """An `approximations` key that names nothing, or a value that the layer does not have."""
+
+
+class LayerError(ValueError):
+    """A layer declaration that contradicts itself or another one."""
+
+
+class UntraceableError(ValueError):
+    """The model, or a part of it, could not be captured as a graph."""
+
+
+class LossError(ValueError):
+    """No output distribution: the Fisher has nothing to be the Fisher of."""
+
+
+class TargetsMissing(ValueError):
+    """An estimation mode that needs the true targets was given none."""
+
+
+class ModelChangedError(RuntimeError):
+    """The model is no longer the one that was compiled."""
+
+
+class FactorNotReady(RuntimeError):
+    """A factor or an inverse was read before its first update."""
+
+
+class AlreadyAttachedError(RuntimeError):
+    """A second optimizer was built on one compiled module."""
+
+
+PUBLIC = (
+    RegistrationError,
+    AmbiguousRegistrationError,
+    LinkError,
+    ApproximationError,
+    LayerError,
+    UntraceableError,
+    LossError,
+    TargetsMissing,
+    ModelChangedError,
+    FactorNotReady,
+    AlreadyAttachedError,
+)
+for _error in PUBLIC:  # a traceback shows the name that the user imports
+    _error.__module__ = "kfac_fx"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """" Did you mean 'x'?" for the closest of `names`, or nothing if none is close."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """Two indented columns, one line a culprit."""
+    rows = list(rows)
+    width = max((len(left) for left, _ in rows), default=0)
+    return "\n".join(f"  {left:<{width}}  {right}".rstrip() for left, right in rows)

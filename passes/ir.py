@@ -1,0 +1,179 @@
+"""What the passes say to each other: plain, frozen data about one captured graph.
+
+A `Program` holds the graph and all that is known about it so far; a pass takes one and returns another. Nothing here
+holds a function: a layer is a name, so a Program prints, compares and pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx, nn
+
+from .matrix import Layout, MatrixForm
+
+Attrs = Mapping[str, Any]
+KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
+APPROXIMATIONS = (*KRONECKER, "kron_indep", "diagonal", "full")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A parameter in a role of a use; `used` leads from the parameter to the tensor that enters the operation,
+    `canonical` from there to the layer's matrix ([g, o, i] for a weight, [g, o] for a bias)."""
+
+    parameter: str
+    used: Layout
+    canonical: Layout
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.used.shape, self.used.steps + self.canonical.steps)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One application of a layer: `output = layer(input, **attrs, **parameters)`.
+
+    As long as it may still be dropped it is called a match. `attrs` holds literals, shapes of the bound parameters
+    under their roles' names, and graph nodes where an argument is a tensor.
+    """
+
+    layer: str
+    form: int
+    input: fx.Node
+    output: fx.Node
+    parameters: Mapping[str, Bound]
+    attrs: Attrs
+    nodes: frozenset[fx.Node] = field(repr=False)
+    batch_dim: int | None = 0  # of the output; None: the cases are merged with other positions
+    transposed: bool = False  # the roles of input and output gradient are swapped (a tied output layer)
+    part_of: str | None = None  # the composite layer that this use is a part of
+
+    @property
+    def parameter_set(self) -> frozenset[str]:
+        return frozenset(bound.parameter for bound in self.parameters.values())
+
+    @property
+    def matrix(self) -> MatrixForm:
+        entry = {role: (bound.parameter, bound.layout) for role, bound in self.parameters.items()}
+        return MatrixForm(weight=entry.get("weight"), bias=entry.get("bias"))
+
+    def __str__(self) -> str:
+        return f"{self.layer}({', '.join(b.parameter for b in self.parameters.values())})"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The parameters of one Fisher block with all their uses in graph order. No uses: generic."""
+
+    layer: str
+    matrix: MatrixForm | None  # None: generic, the parameters are a flat vector
+    parameters: tuple[str, ...]
+    uses: tuple[Use, ...]
+    approximation: str
+    reason: str | None = None  # why this and not the obvious choice
+
+    @property
+    def generic(self) -> bool:
+        return self.matrix is None
+
+    def __str__(self) -> str:
+        return f"{self.layer}({', '.join(self.parameters)})"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A match or a declaration that did not become a registration, and why."""
+
+    subject: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LossSite:
+    """A loss that forward itself computes: its distribution's parameters are a node of the graph."""
+
+    kind: str  # "categorical" | "normal" | "multi_bernoulli"
+    inputs: fx.Node
+    targets: fx.Node
+    coefficient: float  # of the summed negative log-likelihood of a case, in the mean over cases
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user declared; checked by the `link` pass."""
+
+    linked: Mapping[frozenset[str], str | None] = field(default_factory=dict)
+    approximations: Mapping[Any, str] = field(default_factory=dict)
+    strict: bool = False
+    dense_limit: int = 4096  # a factor side wider than this becomes diagonal
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did, for the report."""
+
+    name: str
+    nodes: int
+    summary: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured graph and what is known of it.
+
+    graph: flat; placeholders are the model's inputs, `get_attr` nodes its parameters and buffers under their names in
+        the model, the output node returns what the model returns.
+    parameters: trainable parameters by canonical name, the first of its aliases; the same objects as the model's.
+    aliases: every name of every trainable parameter -> its canonical name.
+    """
+
+    graph: fx.Graph
+    root: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    aliases: Mapping[str, str]
+    options: Options = field(default_factory=Options)
+    layers: Mapping[str, Any] = field(default_factory=dict)  # name -> passes.layers.Layer, opaque to the IR
+    losses: tuple[LossSite, ...] = ()
+    outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
+    matches: tuple[Use, ...] = ()
+    registrations: tuple[Registration, ...] = ()
+    unused: tuple[str, ...] = ()
+    dropped: tuple[Note, ...] = ()
+    history: tuple[PassRecord, ...] = ()
+
+    def but(self, **changes: Any) -> Program:
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.graph.nodes)} nodes, {len(self.parameters)} parameters"]
+        lines += [f"match         {use} at {where(use.output)}" for use in self.matches]
+        lines += [f"registration  {r} {r.approximation}, {len(r.uses)} uses" for r in self.registrations]
+        lines += [f"dropped       {note.subject}: {note.reason}" for note in self.dropped]
+        lines += [f"unused        {name}" for name in self.unused]
+        return "\n".join(lines)
+
+
+Pass = Callable[[Program], Program]
+
+
+def where(node: fx.Node) -> str:
+    """`"linear_1 (model.py:33)"`: the node and the last line of the user's own code behind it."""
+    line = source_line(node)
+    return f"{node.name} ({line})" if line else node.name
+
+
+def source_line(node: fx.Node) -> str | None:
+    """`"model.py:33"`, the innermost frame outside torch; None when the capture kept no stack."""
+    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    found = None
+    for frame in frames:
+        if frame.startswith('File "') and "/torch/" not in frame:
+            path, _, rest = frame.removeprefix('File "').partition('", line ')
+            found = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
+    return found

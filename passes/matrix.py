@@ -1,0 +1,156 @@
+"""How parameters become the one matrix that all blocks work on.
+
+Every layer is, group by group, a matrix times rows: `y = W r`, with `W` of shape [g, o, i] (groups, outputs, inputs)
+and the bias, if any, as one more input column that is always 1. A `Layout` says how one parameter is laid out in that
+matrix; a `MatrixForm` collects the roles of a registration. Both are plain data.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import LayerError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One invertible view: a permutation of dimensions if `order` is set, else a reshape."""
+
+    before: Shape
+    after: Shape
+    order: Shape | None = None
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(self.order) if self.order is not None else tensor.reshape(self.after)
+
+    def invert(self, tensor: Tensor) -> Tensor:
+        if self.order is None:
+            return tensor.reshape(self.before)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return tensor.permute(inverse)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A chain of invertible views from the shape a parameter is stored in to the shape it is wanted in."""
+
+    shape: Shape
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def result(self) -> Shape:
+        return self.steps[-1].after if self.steps else self.shape
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        for step in self.steps:
+            tensor = step.apply(tensor)
+        return tensor
+
+    def invert(self, tensor: Tensor) -> Tensor:
+        for step in reversed(self.steps):
+            tensor = step.invert(tensor)
+        return tensor
+
+    def reshape(self, shape: Shape) -> Layout:
+        if math.prod(shape) != math.prod(self.result):
+            raise LayerError(f"a parameter of shape {list(self.result)} cannot be laid out as {list(shape)}")
+        if shape == self.result:
+            return self
+        return Layout(self.shape, (*self.steps, Step(self.result, shape)))
+
+    def permute(self, order: Shape) -> Layout:
+        if list(order) == list(range(len(order))):
+            return self
+        after = tuple(self.result[d] for d in order)
+        return Layout(self.shape, (*self.steps, Step(self.result, after, order)))
+
+    def rearrange(self, pattern: str, **sizes: int) -> Layout:
+        """`Layout((6, 2, 3, 3)).rearrange("(g o) c h w -> g o (c h w)", g=2)`: a view in named axes.
+
+        Parentheses split an axis on the left and merge axes on the right; the right side may add axes written `1`.
+        Raises LayerError if the pattern does not fit the shape.
+        """
+        left, right = (side.split_groups() for side in _sides(pattern))
+        if len(left) != len(self.result):
+            raise LayerError(f"layout {pattern!r} has {len(left)} axes, the parameter has shape {list(self.result)}")
+        axes: dict[str, int] = {}
+        for names, size in zip(left, self.result, strict=True):
+            known = math.prod(sizes[name] for name in names if name in sizes)
+            free = [name for name in names if name not in sizes]
+            if len(free) > 1 or size % known or (not free and known != size):
+                raise LayerError(f"layout {pattern!r} with {sizes} does not fit shape {list(self.result)}")
+            axes.update({name: sizes.get(name, size // known) for name in names})
+        split = self.reshape(tuple(axes.values()))
+        wanted = [name for names in right for name in names if name != "1"]
+        if sorted(wanted) != sorted(axes):
+            raise LayerError(f"layout {pattern!r} must name the same axes on both sides")
+        order = tuple(list(axes).index(name) for name in wanted)
+        merged = tuple(math.prod(axes[name] for name in names if name != "1") for names in right)
+        return split.permute(order).reshape(merged)
+
+
+class _Side(str):
+    def split_groups(self) -> list[list[str]]:
+        """`"(g o) c"` -> `[["g", "o"], ["c"]]`."""
+        found = re.findall(r"\(([^)]*)\)|(\S+)", self)
+        return [group.split() if group else [single] for group, single in found]
+
+
+def _sides(pattern: str) -> tuple[_Side, _Side]:
+    left, _, right = pattern.partition("->")
+    return _Side(left), _Side(right)
+
+
+@dataclass(frozen=True)
+class MatrixForm:
+    """The parameters of a registration as one matrix [g, o, i] or, with a bias, [g, o, i + 1].
+
+    `weight` is None for a layer that only shifts (its matrix is the bias alone, one column).
+    Each entry is (parameter name, layout to [g, o, i] for the weight, to [g, o] for the bias).
+    """
+
+    weight: tuple[str, Layout] | None
+    bias: tuple[str, Layout] | None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(entry[0] for entry in (self.weight, self.bias) if entry is not None)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(groups, outputs, inputs); inputs count the bias column."""
+        bias = 0 if self.bias is None else 1
+        if self.weight is None:
+            assert self.bias is not None, "bug in kfac_fx: a matrix form without parameters"
+            g, o = self.bias[1].result
+            return g, o, 1
+        g, o, i = self.weight[1].result
+        return g, o, i + bias
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Parameter-shaped tensors (values, gradients, vectors) -> [g, o, i]; the bias is the last column."""
+        if self.bias is None:
+            assert self.weight is not None, "bug in kfac_fx: a matrix form without parameters"
+            return self.weight[1].apply(tensors[self.weight[0]])
+        column = self.bias[1].apply(tensors[self.bias[0]]).unsqueeze(-1)
+        if self.weight is None:
+            return column
+        return torch.cat([self.weight[1].apply(tensors[self.weight[0]]), column], dim=-1)
+
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
+        """[g, o, i] -> parameter-shaped tensors by name; the inverse of `pack`."""
+        tensors: dict[str, Tensor] = {}
+        if self.weight is not None:
+            body = matrix if self.bias is None else matrix[..., :-1]
+            tensors[self.weight[0]] = self.weight[1].invert(body)
+        if self.bias is not None:
+            tensors[self.bias[0]] = self.bias[1].invert(matrix[..., -1])
+        return tensors
