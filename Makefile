@@ -1,0 +1,42 @@
+# Needs python3 and make. Everything goes into .venv, with the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow cuda bench format clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:[^#]*## /\t/' | expand -t 10
+
+# torch is pinned: a free choice of pip's is the newest CUDA build, several gigabytes.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,demo]"
+	touch $@
+
+demo: .venv/installed ## train the demo and print its report
+	$(BIN)/kfac-fx demo
+
+test: .venv/installed ## format, lint, types and all quick tests
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/pytest -q -n auto -m "not slow and not cuda"
+
+slow: .venv/installed ## the tests that take minutes
+	$(BIN)/pytest -q -n auto -m "slow and not cuda"
+
+cuda: ## the CUDA tests and the demo, with the python3 of a GPU machine
+	PYTHON=$(PYTHON) tests/run_cuda.sh
+
+bench: .venv/installed ## step times and memory, beside the cost model's floor
+	$(BIN)/python -m benchmarks
+
+format: .venv/installed ## rewrite the sources as `make test` wants them
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+
+clean: ## remove everything that make and the tools made
+	rm -rf .venv build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""One declaration a layer, a file a family."""

@@ -1,0 +1,165 @@
+"""Who may import whom. Imports go down the table only, so every module can be read knowing what lies below it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# From the ground up. A module may import those of the rows above its own here, and none of its own row.
+FLOORS = [
+    "passes.errors passes.pytree",
+    "passes.matrix",
+    "passes.ir",
+    "passes.layers.declaration",
+    "passes.layers.*",
+    "passes.layers",
+    "passes.labels",
+    "passes.spelling",
+    # The passes: they meet in the pipeline and talk through the IR.
+    "passes.trace passes.normalize passes.losses passes.match passes.link passes.resolve passes.check passes.rewrite "
+    "passes.verify",
+    "passes.pipeline",
+    "passes",
+    "kfac_fx.linalg",
+    "kfac_fx.statistics kfac_fx.losses",
+    "kfac_fx.factors",
+    "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
+    "kfac_fx.layer_collection",
+    "kfac_fx.estimator",
+    "kfac_fx.damping kfac_fx.quadratic",
+    "kfac_fx.optimizer",
+    "kfac_fx.report_graph kfac_fx.report_html",
+    "kfac_fx.distributed kfac_fx.report",
+    "kfac_fx.compiler",
+    "kfac_fx",
+    # The programs, which use the public API as anybody would.
+    "kfac_fx.demo",
+    "kfac_fx.cli",
+]
+
+# The numerical runtime knows what a registration is, and nothing else of the compiler.
+NUMERICAL = {f"kfac_fx.{name}" for name in ("linalg", "statistics", "factors", "losses", "blocks", "curvature")}
+SHARED_WORDS = {"passes.errors", "passes.matrix", "passes.ir"}
+
+# passes/__init__.py imports itself by its installed name, to be one package under both names.
+ALIAS = ("passes", "kfac_fx.passes")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources() -> dict[str, Path]:
+    """Every module by name; the compiler's once, as `passes`, though the tracked link shows it a second time."""
+    found = [*(ROOT / "passes").rglob("*.py"), *(ROOT / "kfac_fx").rglob("*.py")]
+    return {module_name(path): path for path in found if path.relative_to(ROOT).parts[:2] != ("kfac_fx", "passes")}
+
+
+SOURCES = sources()
+ROWS = {name: number for number, row in enumerate(FLOORS) for name in row.split()}
+
+
+def floor(module: str) -> int | None:
+    family = f"{module.rpartition('.')[0]}.*"
+    return ROWS.get(module, ROWS.get(family))
+
+
+def imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[tuple[str, bool]]:
+    """(name as written but absolute, was it relative) of every import of ours, wherever in the module it stands.
+
+    `from p import n` gives `p.n` if that is a module, else `p`.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, False) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")
+            up = node.level - is_package
+            parent = [*parents[: len(parents) - up], node.module] if node.level else [node.module]
+            source = ".".join(part for part in parent if part)
+            names = [
+                (inner if is_module(inner := f"{source}.{alias.name}") else source, node.level > 0)
+                for alias in node.names
+            ]
+        else:
+            continue
+        yield from ((name, relative) for name, relative in names if name.split(".")[0] in ("passes", "kfac_fx"))
+
+
+def is_module(name: str) -> bool:
+    return shorten(name) in SOURCES or shorten(name) in ROWS
+
+
+def shorten(name: str) -> str:
+    return name.removeprefix("kfac_fx.") if name.split(".")[:2] == ["kfac_fx", "passes"] else name
+
+
+def complaints(module: str, source: str, is_package: bool = False) -> list[str]:
+    """What is wrong with the imports of one module."""
+    found = []
+    own = floor(module)
+    assert own is not None, f"{module} is not in the table"
+    compiler = module.split(".")[0] == "passes"
+    for written, relative in imports(module, ast.parse(source), is_package):
+        if (module, written) == ALIAS:
+            continue
+        if compiler and not relative:
+            found.append(f"{module} imports {written} absolutely; inside passes/ imports are relative")
+        name = shorten(written)
+        below = floor(name)
+        if below is None:
+            found.append(f"{module} imports {name}, which is not in the table of floors")
+        elif below >= own:
+            way = "sideways" if below == own else "up"
+            found.append(f"{module} imports {name}: that is {way}, and imports go down only")
+        elif module in NUMERICAL and name.startswith("passes") and name not in SHARED_WORDS:
+            found.append(f"{module} imports {name}; of the compiler it may know only {sorted(SHARED_WORDS)}")
+    return found
+
+
+def test_every_module_has_a_floor() -> None:
+    homeless = sorted(name for name in SOURCES if floor(name) is None)
+    assert not homeless, f"give these modules a row in FLOORS of {Path(__file__).name}: {homeless}"
+
+
+@pytest.mark.parametrize("module", sorted(name for name in SOURCES if floor(name) is not None))
+def test_imports_go_down(module: str) -> None:
+    path = SOURCES[module]
+    found = complaints(module, path.read_text(encoding="utf-8"), path.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("passes.match", "from .resolve import resolve", "sideways"),
+        ("passes.match", "from . import resolve", "sideways"),
+        ("passes.ir", "from .match import match", "up"),
+        ("passes.match", "from passes.ir import Use", "relative"),
+        ("passes.match", "import kfac_fx", "up"),
+        ("passes.layers.conv", "from .linear import linear", "sideways"),
+        ("kfac_fx.blocks", "def f():\n    from kfac_fx.estimator import FisherEstimator", "up"),
+        ("kfac_fx.blocks", "if TYPE_CHECKING:\n    import kfac_fx.optimizer", "up"),
+        ("kfac_fx.blocks", "from kfac_fx.passes.pipeline import run", "may know only"),
+        ("kfac_fx.compiler", "from kfac_fx.nowhere import x", "not in the table"),
+    ],
+)
+def test_a_wrong_import_is_seen(module: str, source: str, wrong: str) -> None:
+    assert any(wrong in complaint for complaint in complaints(module, source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("passes.layers.conv", "from ..ir import Attrs\nfrom .declaration import layer"),
+        ("passes.match", "from . import ir\nimport torch"),
+        ("kfac_fx.blocks", "from kfac_fx.factors import Factor\nfrom kfac_fx.passes.ir import Registration"),
+        ("kfac_fx.cli", "import kfac_fx"),
+    ],
+)
+def test_a_right_import_passes(module: str, source: str) -> None:
+    assert complaints(module, source) == []

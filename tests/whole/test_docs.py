@@ -1,0 +1,33 @@
+"""Every Python block of the documents runs: the blocks of one file in order, in one namespace."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def run_blocks(text: str, name: str) -> int:
+    """Executes the blocks and returns their number; a traceback shows the line of the document."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    blocks = list(BLOCK.finditer(text))
+    for block in blocks:
+        line = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * line + block[1], name, "exec"), namespace)
+    return len(blocks)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_code_of_the_document_runs(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # a snippet may save a file
+    run_blocks(document.read_text(encoding="utf-8"), document.name)
+
+
+def test_blocks_share_one_namespace_and_report_their_line() -> None:
+    text = "# Title\n\n```python\nx = 1\n```\n\n```bash\nnot python\n```\n\n```python\nassert x == 1\nx / 0\n```\n"
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_blocks(text, "page.md")
+    assert caught.traceback[-1].lineno == 12  # counted from 0: the 13th line of the text

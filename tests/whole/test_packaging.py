@@ -1,0 +1,96 @@
+"""What is installed is what is in the tree: the wheel, the list of packages, the link and the alias."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kfac_fx
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def files() -> list[str]:
+    """Every file of the two floors, under the name that it must have in a wheel."""
+    found = []
+    for folder, installed in ((ROOT / "passes", "kfac_fx/passes"), (ROOT / "kfac_fx", "kfac_fx")):
+        inside = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        own = [path for path in inside if folder.name == "passes" or path.parts[0] != "passes"]  # not through the link
+        found += [f"{installed}/{path.as_posix()}" for path in own if "__pycache__" not in path.parts]
+    return sorted(found)
+
+
+def modules() -> list[str]:
+    sources = [name.removesuffix(".py") for name in files() if name.endswith(".py")]
+    return [name.removesuffix("/__init__").replace("/", ".") for name in sources]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built offline from a copy of the sources, unpacked in a folder of its own."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("passes", "kfac_fx"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source, cwd=out)
+    (path,) = out.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(out / "unpacked")
+    return out / "unpacked"
+
+
+def test_the_list_of_packages_is_the_folders() -> None:
+    folders = {str(Path(name).parent).replace("/", ".") for name in files() if name.endswith(".py")}
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(folders)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert kfac_fx.__version__ == PROJECT["project"]["version"]
+    assert f"\n## {kfac_fx.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_wheel_holds_every_file_and_no_other(wheel: Path) -> None:
+    packed = sorted(path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file())
+    assert [name for name in packed if ".dist-info/" not in name] == files()
+
+
+def test_the_wheel_imports_alone(wheel: Path, tmp_path: Path) -> None:
+    # -S: without `site`, no editable install of this project can fill in what the wheel lacks.
+    others = [path for path in sys.path if "-packages" in path or path.startswith(sys.base_prefix)]
+    program = f"""
+import importlib, sys
+sys.path = [{str(wheel)!r}, *{others!r}]
+for name in {modules()!r}:
+    place = importlib.import_module(name).__file__
+    assert place.startswith({str(wheel)!r}), place
+"""
+    run(sys.executable, "-I", "-S", "-c", program, cwd=tmp_path)
+
+
+def test_passes_is_one_package_under_both_names() -> None:
+    program = f"""
+import importlib, passes
+for name in {[name for name in modules() if name.startswith("kfac_fx.passes")]!r}:
+    one, other = importlib.import_module(name), importlib.import_module(name.removeprefix("kfac_fx."))
+    assert one is other, f"{{name}} is a second copy: passes/__init__.py must import it"
+"""
+    run(sys.executable, "-c", program, cwd=ROOT)
+
+
+def test_the_link_leads_to_the_compiler() -> None:
+    link = ROOT / "kfac_fx" / "passes"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../passes"
