@@ -68,7 +68,7 @@ for _error in PUBLIC:  # a traceback shows the name that the user imports
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """" Did you mean 'x'?" for the closest of `names`, or nothing if none is close."""
+    """The sentence " Did you mean 'x'?" for the closest of `names`, or nothing if none is close."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 

@@ -102,7 +102,13 @@ def layer(
     where: Callable[[Attrs], bool] = lambda attrs: True,
     default: str = "kron",
     approximations: tuple[str, ...] = (
-        "kron", "kron_in_diag", "kron_out_diag", "kron_both_diag", "kron_indep", "diagonal", "full",
+        "kron",
+        "kron_in_diag",
+        "kron_out_diag",
+        "kron_both_diag",
+        "kron_indep",
+        "diagonal",
+        "full",
     ),
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
