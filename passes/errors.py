@@ -1,4 +1,5 @@
-"""Every error a user can meet. `ValueError` kinds: the model or the arguments; `RuntimeError` kinds: the order of calls."""
+"""Every error a user can meet: `ValueError` kinds for the model or the arguments, `RuntimeError` kinds for the order of
+calls."""
 
 from __future__ import annotations
 

@@ -118,7 +118,8 @@ def layer(
         rows, grad_rows: from the input, and from the gradient of the output, to rows; `attrs` holds the values of the
             form's other positional arguments and, under "weight" and "bias", the shapes of the bound tensors.
         example: a module that contains the layer once, and an input for it.
-        layouts: views in named axes from a parameter to its matrix, default `{"weight": "o i -> o i", "bias": "o -> o"}`.
+        layouts: views in named axes from a parameter to its matrix, by default
+            `{"weight": "o i -> o i", "bias": "o -> o"}`.
         sizes: sizes of named axes that a shape alone does not give, from the attributes.
         where: refuses a match by its attributes.
         default: the Fisher block's approximation when the user asks for none.
