@@ -1,0 +1,331 @@
+"""What became of every parameter, and why: as text, on a rich terminal, as data, as a page, as a graph.
+
+The text answers, in order: is anything left out, what became of each parameter, why for everything that is not the
+obvious choice, what it costs, and what the compiler did. It is plain ASCII and holds no timings, so it can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kfac_fx.passes.ir import Note, PassRecord, Program, Registration
+from kfac_fx.passes.labels import labels, parameters_behind, use_edges
+from kfac_fx.report_graph import dot
+from kfac_fx.report_html import page
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Counters = Callable[[], Mapping[str, int]]
+Shapes = dict[str, tuple[int, ...]]
+COLUMNS = ("", "layer", "parameters", "uses", "Fisher block", "factors")
+WIDTH = 101  # of wrapped lines; the table is as wide as it must be
+NAME_WIDTH = 44
+LISTED = 8  # lines of one section before it says how many more there are
+
+
+@dataclass(frozen=True)
+class Row:
+    """One registration. `factors`: the shape of each factor, diagonal sides without their last dimension:
+    A [g, i, i] or [g, i], G [g, o, o] or [g, o], F [p, p] or [p]."""
+
+    layer: str
+    parameters: tuple[str, ...]
+    uses: int
+    block: str
+    approximation: str
+    factors: Shapes
+    reason: str | None
+    generic: bool
+    elements: int
+    bytes: int
+
+    @property
+    def names(self) -> str:
+        return fold(self.parameters)
+
+    @property
+    def factors_text(self) -> str:
+        """`"A 28 x 28, G 16 x 16"`, `"16 of (A 10 x 10, G 1 x 1)"`, `"A diag 50, G 8 x 8"`, `"F diag 320"`."""
+        if "F" in self.factors:
+            return side("F", self.factors["F"])
+        groups = self.factors["A"][0]
+        text = ", ".join(side(name, shape[1:]) for name, shape in self.factors.items())
+        return text if groups == 1 else f"{groups:,} of ({text})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layer": self.layer,
+            "parameters": list(self.parameters),
+            "uses": self.uses,
+            "block": self.block,
+            "approximation": self.approximation,
+            "factors": {name: list(shape) for name, shape in self.factors.items()},
+            "reason": self.reason,
+        }
+
+
+class Report:
+    """The registrations of a compiled module; `print(net.report)`.
+
+    Args:
+        program: after the last pass.
+        counters: what happened since, read anew whenever the report is shown, e.g. {"skipped updates": 0}.
+    """
+
+    def __init__(self, program: Program, counters: Counters | None = None) -> None:
+        self.program = program
+        self.counters = counters
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row(registration, self.program) for registration in self.program.registrations)
+
+    @property
+    def dropped(self) -> tuple[Note, ...]:
+        return self.program.dropped
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return self.program.unused
+
+    @property
+    def history(self) -> tuple[PassRecord, ...]:
+        return self.program.history
+
+    @property
+    def elements(self) -> dict[str, int]:
+        """Element counts of the trainable parameters: total, registered, structured, generic."""
+        structured = sum(one.elements for one in self.rows if not one.generic)
+        generic = sum(one.elements for one in self.rows if one.generic)
+        total = sum(parameter.numel() for parameter in self.program.parameters.values())
+        return {"total": total, "registered": structured + generic, "structured": structured, "generic": generic}
+
+    @property
+    def headline(self) -> str:
+        count, blocks = self.elements, len(self.rows)
+        text = (
+            f"kfac_fx registered {count['registered']:,} of {count['total']:,} trainable parameters "
+            f"in {blocks:,} Fisher {'block' if blocks == 1 else 'blocks'}"
+        )
+        if count["generic"]:
+            text += f", {percent(count['structured'], count['registered'])} of them structured"
+        return text
+
+    @property
+    def memory(self) -> str:
+        total = sum(one.bytes for one in self.rows)
+        kinds = sorted({str(factor_dtype(r, self.program)).removeprefix("torch.") for r in self.program.registrations})
+        return f"{size(total)} of factors, {size(total)} of inverses ({', '.join(kinds) or 'none'})"
+
+    def sections(self) -> list[tuple[str, list[str]]]:
+        """What follows the table: (title, lines)."""
+        generic = [f"{one.names}: {one.reason or 'no layer has this form'}" for one in self.rows if one.generic]
+        reasons = [f"{one.names}: {one.reason}" for one in self.rows if one.reason and not one.generic]
+        dropped = [f"{note.subject}: {note.reason}" for note in self.dropped]
+        passes = ", ".join(f"{one.name} {one.summary or f'{one.nodes:,} nodes'}" for one in self.history)
+        found = [("generic", generic or ["none"]), ("reasons", reasons), ("dropped", dropped or ["none"])]
+        found += [("unused", list(self.unused) or ["none"]), ("memory", [self.memory]), ("passes", [passes or "none"])]
+        if self.counters is not None:
+            counted = ", ".join(f"{name} {count:,}" for name, count in self.counters().items())
+            found.append(("runtime", [counted or "none"]))
+        return [(title, lines) for title, lines in found if lines]
+
+    def __str__(self) -> str:
+        lines = [self.headline, "", *self._table(), ""]
+        for title, entries in self.sections():
+            wrapped = [line for entry in listed(entries) for line in wrap(entry)]
+            lines += [f"{head:<8}  {line}" for head, line in zip(chain([title], repeat("")), wrapped, strict=False)]
+        return "\n".join(ascii_only(line.rstrip()) for line in lines)
+
+    __repr__ = __str__
+
+    def _table(self) -> list[str]:
+        cells = [
+            (str(n), one.layer, shorten(one.names), f"{one.uses:,}", one.block, one.factors_text)
+            for n, one in enumerate(self.rows)
+        ]
+        widths = [max(1, *map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
+        right = (True, False, False, True, False, False)
+
+        def line(values: Sequence[str]) -> str:
+            aligned = (v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True))
+            return "  ".join(aligned).rstrip()
+
+        return [line(COLUMNS), line(["-" * width for width in widths]), *map(line, cells)]
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=self.headline, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for name in COLUMNS:
+            table.add_column(name or "#", justify="right" if name in ("", "uses") else "left", overflow="fold")
+        for n, one in enumerate(self.rows):
+            cells = (str(n), one.layer, one.names, f"{one.uses:,}", one.block, one.factors_text)
+            table.add_row(*map(Text, cells), style="yellow" if one.generic else "")
+        below = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        below.add_column(style="bold")
+        below.add_column(overflow="fold")
+        for title, entries in self.sections():
+            below.add_row(Text(title), Text("\n".join(listed(entries))))
+        return Group(table, Text(), below)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "parameters": {**self.elements, "unused": list(self.unused)},
+            "registrations": [one.to_dict() for one in self.rows],
+            "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
+            "passes": [{"name": one.name, "nodes": one.nodes, "seconds": one.seconds} for one in self.history],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_html(self) -> str:
+        """One self-contained page, light or dark as the reader's system is."""
+        share = {name: self.elements[name] for name in ("structured", "generic")}
+        share["unused"] = self.elements["total"] - self.elements["registered"]
+        rows = [
+            (one.layer, one.names, f"{one.uses:,}", one.block, one.factors_text, f"{one.elements:,}", size(one.bytes))
+            for one in self.rows
+        ]
+        passes = [(one.name, f"{one.nodes:,}", one.summary, f"{one.seconds:.3f}") for one in self.history]
+        sections = [(title, lines) for title, lines in self.sections() if title != "passes"]
+        return page(self.headline, share, rows, sections, passes)
+
+    def to_dot(self) -> str:
+        """The registrations, their uses and how data flows between these, in Graphviz' language."""
+        return dot(self.program.registrations, [f"{one.names}\n{one.block}: {one.factors_text}" for one in self.rows])
+
+
+# --- one registration -----------------------------------------------------------------------------------------------
+
+
+def row(registration: Registration, program: Program) -> Row:
+    shapes = factor_shapes(registration, program)
+    dtype = factor_dtype(registration, program)
+    return Row(
+        layer=registration.layer,
+        parameters=registration.parameters,
+        uses=len(registration.uses) or edges_of(registration, program),
+        block=block_words(registration, program),
+        approximation=registration.approximation,
+        factors=shapes,
+        reason=registration.reason,
+        generic=registration.generic,
+        elements=elements_of(registration, program),
+        bytes=sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize,
+    )
+
+
+def elements_of(registration: Registration, program: Program) -> int:
+    return sum(program.parameters[name].numel() for name in registration.parameters)
+
+
+def edges_of(registration: Registration, program: Program) -> int:
+    """In how many places the parameters of a generic registration, which has no uses, meet the data."""
+    label = labels(program.graph, program.parameters)
+    outputs = program.outputs or tuple(node for node in program.graph.nodes if node.op == "output")
+    edges = use_edges(program.graph, label, outputs)
+    return sum(not parameters_behind(source, label).isdisjoint(registration.parameters) for source, _ in edges)
+
+
+def factor_dtype(registration: Registration, program: Program) -> torch.dtype:
+    """Factors are never narrower than float32, whatever the parameters are."""
+    dtype = torch.float32
+    for name in registration.parameters:
+        dtype = torch.promote_types(dtype, program.parameters[name].dtype)
+    return dtype
+
+
+def factor_shapes(registration: Registration, program: Program) -> Shapes:
+    approximation = registration.approximation
+    if registration.matrix is None or not approximation.startswith("kron"):
+        count = elements_of(registration, program)
+        return {"F": (count, count) if approximation == "full" else (count,)}
+    groups, outputs, inputs = registration.matrix.shape
+    a_diagonal = approximation in ("kron_in_diag", "kron_both_diag")
+    g_diagonal = approximation in ("kron_out_diag", "kron_both_diag")
+    return {
+        "A": (groups, inputs) if a_diagonal else (groups, inputs, inputs),
+        "G": (groups, outputs) if g_diagonal else (groups, outputs, outputs),
+    }
+
+
+def block_words(registration: Registration, program: Program) -> str:
+    """`"kronecker"`, `"kronecker per channel"`, `"kronecker, independent"`, `"diagonal"`, `"full (linked)"`, ..."""
+    words = registration.approximation
+    if registration.matrix is not None and words.startswith("kron"):
+        groups, outputs, _ = registration.matrix.shape
+        words = "kronecker"
+        if groups > 1:
+            words += " per channel" if outputs == 1 else " per group"
+        if len(registration.uses) > 1:
+            words += ", independent"
+    elif registration.generic:
+        words = f"generic {words}"
+    return f"{words} (linked)" if frozenset(registration.parameters) in program.options.linked else words
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def fold(names: Iterable[str]) -> str:
+    """`("stem.weight", "stem.bias")` -> `"stem.{weight, bias}"`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        prefix, dot, last = name.rpartition(".")
+        groups.setdefault(prefix + dot, []).append(last)
+    return ", ".join(p + (lasts[0] if len(lasts) == 1 else f"{{{', '.join(lasts)}}}") for p, lasts in groups.items())
+
+
+def shorten(text: str, width: int = NAME_WIDTH) -> str:
+    """The two ends of a long name: the model's part and the parameter's own."""
+    if len(text) <= width:
+        return text
+    tail = (width - 3) * 2 // 3
+    return f"{text[: width - 3 - tail]}...{text[-tail:]}"
+
+
+def side(name: str, shape: tuple[int, ...]) -> str:
+    return f"{name} diag {shape[0]:,}" if len(shape) == 1 else f"{name} {shape[0]:,} x {shape[1]:,}"
+
+
+def size(count: float) -> str:
+    """`"36.2 KiB"`; bytes below one KiB."""
+    if count < 1024:
+        return f"{count:.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:,.1f} {unit}"
+    return f"{count / 1024:,.1f} TiB"
+
+
+def percent(part: int, whole: int) -> str:
+    """Rounded down, so that "100 %" means all."""
+    return f"{math.floor(10000 * part / whole) / 100:g} %"
+
+
+def listed(entries: list[str]) -> list[str]:
+    hidden = len(entries) - LISTED
+    return entries if hidden <= 1 else [*entries[:LISTED], f"... and {hidden:,} more, all in to_dict()"]
+
+
+def wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH - 10, subsequent_indent="  ", break_on_hyphens=False) or [""]
+
+
+def ascii_only(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode("ascii")

@@ -1,0 +1,425 @@
+"""The report of hand-made Programs, text by text."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import rich
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, fx, nn
+
+from kfac_fx.passes.ir import Bound, Note, Options, PassRecord, Program, Registration, Use
+from kfac_fx.passes.matrix import Layout
+from kfac_fx.report import Report, fold, percent, shorten, size
+
+
+class Small(nn.Module):
+    """Every kind of row: kronecker, per channel, full and linked, several uses, generic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3)
+        self.dw = nn.Conv2d(16, 16, 3, groups=16)
+        self.pw = nn.Conv2d(16, 32, 1)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 10)
+        self.temperature = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(x, self.stem.weight, self.stem.bias)
+        x = F.conv2d(x, self.dw.weight, self.dw.bias, groups=16)
+        x = F.conv2d(x, self.pw.weight, self.pw.bias).mean((2, 3))
+        x = F.layer_norm(x, (32,)) * self.norm.weight + self.norm.bias
+        scores = [F.linear(part, self.head.weight, self.head.bias) for part in (x, -x, 2 * x)]
+        return (scores[0] + scores[1] + scores[2]) * torch.exp(self.temperature)
+
+
+LAYOUTS: Mapping[str, tuple[str, str]] = {
+    "conv2d": ("o i h w -> 1 o (i h w)", "o -> 1 o"),
+    "depthwise_conv2d": ("g o h w -> g o (h w)", "g -> g 1"),
+    "scale_and_shift": ("g -> g 1 1", "g -> g 1"),
+    "linear": ("o i -> 1 o i", "o -> 1 o"),
+    "embedding": ("i o -> 1 o i", ""),
+}
+
+
+def use_of(layer: str, node: fx.Node, parameters: Mapping[str, tuple[str, Tensor]]) -> Use:
+    bound = {}
+    for (role, (name, value)), pattern in zip(parameters.items(), LAYOUTS[layer], strict=False):
+        stored = Layout(tuple(value.shape))
+        bound[role] = Bound(name, stored, stored.rearrange(pattern))
+    return Use(layer, 0, node.all_input_nodes[0], node, bound, {}, frozenset({node}))
+
+
+def registration_of(
+    program: Program, layer: str, parameters: tuple[str, ...], outputs: tuple[str, ...], approximation: str = "kron"
+) -> Registration:
+    nodes = {node.name: node for node in program.graph.nodes}
+    roles = {role: (name, program.parameters[name]) for role, name in zip(("weight", "bias"), parameters, strict=False)}
+    uses = tuple(use_of(layer, nodes[output], roles) for output in outputs)
+    return Registration(layer, uses[0].matrix, parameters, uses, approximation)
+
+
+def traced(model: nn.Module, **known: Any) -> Program:
+    module = fx.symbolic_trace(model)
+    parameters = dict(model.named_parameters())
+    return Program(module.graph, module, parameters, {name: name for name in parameters}, **known)
+
+
+@pytest.fixture
+def program() -> Program:
+    program = traced(Small(), options=Options(linked={frozenset({"norm.weight", "norm.bias"}): "full"}))
+    generic = Registration(
+        "generic", None, ("temperature",), (), "diagonal", "no layer has the form of mul_2 (model.py:41)"
+    )
+    return program.but(
+        registrations=(
+            registration_of(program, "conv2d", ("stem.weight", "stem.bias"), ("conv2d",)),
+            registration_of(program, "depthwise_conv2d", ("dw.weight", "dw.bias"), ("conv2d_1",)),
+            registration_of(program, "conv2d", ("pw.weight", "pw.bias"), ("conv2d_2",)),
+            registration_of(program, "scale_and_shift", ("norm.weight", "norm.bias"), ("add",), "full"),
+            registration_of(program, "linear", ("head.weight", "head.bias"), ("linear", "linear_1", "linear_2")),
+            generic,
+        ),
+        history=(
+            PassRecord("trace", 61, "", 0.25),
+            PassRecord("match", 58, "7 uses", 0.5),
+            PassRecord("rewrite", 72, "7 taps", 0.125),
+        ),
+    )
+
+
+TEXT = """\
+kfac_fx registered 1,547 of 1,547 trainable parameters in 6 Fisher blocks, 99.93 % of them structured
+
+   layer             parameters           uses  Fisher block            factors
+-  ----------------  -------------------  ----  ----------------------  --------------------------
+0  conv2d            stem.{weight, bias}     1  kronecker               A 28 x 28, G 16 x 16
+1  depthwise_conv2d  dw.{weight, bias}       1  kronecker per channel   16 of (A 10 x 10, G 1 x 1)
+2  conv2d            pw.{weight, bias}       1  kronecker               A 17 x 17, G 32 x 32
+3  scale_and_shift   norm.{weight, bias}     1  full (linked)           F 64 x 64
+4  linear            head.{weight, bias}     3  kronecker, independent  A 33 x 33, G 10 x 10
+5  generic           temperature             1  generic diagonal        F diag 1
+
+generic   temperature: no layer has the form of mul_2 (model.py:41)
+dropped   none
+unused    none
+memory    36.2 KiB of factors, 36.2 KiB of inverses (float32)
+passes    trace 61 nodes, match 7 uses, rewrite 7 taps"""
+
+
+def test_the_text_says_what_became_of_every_parameter(program: Program) -> None:
+    assert str(Report(program)) == "\n".join(line.rstrip() for line in TEXT.splitlines())
+
+
+def test_the_text_is_the_same_again_and_as_repr(program: Program) -> None:
+    report = Report(program)
+    assert str(report) == repr(report) == str(Report(program))
+
+
+def test_the_data_has_the_promised_keys(program: Program) -> None:
+    program = program.but(dropped=(Note("linear(head.weight)", "splits the linked group"),))
+    data = Report(program).to_dict()
+    assert list(data) == ["parameters", "registrations", "dropped", "passes"]
+    assert data["parameters"] == {
+        "total": 1547, "registered": 1547, "structured": 1546, "generic": 1, "unused": []
+    }  # fmt: skip
+    assert data["registrations"][1] == {
+        "layer": "depthwise_conv2d",
+        "parameters": ["dw.weight", "dw.bias"],
+        "uses": 1,
+        "block": "kronecker per channel",
+        "approximation": "kron",
+        "factors": {"A": [16, 10, 10], "G": [16, 1, 1]},
+        "reason": None,
+    }
+    assert data["registrations"][5]["reason"] == "no layer has the form of mul_2 (model.py:41)"
+    assert data["dropped"] == [{"subject": "linear(head.weight)", "reason": "splits the linked group"}]
+    assert data["passes"][0] == {"name": "trace", "nodes": 61, "seconds": 0.25}
+
+
+def test_json_holds_the_same_data(program: Program) -> None:
+    assert json.loads(Report(program).to_json()) == Report(program).to_dict()
+
+
+def test_unused_parameters_are_counted_and_named(program: Program) -> None:
+    program = program.but(registrations=program.registrations[:-1], unused=("temperature",))
+    report = Report(program)
+    assert str(report).splitlines()[0] == "kfac_fx registered 1,546 of 1,547 trainable parameters in 5 Fisher blocks"
+    assert "unused    temperature" in str(report).splitlines()
+    assert report.to_dict()["parameters"]["unused"] == ["temperature"]
+    assert report.to_dict()["parameters"]["registered"] == 1546
+
+
+def test_a_reason_for_a_structured_choice_is_told(program: Program) -> None:
+    first, *rest = program.registrations
+    program = program.but(registrations=(replace(first, reason="proof failed once"), *rest))
+    assert "reasons   stem.{weight, bias}: proof failed once" in str(Report(program)).splitlines()
+
+
+def test_counters_are_read_when_the_report_is_shown(program: Program) -> None:
+    counts = {"skipped updates": 0, "failed decompositions": 0}
+    report = Report(program, counters=lambda: counts)
+    assert str(report).splitlines()[-1] == "runtime   skipped updates 0, failed decompositions 0"
+    counts["skipped updates"] = 1234
+    assert str(report).splitlines()[-1] == "runtime   skipped updates 1,234, failed decompositions 0"
+    assert "runtime" not in json.loads(report.to_json())
+
+
+@pytest.mark.parametrize(
+    ("approximation", "words", "text", "shapes"),
+    [
+        ("kron", "kronecker", "A 33 x 33, G 10 x 10", {"A": [1, 33, 33], "G": [1, 10, 10]}),
+        ("kron_in_diag", "kronecker", "A diag 33, G 10 x 10", {"A": [1, 33], "G": [1, 10, 10]}),
+        ("kron_out_diag", "kronecker", "A 33 x 33, G diag 10", {"A": [1, 33, 33], "G": [1, 10]}),
+        ("kron_both_diag", "kronecker", "A diag 33, G diag 10", {"A": [1, 33], "G": [1, 10]}),
+        ("diagonal", "diagonal", "F diag 330", {"F": [330]}),
+        ("full", "full", "F 330 x 330", {"F": [330, 330]}),
+    ],
+)
+def test_block_and_factors_in_words(
+    program: Program, approximation: str, words: str, text: str, shapes: dict[str, list[int]]
+) -> None:
+    head = registration_of(program, "linear", ("head.weight", "head.bias"), ("linear",), approximation)
+    (one,) = Report(program.but(registrations=(head,))).rows
+    assert (one.block, one.factors_text, one.to_dict()["factors"]) == (words, text, shapes)
+
+
+def test_groups_of_several_outputs_are_called_groups() -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8, 3, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv1d(x, self.weight, groups=2)
+
+    program = traced(Grouped())
+    node = next(node for node in program.graph.nodes if node.name == "conv1d")
+    stored = Layout((8, 3, 5))
+    bound = Bound("weight", stored, stored.rearrange("(g o) i k -> g o (i k)", g=2))
+    use = Use("conv1d", 0, node.all_input_nodes[0], node, {"weight": bound}, {}, frozenset({node}))
+    (one,) = Report(
+        program.but(registrations=(Registration("conv1d", use.matrix, ("weight",), (use, use), "kron"),))
+    ).rows
+    assert (one.block, one.factors_text) == ("kronecker per group, independent", "2 of (A 15 x 15, G 4 x 4)")
+
+
+def test_embeddings_have_a_diagonal_input_side_and_large_numbers_separators() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(50257, 8))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.embedding(ids, self.weight)
+
+    program = traced(Table())
+    program = program.but(
+        registrations=(registration_of(program, "embedding", ("weight",), ("embedding",), "kron_in_diag"),)
+    )
+    report = Report(program)
+    assert report.rows[0].factors_text == "A diag 50,257, G 8 x 8"
+    assert report.headline == "kfac_fx registered 402,056 of 402,056 trainable parameters in 1 Fisher block"
+    assert report.memory == "196.6 KiB of factors, 196.6 KiB of inverses (float32)"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "memory"),
+    [
+        (torch.bfloat16, "36.2 KiB of factors, 36.2 KiB of inverses (float32)"),
+        (torch.float64, "72.3 KiB of factors, 72.3 KiB of inverses (float64)"),
+    ],
+)
+def test_factors_are_at_least_float32(program: Program, dtype: torch.dtype, memory: str) -> None:
+    parameters = {name: nn.Parameter(value.detach().to(dtype)) for name, value in program.parameters.items()}
+    assert Report(program.but(parameters=parameters)).memory == memory
+
+
+def test_a_report_without_registrations() -> None:
+    text = str(Report(Program(fx.Graph(), nn.Module(), {}, {})))
+    assert text.splitlines()[0] == "kfac_fx registered 0 of 0 trainable parameters in 0 Fisher blocks"
+    assert "memory    0 bytes of factors, 0 bytes of inverses (none)" in text.splitlines()
+
+
+def test_long_lists_are_cut_in_text_and_whole_in_data(program: Program) -> None:
+    notes = tuple(Note(f"linear(layers.{n}.weight)", "part of something larger") for n in range(1200))
+    program = program.but(dropped=notes, unused=tuple(f"layers.{n}.bias" for n in range(9)))
+    lines = str(Report(program)).splitlines()
+    first = lines.index("dropped   linear(layers.0.weight): part of something larger")
+    assert lines[first + 7] == "          linear(layers.7.weight): part of something larger"
+    assert lines[first + 8] == "          ... and 1,192 more, all in to_dict()"
+    assert lines[first + 9] == "unused    layers.0.bias"
+    assert lines[first + 17] == "          layers.8.bias"  # a line that says "1 more" could be the line itself
+    assert len(Report(program).to_dict()["dropped"]) == 1200
+
+
+def test_long_lines_are_wrapped_and_long_names_keep_both_ends(program: Program) -> None:
+    long = ".".join(["encoder", *(f"block_{n}" for n in range(30)), "weight"])
+    program = program.but(dropped=(Note(f"linear({long})", "it splits the linked parameters " + long),))
+    assert all(len(line) <= 101 for line in str(Report(program)).splitlines() if line.startswith(("dropped", "   ")))
+    assert shorten(long) == "encoder.block_...27.block_28.block_29.weight"
+
+
+def test_the_text_is_ascii_whatever_the_names_are(program: Program) -> None:
+    program = program.but(dropped=(Note("linear(größe.weight)", "→"),))
+    assert str(Report(program)).isascii()
+    assert r"linear(gr\xf6\xdfe.weight): \u2192" in str(Report(program))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("stem.weight", "stem.bias"), "stem.{weight, bias}"),
+        (("weight", "bias"), "{weight, bias}"),
+        (("temperature",), "temperature"),
+        (("a.weight", "b.weight"), "a.weight, b.weight"),
+        (("a.weight", "b.bias", "a.bias"), "a.{weight, bias}, b.bias"),
+    ],
+)
+def test_names_of_one_module_are_folded(names: tuple[str, ...], text: str) -> None:
+    assert fold(names) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (37020, "36.2 KiB"), (3 << 20, "3.0 MiB"),
+     (5 << 30, "5.0 GiB"), (7 << 40, "7.0 TiB")],
+)  # fmt: skip
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(("part", "text"), [(1000000, "100 %"), (999999, "99.99 %"), (500000, "50 %"), (0, "0 %")])
+def test_only_all_is_a_hundred_percent(part: int, text: str) -> None:
+    assert percent(part, 1000000) == text
+
+
+# --- rich, html, dot ------------------------------------------------------------------------------------------------
+
+
+def shown_by_rich(report: Report) -> str:
+    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="truecolor")
+    console.print(report)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_rich_shows_a_table_in_color_and_plain_text_stays_plain(program: Program) -> None:
+    report = Report(program, counters=lambda: {"skipped updates": 2})
+    shown = shown_by_rich(report)
+    assert "\x1b[" in shown and "\x1b[" not in str(report)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    for text in ("kfac_fx registered 1,547", "16 of (A 10 x 10, G 1 x 1)", "generic diagonal", "skipped updates 2"):
+        assert text in plain
+
+
+def test_rich_takes_names_literally(program: Program) -> None:
+    program = program.but(dropped=(Note("linear([bold]w[/bold])", "[red]"),))
+    assert "linear([bold]w[/bold]): [red]" in re.sub(r"\x1b\[[0-9;]*m", "", shown_by_rich(Report(program)))
+
+
+def test_rich_print_finds_the_rich_form(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    rich.print(Report(program))
+    assert "Fisher block" in capsys.readouterr().out
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load or run, and checks that every tag is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.loads: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.loads += [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_self_contained_and_escapes_everything(program: Program) -> None:
+    evil = "<script>alert('&')</script>"
+    program = program.but(
+        dropped=(Note(evil, evil),),
+        unused=(evil,),
+        history=(PassRecord(evil, 1, evil, 0.0),),
+        registrations=(replace(program.registrations[0], layer=evil, reason=evil), *program.registrations[1:]),
+    )
+    html = Report(program, counters=lambda: {evil: 1}).to_html()
+    page = Page()
+    page.feed(html)
+    assert page.open == [] and page.loads == []
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
+    assert page.text.count(evil) == 8
+    assert "url(" not in html and "@import" not in html
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_the_page_shows_shares_rows_and_times(program: Program) -> None:
+    page = Page()
+    page.feed(Report(program).to_html())
+    for text in ("structured 1,546", "generic 1", "16 of (A 10 x 10, G 1 x 1)", "temperature: no layer", "0.250"):
+        assert text in page.text
+    assert "unused 0" not in page.text
+
+
+def test_the_page_lists_everything(program: Program) -> None:
+    program = program.but(unused=tuple(f"layers.{n}.bias" for n in range(200)))
+    assert "layers.199.bias" in Report(program).to_html()
+
+
+DOT = r"""digraph kfac_fx {
+  rankdir=TB;
+  node [fontname="Helvetica", fontsize=10];
+  r0 [shape=box, style="filled,rounded", fillcolor="#dbe9f6", label="0  conv2d\nstem.{weight, bias}\nkronecker: A 28 x 28, G 16 x 16"];
+  u0 [label="conv2d"];
+  r0 -> u0 [style=dashed, arrowhead=none];
+  r1 [shape=box, style="filled,rounded", fillcolor="#dbe9f6", label="1  linear\nhead.{weight, bias}\nkronecker, independent: A 33 x 33, G 10 x 10"];
+  u1 [label="linear"];
+  r1 -> u1 [style=dashed, arrowhead=none];
+  u2 [label="linear_1"];
+  r1 -> u2 [style=dashed, arrowhead=none];
+  u3 [label="linear_2"];
+  r1 -> u3 [style=dashed, arrowhead=none];
+  r2 [shape=box, style=dashed, label="2  generic\ntemperature\ngeneric diagonal: F diag 1"];
+  n0 [shape=plaintext, label="add"];
+  n1 [shape=plaintext, label="add"];
+  u0 -> u1;
+  u0 -> u2;
+  u0 -> u3;
+  u1 -> n0;
+  u2 -> n0;
+  n0 -> n1;
+  u3 -> n1;
+}
+"""  # noqa: E501
+
+
+def test_the_graph_shows_registrations_uses_and_where_data_meets(program: Program) -> None:
+    kept = tuple(program.registrations[n] for n in (0, 4, 5))
+    assert Report(program.but(registrations=kept)).to_dot() == DOT
+
+
+def test_the_graph_escapes_its_labels(program: Program) -> None:
+    head = replace(program.registrations[4], layer='my "own"\\layer')
+    assert r'label="0  my \"own\"\\layer\nhead' in Report(program.but(registrations=(head,))).to_dot()
