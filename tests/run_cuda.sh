@@ -6,7 +6,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 "$python" - <<'CHECK'
 import sys
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(f"{sys.executable} has no torch: activate the environment that drives the GPU, or set PYTHON")
 if not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} of {sys.executable} sees no CUDA device")
 print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")

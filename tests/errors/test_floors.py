@@ -10,13 +10,14 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A module may import those of the rows above its own here, and none of its own row.
 FLOORS = [
-    "passes.errors passes.pytree",
+    "passes.errors",
     "passes.matrix",
     "passes.ir",
     "passes.layers.declaration",
     "passes.layers.*",
     "passes.layers",
-    "passes.labels",
+    # Tools that several passes share.
+    "passes.approximation passes.holder passes.labels passes.pytree",
     "passes.spelling",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.normalize passes.losses passes.match passes.link passes.resolve passes.check passes.rewrite "
@@ -25,7 +26,7 @@ FLOORS = [
     "passes",
     "kfac_fx.linalg",
     "kfac_fx.statistics kfac_fx.losses",
-    "kfac_fx.factors",
+    "kfac_fx.factors kfac_fx.loss_spec",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.layer_collection",
     "kfac_fx.estimator",
