@@ -26,7 +26,7 @@ FLOORS = [
     "passes",
     "kfac_fx.linalg",
     "kfac_fx.statistics kfac_fx.losses",
-    "kfac_fx.factors kfac_fx.loss_spec",
+    "kfac_fx.factors kfac_fx.loss_spec kfac_fx.tap",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.layer_collection",
     "kfac_fx.estimator",
