@@ -25,7 +25,9 @@ FLOORS = [
     "passes.pipeline",
     "passes",
     "kfac_fx.linalg",
+    "kfac_fx.loss_function",
     "kfac_fx.statistics kfac_fx.losses",
+    "kfac_fx.loss_spec",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.tap",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.layer_collection",
@@ -42,7 +44,7 @@ FLOORS = [
 ]
 
 # The numerical runtime knows what a registration is, and nothing else of the compiler.
-NUMERICAL = {f"kfac_fx.{name}" for name in ("linalg", "statistics", "factors", "losses", "blocks", "curvature")}
+NUMERICAL = {f"kfac_fx.{name}" for name in ("linalg", "statistics", "factors", "loss_function", "losses", "blocks", "curvature")}
 SHARED_WORDS = {"passes.errors", "passes.matrix", "passes.ir"}
 
 # passes/__init__.py imports itself by its installed name, to be one package under both names.

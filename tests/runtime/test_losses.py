@@ -1,0 +1,247 @@
+"""Loss functions: golden values, the Fisher's factors against autograd, sampling."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import jacrev
+from torch.nn import functional as F
+
+from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance, OnehotCategorical
+from kfac_fx.passes.errors import LossError, TargetsMissing
+
+NATURAL: dict[str, Callable[[Tensor], LossFunction]] = {
+    "categorical": Categorical,
+    "onehot": OnehotCategorical,
+    "normal": lambda x: Normal(x, var=0.7),
+    "multi_bernoulli": MultiBernoulli,
+}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def hessian_of(loss: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    return jacrev(jacrev(loss))(inputs)  # type: ignore[no-any-return]
+
+
+def factor_matrix(loss: LossFunction) -> Tensor:
+    """B of a loss with one case, column by column."""
+    basis = torch.eye(loss.inputs.numel(), dtype=torch.float64).reshape(-1, *loss.fisher_factor_inner_shape)
+    return torch.stack([loss.multiply_fisher_factor(e).flatten() for e in basis], dim=1)
+
+
+def test_golden_categorical() -> None:
+    loss = Categorical(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), targets=torch.tensor([0, 1]))
+    assert loss.evaluate().item() == pytest.approx(1.6265233, abs=1e-6)
+
+
+def test_golden_normal() -> None:
+    mean, targets = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[3.0, 1.0], [4.0, 2.0]])
+    assert Normal(mean, var=4.0, targets=targets).evaluate().item() == pytest.approx(7.6983433, abs=1e-6)
+
+
+def test_categorical_and_onehot_agree_with_the_log_softmax() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0], [1.0, -1.0, 0.0]], dtype=torch.float64)
+    targets = torch.tensor([2, 1])
+    expected = -logits.log_softmax(-1)[torch.arange(2), targets].sum()
+    torch.testing.assert_close(Categorical(logits, targets).evaluate(), expected)
+    torch.testing.assert_close(OnehotCategorical(logits, F.one_hot(targets, 3)).evaluate(), expected)
+
+
+def test_the_default_normal_is_the_squared_error_and_a_constant() -> None:
+    mean, targets = random(3, 4), random(3, 4, seed=1)
+    expected = (mean - targets).square().sum() + 12 * 0.5 * math.log(math.pi)
+    torch.testing.assert_close(Normal(mean, targets=targets).evaluate(), expected)
+
+
+def test_multi_bernoulli_is_the_sigmoid_cross_entropy_of_integer_targets() -> None:
+    logits, targets = random(3, 4), torch.tensor([[0, 1, 1, 0]] * 3)
+    expected = F.binary_cross_entropy(logits.sigmoid(), targets.double(), reduction="sum")
+    torch.testing.assert_close(MultiBernoulli(logits, targets).evaluate(), expected)
+
+
+def test_normal_with_a_variance_is_torch_gaussian_nll() -> None:
+    mean, variance, targets = random(3, 2), random(3, 2, seed=1).exp(), random(3, 2, seed=2)
+    expected = F.gaussian_nll_loss(mean, targets, variance, full=True, eps=0, reduction="sum")
+    torch.testing.assert_close(NormalMeanVariance(mean, variance, targets=targets).evaluate(), expected)
+
+
+def test_left_out_targets_add_nothing() -> None:
+    logits = random(3, 4)
+    some = Categorical(logits, torch.tensor([1, -100, 2])).evaluate()
+    torch.testing.assert_close(some, Categorical(logits[[0, 2]], torch.tensor([1, 2])).evaluate())
+
+
+@pytest.mark.parametrize("make", NATURAL.values(), ids=NATURAL)
+def test_the_factor_squares_to_the_hessian_of_the_loss(make: Callable[[Tensor], LossFunction]) -> None:
+    inputs = random(1, 3)
+    targets = make(inputs).sample(torch.Generator().manual_seed(0))
+    hessian = hessian_of(lambda x: make(x).with_targets(targets).evaluate(), inputs)
+    b = factor_matrix(make(inputs))
+    torch.testing.assert_close(b @ b.T, hessian.reshape(3, 3))
+
+
+def test_the_factor_of_a_normal_with_a_variance_squares_to_the_expected_hessian() -> None:
+    mean, variance = random(1, 2), random(1, 2, seed=1).exp()
+    inputs = torch.cat([mean, variance], dim=-1)
+
+    def loss(x: Tensor, targets: Tensor) -> Tensor:
+        return NormalMeanVariance(x[:, :2], x[:, 2:], targets=targets).evaluate()
+
+    # The Hessian is a polynomial of degree 2 in the targets and has no cross terms: three Gauss-Hermite nodes do.
+    expected = torch.zeros(4, 4, dtype=torch.float64)
+    for node, weight in ((-math.sqrt(3), 1 / 6), (0.0, 2 / 3), (math.sqrt(3), 1 / 6)):
+        targets = mean + node * variance.sqrt()
+        hessian = hessian_of(partial(loss, targets=targets), inputs)
+        expected += weight * hessian.reshape(4, 4)
+    b = factor_matrix(NormalMeanVariance(mean, variance))
+    torch.testing.assert_close(b @ b.T, expected)
+
+
+LOSSES = {**NATURAL, "normal_mean_variance": lambda x: NormalMeanVariance(x[..., :2], x[..., 2:4].exp())}
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+def test_factor_products_agree_with_each_other(make: Callable[[Tensor], LossFunction]) -> None:
+    loss = make(random(5, 4))
+    u, v = random(*loss.fisher_factor_inner_shape, seed=1), random(5, 4, seed=2)
+    forward = (loss.multiply_fisher_factor(u) * v).sum()
+    torch.testing.assert_close(forward, (u * loss.multiply_fisher_factor_transpose(v)).sum())
+    composed = loss.multiply_fisher_factor(loss.multiply_fisher_factor_transpose(v))
+    torch.testing.assert_close(loss.multiply_fisher(v), composed)
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+def test_the_replicated_one_hots_sum_to_the_fisher(make: Callable[[Tensor], LossFunction]) -> None:
+    loss = make(random(5, 4))
+    v = random(5, 4, seed=2)
+    columns = [loss.multiply_fisher_factor_replicated_one_hot((k,)) for k in range(4)]
+    total = torch.stack([column * (column * v).sum(-1, keepdim=True) for column in columns]).sum(0)
+    torch.testing.assert_close(total, loss.multiply_fisher(v))
+    torch.testing.assert_close(columns[1], loss.multiply_fisher_factor_replicated_one_hot(1))
+
+
+@pytest.mark.parametrize("make", NATURAL.values(), ids=NATURAL)
+def test_the_gauss_newton_products_are_the_fishers(make: Callable[[Tensor], LossFunction]) -> None:
+    loss, v = make(random(5, 3)), random(5, 3, seed=1)
+    assert loss.ggn_factor_inner_shape == loss.fisher_factor_inner_shape
+    torch.testing.assert_close(loss.multiply_ggn(v), loss.multiply_fisher(v))
+    torch.testing.assert_close(loss.multiply_ggn_factor(v), loss.multiply_fisher_factor(v))
+    torch.testing.assert_close(loss.multiply_ggn_factor_transpose(v), loss.multiply_fisher_factor_transpose(v))
+    one_hot = loss.multiply_fisher_factor_replicated_one_hot(2)
+    torch.testing.assert_close(loss.multiply_ggn_factor_replicated_one_hot(2), one_hot)
+
+
+def test_the_fisher_of_logits_without_a_batch_axis() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    p, v = logits.softmax(0), random(4, 3)
+    expected = v @ (torch.diag(p) - torch.outer(p, p))
+    torch.testing.assert_close(Categorical(logits).multiply_fisher(v), expected)
+    torch.testing.assert_close(Categorical(logits).multiply_fisher(v[0]), expected[0])
+    assert Categorical(logits).cases == 1
+
+
+def test_cases_are_distributions_for_classes_and_rows_for_the_rest() -> None:
+    x = random(4, 5, 3)
+    assert Categorical(x).cases == 20
+    assert Normal(x).cases == MultiBernoulli(x).cases == 4
+
+
+def check_mean(values: Tensor, expected: Tensor, variance: Tensor) -> None:
+    """The mean of n draws lies within five of its own standard errors."""
+    error = (values.double().mean(0) - expected).abs()
+    assert (error <= 5 * (variance / len(values)).sqrt()).all(), error
+
+
+def test_samples_have_the_moments_of_the_distribution() -> None:
+    n, generator = 20_000, torch.Generator().manual_seed(0)
+    logits = random(3)
+    p = logits.softmax(0)
+    classes = Categorical(logits.expand(n, 3)).sample(generator)
+    assert classes.shape == (n,)
+    check_mean(F.one_hot(classes, 3), p, p * (1 - p))
+    check_mean(OnehotCategorical(logits.expand(n, 3)).sample(generator), p, p * (1 - p))
+    q = logits.sigmoid()
+    check_mean(MultiBernoulli(logits.expand(n, 3)).sample(generator), q, q * (1 - q))
+    values = Normal(logits.expand(n, 3), var=0.3).sample(generator)
+    check_mean(values, logits, torch.full((3,), 0.3))
+    check_mean((values - logits).square(), torch.full((3,), 0.3), torch.full((3,), 2 * 0.3**2))
+    variance = p
+    values = NormalMeanVariance(logits.expand(n, 3), variance.expand(n, 3)).sample(generator)
+    check_mean((values - logits).square(), variance, 2 * variance.square())
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+def test_sampling_is_reproducible_and_leaves_torchs_own_stream(make: Callable[[Tensor], LossFunction]) -> None:
+    loss = make(random(6, 4))
+    before = torch.get_rng_state()
+    first = loss.sample(torch.Generator().manual_seed(3))
+    assert torch.equal(first, loss.sample(torch.Generator().manual_seed(3)))
+    loss.seed = 3
+    assert torch.equal(first, loss.sample())
+    assert torch.equal(before, torch.get_rng_state())
+    torch.testing.assert_close(loss.evaluate_on_sample(), loss.with_targets(first).evaluate())
+
+
+def test_the_sample_is_a_constant() -> None:
+    mean = random(3, 2).requires_grad_()
+    sample = Normal(mean).sample(torch.Generator().manual_seed(0))
+    (gradient,) = torch.autograd.grad(Normal(mean).evaluate_on_sample(torch.Generator().manual_seed(0)), mean)
+    torch.testing.assert_close(gradient, 2 * (mean - sample).detach())
+
+
+@pytest.mark.parametrize("make", NATURAL.values(), ids=NATURAL)
+def test_half_precision_is_computed_in_single(make: Callable[[Tensor], LossFunction]) -> None:
+    inputs = random(5, 4).bfloat16()
+    loss, v = make(inputs), random(5, 4, seed=1).float()
+    assert loss.evaluate_on_sample(torch.Generator().manual_seed(0)).dtype is torch.float32
+    assert torch.equal(loss.multiply_fisher_factor(v), make(inputs.float()).multiply_fisher_factor(v))
+    assert loss.multiply_fisher_factor(v.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+def test_missing_targets_say_what_to_pass(make: Callable[[Tensor], LossFunction]) -> None:
+    with pytest.raises(TargetsMissing, match=r"without targets: pass \w+\(\.\.\., targets=y\) with y .*'gradients'"):
+        make(random(2, 4)).evaluate()
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+def test_targets_of_a_wrong_shape_are_refused(make: Callable[[Tensor], LossFunction]) -> None:
+    with pytest.raises(LossError, match=r"targets have shape \[7, 7, 7\], expected \[2"):
+        make(random(2, 4)).with_targets(torch.zeros(7, 7, 7)).evaluate()
+
+
+def test_a_variance_must_be_a_positive_float() -> None:
+    for var in (0.0, -1.0, math.nan, torch.tensor(1.0)):
+        with pytest.raises(LossError, match=r"Normal: var is .*; it must be a positive float"):
+            Normal(random(2, 2), var=var)  # type: ignore[arg-type]
+
+
+def test_mean_and_variance_must_fit() -> None:
+    with pytest.raises(LossError, match=r"the mean has shape \[2, 3\], the variance \[2, 1\]"):
+        NormalMeanVariance(random(2, 3), random(2, 1))
+
+
+def test_a_variance_has_no_gauss_newton_factor() -> None:
+    loss, v = NormalMeanVariance(random(2, 2), random(2, 2).exp()), random(2, 4)
+    calls: list[Callable[[], object]] = [
+        lambda: loss.multiply_ggn(v),
+        lambda: loss.multiply_ggn_factor(v),
+        lambda: loss.multiply_ggn_factor_transpose(v),
+        lambda: loss.multiply_ggn_factor_replicated_one_hot(0),
+        lambda: loss.ggn_factor_inner_shape,
+    ]
+    for call in calls:
+        with pytest.raises(LossError, match=r"no generalized Gauss-Newton factor.*'curvature_prop' or 'exact'"):
+            call()
+
+
+@pytest.mark.parametrize("index", [(0, 1), 3, (-1,), ()])
+def test_an_index_outside_a_case_is_refused(index: int | tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"names no coordinate of a case of shape \[3\]"):
+        Categorical(random(2, 3)).multiply_fisher_factor_replicated_one_hot(index)
