@@ -27,12 +27,11 @@ FLOORS = [
     "kfac_fx.linalg",
     "kfac_fx.loss_function",
     "kfac_fx.statistics kfac_fx.losses",
-    "kfac_fx.loss_spec",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.tap",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.layer_collection",
     "kfac_fx.estimator",
-    "kfac_fx.damping kfac_fx.quadratic",
+    "kfac_fx.closure kfac_fx.damping kfac_fx.first_order kfac_fx.momentum kfac_fx.options kfac_fx.quadratic",
     "kfac_fx.optimizer",
     "kfac_fx.report_graph kfac_fx.report_html",
     "kfac_fx.distributed kfac_fx.report",
@@ -44,7 +43,10 @@ FLOORS = [
 ]
 
 # The numerical runtime knows what a registration is, and nothing else of the compiler.
-NUMERICAL = {f"kfac_fx.{name}" for name in ("linalg", "statistics", "factors", "loss_function", "losses", "blocks", "curvature")}
+NUMERICAL = {
+    f"kfac_fx.{name}"
+    for name in ("linalg", "statistics", "factors", "loss_function", "losses", "loss_spec", "blocks", "curvature")
+}
 SHARED_WORDS = {"passes.errors", "passes.matrix", "passes.ir"}
 
 # passes/__init__.py imports itself by its installed name, to be one package under both names.
