@@ -1,0 +1,11 @@
+"""The zoo of small models, each with its expected registrations beside it; the families are in tests/zoo/."""
+
+from __future__ import annotations
+
+from tests.zoo import attention, convolution, dense, odd
+from tests.zoo.case import Case, Expected
+
+CASES: tuple[Case, ...] = (*dense.CASES, *convolution.CASES, *attention.CASES, *odd.CASES)
+ZOO: dict[str, Case] = {case.name: case for case in CASES}
+
+__all__ = ["CASES", "ZOO", "Case", "Expected"]
