@@ -1,0 +1,254 @@
+"""Exact Fisher inner products against a dense Jacobian, in both ways of differentiating."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.nn import functional as F
+
+from kfac_fx import curvature
+from kfac_fx.curvature import fisher_inner_products, in_forward_mode, in_reverse_mode_twice
+from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
+from kfac_fx.passes.errors import LossError
+
+Losses = Callable[[tuple[Tensor, ...]], list[tuple[float, LossFunction]]]
+LOSSES: dict[str, Losses] = {
+    "categorical": lambda y: [(1.0, Categorical(y[0]))],
+    "normal": lambda y: [(1.0, Normal(y[0], var=0.7))],
+    "multi_bernoulli": lambda y: [(3.0, MultiBernoulli(y[0]))],
+    "on a part of the output": lambda y: [(1.0, Categorical(y[0][:, :3].movedim(1, -1)))],
+    "two losses": lambda y: [(0.5, Normal(y[0])), (2.0, Categorical(y[0][:, 1:]))],
+    "normal_mean_variance": lambda y: [(1.0, NormalMeanVariance(y[0][:, :2], y[0][:, 2:4].exp()))],
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+def calling(net: nn.Module, *args: Any) -> Callable[[dict[str, Tensor]], tuple[Tensor, ...]]:
+    return lambda parameters: (functional_call(net, parameters, args),)
+
+
+def directions(net: nn.Module, count: int, seed: int = 1) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in net.named_parameters()}
+        for _ in range(count)
+    ]
+
+
+def dense_products(net: nn.Module, x: Tensor, losses: Losses, vectors: list[dict[str, Tensor]]) -> Tensor:
+    """From the whole Jacobian of each loss's inputs, one basis vector of the outputs after another."""
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+    flat = [torch.cat([v.flatten() for v in vector.values()]) for vector in vectors]
+    total = torch.zeros(len(vectors), len(vectors), dtype=x.dtype)
+    for number, (coefficient, loss) in enumerate(losses((functional_call(net, parameters, (x,)),))):
+
+        def inputs(p: dict[str, Tensor], number: int = number) -> Tensor:
+            return losses((functional_call(net, p, (x,)),))[number][1].inputs
+
+        jacobian = torch.cat([j.reshape(loss.inputs.numel(), -1) for j in jacrev(inputs)(parameters).values()], dim=1)
+        pushed = [(jacobian @ d).reshape(loss.inputs.shape) for d in flat]
+        for i, a in enumerate(pushed):
+            for j, b in enumerate(pushed):
+                total[i, j] += coefficient * (a * loss.multiply_fisher(b)).sum() / loss.cases
+    return total
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_inner_products_equal_the_dense_ones(net: Net, x: Tensor, losses: Losses, count: int) -> None:
+    vectors = directions(net, count)
+    parameters = dict(net.named_parameters())
+    products = fisher_inner_products(calling(net, x), parameters, vectors, losses)
+    assert not products.requires_grad
+    torch.testing.assert_close(products, dense_products(net, x, losses, vectors))
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+def test_reverse_mode_twice_equals_forward_mode(net: Net, x: Tensor, losses: Losses) -> None:
+    parameters = dict(net.named_parameters())
+    point = tuple(p.detach() for p in parameters.values())
+    vectors = directions(net, 2)
+    stacked = tuple(torch.stack([v[name] for v in vectors]) for name in parameters)
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        outputs = functional_call(net, dict(zip(parameters, values, strict=True)), (x,))
+        return tuple(loss.inputs for _, loss in losses((outputs,)))
+
+    torch.testing.assert_close(
+        in_reverse_mode_twice(function, point, stacked), in_forward_mode(function, point, stacked)
+    )
+
+
+class Cube(torch.autograd.Function):
+    """An operation of a user's, with a backward and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x.square() * gradient
+
+
+def cube(x: Tensor) -> Tensor:
+    y: Tensor = Cube.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+class Odd(Net):
+    """With `odd` between its layers; some operations know no forward mode."""
+
+    def __init__(self, odd: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.odd = odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.odd(self.first(x)))
+        return y
+
+
+def attention(x: Tensor) -> Tensor:
+    (y,) = F.scaled_dot_product_attention(x[None], x[None], x[None])
+    return y
+
+
+ODD: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": attention,
+    "custom function": cube,
+    "in place": lambda x: torch.zeros_like(x.detach()).add_(x),
+    "group norm": lambda x: F.group_norm(x, 2),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_operations_without_forward_mode_are_handled(x: Tensor, odd: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    net = Odd(odd).double()
+    vectors = directions(net, 2)
+    losses = LOSSES["categorical"]
+    products = fisher_inner_products(calling(net, x), dict(net.named_parameters()), vectors, losses)
+
+    # The oracle: central differences of the outputs, with the error of a double at this step.
+    step = 1e-6
+    pushed = []
+    for vector in vectors:
+        ends = [{n: p.detach() + s * step * vector[n] for n, p in net.named_parameters()} for s in (1, -1)]
+        plus, minus = (functional_call(net, end, (x,)) for end in ends)
+        pushed.append((plus - minus) / (2 * step))
+    loss = Categorical(net(x))
+    expected = torch.stack([torch.stack([(a * loss.multiply_fisher(b)).sum() / 5 for b in pushed]) for a in pushed])
+    torch.testing.assert_close(products, expected.detach(), rtol=1e-7, atol=1e-7)
+
+
+def test_the_primal_pass_runs_once_for_all_vectors(net: Net, x: Tensor) -> None:
+    calls = []
+
+    def function(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        calls.append(1)
+        return calling(net, x)(parameters)
+
+    fisher_inner_products(function, dict(net.named_parameters()), directions(net, 3), LOSSES["normal"])
+    assert len(calls) == 1
+
+
+def test_running_out_of_memory_is_not_taken_for_a_missing_derivative(net: Net, x: Tensor) -> None:
+    def function(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        raise torch.OutOfMemoryError("none left")
+
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        fisher_inner_products(function, dict(net.named_parameters()), directions(net, 2), LOSSES["normal"])
+
+
+def test_parameters_without_a_direction_are_constants(net: Net, x: Tensor) -> None:
+    vectors = directions(net, 2)
+    only = [{name: vector[name] for name in ("second.weight", "second.bias")} for vector in vectors]
+    padded = [{name: v if name in only[0] else torch.zeros_like(v) for name, v in vector.items()} for vector in vectors]
+    parameters, losses = dict(net.named_parameters()), LOSSES["categorical"]
+    few = fisher_inner_products(calling(net, x), parameters, only, losses)
+    torch.testing.assert_close(few, fisher_inner_products(calling(net, x), parameters, padded, losses))
+
+
+def test_batch_norm_and_dropout_in_training_mode(x: Tensor) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).double()
+
+    def function(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        buffers = {name: value.clone() for name, value in net.named_buffers()}
+        with torch.random.fork_rng(devices=[]):
+            return (functional_call(net, {**parameters, **buffers}, (x,)),)
+
+    vectors, losses = directions(net, 2), LOSSES["normal"]
+    parameters = dict(net.named_parameters())
+    products = fisher_inner_products(function, parameters, vectors, losses)
+
+    def inputs(p: dict[str, Tensor]) -> Tensor:
+        return function(p)[0]
+
+    flat = [torch.cat([v.flatten() for v in vector.values()]) for vector in vectors]
+    jacobians = jacrev(inputs)({n: p.detach() for n, p in parameters.items()})
+    jacobian = torch.cat([j.reshape(20, -1) for j in jacobians.values()], dim=1)
+    pushed = torch.stack([jacobian @ d for d in flat])
+    torch.testing.assert_close(products, pushed @ pushed.T / (0.7 * 5))
+
+
+def test_half_precision_parameters_give_single_precision_products() -> None:
+    torch.manual_seed(0)
+    net = Net().bfloat16()
+    vectors = [{n: v.float() for n, v in vector.items()} for vector in directions(net, 2)]
+    products = fisher_inner_products(
+        calling(net, torch.randn(5, 3).bfloat16()), dict(net.named_parameters()), vectors, LOSSES["categorical"]
+    )
+    assert products.dtype is torch.float32
+    assert products[0, 0] > 0
+
+
+def test_gauss_newton_products(net: Net, x: Tensor) -> None:
+    parameters, vectors = dict(net.named_parameters()), directions(net, 2)
+    for name in ("categorical", "normal"):
+        products = fisher_inner_products(calling(net, x), parameters, vectors, LOSSES[name], ggn=True)
+        torch.testing.assert_close(products, dense_products(net, x, LOSSES[name], vectors))
+    with pytest.raises(LossError, match="no generalized Gauss-Newton factor"):
+        fisher_inner_products(calling(net, x), parameters, vectors, LOSSES["normal_mean_variance"], ggn=True)
+
+
+def test_the_fallback_is_taken_where_it_is_needed(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def reverse(*args: Any) -> Any:
+        taken.append("reverse")
+        return in_reverse_mode_twice(*args)
+
+    monkeypatch.setattr(curvature, "in_reverse_mode_twice", reverse)
+    for name, odd in ODD.items():
+        net = Odd(odd).double()
+        fisher_inner_products(calling(net, x), dict(net.named_parameters()), directions(net, 2), LOSSES["normal"])
+        assert taken == (["reverse"] if name == "custom function" else []), name
+        taken.clear()
