@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,3 +46,141 @@ def bordered(body: Tensor, border: Tensor, corner: Tensor) -> Tensor:
     above = torch.cat([body, border.unsqueeze(-1)], dim=-1)
     below = torch.cat([border, corner.unsqueeze(-1)], dim=-1)
     return torch.cat([above, below.unsqueeze(-2)], dim=-2)
+
+
+# --- sides: [..., d, d], or [..., d] if diagonal --------------------------------------------------------------------
+
+
+def spread(scalars: Tensor, like: Tensor) -> Tensor:
+    """Trailing dimensions of size 1, so that the scalars of a stack broadcast with `like`."""
+    return scalars.reshape(*scalars.shape, *[1] * (like.dim() - scalars.dim()))
+
+
+def mean_eigenvalue(side: Tensor, diagonal: bool) -> Tensor:
+    """tr C / dim C: [...]."""
+    return (side if diagonal else side.diagonal(dim1=-2, dim2=-1)).mean(-1)
+
+
+def damp(side: Tensor, damping: Tensor, diagonal: bool) -> Tensor:
+    """C + λ I, with a λ for every matrix: damping [...]."""
+    damped = side.clone()
+    values = damped if diagonal else damped.diagonal(dim1=-2, dim2=-1)
+    values.add_(damping.unsqueeze(-1))
+    return damped
+
+
+def multiply_left(side: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
+    return side.unsqueeze(-1) * matrix if diagonal else side @ matrix
+
+
+def multiply_right(matrix: Tensor, side: Tensor, diagonal: bool) -> Tensor:
+    return matrix * side.unsqueeze(-2) if diagonal else matrix @ side
+
+
+def pi_correction(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """π of factored Tikhonov damping (Martens & Grosse 2015, §6.3) from the sides' mean eigenvalues, elementwise.
+
+    √λ is split into π√λ for the input side and √λ/π for the output side, so that it weighs alike on both.
+    1 where a side is zero.
+    """
+    ratio = (inputs / outputs).sqrt()
+    return torch.where((inputs == 0) | (outputs == 0), 1, ratio)
+
+
+# --- roots: the powers and triangular factors of C + λ I ------------------------------------------------------------
+
+Root = float | str  # an exponent, "cholesky" or "cholesky_inverse"
+RESCUES = ((None, 10.0), (None, 100.0), (torch.float64, 1.0), (torch.float64, 100.0))  # precision, times the damping
+
+
+def exponent(root: Root) -> float:
+    """X with X Xᵀ = (C + λ I)^2p, or X = (C + λ I)^p."""
+    return {"cholesky": 0.5, "cholesky_inverse": -0.5}[root] if isinstance(root, str) else root
+
+
+def diagonal_root(side: Tensor, damping: Tensor, root: Root) -> Tensor:
+    """(C + λ I)^p of a diagonal C [..., d]; the triangular factors are square roots."""
+    return damp(side.clamp(min=0), damping, diagonal=True) ** exponent(root)
+
+
+def dense_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[dict[Root, Tensor], Tensor]:
+    """All the wanted roots of C + λ I for a batch of C [m, d, d] and λ [m], and which matrices came out right [m].
+
+    One Cholesky decomposition serves -1 and the triangular factors; any other exponent needs eigenvalues, which then
+    serve -1 too. Does not wait for the device to learn of failures (but `eigh` itself does).
+    """
+    exponents = [root for root in roots if not isinstance(root, str)]
+    found: dict[Root, Tensor] = {}
+    right = torch.ones(side.shape[0], dtype=torch.bool, device=side.device)
+    if any(p != -1 for p in exponents):
+        values, vectors = eigh(side)
+        for p in exponents:
+            powers = diagonal_root(values, damping, p)
+            found[p] = (vectors * powers.unsqueeze(-2)) @ vectors.mT
+    if len(found) < len(roots):
+        lower, right = cholesky(damp(side, damping, diagonal=False))
+        if "cholesky" in roots:
+            found["cholesky"] = lower
+        if "cholesky_inverse" in roots:
+            found["cholesky_inverse"] = invert_triangular(lower)
+        if -1.0 in roots and -1.0 not in found:
+            found[-1.0] = invert_from_cholesky(lower)
+    for matrix in found.values():
+        right = right & is_finite(matrix)
+    return found, right
+
+
+def is_finite(stack: Tensor) -> Tensor:
+    """Of every entry of a stack, [m, ...] -> [m], in one pass: a sum is finite only if all its terms are."""
+    return stack.reshape(stack.shape[0], -1).sum(1).isfinite()
+
+
+def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower factors [m, d, d] and which of them are right; the others are I, so that nothing stumbles over them."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    right = (info == 0) & is_finite(lower.diagonal(dim1=-2, dim2=-1))
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return torch.where(spread(right, lower), lower, identity), right
+
+
+def invert_triangular(lower: Tensor) -> Tensor:
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    return inverse
+
+
+def invert_from_cholesky(lower: Tensor) -> Tensor:
+    """(L Lᵀ)⁻¹. LAPACK does it in place at a third of the operations; CUDA has no such routine, but fast products."""
+    if lower.device.type == "cpu":
+        return torch.cholesky_inverse(lower)
+    inverse = invert_triangular(lower)
+    return inverse.mT @ inverse
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues [m, d] and eigenvectors [m, d, d]; NaN for matrices that are not finite or do not converge."""
+    finite = is_finite(matrix)
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    try:
+        values, vectors = torch.linalg.eigh(torch.where(spread(finite, matrix), matrix, identity))
+        return torch.where(spread(finite, values), values, torch.nan), vectors
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but not in torch's stubs
+        if len(matrix) == 1:  # who fails is known only one by one
+            return torch.full_like(matrix[:, 0], torch.nan), torch.full_like(matrix, torch.nan)
+        values, vectors = zip(*(eigh(one) for one in torch.split(matrix, 1)), strict=True)
+        return torch.cat(values), torch.cat(vectors)
+
+
+def rescued_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[dict[Root, Tensor], Tensor]:
+    """`dense_roots` for matrices that failed in it: with more damping, then in float64. Waits for the device."""
+    found = {root: torch.full_like(side, torch.nan) for root in roots}
+    right = torch.zeros(side.shape[0], dtype=torch.bool, device=side.device)
+    for dtype, more in RESCUES:
+        left = (~right).nonzero().squeeze(-1)
+        if not len(left):
+            break
+        precision = dtype or side.dtype
+        again, right[left] = dense_roots(side[left].to(precision), damping[left].to(precision) * more, roots)
+        for root, matrices in again.items():
+            found[root][left] = matrices.to(side.dtype)
+    return found, right

@@ -1,0 +1,165 @@
+"""Fisher blocks: one registration's part of the Fisher matrix, as an operator on vectors of its parameters.
+
+No block knows any layer: a registration says what its matrix is and how it is approximated, and that is all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfac_fx.factors import SIDES, Factor, additive
+from kfac_fx.groups import BlockGroup, Form, Vector
+from kfac_fx.inverses import Inverter
+from kfac_fx.linalg import Root
+from kfac_fx.passes.ir import Registration
+
+
+@dataclass(frozen=True)
+class FlatForm:
+    """Generic parameters, flattened and concatenated in order: one column [1, p, 1]."""
+
+    shapes: Mapping[str, torch.Size]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 1, sum(shape.numel() for shape in self.shapes.values()), 1
+
+    def pack(self, tensors: Vector) -> Tensor:
+        return torch.cat([tensors[name].flatten() for name in self.shapes]).view(self.shape)
+
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
+        parts = torch.split(matrix.flatten(), [shape.numel() for shape in self.shapes.values()])
+        return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
+
+
+def form_of(registration: Registration, parameters: Vector) -> Form:
+    if registration.matrix is not None:
+        return registration.matrix
+    return FlatForm({name: parameters[name].shape for name in registration.parameters})
+
+
+class FisherBlock:
+    """One block of a group of equals. Vectors are dicts of tensors shaped as the parameters, by name.
+
+    factors: "A", "G" and "positions" of a Kronecker product, else "F"; scale and shapes: `kfac_fx.factors`.
+    statistics: what a recorder must sum for it (`kfac_fx.statistics`); () if it needs the parameters' gradient.
+    """
+
+    def __init__(self, group: BlockGroup, index: int) -> None:
+        self.registration = group.registrations[index]
+        self.group = group
+        self.member = slice(index, index + 1)
+        self.factors: Mapping[str, Factor] = {
+            name: Factor(name, str(self.registration), stack, index) for name, stack in group.factors.items()
+        }
+        self.statistics = statistics_of(self.registration)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return self.registration.parameters
+
+    def __repr__(self) -> str:
+        return f"FisherBlock({self.registration}, {self.registration.approximation}, {list(self.group.shape)})"
+
+    def update(self, moments: Mapping[str, Tensor], cases: int, *, decay: float | Tensor, weight: float = 1.0) -> None:
+        """Average the moments of one batch of `cases` cases into the factors; not if they are not finite."""
+        sums = [additive(self.registration.approximation, moments)]
+        self.group.update(sums, cases, decay=decay, weight=weight, members=self.member)
+
+    def update_inverses(self) -> None:
+        """Of this block and those that share its group."""
+        Inverter([self.group], tuple(self.group.roots)).update()
+
+    # --- products: those of `kfac_fx.groups` --------------------------------------------------------------------------
+
+    def multiply(self, vector: Vector) -> dict[str, Tensor]:
+        """The damped block, with its present factors."""
+        return self.multiply_matpower(vector, 1)
+
+    def multiply_inverse(self, vector: Vector) -> dict[str, Tensor]:
+        return self.multiply_matpower(vector, -1)
+
+    def multiply_matpower(self, vector: Vector, exp: float) -> dict[str, Tensor]:
+        """Raises NotRegisteredError for a power that is not kept, FactorNotReady before the first update."""
+        return self._multiply(vector, float(exp))
+
+    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
+        return self._multiply(vector, "cholesky", transpose)
+
+    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
+        return self._multiply(vector, "cholesky_inverse", transpose)
+
+    @torch.no_grad()
+    def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
+        product = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
+        return self.group.unpack(product, vector, self.member)
+
+    def full_fisher_block(self) -> Tensor:
+        """The undamped block [g·o·i, g·o·i] in the order of the flattened matrix (generic: of the parameters)."""
+        return self.group.dense(self.member.start)
+
+
+def statistics_of(registration: Registration) -> tuple[str, ...]:
+    left, right = SIDES[registration.approximation]
+    if registration.generic:
+        return ()
+    if right is not None:
+        return "count", right.statistic, left.statistic
+    # The square of a sum over uses is not the sum of squares: several uses must add up first.
+    return (left.statistic,) if left.diagonal and len(registration.uses) == 1 else ("per_case",)
+
+
+def make_groups(
+    registrations: Iterable[Registration],
+    parameters: Mapping[str, Tensor],
+    *,
+    roots: Sequence[Root],
+    damping: Tensor,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> list[BlockGroup]:
+    """Registrations of one approximation and equal matrices in one group, in the order of their first members.
+
+    dtype, device: of the factors; None: the parameters', but at least float32.
+    """
+
+    def key(one: Registration) -> tuple[object, ...]:
+        example = parameters[one.parameters[0]]
+        place = dtype or torch.promote_types(example.dtype, torch.float32), device or example.device
+        return SIDES[one.approximation], one.generic, form_of(one, parameters).shape, place
+
+    found: dict[tuple[object, ...], list[Registration]] = {}
+    for registration in registrations:
+        found.setdefault(key(registration), []).append(registration)
+    groups = []
+    for members in found.values():
+        example = parameters[members[0].parameters[0]]
+        group = BlockGroup(
+            members,
+            [form_of(one, parameters) for one in members],
+            roots=roots,
+            damping=damping,
+            dtype=dtype or torch.promote_types(example.dtype, torch.float32),
+            device=device or example.device,
+        )
+        groups.append(group)
+    return groups
+
+
+def make_block(
+    registration: Registration,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    parameters: Mapping[str, Tensor],
+    damping: float | Tensor = 0.0,
+    roots: Sequence[Root] = (-1.0,),
+) -> FisherBlock:
+    """A block on its own. roots: exponents to keep besides 1, "cholesky", "cholesky_inverse"."""
+    damping = torch.as_tensor(damping, dtype=dtype, device=device)
+    (group,) = make_groups([registration], parameters, roots=roots, damping=damping, dtype=dtype, device=device)
+    return FisherBlock(group, 0)

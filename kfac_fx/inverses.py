@@ -1,0 +1,83 @@
+"""Decompositions of all factors: one batch for every size of matrix, of whichever blocks and sides.
+
+A failed decomposition is tried again with more damping and then in float64; a block that still fails keeps its last
+good inverse. To know of a failure the host would have to wait for the device, so on CUDA it waits only the first time,
+when there is no last good inverse; after that it learns of it at the next update, and tries again then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.factors import Side
+from kfac_fx.groups import BlockGroup, Roots
+from kfac_fx.linalg import Root, dense_roots, full_precision, rescued_roots, spread
+
+
+class Watch:
+    """Which matrices of a batch came out wrong, as far as the host can know without waiting for the device."""
+
+    def __init__(self) -> None:
+        self.wrong: Tensor | None = None
+        self.copied: Any = None  # torch.cuda.Event has no types
+
+    def known_failures(self, right: Tensor) -> Tensor:
+        """Indices to try again now. right: [m], of the present attempt."""
+        if right.device.type != "cuda":
+            return (~right).nonzero().squeeze(-1)
+        known = ~right if self.wrong is None else self.wrong
+        if self.wrong is not None and not self.copied.query():
+            known = torch.zeros_like(known)
+        self.wrong = torch.empty(right.shape, dtype=torch.bool, pin_memory=True).copy_(~right, non_blocking=True)
+        self.copied = torch.cuda.current_stream(right.device).record_event()
+        return known.nonzero().squeeze(-1).to(right.device)
+
+
+class Inverter:
+    """Keeps the roots of the damped factors of all groups."""
+
+    def __init__(self, groups: Sequence[BlockGroup], roots: Sequence[Root]) -> None:
+        self.groups, self.roots = groups, roots
+        self.batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, Side]]] = defaultdict(list)
+        for g, group in enumerate(groups):
+            for side in group.sides:
+                if not side.diagonal:
+                    self.batches[side.size(group.shape), group.dtype, group.device].append((g, side))
+        self.watches: defaultdict[tuple[object, ...], Watch] = defaultdict(Watch)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if not self.roots:
+            return
+        with full_precision():
+            dampings = [group.split_damping() for group in self.groups]
+            found: list[dict[Side, Roots]] = [{} for _ in self.groups]
+            for key, members in self.batches.items():
+                stacks = [self.groups[g].value(side) for g, side in members]
+                matrices = torch.cat([stack.flatten(0, 1) for stack in stacks])
+                roots, right = self.decompose(
+                    matrices, torch.cat([dampings[g][side].flatten() for g, side in members]), self.watches[key]
+                )
+                sizes = [stack.shape[0] * stack.shape[1] for stack in stacks]
+                for part, (g, side) in enumerate(members):
+                    mine = {root: torch.split(found_all, sizes)[part] for root, found_all in roots.items()}
+                    found[g][side] = mine, torch.split(right, sizes)[part]
+            for group, one, damping in zip(self.groups, found, dampings, strict=True):
+                group.store(one, damping)
+
+    def decompose(self, matrices: Tensor, damping: Tensor, watch: Watch) -> tuple[dict[Root, Tensor], Tensor]:
+        """[m, d, d] and [m] -> the roots by name [m, d, d] and which are right [m]."""
+        roots, right = dense_roots(matrices, damping, self.roots)
+        again = watch.known_failures(right)
+        if len(again):
+            rescued, fine = rescued_roots(matrices[again], damping[again], self.roots)
+            use = fine & ~right[again]
+            for root, better in rescued.items():
+                roots[root][again] = torch.where(spread(use, better), better, roots[root][again])
+            right[again] |= fine
+        return roots, right
