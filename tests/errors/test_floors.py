@@ -27,9 +27,11 @@ FLOORS = [
     "kfac_fx.linalg",
     "kfac_fx.loss_function",
     "kfac_fx.statistics kfac_fx.losses",
-    "kfac_fx.factors kfac_fx.loss_spec kfac_fx.tap",
+    "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.tap",
+    "kfac_fx.groups",
+    "kfac_fx.inverses",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
-    "kfac_fx.layer_collection",
+    "kfac_fx.layer_collection kfac_fx.proof",
     "kfac_fx.estimator",
     "kfac_fx.closure kfac_fx.damping kfac_fx.first_order kfac_fx.momentum kfac_fx.options kfac_fx.quadratic",
     "kfac_fx.optimizer",
@@ -45,7 +47,18 @@ FLOORS = [
 # The numerical runtime knows what a registration is, and nothing else of the compiler.
 NUMERICAL = {
     f"kfac_fx.{name}"
-    for name in ("linalg", "statistics", "factors", "loss_function", "losses", "loss_spec", "blocks", "curvature")
+    for name in (
+        "linalg",
+        "statistics",
+        "factors",
+        "groups",
+        "inverses",
+        "loss_function",
+        "losses",
+        "loss_spec",
+        "blocks",
+        "curvature",
+    )
 }
 SHARED_WORDS = {"passes.errors", "passes.matrix", "passes.ir"}
 
