@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
@@ -16,6 +17,7 @@ from .matrix import Layout, MatrixForm
 
 Attrs = Mapping[str, Any]
 KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
+OWN_FOLDER = str(Path(__file__).parent)
 APPROXIMATIONS = (*KRONECKER, "kron_indep", "diagonal", "full")
 
 
@@ -99,7 +101,7 @@ class LossSite:
     kind: str  # "categorical" | "normal" | "multi_bernoulli"
     inputs: fx.Node
     targets: fx.Node
-    coefficient: float  # of the summed negative log-likelihood of a case, in the mean over cases
+    reduction: str  # "mean", "sum" or "none", as forward wrote it
     node: fx.Node
 
 
@@ -110,6 +112,8 @@ class Options:
     linked: Mapping[frozenset[str], str | None] = field(default_factory=dict)
     approximations: Mapping[Any, str] = field(default_factory=dict)
     strict: bool = False
+    loss_given: bool = False  # the user named the loss: do not look for one in the graph
+    modules: Mapping[str, type] = field(default_factory=dict)  # module path -> class, for approximations by module
     dense_limit: int = 4096  # a factor side wider than this becomes diagonal
 
 
@@ -173,7 +177,7 @@ def source_line(node: fx.Node) -> str | None:
     frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     found = None
     for frame in frames:
-        if frame.startswith('File "') and "/torch/" not in frame:
+        if frame.startswith('File "') and "/torch/" not in frame and OWN_FOLDER not in frame:
             path, _, rest = frame.removeprefix('File "').partition('", line ')
             found = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
     return found

@@ -1,0 +1,72 @@
+"""What a batch leaves behind: sums over its cases, and the promise of them while the user's backward is still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfac_fx.passes.ir import Registration
+
+Key = tuple[str, ...]
+POWER_OF_GRADIENT = {
+    "count": 0,
+    "A": 0,
+    "A_diag": 0,
+    "G": 2,
+    "G_diag": 2,
+    "square": 2,
+    "per_case": 1,
+    "gradient": 1,
+}  # of the output gradient
+
+
+@dataclass
+class Moments:
+    """Statistics of one batch, summed over its cases.
+
+    statistics: by the registrations' parameters; for a generic one {"gradient": flat gradient of the loss's sum}.
+    cases: how many terms the loss's mean has; what the statistics are to be divided by.
+    """
+
+    statistics: dict[Key, dict[str, Tensor]]
+    cases: int
+
+
+@dataclass
+class Ride:
+    """Statistics that the user's own backward will leave in `probes`."""
+
+    probes: list[dict[str, Tensor]]
+    registrations: tuple[Registration, ...]
+    parameters: Mapping[str, Tensor]
+    before: dict[str, Tensor | None]
+    cases: int
+
+    def moments(self, reduction: str = "mean") -> Moments:
+        """What the backward recorded, for the gradient of the sum over cases whatever the user's `reduction` was:
+        a gradient that is `cases` times too small gives second moments that are `cases`² times too small."""
+        scale = float(self.cases) if reduction == "mean" else 1.0
+        statistics: dict[Key, dict[str, Tensor]] = {}
+        for one, probes in zip(self.registrations, self.probes, strict=True):
+            if one.generic:
+                grads = [self.gradient(name) for name in one.parameters]
+                statistics[one.parameters] = {"gradient": torch.cat([g.reshape(-1) for g in grads]) * scale}
+                continue
+            sums = {
+                name: probe.grad if probe.grad is not None else torch.zeros_like(probe)
+                for name, probe in probes.items()
+            }
+            statistics[one.parameters] = {
+                name: value * scale ** POWER_OF_GRADIENT[name] for name, value in sums.items()
+            }
+        return Moments(statistics, self.cases)
+
+    def gradient(self, name: str) -> Tensor:
+        """What this backward added to the gradient of a generic parameter."""
+        parameter, before = self.parameters[name], self.before[name]
+        if parameter.grad is None:
+            return torch.zeros_like(parameter)
+        return parameter.grad.detach() if before is None else parameter.grad.detach() - before

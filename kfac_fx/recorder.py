@@ -1,0 +1,290 @@
+"""Recording: the emitted module run on a batch of its own, or riding on the user's, and what comes out of it.
+
+Recording never changes training. The recording pass works on detached parameters, copies of the buffers and a forked
+random stream; a ride returns the very outputs of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from kfac_fx.passes import pytree
+from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.ir import Program
+from kfac_fx.passes.labels import is_random
+from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.trace import Capture
+
+from .linalg import full_precision
+from .loss_spec import NAMES, LossSpec
+from .losses import LossFunction
+from .moments import Key, Moments, Ride
+from .tap import Tap, make_probes
+
+
+@dataclass
+class Recorder:
+    """One capture, emitted, with the ways to run it.
+
+    statistics: by registration (its parameters), the names of the statistics that its block needs.
+    loss: the user's, from the model's outputs; None if forward computes it.
+    """
+
+    capture: Capture
+    program: Program
+    model: nn.Module
+    loss: LossSpec | None
+    statistics: Mapping[Key, tuple[str, ...]]
+    backend: str = "eager"
+    make_tap: type[Tap] = Tap
+    emitted: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.emitted = rewrite(self.program, lambda one, use: self.make_tap(one, use, self.program.layers[use.layer]))
+        targets = {str(node.target) for node in self.emitted.graph.nodes if node.op == "get_attr"}
+        self.parameter_names = [name for name, _ in self.model.named_parameters() if name in targets]
+        self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in targets]
+        self.random = any(is_random(node) for node in self.emitted.graph.nodes)
+        self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        self.batch_input, self.batch_axis = self.batch_place()
+        self.run = compiled(self.call, self.backend)
+
+    # --- running the emitted module ---------------------------------------------------------------------------------
+
+    def call(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: tuple[Any, ...], probes: Any
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """(what the model returns, flat; the Fisher's outputs) as a pure function but for what `buffers` go through."""
+        result: tuple[Any, tuple[Tensor, ...]] = functional_call(
+            self.emitted, {**parameters, **buffers}, (*values, probes)
+        )
+        return result
+
+    def live_parameters(self) -> dict[str, Tensor]:
+        return {name: self.model.get_parameter(name) for name in self.parameter_names}
+
+    def copied_buffers(self) -> dict[str, Tensor]:
+        return {name: self.model.get_buffer(name).clone() for name in self.buffer_names}
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Gradients on, and the global random stream as it was afterwards."""
+        devices = sorted({p.device.index or 0 for p in self.model.parameters() if p.is_cuda})
+        with torch.enable_grad(), torch.random.fork_rng(devices=devices, enabled=self.random):
+            yield
+
+    # --- the batch --------------------------------------------------------------------------------------------------
+
+    def batch_place(self) -> tuple[int, int]:
+        """Which input, and which of its axes, counts the cases."""
+        wanted = next((size for node in self.program.outputs for size in first_size(node)), None)
+        for position, node in enumerate(self.placeholders):
+            value = node.meta.get("val")
+            if wanted is not None and isinstance(value, Tensor):
+                for axis, size in enumerate(value.shape):
+                    if str(size) == wanted:
+                        return position, axis
+        return 0, 0
+
+    def examples(self, values: tuple[Any, ...]) -> int:
+        value = values[self.batch_input] if values else None
+        if isinstance(value, Tensor) and value.dim() > self.batch_axis:
+            return value.shape[self.batch_axis]
+        tensors = [one for one in values if isinstance(one, Tensor) and one.dim()]
+        return tensors[0].shape[0] if tensors else 1
+
+    def part(self, values: tuple[Any, ...], fraction: float) -> tuple[Any, ...]:
+        """The first `fraction` of the examples of every input that has them."""
+        if fraction >= 1.0:
+            return values
+        total = self.examples(values)
+        kept = max(1, math.ceil(total * fraction))
+
+        def cut(value: Any) -> Any:
+            has = isinstance(value, Tensor) and value.dim() > self.batch_axis and value.shape[self.batch_axis] == total
+            return value.narrow(self.batch_axis, 0, kept) if has else value
+
+        return tuple(cut(value) for value in values)
+
+    # --- losses -----------------------------------------------------------------------------------------------------
+
+    def losses(self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> list[tuple[float, LossFunction]]:
+        """(coefficient, loss) for each output distribution.
+
+        Args:
+            output: what the model returned; the user's loss is built on it.
+            fisher: the Fisher's outputs; a loss that the graph computes is built on them.
+        """
+        if self.loss is None and not self.program.losses:
+            raise LossError(
+                "no loss is known: the Fisher is that of an output distribution.\n"
+                'Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli" or a function of the '
+                "model's outputs, or let forward compute cross_entropy, mse_loss or binary_cross_entropy_with_logits."
+            )
+        if self.loss is not None:
+            return self.loss(output, targets)
+        given = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
+        sites = zip(self.program.losses, fisher, given, strict=True)
+        return [graph_loss(site.kind, site.reduction, inputs, target) for site, inputs, target in sites]
+
+    # --- recording --------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        values: tuple[Any, ...],
+        *,
+        mode: str = "gradients",
+        targets: Any = None,
+        fraction: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Moments:
+        """Statistics of one batch from a forward and a backward of our own.
+
+        mode: "gradients" samples the targets from the model's own distribution (Martens & Grosse 2015, §5);
+            "empirical" takes the true ones, from `targets` or, where forward computes the loss, from its inputs.
+        """
+        values = self.part(values, fraction)
+        with self.isolated(), full_precision():
+            live = {name: value.detach() for name, value in self.live_parameters().items()}
+            generic = [name for one in self.program.registrations if one.generic for name in one.parameters]
+            live |= {name: live[name].requires_grad_() for name in generic}
+            probes = self.make_probes(self.examples(values), next(iter(live.values())))
+            output, fisher = self.run(live, self.copied_buffers(), values, probes)
+            cotangents, cases = self.cotangents(output, fisher, values, mode, targets, generator)
+            leaves = [probe for one in probes for probe in one.values()] + [live[name] for name in generic]
+            live_outputs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None]
+            grads = torch.autograd.grad(
+                [o for o, _ in live_outputs], leaves, [c for _, c in live_outputs], allow_unused=True
+            )
+        return self.gathered(probes, leaves, grads, cases)
+
+    def make_probes(self, examples: int, like: Tensor) -> list[dict[str, Tensor]]:
+        return [
+            {} if one.generic else make_probes(one, self.statistics[one.parameters], examples, like)
+            for one in self.program.registrations
+        ]
+
+    def cotangents(
+        self,
+        output: Any,
+        fisher: tuple[Tensor, ...],
+        values: tuple[Any, ...],
+        mode: str,
+        targets: Any,
+        generator: torch.Generator | None,
+    ) -> tuple[list[Tensor | None], int]:
+        """The gradient of the summed loss with respect to each of the Fisher's outputs, and the number of cases."""
+        leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in fisher]
+        if mode == "empirical" and targets is None and self.loss is None:
+            targets = self.graph_targets(values)
+        pairs = self.losses(self.rebuilt(output, fisher, leaves), tuple(leaves), targets)
+        total = sum(
+            coefficient * loss.evaluate()
+            if mode == "empirical"
+            else math.sqrt(coefficient) * loss.evaluate_on_sample(generator)
+            for coefficient, loss in pairs
+        )
+        grads = torch.autograd.grad(total, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)  # type: ignore[arg-type]
+        found = iter(grads)
+        return [next(found) if leaf.requires_grad else None for leaf in leaves], pairs[0][1].cases
+
+    def rebuilt(self, output: Any, fisher: tuple[Tensor, ...], leaves: list[Tensor]) -> Any:
+        """What the model returned, with the Fisher's outputs replaced by `leaves`."""
+        by_id = {id(old): new for old, new in zip(fisher, leaves, strict=True)}
+        return self.capture.unflatten(tree_map(lambda value: by_id.get(id(value), value), output))
+
+    def graph_targets(self, values: tuple[Any, ...]) -> list[Tensor]:
+        """The targets that forward hands to the losses it computes, which must be inputs of the model."""
+        known = dict(zip(self.placeholders, values, strict=True))
+        return [evaluated(site.targets, known) for site in self.program.losses]
+
+    def gathered(self, probes: list[dict[str, Tensor]], leaves: list[Tensor], grads: Any, cases: int) -> Moments:
+        got = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
+        statistics: dict[Key, dict[str, Tensor]] = {}
+        parameters = iter(leaves[sum(len(one) for one in probes) :])
+        for one, mine in zip(self.program.registrations, probes, strict=True):
+            if one.generic:
+                parts = [(leaf, got[id(leaf)]) for leaf in (next(parameters) for _ in one.parameters)]
+                flat = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in parts]
+                statistics[one.parameters] = {"gradient": torch.cat([g.reshape(-1) for g in flat])}
+            else:
+                statistics[one.parameters] = {
+                    name: torch.zeros_like(probe) if got[id(probe)] is None else got[id(probe)]
+                    for name, probe in mine.items()
+                }
+        return Moments(statistics, cases)
+
+    def ride(self, values: tuple[Any, ...]) -> tuple[Any, Ride]:
+        """Forward of the emitted module in the place of the model's; the user's backward then fills the probes."""
+        live = self.live_parameters()
+        buffers = {name: self.model.get_buffer(name) for name in self.buffer_names}
+        examples = self.examples(values)
+        probes = self.make_probes(examples, next(iter(live.values())))
+        output, fisher = self.run(live, buffers, values, probes)
+        cases = (
+            self.losses(self.capture.unflatten(output), fisher)[0][1].cases
+            if self.loss or self.program.losses
+            else examples
+        )
+        generic = [name for one in self.program.registrations if one.generic for name in one.parameters]
+        before = {name: None if live[name].grad is None else live[name].grad.clone() for name in generic}  # type: ignore[union-attr]
+        ride = Ride(probes, self.program.registrations, live, before, cases)
+        return self.capture.unflatten(output), ride
+
+    def outputs(self, parameters: Mapping[str, Tensor], values: tuple[Any, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+        """(what the model returns, the Fisher's outputs) at other parameters; touches nothing of the model."""
+        given = {name: parameters.get(name, value.detach()) for name, value in self.live_parameters().items()}
+        with self.isolated():
+            output, fisher = self.call(given, self.copied_buffers(), values, [None] * len(self.program.registrations))
+        return self.capture.unflatten(output), fisher
+
+
+def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple[float, LossFunction]:
+    """The distribution behind a loss that forward computes, and its weight in the mean over cases."""
+    if kind == "categorical" and inputs.dim() > 2:
+        inputs = inputs.movedim(1, -1)  # F.cross_entropy has the classes second
+    loss = NAMES[kind](inputs, targets=targets)
+    if kind == "categorical" or reduction != "mean":
+        return 1.0, loss
+    return loss.cases / inputs.numel(), loss  # F.mse_loss and the like also average over a case's elements
+
+
+def first_size(node: Any) -> Iterator[str]:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
+        yield str(value.shape[0])
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    leaves, spec = pytree.flatten(tree)
+    return pytree.unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def evaluated(node: Any, known: dict[Any, Any]) -> Any:
+    """The value of a node that depends on inputs only through operations without parameters."""
+    if node in known:
+        return known[node]
+    args = fx.map_arg(node.args, lambda n: evaluated(n, known))
+    kwargs = fx.map_arg(node.kwargs, lambda n: evaluated(n, known))
+    if node.op == "call_method":
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    if node.op != "call_function":
+        raise LossError(f"the targets of the loss at {node.name} are computed from parameters; pass `targets`")
+    return node.target(*args, **kwargs)
+
+
+def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """`backend`: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of torch.compile's."""
+    if backend == "eager":
+        return function
+    if backend == "cudagraphs":
+        return torch.compile(function, fullgraph=True, mode="reduce-overhead")
+    return torch.compile(function, fullgraph=True, backend=backend)

@@ -1,0 +1,116 @@
+"""The tap: an identity on the output of a use whose backward computes statistics of its rows.
+
+For every statistic a *probe*, a zero tensor of the statistic's shape, enters the tap; the statistic leaves the backward
+pass as the probe's gradient. Nothing is mutated, so the same emitted module serves `autograd.grad` over probes only,
+the user's own backward, several cotangents and a compiled graph. A probe that enters several taps sums over uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from kfac_fx.passes.ir import Registration, Use
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.rewrite import tensor_attrs
+
+from .statistics import STATISTICS
+
+Probes = Mapping[str, Tensor]
+BothRows = Callable[..., tuple[Tensor, Tensor]]
+Matrix = tuple[int, int, int]
+
+
+class Tap(nn.Module):
+    """One use of one registration. `forward` returns `output` unchanged."""
+
+    def __init__(self, registration: Registration, use: Use, layer: Layer) -> None:
+        super().__init__()
+        assert registration.matrix is not None, "bug in kfac_fx: a tap on a generic registration"
+        self.matrix = registration.matrix.shape
+        self.function = tap_function(
+            self.both_rows(registration, use, layer), self.matrix, registration.matrix.bias is not None
+        )
+
+    def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
+        return both_rows(registration, use, layer)
+
+    def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
+        if not probes:
+            return output
+        names = tuple(probes)
+        tapped: Tensor = self.function.apply(output, input, len(names), *names, *probes.values(), *tensors)
+        return tapped
+
+    def extra_repr(self) -> str:
+        return str(self.matrix)
+
+
+def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
+    """The function of one use: (gradient of the output, input, tensor attributes) -> (rows, gradient rows), with sides
+    changed for a transposed use. It closes over functions and literals only, so that a compiled graph can hold it."""
+    assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
+    form = layer.forms[use.form]
+    make_rows, make_grad_rows = form.rows, form.grad_rows
+    literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
+    names = tuple(tensor_attrs(use))
+    batch_dim = (use.batch_dim or 0) if form.leading else 0
+    weightless, transposed = registration.matrix.weight is None, use.transposed
+
+    def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        attrs = {**literals, **dict(zip(names, tensors, strict=True))}
+        if batch_dim:
+            output_grad = output_grad.movedim(batch_dim, 0)
+            if input.dim() > batch_dim:
+                input = input.movedim(batch_dim, 0)
+        rows, grad_rows = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
+        if weightless:
+            rows = (rows if rows.is_floating_point() else grad_rows)[..., :0]
+        return (grad_rows, rows) if transposed else (rows, grad_rows)
+
+    return both
+
+
+def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autograd.Function]:
+    """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
+
+    Its arguments are (output, input, k, k names of statistics, k probes, tensor attributes).
+    """
+
+    class TapFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(output: Tensor, input: Tensor, number: int, *rest: Any) -> Tensor:
+            return output.view_as(output)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            _, input, number, *rest = inputs
+            ctx.names = rest[:number]
+            ctx.save_for_backward(input, *rest[2 * number :])
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            (output_grad,) = grads
+            input, *tensors = ctx.saved_tensors
+            number = len(ctx.names)
+            wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
+            rows, grad_rows = both(output_grad.detach(), input.detach(), *tensors)
+            sums = [
+                STATISTICS[name].compute(rows, grad_rows, bias, matrix) if want else None
+                for name, want in zip(ctx.names, wanted, strict=True)
+            ]
+            return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in tensors))
+
+    return TapFunction
+
+
+def make_probes(registration: Registration, names: tuple[str, ...], cases: int, like: Tensor) -> dict[str, Tensor]:
+    """A leaf for every statistic; zeros without memory, since only their shape is looked at."""
+    assert registration.matrix is not None, "bug in kfac_fx: probes for a generic registration"
+    matrix = registration.matrix.shape
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    zero = torch.zeros((), dtype=dtype, device=like.device)
+    return {name: zero.expand(STATISTICS[name].shape(matrix, cases)).requires_grad_() for name in names}

@@ -1,0 +1,125 @@
+"""check_registration: uses found in the graph behind the losses, counted without the matcher, equal uses registered.
+
+A Fisher that leaves a use out is wrong, not approximate. The pass makes such a registration generic, with its reason,
+or refuses under `strict`; the function refuses always, with all culprits in one error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from .errors import RegistrationError, nearest, table
+from .ir import Program, Registration, where
+from .labels import Edge, labels, op_name, parameters_behind, use_edges
+
+
+def check(program: Program) -> Program:
+    """Demote what misses a use; raise under `strict`."""
+    if program.options.strict:
+        refuse_generic(program)
+        check_registration(program)
+        return program
+    found, registered = uses_found(program), uses_registered(program)
+    kept: list[Registration] = []
+    for one in program.registrations:
+        wrong = [name for name in one.parameters if not one.generic and found[name] != registered[name]]
+        if not wrong:
+            kept.append(one)
+            continue
+        missing = [act for name in wrong for _, act in sorted(found[name] - registered[name], key=str)]
+        places = ", ".join(where(node) for node in dict.fromkeys(missing))
+        reason = (
+            f"{wrong[0]} has {len(found[wrong[0]])} uses, {len(registered[wrong[0]])} of them matched; missing {places}"
+        )
+        kept += [Registration("generic", None, (name,), (), "diagonal", reason) for name in one.parameters]
+    program = program.but(registrations=tuple(kept))
+    check_registration(program)
+    return program
+
+
+def uses_found(program: Program) -> dict[str, set[Edge]]:
+    """Every edge over which a parameter enters the graph behind the losses; counted without the matcher."""
+    label = labels(program.graph, program.parameters)
+    found: dict[str, set[Edge]] = defaultdict(set)
+    for pure, act in use_edges(program.graph, label, program.outputs):
+        for name in parameters_behind(pure, label):
+            found[name].add((pure, act))
+    return found
+
+
+def uses_registered(program: Program) -> dict[str, set[Edge]]:
+    """The edges that the uses of the registrations account for."""
+    label = labels(program.graph, program.parameters)
+    by_node: dict[object, list[Edge]] = defaultdict(list)
+    for pure, act in use_edges(program.graph, label, program.outputs):
+        by_node[act].append((pure, act))
+    registered: dict[str, set[Edge]] = defaultdict(set)
+    for one in program.registrations:
+        for use in one.uses:
+            names = use.parameter_set
+            for node in use.nodes:
+                for pure, act in by_node[node]:
+                    for name in names & parameters_behind(pure, label):
+                        registered[name].add((pure, act))
+    return registered
+
+
+def check_registration(program: Program, variables: Iterable[str] | None = None) -> None:
+    """Prove that every use of every parameter is registered.
+
+    Args:
+        variables: names that must be registered, and no others; default: all trainable parameters in use.
+
+    Raises RegistrationError with every culprit: not registered, registered with a use missing, registered but not
+    among `variables`, or an unknown name.
+    """
+    found, registered = uses_found(program), uses_registered(program)
+    by_name = {name: one for one in program.registrations for name in one.parameters}
+    wanted = list(variables) if variables is not None else [name for name in program.parameters if found.get(name)]
+    errors: list[str] = []
+    for name in wanted:
+        if name not in program.aliases:
+            errors.append(f"{name!r} is not a parameter of the model.{nearest(name, program.aliases)}")
+            continue
+        name = program.aliases[name]
+        if name not in by_name:
+            errors.append(f"{name} is not registered{used_in(found[name])}")
+        elif not by_name[name].generic and found[name] != registered[name]:
+            errors.append(wrong_count(name, by_name[name], found[name], registered[name]))
+    asked = {program.aliases.get(name, name) for name in wanted}
+    extra = [name for name in by_name if name not in asked]
+    if extra:
+        errors.append(f"{len(extra)} registered parameters were not included in the list: {', '.join(extra)}")
+    if errors:
+        raise RegistrationError(
+            "found the following errors with the registration of parameters:\n"
+            + "\n".join("  " + line for error in errors for line in error.splitlines())
+            + "\nA Fisher that leaves a use out is wrong, not approximate. Register every use, or make it generic."
+        )
+
+
+def used_in(edges: set[Edge]) -> str:
+    places = ", ".join(sorted(where(act) for _, act in edges))
+    return f"; it is used in {places}" if places else "; the losses do not depend on it"
+
+
+def wrong_count(name: str, one: Registration, found: set[Edge], registered: set[Edge]) -> str:
+    lines = [f"{name} has {len(found)} uses in the graph but {len(registered)} in its registration {one}:"]
+    lines += [f"  registered   {where(act)}" for _, act in sorted(registered, key=str)]
+    lines += [
+        f"  missing      {where(act)}: it enters {op_name(act)}" for _, act in sorted(found - registered, key=str)
+    ]
+    return "\n".join(lines)
+
+
+def refuse_generic(program: Program) -> None:
+    generic = [one for one in program.registrations if one.generic]
+    if generic:
+        total = len(program.parameters)
+        rows = [(", ".join(one.parameters), one.reason or "") for one in generic]
+        raise RegistrationError(
+            f"{len(generic)} of {total} trainable parameters are in no structured Fisher block:\n{table(rows)}\n"
+            "Let them be generic with compile(..., strict=False), declare a layer of their form with layers=[...], "
+            "or freeze them with requires_grad_(False)."
+        )

@@ -1,0 +1,174 @@
+"""What each node depends on, and which parameter, through which views, stands behind it.
+
+    ACT     depends on the values of the model's inputs
+    PURE    depends on parameters and constants only
+    CONST   depends on neither (sizes, masks, buffers, anything detached)
+
+An edge PURE -> ACT is a place where a parameter enters the computation: a use to be explained by a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .matrix import Layout, Shape, Step
+
+Edge = tuple[fx.Node, fx.Node]  # (PURE node, ACT node that reads it)
+
+
+class Label(Enum):
+    ACT = "act"
+    PURE = "pure"
+    CONST = "const"
+
+
+SHAPE_ONLY = {  # read the size, the dtype or the device of their operands, never the values
+    "size", "dim", "numel", "shape", "ndim", "dtype", "device", "sym_size", "sym_numel", "sym_stride",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "_assert_tensor_metadata", "_assert",
+}  # fmt: skip
+STOPS_GRADIENT = {"detach", "detach_", "argmax", "argmin", "argsort", "item"}
+RANDOM = {
+    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "bernoulli", "rand", "randn",
+    "rand_like", "randn_like", "normal", "uniform", "multinomial", "randint", "randperm", "rrelu", "lstm", "gru",
+    "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "wrap_with_set_grad_enabled", "wrap_with_autocast",
+}  # fmt: skip
+CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
+PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
+VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"}
+
+
+def op_name(node: fx.Node) -> str:
+    """The operation without its spelling: `aten.add.Tensor`, `torch.add`, `operator.add`, `x.add` are all "add"."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    if node.op == "call_function":
+        if target is getattr:
+            return str(node.args[1])
+        return getattr(target, "__name__", str(target))
+    return str(target)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node may draw from the global random stream."""
+    return op_name(node).rstrip("_") in RANDOM
+
+
+def no_grad_region(node: fx.Node) -> bool:
+    return op_name(node) == "wrap_with_set_grad_enabled" and not node.args[0]
+
+
+def labels(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> dict[fx.Node, Label]:
+    """Label every node. `pure`: placeholders that stand for parameters, as in the form of a layer."""
+    names, forced = set(parameters), set(pure)
+    label: dict[fx.Node, Label] = {}
+    for node in graph.nodes:
+        if node in forced:
+            label[node] = Label.PURE
+        elif node.op == "placeholder":
+            label[node] = Label.ACT
+        elif node.op == "get_attr":
+            label[node] = Label.PURE if node.target in names else Label.CONST
+        elif op_name(node) in SHAPE_ONLY | STOPS_GRADIENT or no_grad_region(node):
+            acts = any(label[n] is Label.ACT for n in node.all_input_nodes)
+            label[node] = Label.ACT if acts and op_name(node) not in SHAPE_ONLY else Label.CONST
+        else:
+            behind = {label[n] for n in node.all_input_nodes}
+            label[node] = next((one for one in (Label.ACT, Label.PURE) if one in behind), Label.CONST)
+    return label
+
+
+def reads_values(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether a gradient can flow from `node` to `operand`."""
+    name = op_name(node)
+    if name in SHAPE_ONLY | STOPS_GRADIENT or no_grad_region(node):
+        return False
+    return not (name in ("expand_as", "view_as", "type_as") and operand is not node.args[0])
+
+
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """`roots` and every node that a gradient of them reaches: the graph behind the losses."""
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += [operand for operand in node.all_input_nodes if reads_values(node, operand)]
+    return seen
+
+
+def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable[fx.Node]) -> list[Edge]:
+    """Every PURE -> ACT edge behind the outputs, in graph order; an output that is PURE itself is an edge to itself."""
+    outputs = list(outputs)
+    behind = ancestors(outputs)
+    return [(node, node) for node in outputs if label[node] is Label.PURE] + [
+        (operand, node)
+        for node in graph.nodes
+        if label[node] is Label.ACT and node in behind
+        for operand in node.all_input_nodes
+        if label[operand] is Label.PURE and reads_values(node, operand)
+    ]
+
+
+def parameters_behind(node: fx.Node, label: Mapping[fx.Node, Label]) -> set[str]:
+    """Canonical names of all parameters a PURE node is computed from."""
+    return {str(n.target) for n in ancestors([node]) if n.op == "get_attr" and label[n] is Label.PURE}
+
+
+def bound_parameter(node: fx.Node, shapes: Mapping[str, Shape]) -> tuple[str, Layout] | None:
+    """The parameter behind `node` if only invertible views lie between, and the layout they make; else None."""
+    chain: list[fx.Node] = []
+    while node.op != "get_attr":
+        operands = node.all_input_nodes
+        if op_name(node) not in VIEWS or not operands or operands[0] is not node.args[0]:
+            return None
+        chain.append(node)
+        node = operands[0]
+    if node.target not in shapes:
+        return None
+    layout = Layout(shapes[str(node.target)])
+    for view in reversed(chain):
+        step = view_step(view, layout.result)
+        if step is None:
+            return None
+        layout = Layout(layout.shape, (*layout.steps, step)) if step.before != step.after or step.order else layout
+    return str(node.target), layout
+
+
+def view_step(node: fx.Node, before: Shape) -> Step | None:
+    """`node` as a Step on a tensor of shape `before`, found by running it without data; None if it does not keep every
+    element or needs sizes that only the batch knows."""
+    name = op_name(node)
+    if name in CASTS:
+        return Step(before, before)
+    if len(node.all_input_nodes) > 1 or any(isinstance(arg, torch.dtype) for arg in node.args):
+        return None
+    probe = torch.empty(before, device="meta")
+    try:
+        result = run(node, probe)
+    except (RuntimeError, TypeError, IndexError):
+        return None
+    if not isinstance(result, Tensor) or result.numel() != probe.numel():
+        return None
+    if name not in PERMUTES:
+        return Step(before, tuple(result.shape))
+    distinct = torch.empty(tuple(range(2, len(before) + 2)), device="meta")  # every dimension has its own size
+    order = tuple(int(size) - 2 for size in run(node, distinct).shape)
+    return Step(before, tuple(result.shape), order)
+
+
+def run(node: fx.Node, operand: Tensor) -> Any:
+    """Apply `node` to `operand` in the place of its first argument."""
+    args = (operand, *node.args[1:])
+    if node.op == "call_method":
+        return getattr(operand, str(node.target))(*args[1:], **node.kwargs)
+    assert callable(node.target), "bug in kfac_fx: a view that is neither a function nor a method"
+    return node.target(*args, **node.kwargs)

@@ -1,0 +1,178 @@
+"""Every use of every declared layer: the form of the layer, laid over the graph from its output back to its inputs.
+
+A form is traced and normalized as the model is, so one language is compared with itself. What the form computes on the
+way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a product and a shift, not one linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .errors import LayerError
+from .ir import Bound, Program, Use
+from .labels import Label, ancestors, bound_parameter, labels
+from .layers import Form, Layer
+from .matrix import Layout, Shape
+from .spelling import functional, order_operands, respell
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A form as a graph. `root` computes its output."""
+
+    layer: Layer
+    number: int
+    root: fx.Node
+
+    @property
+    def form(self) -> Form:
+        return self.layer.forms[self.number]
+
+
+@dataclass
+class Binding:
+    """What the names of a form stand for while it is being laid over the graph."""
+
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # pattern's operation -> graph's
+    names: dict[str, Any] = field(default_factory=dict)  # placeholder -> node or literal
+    parameters: dict[str, tuple[str, Layout]] = field(default_factory=dict)
+
+
+def match(program: Program) -> Program:
+    """Find all matches, in graph order. See the module's docstring."""
+    label = labels(program.graph, program.parameters)
+    shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
+    behind = ancestors(program.outputs)
+    patterns = patterns_by_target(program.layers)
+    batch = batch_symbol(program)
+    found: list[Use] = []
+    for node in program.graph.nodes:
+        if label[node] is not Label.ACT or node not in behind:
+            continue
+        for pattern in patterns.get(node.target, ()):
+            use = lay_over(pattern, node, label, shapes)
+            if use is not None:
+                found.append(use if batch is None else with_batch_dim(use, batch))
+    return program.but(matches=tuple(found))
+
+
+def patterns_by_target(layers: Mapping[str, Layer]) -> dict[Any, list[Pattern]]:
+    patterns: dict[Any, list[Pattern]] = {}
+    for layer in layers.values():
+        for number, form in enumerate(layer.forms):
+            pattern = Pattern(layer, number, form_graph(layer, form))
+            patterns.setdefault(pattern.root.target, []).append(pattern)
+    return patterns
+
+
+def form_graph(layer: Layer, form: Form) -> fx.Node:
+    """The node that computes the form's output, in a normalized graph. Raises LayerError if it cannot be traced."""
+    try:
+        graph = fx.Tracer().trace(form.function)  # type: ignore[arg-type]  # a function is traceable too
+    except Exception as error:
+        raise LayerError(f"the form of layer {layer.name!r} ({layer.location}) cannot be traced: {error}") from error
+    pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in form.roles]
+    functional(graph)
+    respell(graph)
+    order_operands(graph, (), pure)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    root = output.args[0]
+    if not isinstance(root, fx.Node) or root.op == "placeholder":
+        raise LayerError(f"the form of layer {layer.name!r} ({layer.location}) must return one computed tensor")
+    return root
+
+
+def lay_over(
+    pattern: Pattern, root: fx.Node, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
+) -> Use | None:
+    """The use whose output is `root`, or None."""
+    form, binding = pattern.form, Binding()
+    if not fits(pattern.root, root, form, binding, label, shapes):
+        return None
+    inside = set(binding.nodes.values())
+    if any(user not in inside for node in inside - {root} for user in node.users):
+        return None
+    if not isinstance(binding.names.get(form.inputs[0]), fx.Node):
+        return None
+    attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
+    attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
+    if not binding.parameters or not form.where(attrs):
+        return None
+    bound: dict[str, Bound] = {}
+    for role, (name, used) in binding.parameters.items():
+        try:
+            canonical = form.layout(role, used, attrs) if not pattern.layer.parts else Layout(used.result)
+        except LayerError:
+            return None  # the shape is not the form's: a 3-D weight in a matmul is no linear layer
+        bound[role] = Bound(name, used, canonical)
+    return Use(pattern.layer.name, pattern.number, binding.names[form.inputs[0]], root, bound, attrs, frozenset(inside))
+
+
+def fits(
+    wanted: Any, given: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
+) -> bool:
+    """Lay the pattern's `wanted` over the graph's `given`, extending `binding`."""
+    if isinstance(wanted, (list, tuple)):
+        return (
+            isinstance(given, (list, tuple))
+            and len(wanted) == len(given)
+            and all(fits(w, g, form, binding, label, shapes) for w, g in zip(wanted, given, strict=True))
+        )
+    if not isinstance(wanted, fx.Node):
+        return not isinstance(given, fx.Node) and wanted == given
+    if wanted.op == "placeholder":
+        return binds(wanted, given, form, binding, label, shapes)
+    if not isinstance(given, fx.Node) or (wanted.op, wanted.target) != (given.op, given.target):
+        return False
+    if binding.nodes.setdefault(wanted, given) is not given or set(wanted.kwargs) != set(given.kwargs):
+        return False
+    pairs = [(wanted.args, given.args), *((value, given.kwargs[key]) for key, value in wanted.kwargs.items())]
+    return all(fits(w, g, form, binding, label, shapes) for w, g in pairs)
+
+
+def binds(
+    wanted: fx.Node,
+    given: Any,
+    form: Form,
+    binding: Binding,
+    label: Mapping[fx.Node, Label],
+    shapes: Mapping[str, Shape],
+) -> bool:
+    """Bind a placeholder of the form: a role to a parameter or to None, another name to a node or a literal."""
+    name = str(wanted.target)
+    if name in binding.names:
+        return bool(binding.names[name] is given)
+    binding.names[name] = given
+    if name not in form.roles:
+        return not isinstance(given, fx.Node) or label[given] is not Label.PURE
+    if given is None:
+        return bool(wanted.args)  # optional: the form gives it a default
+    if not isinstance(given, fx.Node) or label[given] is not Label.PURE:
+        return False
+    parameter = bound_parameter(given, shapes)
+    if parameter is not None:
+        binding.parameters[name] = parameter
+    return parameter is not None
+
+
+def batch_symbol(program: Program) -> str | None:
+    """The symbolic size of the cases: the first dimension of the Fisher's first output; None without symbols."""
+    for node in program.outputs:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
+            return str(value.shape[0])
+    return None
+
+
+def with_batch_dim(use: Use, batch: str) -> Use:
+    """Where the cases are in the use's output; None if no dimension has their size."""
+    value = use.output.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return use
+    places = [dim for dim, size in enumerate(value.shape) if str(size) == batch]
+    return replace(use, batch_dim=places[0] if places else None)

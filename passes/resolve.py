@@ -1,0 +1,208 @@
+"""Matches become registrations.
+
+Four rules, in this order:
+
+1. a match that splits a linked group goes;
+2. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
+   stay and the composite goes;
+3. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
+   treatment where there is one: biases are split off a shared weight, a tied output layer is an embedding with its
+   roles swapped; otherwise the registration is ambiguous and the user must choose;
+4. what no match claims is generic, or unused if nothing behind the losses reads it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from .approximation import choose
+from .errors import AmbiguousRegistrationError, LinkError, table
+from .ir import Note, Program, Registration, Use, where
+from .labels import Edge, labels, parameters_behind, use_edges
+from .matrix import Layout, MatrixForm
+
+
+def resolve(program: Program) -> Program:
+    """See the module's docstring. Raises AmbiguousRegistrationError and LinkError with all culprits."""
+    notes: list[Note] = []
+    matches = drop_split_groups(program, program.matches, notes)
+    matches = drop_contained(program, matches, notes)
+    matches, reasons = split_shared(program, matches)
+    registrations = [registration(program, uses, reasons) for uses in grouped(matches)]
+    taken = {name for one in registrations for name in one.parameters}
+    generics, unused = leftovers(program, taken)
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    registrations.sort(key=lambda one: order[one.uses[0].output])
+    return program.but(
+        registrations=(*registrations, *generics), unused=unused, dropped=(*program.dropped, *notes), matches=()
+    )
+
+
+def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
+    kept: list[Use] = []
+    for use in matches:
+        split = [g for g in program.options.linked if use.parameter_set & g and use.parameter_set != g]
+        if split and not program.layers[use.layer].parts:
+            notes.append(Note(str(use), f"splits the linked group ({', '.join(sorted(split[0]))})"))
+        else:
+            kept.append(use)
+    return kept
+
+
+def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
+    by_parameter: dict[str, list[Use]] = defaultdict(list)
+    for use in matches:
+        for name in use.parameter_set:
+            by_parameter[name].append(use)
+    kept: list[Use] = []
+    for use in matches:
+        parts = program.layers[use.layer].parts
+        if parts:
+            notes.append(Note(str(use), f"registered as its parts, {' and '.join(parts)}"))
+            continue
+        larger = [
+            other
+            for name in use.parameter_set
+            for other in by_parameter[name]
+            if use.nodes < other.nodes or (use.nodes == other.nodes and use.parameter_set < other.parameter_set)
+        ]
+        whole = next((other for other in larger if program.layers[other.layer].parts), None)
+        if whole is not None and use.layer in program.layers[whole.layer].parts:
+            others = [other for other in larger if not program.layers[other.layer].parts]
+            if not others:
+                kept.append(replace(use, part_of=str(whole)))
+                continue
+        if larger:
+            notes.append(Note(str(use), f"part of {larger[0]}"))
+        else:
+            kept.append(use)
+    return kept
+
+
+def split_shared(program: Program, matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], str]]:
+    """Biases leave weights that are shared by different parameter sets, and the other way round; what cannot be told
+    apart so is ambiguous."""
+    sets: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for use in matches:
+        for name in use.parameter_set:
+            sets[name].add(use.parameter_set)
+    shared = {name for name, groups in sets.items() if len(groups) > 1}
+    result: list[Use] = []
+    reasons: dict[frozenset[str], str] = {}
+    for use in matches:
+        culprits = sorted(shared & use.parameter_set)
+        if not culprits or len(use.parameters) == 1:
+            result.append(use)
+            continue
+        for role, bound in use.parameters.items():
+            result.append(replace(use, parameters={role: bound}))
+            reasons[frozenset({bound.parameter})] = f"{', '.join(culprits)} is shared by uses with other parameters"
+    merged: list[Use] = []
+    clashes: list[tuple[str, str]] = []
+    for uses in grouped(result):
+        aligned = align(uses)
+        if aligned is None:
+            places = " and ".join(dict.fromkeys(f"{use.layer} ({where(use.output)})" for use in uses))
+            clashes.append((", ".join(sorted(uses[0].parameter_set)), places))
+        else:
+            merged += aligned
+    if clashes:
+        many = "1 parameter is" if len(clashes) == 1 else f"{len(clashes)} parameters are"
+        raise AmbiguousRegistrationError(
+            f"{many} matched by layers that lay them out differently:\n{table(clashes)}\n"
+            'Use separate parameters, or let them be generic: compile(..., approximations={"' + clashes[0][0] + '": '
+            '"generic"}).'
+        )
+    return merged, reasons
+
+
+def grouped(matches: Iterable[Use]) -> list[list[Use]]:
+    """Uses of one parameter set, in graph order."""
+    groups: dict[frozenset[str], list[Use]] = defaultdict(list)
+    for use in matches:
+        groups[use.parameter_set].append(use)
+    return list(groups.values())
+
+
+def align(uses: list[Use]) -> list[Use] | None:
+    """Uses of one parameter set over one matrix: equal layouts, or transposed ones; None if they differ otherwise."""
+    embeddings = [use for use in uses if use.layer == "embedding"]
+    first = (embeddings or uses)[0]
+    aligned: list[Use] = []
+    for use in uses:
+        if set(use.parameters) != set(first.parameters):
+            return None
+        if same_matrix(first, use):
+            aligned.append(use)
+        elif set(use.parameters) == {"weight"} and same_matrix(first, use, transposed=True):
+            aligned.append(replace(use, transposed=True))
+        else:
+            return None
+    return aligned
+
+
+def same_matrix(first: Use, other: Use, transposed: bool = False) -> bool:
+    """Whether both put every element of their parameters in the same place."""
+    for role, bound in first.parameters.items():
+        mine, its = elements(bound.layout), elements(other.parameters[role].layout)
+        if transposed:
+            its = its.mT
+        if first.parameters[role].parameter != other.parameters[role].parameter or mine.shape != its.shape:
+            return False
+        if bound.layout != other.parameters[role].layout and not torch.equal(mine, its):
+            return False
+    return True
+
+
+def elements(layout: Layout) -> torch.Tensor:
+    return layout.apply(torch.arange(prod(layout.shape)).reshape(layout.shape))
+
+
+def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str], str]) -> Registration:
+    first = next((use for use in uses if not use.transposed), uses[0])
+    matrix: MatrixForm = first.matrix
+    reason = reasons.get(first.parameter_set)
+    if first.part_of:
+        reason = f"part of {first.part_of}"
+    if any(use.transposed for use in uses):
+        reason = "tied: some uses are transposed, their inputs and output gradients change sides"
+    chosen, why = choose(program, first.layer, matrix, uses)
+    said = "; ".join(text for text in (reason, why) if text) or None
+    return Registration(first.layer, matrix, matrix.parameters, tuple(uses), chosen, said)
+
+
+def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:
+    """Generic registrations for what is used but unclaimed, and the names of what is not used at all."""
+    label = labels(program.graph, program.parameters)
+    edges: dict[str, list[Edge]] = defaultdict(list)
+    for pure, act in use_edges(program.graph, label, program.outputs):
+        for name in parameters_behind(pure, label):
+            edges[name].append((pure, act))
+    generics: list[Registration] = []
+    unmatched: list[tuple[str, str]] = []
+    for name in program.parameters:
+        if name in taken or name not in edges:
+            continue
+        group = next((g for g in program.options.linked if name in g and len(g) > 1), None)
+        if group is not None:
+            unmatched.append((name, f"linked with {', '.join(sorted(group - {name}))}; enters {enters(edges[name])}"))
+        approximation, _ = choose(program, "generic", None, (), name)
+        generics.append(
+            Registration("generic", None, (name,), (), approximation, f"no layer has the form of {enters(edges[name])}")
+        )
+    if unmatched:
+        raise LinkError(
+            f"linked parameters that no layer matched as a group:\n{table(unmatched)}\n"
+            "Take them out of `linked`, or declare a layer of this form: compile(..., layers=[...])."
+        )
+    return generics, tuple(name for name in program.parameters if name not in taken and name not in edges)
+
+
+def enters(edges: list[Edge]) -> str:
+    more = f" and {len(edges) - 1} more" if len(edges) > 1 else ""
+    return where(edges[0][1]) + more

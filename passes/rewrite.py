@@ -1,0 +1,114 @@
+"""The emitted module: the captured graph with a tap on the output of every use.
+
+Before                                          After
+    linear = F.linear(x, fc_weight, fc_bias)        linear = F.linear(x, fc_weight, fc_bias)
+    tanh = torch.tanh(linear)                       fc_probes = probes[0]
+    return tanh                                     fc_tap = self.taps.fc(linear, x, fc_probes)
+                                                    tanh = torch.tanh(fc_tap)
+                                                    return (tanh, (tanh,))
+
+A tap returns its first argument unchanged. What it does in the backward is its own business: the module is handed in.
+The second output holds the Fisher's outputs, in the order of `program.outputs`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from .holder import attribute, holder
+from .ir import Program, Registration, Use
+from .labels import op_name
+
+TapFactory = Callable[[Registration, Use], nn.Module]
+
+
+def rewrite(program: Program, tap: TapFactory) -> fx.GraphModule:
+    """Emit the module. Its inputs are the graph's placeholders and then `probes`, one mapping a registration."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(program.graph, copies)  # type: ignore[arg-type]  # its annotation wants nodes to nodes
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
+        if node.op == "placeholder":
+            copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
+    probes = add_probes(graph)
+    taps: dict[str, nn.Module] = {}
+    tapped: dict[fx.Node, fx.Node] = {}  # a node -> its last tap, which its readers read instead
+    for number, registration in enumerate(program.registrations):
+        for use in registration.uses:
+            name = fresh(tap_name(registration), taps)
+            taps[name] = tap(registration, use)
+            insert_tap(graph, name, number, use, copies, tapped, probes)
+    fisher = tuple(tapped.get(copies[node], copies[node]) for node in program.outputs)
+    graph.output((fx.map_arg(output, lambda node: tapped.get(node, node)), fisher))
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+    graph.lint()
+    targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+    held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
+    return fx.GraphModule(holder(held | {f"taps.{name}": one for name, one in taps.items()}), graph, "Emitted")
+
+
+def add_probes(graph: fx.Graph) -> fx.Node:
+    """The last placeholder; all others are in the order of the model's inputs."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if placeholders:
+        with graph.inserting_after(placeholders[-1]):
+            return graph.placeholder("probes")
+    with graph.inserting_before(next(iter(graph.nodes))):
+        return graph.placeholder("probes")
+
+
+def insert_tap(
+    graph: fx.Graph,
+    name: str,
+    number: int,
+    use: Use,
+    copies: dict[fx.Node, fx.Node],
+    tapped: dict[fx.Node, fx.Node],
+    probes: fx.Node,
+) -> None:
+    """Tap `use.output`, behind earlier taps on the same node."""
+    original = copies[use.output]
+    output = tapped.get(original, original)
+    readers = list(output.users)
+    tensors = [copies[value] for value in tensor_attrs(use).values()]
+    with graph.inserting_after(output):
+        probe = graph.create_node("call_function", operator.getitem, (probes, number), name=f"{name}_probes")
+    with graph.inserting_after(probe):
+        arguments = (output, copies[use.input], probe, *tensors)
+        tap = graph.create_node("call_module", f"taps.{name}", arguments, name=f"{name}_tap")
+    tap.meta = dict(use.output.meta)
+    for reader in readers:
+        reader.replace_input_with(output, tap)
+    tapped[original] = tap
+
+
+def tensor_attrs(use: Use) -> dict[str, fx.Node]:
+    """Attributes that are tensors at run time and that rows may need; `other` and `_...` are only there to match."""
+    nodes = {key: value for key, value in use.attrs.items() if isinstance(value, fx.Node)}
+    return {key: value for key, value in nodes.items() if key != "other" and not key.startswith("_")}
+
+
+def tap_name(registration: Registration) -> str:
+    """`"encoder.0.weight"` -> `"encoder_0"`: the module, if the parameter has one."""
+    path, _, last = registration.parameters[0].rpartition(".")
+    return (path or last).replace(".", "_")
+
+
+def fresh(name: str, taken: dict[str, nn.Module]) -> str:
+    if name not in taken:
+        return name
+    number = 1
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node does more than compute its value: inputs, outputs, updates of buffers."""
+    name = op_name(node)
+    return node.op in ("placeholder", "output") or name.endswith("_") or name.startswith("wrap_with")
