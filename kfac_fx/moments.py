@@ -1,4 +1,4 @@
-"""What a batch leaves behind: sums over its cases, and the promise of them while the user's backward is still to come."""
+"""What a batch leaves behind: sums over its cases, or the promise of them while the backward is still to come."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ SHAPE_ONLY = {  # read the size, the dtype or the device of their operands, neve
 }  # fmt: skip
 STOPS_GRADIENT = {"detach", "detach_", "argmax", "argmin", "argsort", "item"}
 RANDOM = {
-    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "bernoulli", "rand", "randn",
-    "rand_like", "randn_like", "normal", "uniform", "multinomial", "randint", "randperm", "rrelu", "lstm", "gru",
+    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "bernoulli", "rand",
+    "randn", "rand_like", "randn_like", "normal", "uniform", "multinomial", "randint", "randperm", "rrelu", "lstm", "gru",
     "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "wrap_with_set_grad_enabled", "wrap_with_autocast",
 }  # fmt: skip
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
