@@ -40,6 +40,10 @@ FLOORS = [
     "kfac_fx.compiler",
     "kfac_fx",
     # The programs, which use the public API as anybody would.
+    "kfac_fx.demo.settings kfac_fx.demo.tasks",
+    "kfac_fx.demo.training",
+    "kfac_fx.demo.results",
+    "kfac_fx.demo.plot",
     "kfac_fx.demo",
     "kfac_fx.cli",
 ]

@@ -1,0 +1,112 @@
+"""`kfac-fx demo`: what the compiler makes of two small models, and K-FAC beside SGD and AdamW on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfac_fx.demo.settings import METHODS, SETTINGS, steps_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kfac_fx.demo.results import Runs
+    from kfac_fx.demo.tasks import Task
+
+NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+QUICK = 20  # --quick divides the steps by this
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. `steps` is of the first-order methods, None: each task's own."""
+
+    steps: int | None = None
+    quick: bool = False
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    png: Path | None = None
+    json: Path | None = None
+    progress: bool = True
+
+
+def missing() -> list[str]:
+    """The packages, by the names that pip knows, that the demo needs and that are not installed."""
+    return [package for module, package in NEEDED.items() if find_spec(module) is None]
+
+
+def run(options: Options, console: Console) -> dict[str, Runs]:
+    """Train, print and write everything that was asked for. Returns the runs by task and method."""
+    from kfac_fx.demo.plot import draw
+    from kfac_fx.demo.results import results, table, verdict
+    from kfac_fx.demo.tasks import tasks
+
+    every: dict[str, Runs] = {}
+    for task in tasks(options.device):
+        console.rule(f"[bold]{task.name}")
+        every[task.name] = compare(task, options, console)
+    for name, runs in every.items():
+        console.print(table(name, runs))
+    for name, runs in every.items():
+        console.print(verdict(name, runs), highlight=False)
+    if options.json is not None:
+        found = {name: results(runs) for name, runs in every.items()}
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        console.print(f"wrote {options.json}", highlight=False)
+    if options.png is not None:
+        draw(every, options.png)
+        console.print(f"wrote {options.png}", highlight=False)
+    return every
+
+
+def compare(task: Task, options: Options, console: Console) -> Runs:
+    """Print the report of the task's model and train it with every method from the same start."""
+    from kfac_fx.demo.training import compiled, train
+
+    model = task.model(options.seed)
+    net = compiled(task, model)
+    console.print(net.report)
+    console.print()
+    budget = options.steps or max(1, task.steps // (QUICK if options.quick else 1))
+    runs = {}
+    with bars(console, options.progress) as progress:
+        for method, title in METHODS.items():
+            steps = steps_of(method, budget)
+            bar = progress.add_task(title, total=steps, loss=float("nan"))
+            runs[method] = train(
+                method,
+                task,
+                model if method == "kfac" else task.model(options.seed),
+                SETTINGS[task.name][method],
+                steps=steps,
+                seed=options.seed,
+                net=net if method == "kfac" else None,
+                listener=lambda step, loss, bar=bar: progress.update(bar, completed=step, loss=loss),  # type: ignore[misc]
+            )
+    return runs
+
+
+@contextmanager
+def bars(console: Console, shown: bool) -> Iterator[Progress]:
+    from rich import progress as rich
+
+    with rich.Progress(
+        rich.TextColumn("{task.description:<6}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TextColumn("loss {task.fields[loss]:.4g}"),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("left"),
+        rich.TimeRemainingColumn(),
+        console=console,
+        disable=not shown,
+    ) as progress:
+        yield progress

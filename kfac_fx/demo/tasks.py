@@ -1,0 +1,130 @@
+"""Two small problems on the 1,797 digits that scikit-learn brings along: 8 x 8 pixels of 17 intensities.
+
+A deep sigmoid autoencoder, the problem that first-order methods find hard and K-FAC was made for (Hinton &
+Salakhutdinov 2006; Martens & Grosse 2015, section 13), and a classifier that holds one of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+INTENSITIES = 17  # a pixel counts the dark dots, 0 to 16, of a 4 x 4 patch of the scan
+CODE = 16
+WIDTHS = (64, 256, 128, 64, CODE)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training set that fits into one batch of evaluation, and what is trained on it.
+
+    Attributes:
+        inputs, targets: all cases, on the device, along dimension 0.
+        make: a freshly initialized model; draws from torch's global generator.
+        loss: of `model(inputs)` and `targets`, mean over the cases.
+        distribution: its name in `kfac_fx.compile(loss=...)`.
+        steps: of the first-order methods.
+        measure_every: steps between two looks at the loss of the whole training set.
+    """
+
+    name: str
+    inputs: Tensor
+    targets: Tensor
+    make: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    distribution: str
+    steps: int
+    batch: int = 512
+    measure_every: int = 10
+
+    def model(self, seed: int) -> nn.Module:
+        """The start that every method shares."""
+        torch.manual_seed(seed)
+        return self.make().to(self.inputs.device)
+
+    def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless shuffled epochs, the same for every method; the rest that fills no batch sits an epoch out."""
+        generator = torch.Generator().manual_seed(seed)
+        cases = len(self.inputs)
+        while True:
+            order = torch.randperm(cases, generator=generator).to(self.inputs.device)
+            for start in range(0, cases - self.batch + 1, self.batch):
+                chosen = order[start : start + self.batch]
+                yield self.inputs[chosen], self.targets[chosen]
+
+    def measure(self, model: nn.Module) -> float:
+        """The loss of the whole training set."""
+        model.eval()
+        with torch.no_grad():
+            loss = self.loss(model(self.inputs), self.targets)
+        model.train()
+        return float(loss)
+
+
+def tasks(device: torch.device) -> list[Task]:
+    """Both tasks, their data on `device`. Needs scikit-learn."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    intensities = torch.as_tensor(digits.images, dtype=torch.int64).to(device)  # [1797, 8, 8]
+    labels = torch.as_tensor(digits.target, dtype=torch.int64).to(device)
+    pixels = intensities.flatten(1).float() / (INTENSITIES - 1)  # [1797, 64], 0 to 1
+    return [
+        Task("autoencoder", pixels, pixels, autoencoder, summed_cross_entropy, "multi_bernoulli", steps=3000),
+        Task("classifier", intensities, labels, Classifier, smoothed_cross_entropy, "categorical", steps=600),
+    ]
+
+
+def summed_cross_entropy(logits: Tensor, pixels: Tensor) -> Tensor:
+    """Sigmoid cross-entropy, summed over the pixels of an image and averaged over the images."""
+    return F.binary_cross_entropy_with_logits(logits, pixels, reduction="sum") / len(logits)
+
+
+def smoothed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of labels that are right in nine cases of ten. With hard labels the digits are separable, the loss
+    has no minimum, and a race down it measures how fast the weights grow."""
+    return F.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+def autoencoder() -> nn.Sequential:
+    """64-256-128-64-16 and back, sigmoids between the layers but not on the code."""
+    widths = (*WIDTHS, *reversed(WIDTHS[:-1]))
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+        linear = nn.Linear(inputs, outputs)
+        # Four times Glorot's width: the slope of a sigmoid at 0 is a quarter. With less of it every method, AdamW
+        # too, first spends hundreds of steps on the plateau where the code says nothing.
+        nn.init.xavier_uniform_(linear.weight, gain=4.0)
+        nn.init.zeros_(linear.bias)
+        layers.append(linear)
+        if outputs != CODE:
+            layers.append(nn.Sigmoid())
+    return nn.Sequential(*layers[:-1])
+
+
+class Classifier(nn.Module):
+    """An embedding of the intensities, a convolution, a depthwise-separable one, a norm, a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.intensity = nn.Embedding(INTENSITIES, 8)
+        self.stem = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(4, 16)
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False)
+        self.pointwise = nn.Conv2d(16, 32, 1)
+        self.refine = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, intensities: Tensor) -> Tensor:
+        """[N, 8, 8] whole numbers -> [N, 10] logits."""
+        image = self.intensity(intensities).permute(0, 3, 1, 2)
+        image = F.silu(self.norm(self.stem(image)))
+        image = F.silu(self.pointwise(self.depthwise(image)))
+        features = image.mean((2, 3))
+        for _ in range(2):
+            features = features + torch.tanh(self.refine(features))
+        return self.head(features)  # type: ignore[no-any-return]
