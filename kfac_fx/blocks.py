@@ -98,6 +98,17 @@ class FisherBlock:
         product = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
         return self.group.unpack(product, vector, self.member)
 
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of the block by name, sharing memory; "ready": were the factors updated, the inverses."""
+        group, index = self.group, self.member.start
+        state = {"ready": torch.tensor([group.updated, group.inverted])}
+        state |= {name: getattr(group, name)[index] for name in ("skipped", "failed")}
+        for name, stack in group.factors.items():
+            state |= {f"{name}/moment": stack.moment[index], f"{name}/total_weight": stack.total_weight[index]}
+        for root, operators in group.roots.items():
+            state |= {f"{side.factor}/{root}": op[index] for side, op in zip(group.sides, operators, strict=True)}
+        return state
+
     def full_fisher_block(self) -> Tensor:
         """The undamped block [g·o·i, g·o·i] in the order of the flattened matrix (generic: of the parameters)."""
         return self.group.dense(self.member.start)

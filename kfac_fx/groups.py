@@ -123,16 +123,19 @@ class BlockGroup:
         *,
         decay: float | Tensor,
         weight: float = 1.0,
+        accept: Tensor | None = None,
         members: slice = ALL,
     ) -> None:
         """Average one batch in: additive sums of each block (`factors.additive`), over `cases` cases.
 
-        Sums that are not finite do not enter and are counted, without asking the device.
+        Sums that are not finite do not enter and are counted, without asking the device; neither do any where `accept`,
+        a 0-d bool tensor, is False.
         """
         stacked = {name: torch.stack([one[name] for one in sums]).to(self.dtype) for name in sums[0]}
         batch = batch_values(self.approximation, stacked, cases)
         finite = torch.stack([is_finite(value) for value in batch.values()]).all(0)
         accepted = finite & (stacked["count"] > 0) if "count" in stacked else finite
+        accepted = accepted if accept is None else accepted & accept
         for name, stack in self.factors.items():
             stack[members].update(batch[name].view(stack[members].moment.shape), accepted, decay, weight)
         self.skipped[members] += ~finite

@@ -1,0 +1,187 @@
+"""`FisherEstimator`: the Fisher matrix of a compiled module, estimated batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.factors import additive
+from kfac_fx.fisher import BlockDiagonalFisher
+from kfac_fx.linalg import Root, full_precision
+from kfac_fx.moments import Key, Moments
+from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
+from kfac_fx.passes.ir import Registration
+
+MODES = ("gradients", "empirical")
+
+
+class Net(Protocol):
+    """What the estimator needs of a compiled module."""
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def record(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        mode: str,
+        targets: Any,
+        fraction: float,
+        generator: torch.Generator | None,
+    ) -> Moments: ...
+
+
+class FisherEstimator(BlockDiagonalFisher):
+    """Running estimate of the Fisher matrix, the mean over cases, of `net`'s parameters.
+
+    est = FisherEstimator(net, damping=1e-3)
+    est.update_covariances(x)        # on every batch, or every tenth
+    est.update_inverses()            # more rarely
+    step = est.multiply_inverse({name: p.grad for name, p in net.named_parameters()})
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        *,
+        variables: Iterable[str] | None = None,
+        cov_ema_decay: float = 0.95,
+        damping: float | Tensor = 1e-3,
+        exps: Iterable[float] = (-1,),
+        estimation_mode: str = "gradients",
+        compute_cholesky: bool = False,
+        compute_cholesky_inverse: bool = False,
+        fraction: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        """
+        Args:
+            net: a compiled module, or anything with its `registrations`, `named_parameters` and `record`.
+            variables: the parameters to estimate, None for all; what shares a registration must be named together.
+            cov_ema_decay: weight of the factors' past at an update, 0 to 1.
+            damping: λ of F + λ I. A 0-d tensor is kept as it is: writing into it is writing into `est.damping`.
+            exps: the powers of F + λ I to keep for `multiply_matpower`; 1 always works.
+            estimation_mode: "gradients" samples targets from the model's own distribution (the Fisher), "empirical"
+                takes the true ones (the empirical Fisher).
+            compute_cholesky, compute_cholesky_inverse: keep what `multiply_cholesky` and its inverse need.
+            fraction: the part of every batch that is recorded.
+            seed: of the sampled targets; None: torch's own generator.
+
+        Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables`.
+        """
+        if estimation_mode not in MODES:
+            raise ValueError(f"unknown estimation_mode {estimation_mode!r}; known are {', '.join(map(repr, MODES))}.")
+        if not 0 <= cov_ema_decay <= 1:
+            raise ValueError(f"cov_ema_decay must be between 0 and 1, got {cov_ema_decay}.")
+        if not 0 < fraction <= 1:
+            raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}.")
+        if isinstance(damping, (int, float)) and not damping >= 0:
+            raise ValueError(f"damping must not be negative, got {damping}.")
+        self.net, self.cov_ema_decay, self.estimation_mode, self.fraction = (
+            net,
+            cov_ema_decay,
+            estimation_mode,
+            fraction,
+        )
+        self.variables = None if variables is None else frozenset(variables)
+        kept: list[Root] = sorted({float(exp) for exp in exps} - {1.0})
+        kept += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
+        example = next(param for _, param in net.named_parameters())
+        if not isinstance(damping, Tensor):
+            precision = torch.promote_types(example.dtype, torch.float32)
+            damping = torch.tensor(float(damping), dtype=precision, device=example.device)
+        super().__init__(kept, damping)
+        self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
+        self._pending: dict[Key, dict[str, Tensor]] = {}
+        self._pending_cases = 0
+
+    def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
+        registrations, parameters = self.net.registrations, dict(self.net.named_parameters())
+        if self.variables is None:
+            return registrations, parameters
+        check_variables(self.variables, registrations)
+        return tuple(one for one in registrations if one.parameters[0] in self.variables), parameters
+
+    def update_covariances(self, *inputs: Any, targets: Any = None, should_decay: bool = True, **kwargs: Any) -> None:
+        """Record one batch and average it into all factors.
+
+        should_decay: False gives the past its full weight (a plain average over batches, for a burn-in).
+        """
+        moments = self.net.record(
+            inputs,
+            kwargs,
+            mode=self.estimation_mode,
+            targets=targets,
+            fraction=self.fraction,
+            generator=self._generator,
+        )
+        self.accumulate(moments)
+        self.fold(decay=None if should_decay else 1.0)
+
+    @torch.no_grad()
+    def accumulate(self, moments: Moments) -> None:
+        """Add the moments of a micro-batch to those that the next `fold` will take as one batch."""
+        self.follow_registrations()
+        if missing := [key for key in self.blocks if key not in moments.statistics]:
+            raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
+        with full_precision():
+            for key, block in self.blocks.items():
+                sums = additive(block.registration.approximation, moments.statistics[key])
+                before = self._pending.get(key)
+                self._pending[key] = sums if before is None else {n: before[n] + sums[n] for n in sums}
+        self._pending_cases += moments.cases
+
+    def follow_registrations(self) -> None:
+        """The first batch may show that a registration must be another; after it nothing may change."""
+        if self._registrations is None:
+            return
+        then, now = (
+            {(one.parameters, one.approximation) for one in all_} for all_ in (self._registrations, self.wanted()[0])
+        )
+        if then != now and (self._pending or any(group.updated for group in self.groups)):
+            apart = ", ".join(sorted({name for key, _ in then ^ now for name in key}))
+            raise ModelChangedError(f"registrations changed after the first batch was recorded: {apart}.")
+        if then != now:
+            self.build()
+
+    @torch.no_grad()
+    def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> None:
+        """Average what was accumulated into all factors, as one batch; nothing happens if there is nothing.
+
+        decay: None for cov_ema_decay. accept: a 0-d bool tensor; where False, the sums are dropped.
+        """
+        if not self._pending:
+            return
+        decay = self.cov_ema_decay if decay is None else decay
+        with full_precision():
+            for group in self.groups:
+                sums = [self._pending[one.parameters] for one in group.registrations]
+                group.update(sums, self._pending_cases, decay=decay, accept=accept)
+        self._pending, self._pending_cases = {}, 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See BlockDiagonalFisher; with a seed, the state of the random stream is in it, too."""
+        generator = {} if self._generator is None else {"generator": self._generator.get_state()}
+        return super().state_dict() | generator
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        if self._generator is not None:
+            self._generator.set_state(state["generator"])
+
+
+def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
+    """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
+    known = [name for one in registrations for name in one.parameters]
+    wrong = [(name, f"is registered nowhere.{nearest(name, known)}") for name in variables.difference(known)]
+    for one in registrations:
+        named, absent = (sorted(part) for part in (variables & {*one.parameters}, {*one.parameters} - variables))
+        if absent:
+            wrong += [(name, f"shares a registration with {', '.join(absent)}") for name in named]
+    if wrong:
+        raise RegistrationError(f"`variables` does not fit the registrations:\n{table(sorted(wrong))}")
