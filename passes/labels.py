@@ -60,6 +60,12 @@ def is_random(node: fx.Node) -> bool:
     return op_name(node).rstrip("_") in RANDOM
 
 
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node does more than compute its value: inputs, outputs, updates of buffers."""
+    name = op_name(node)
+    return node.op in ("placeholder", "output") or name.endswith("_") or name.startswith("wrap_with")
+
+
 def no_grad_region(node: fx.Node) -> bool:
     return op_name(node) == "wrap_with_set_grad_enabled" and not node.args[0]
 

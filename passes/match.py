@@ -6,14 +6,15 @@ way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a produ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .errors import LayerError
+from .holder import attribute
 from .ir import Bound, Program, Use
 from .labels import Label, ancestors, bound_parameter, labels
 from .layers import Form, Layer
@@ -46,7 +47,7 @@ class Binding:
 def match(program: Program) -> Program:
     """Find all matches, in graph order. See the module's docstring."""
     label = labels(program.graph, program.parameters)
-    shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
+    shapes = held_shapes(program)
     behind = ancestors(program.outputs)
     patterns = patterns_by_target(program.layers)
     batch = batch_symbol(program)
@@ -55,10 +56,21 @@ def match(program: Program) -> Program:
         if label[node] is not Label.ACT or node not in behind:
             continue
         for pattern in patterns.get(node.target, ()):
-            use = lay_over(pattern, node, label, shapes)
+            use = lay_over(pattern, node, label, shapes, program.parameters)
             if use is not None:
                 found.append(use if batch is None else with_batch_dim(use, batch))
     return program.but(matches=tuple(found))
+
+
+def held_shapes(program: Program) -> dict[str, Shape]:
+    """Of all parameters, and of the constants that may fill the role of a frozen one."""
+    held = {
+        str(node.target): attribute(program.root, str(node.target))
+        for node in program.graph.nodes
+        if node.op == "get_attr"
+    }
+    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    return {name: tuple(value.shape) for name, value in {**tensors, **program.parameters}.items()}
 
 
 def patterns_by_target(layers: Mapping[str, Layer]) -> dict[Any, list[Pattern]]:
@@ -88,9 +100,13 @@ def form_graph(layer: Layer, form: Form) -> fx.Node:
 
 
 def lay_over(
-    pattern: Pattern, root: fx.Node, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
+    pattern: Pattern,
+    root: fx.Node,
+    label: Mapping[fx.Node, Label],
+    shapes: Mapping[str, Shape],
+    trained: Collection[str],
 ) -> Use | None:
-    """The use whose output is `root`, or None."""
+    """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered."""
     form, binding = pattern.form, Binding()
     if not fits(pattern.root, root, form, binding, label, shapes):
         return None
@@ -101,10 +117,11 @@ def lay_over(
         return None
     attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
     attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
-    if not binding.parameters or not form.where(attrs):
+    trainable = {role: held for role, held in binding.parameters.items() if held[0] in trained}
+    if not trainable or not form.where(attrs):
         return None
     bound: dict[str, Bound] = {}
-    for role, (name, used) in binding.parameters.items():
+    for role, (name, used) in trainable.items():
         try:
             canonical = form.layout(role, used, attrs) if not pattern.layer.parts else Layout(used.result)
         except LayerError:
@@ -152,7 +169,7 @@ def binds(
         return not isinstance(given, fx.Node) or label[given] is not Label.PURE
     if given is None:
         return bool(wanted.args)  # optional: the form gives it a default
-    if not isinstance(given, fx.Node) or label[given] is not Label.PURE:
+    if not isinstance(given, fx.Node) or label[given] is Label.ACT:
         return False
     parameter = bound_parameter(given, shapes)
     if parameter is not None:

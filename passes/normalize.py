@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .ir import Program
+from .labels import has_effect
 from .spelling import functional, order_operands, respell
 
 
@@ -36,6 +37,7 @@ def normalize(program: Program) -> Program:
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = dict(node.meta)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
     functional(graph)
     respell(graph)
     order_operands(graph, program.parameters)

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from .holder import attribute, holder
 from .ir import Program, Registration, Use
-from .labels import op_name
+from .labels import has_effect
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 
@@ -106,9 +106,3 @@ def fresh(name: str, taken: dict[str, nn.Module]) -> str:
     while f"{name}_{number}" in taken:
         number += 1
     return f"{name}_{number}"
-
-
-def has_effect(node: fx.Node) -> bool:
-    """Whether a node does more than compute its value: inputs, outputs, updates of buffers."""
-    name = op_name(node)
-    return node.op in ("placeholder", "output") or name.endswith("_") or name.startswith("wrap_with")

@@ -109,6 +109,10 @@ RENAMED = {
 }  # fmt: skip
 REDUCTIONS = ("none", "mean", "sum")
 COMMUTATIVE = {"add", "mul"}
+SHARES_MEMORY = {
+    "view", "reshape", "transpose", "permute", "t", "T", "mT", "select", "slice", "narrow", "getitem", "squeeze",
+    "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "alias", "detach", "diagonal", "unflatten", "view_as",
+}  # fmt: skip
 INPLACE = {
     "add_", "sub_", "mul_", "div_", "relu_", "relu6_", "leaky_relu_", "elu_", "selu_", "celu_", "silu_", "hardswish_",
     "hardtanh_", "hardsigmoid_", "sigmoid_", "tanh_", "dropout_", "masked_fill_", "clamp_", "exp_", "neg_", "sqrt_",
@@ -141,11 +145,11 @@ def functional(graph: fx.Graph) -> None:
 
 
 def aliases_another(node: fx.Node) -> bool:
-    name = op_name(node)
-    return name in {
-        "view", "reshape", "transpose", "permute", "t", "T", "mT", "select", "slice", "narrow", "getitem", "squeeze",
-        "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "alias", "detach", "diagonal", "unflatten",
-    }  # fmt: skip
+    """Whether something else reads the memory of `node`, and would see it change."""
+    if op_name(node) not in SHARES_MEMORY:
+        return False
+    base = node.args[0]
+    return not isinstance(base, fx.Node) or len(base.users) > 1 or base.op != "call_function" or aliases_another(base)
 
 
 def pure_twin(name: str) -> Callable[..., Any]:
@@ -161,6 +165,8 @@ def respell(graph: fx.Graph) -> None:
         name = RENAMED.get(op_name(node), op_name(node))
         if name in SPELLED_OUT and node.target is not F.embedding_bag:  # whose arguments are not torch.embedding_bag's
             spell_out(node, name)
+        elif name == "einsum":
+            spell_einsum(node)
         elif isinstance(node.target, torch._ops.OpOverload):
             respell_aten(node, node.target, name)
         elif node.op == "call_method" and is_builtin(name):
@@ -191,6 +197,13 @@ def respell_aten(node: fx.Node, overload: torch._ops.OpOverload, name: str) -> N
 
 def has_default(argument: Any, value: Any) -> bool:
     return bool(argument.has_default_value()) and not isinstance(value, fx.Node) and value == argument.default_value
+
+
+def spell_einsum(node: fx.Node) -> None:
+    """`einsum(equation, x, w)`, whichever way the operands were handed over."""
+    equation, *operands = node.args
+    flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    node.op, node.target, node.args, node.kwargs = "call_function", torch.einsum, (equation, *flat), {}
 
 
 def spell_out(node: fx.Node, name: str) -> None:
