@@ -1,5 +1,8 @@
 """K-FAC for PyTorch: a torch.fx compiler that finds every use of every parameter, and the optimizer that it feeds."""
 
+from kfac_fx import losses
+from kfac_fx.compiler import CompiledModule, compile
+from kfac_fx.estimator import FisherEstimator
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     AmbiguousRegistrationError,
@@ -13,6 +16,8 @@ from kfac_fx.passes.errors import (
     TargetsMissing,
     UntraceableError,
 )
+from kfac_fx.passes.layers import as_rows, by_group, layer
+from kfac_fx.report import Report
 
 __version__ = "0.1.0"
 
@@ -20,12 +25,20 @@ __all__ = [
     "AlreadyAttachedError",
     "AmbiguousRegistrationError",
     "ApproximationError",
+    "CompiledModule",
     "FactorNotReady",
+    "FisherEstimator",
     "LayerError",
     "LinkError",
     "LossError",
     "ModelChangedError",
     "RegistrationError",
+    "Report",
     "TargetsMissing",
     "UntraceableError",
+    "as_rows",
+    "by_group",
+    "compile",
+    "layer",
+    "losses",
 ]
