@@ -96,7 +96,8 @@ def exported(
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
     flat = _Flat(model, leaves, spec).train(model.training)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    shapes = tuple(dict.fromkeys(range(tensor.dim()), Dim.AUTO) for tensor in tensors)
+    # A size of 1 is static: torch specializes it anyway, and says so on stderr.
+    shapes = tuple({d: Dim.AUTO for d, size in enumerate(t.shape) if size > 1} for t in tensors)
     names = input_names(model, args, kwargs)
     with custom_functions() as custom:
         try:
