@@ -3,6 +3,7 @@
 from kfac_fx import losses
 from kfac_fx.compiler import CompiledModule, compile
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     AmbiguousRegistrationError,
@@ -22,6 +23,7 @@ from kfac_fx.report import Report
 __version__ = "0.1.0"
 
 __all__ = [
+    "KFAC",
     "AlreadyAttachedError",
     "AmbiguousRegistrationError",
     "ApproximationError",
