@@ -75,38 +75,31 @@ class Layout:
     def rearrange(self, pattern: str, **sizes: int) -> Layout:
         """`Layout((6, 2, 3, 3)).rearrange("(g o) c h w -> g o (c h w)", g=2)`: a view in named axes.
 
-        Parentheses split an axis on the left and merge axes on the right; the right side may add axes written `1`.
+        Parentheses split an axis on the left and merge axes on the right; `1` and `()` are an axis of size 1.
         Raises LayerError if the pattern does not fit the shape.
         """
-        left, right = (side.split_groups() for side in _sides(pattern))
+        left, right = (named_axes(side) for side in pattern.partition("->")[::2])
+        before, after = [name for axis in left for name in axis], [name for axis in right for name in axis]
+        if sorted(before) != sorted(after) or len(set(before)) < len(before):
+            raise LayerError(f"layout {pattern!r} must name the same axes on both sides, each once")
         if len(left) != len(self.result):
             raise LayerError(f"layout {pattern!r} has {len(left)} axes, the parameter has shape {list(self.result)}")
-        axes: dict[str, int] = {}
-        for names, size in zip(left, self.result, strict=True):
-            known = math.prod(sizes[name] for name in names if name in sizes)
-            free = [name for name in names if name not in sizes]
-            if len(free) > 1 or size % known or (not free and known != size):
+        size: dict[str, int] = {}
+        for axis, whole in zip(left, self.result, strict=True):
+            rest, over = divmod(whole, math.prod(sizes.get(name, 1) for name in axis))
+            unknown = sum(name not in sizes for name in axis)
+            if over or unknown > 1 or (unknown == 0 and rest != 1):
                 raise LayerError(f"layout {pattern!r} with {sizes} does not fit shape {list(self.result)}")
-            axes.update({name: sizes.get(name, size // known) for name in names})
-        split = self.reshape(tuple(axes.values()))
-        wanted = [name for names in right for name in names if name != "1"]
-        if sorted(wanted) != sorted(axes):
-            raise LayerError(f"layout {pattern!r} must name the same axes on both sides")
-        order = tuple(list(axes).index(name) for name in wanted)
-        merged = tuple(math.prod(axes[name] for name in names if name != "1") for names in right)
-        return split.permute(order).reshape(merged)
+            size |= {name: sizes.get(name, rest) for name in axis}
+        split = self.reshape(tuple(size[name] for name in before))
+        ordered = split.permute(tuple(before.index(name) for name in after))
+        return ordered.reshape(tuple(math.prod(size[name] for name in axis) for axis in right))
 
 
-class _Side(str):
-    def split_groups(self) -> list[list[str]]:
-        """`"(g o) c"` -> `[["g", "o"], ["c"]]`."""
-        found = re.findall(r"\(([^)]*)\)|(\S+)", self)
-        return [group.split() if group else [single] for group, single in found]
-
-
-def _sides(pattern: str) -> tuple[_Side, _Side]:
-    left, _, right = pattern.partition("->")
-    return _Side(left), _Side(right)
+def named_axes(side: str) -> list[list[str]]:
+    """`"(g o) c 1"` -> `[["g", "o"], ["c"], []]`."""
+    found = re.findall(r"\(([^)]*)\)|(\S+)", side)
+    return [[name for name in (merged or single).split() if name != "1"] for merged, single in found]
 
 
 @dataclass(frozen=True)

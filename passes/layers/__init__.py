@@ -1,5 +1,30 @@
-"""One declaration a layer, a file a family."""
+"""One declaration a layer, a file a family. `LAYERS` is all of them; a user's own join by `collect`."""
 
+from . import conv, embedding, linear, norm
 from .declaration import Form, Layer, collect, composite, layer
+from .rows import as_rows, by_group
 
-__all__ = ["Form", "Layer", "collect", "composite", "layer"]
+LAYERS: dict[str, Layer] = collect(
+    linear.linear,
+    conv.conv1d,
+    conv.conv2d,
+    conv.conv3d,
+    conv.depthwise_conv1d,
+    conv.depthwise_conv2d,
+    conv.depthwise_conv3d,
+    conv.conv_transpose1d,
+    conv.conv_transpose2d,
+    conv.conv_transpose3d,
+    conv.separable_conv1d,
+    conv.separable_conv2d,
+    embedding.embedding,
+    embedding.embedding_bag,
+    norm.layer_norm,
+    norm.rms_norm,
+    norm.group_norm,
+    norm.batch_norm,
+    norm.instance_norm,
+    norm.scale_and_shift,
+)
+
+__all__ = ["LAYERS", "Form", "Layer", "as_rows", "by_group", "collect", "composite", "layer"]

@@ -1,11 +1,12 @@
 """The form of a layer's declaration: the graph it looks like, how its tensors become rows, an example for the tests.
 
     @layer(rows=as_rows, grad_rows=as_rows, example=lambda: (nn.Linear(5, 3), torch.randn(4, 7, 5)))
-    def linear(x, *, weight, bias):
+    def linear(x, *, weight, bias=None):
         return F.linear(x, weight, bias)
 
 Positional arguments of the form are the input and then attributes; keyword-only arguments are the parameters, named
-`weight` and `bias`. Nothing else in the project names a layer.
+`weight` and `bias`, with the default None where the layer also exists without. Nothing else in the project names a
+layer.
 
 Rows are [N, S, i] or, for a layer with g groups, [N, S, g, i]: N cases, S weight-sharing positions, i inputs without
 the bias column; integer rows [N, S] are one-hot, -1 stands for no input at all. Gradient rows are [N, S, o] or
@@ -23,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import LayerError
-from ..ir import Attrs
+from ..ir import APPROXIMATIONS, Attrs
 from ..matrix import Layout
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
@@ -42,6 +43,7 @@ class Form:
     grad_rows: RowsFn
     where: Callable[[Attrs], bool]
     sizes: Callable[[Attrs], dict[str, int]]
+    leading: bool
     examples: tuple[Example, ...]
 
     @property
@@ -55,7 +57,7 @@ class Form:
         return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
     def layout(self, role: str, used: Layout, attrs: Attrs) -> Layout:
-        """From the tensor in `role` (shape `used.result`) to the layer's matrix."""
+        """From the tensor in `role` (shape `used.result`) to the layer's matrix. Raises LayerError if none fits."""
         start, spec = Layout(used.result), self.layouts[role]
         if not isinstance(spec, str):
             return spec(start, attrs)
@@ -66,7 +68,7 @@ class Form:
 
 @dataclass
 class Layer:
-    """A declared kind of parameterised map; see the module's docstring.
+    """A declared kind of parameterized map; see the module's docstring.
 
     `parts` makes it a composite: it matches as a whole, and the matches inside it are registered, one block each.
     """
@@ -78,16 +80,17 @@ class Layer:
     parts: tuple[str, ...]
     location: str
 
-    def form(self, **overrides: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: another way to write the same layer; what is not given is taken from the first form."""
+    def form(self, *, example: Example | tuple[Example, ...], **changed: Any) -> Callable[[Callable[..., Any]], Form]:
+        """Decorator: another way to write the same layer, with examples of its own; `changed` takes `layer`'s other
+        arguments, and what is not in it is as in the first form."""
 
-        def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            examples = (overrides.pop("example"),) if "example" in overrides else ()
-            layouts = {**self.forms[0].layouts, **overrides.pop("layouts", {})}
-            form = replace(self.forms[0], function=function, layouts=layouts, examples=examples, **overrides)
+        def add(function: Callable[..., Any]) -> Form:
+            first = self.forms[0]
+            layouts = {**first.layouts, **changed.pop("layouts", {})}
+            form = replace(first, function=function, layouts=layouts, examples=several(example), **changed)
             check_roles(self.name, form)
             self.forms.append(form)
-            return function
+            return form
 
         return add
 
@@ -96,32 +99,27 @@ def layer(
     *,
     rows: RowsFn,
     grad_rows: RowsFn,
-    example: Example,
+    example: Example | tuple[Example, ...],
     layouts: Mapping[str, LayoutSpec] | None = None,
     sizes: Callable[[Attrs], dict[str, int]] = lambda attrs: {},
     where: Callable[[Attrs], bool] = lambda attrs: True,
+    leading: bool = False,
     default: str = "kron",
-    approximations: tuple[str, ...] = (
-        "kron",
-        "kron_in_diag",
-        "kron_out_diag",
-        "kron_both_diag",
-        "kron_indep",
-        "diagonal",
-        "full",
-    ),
+    approximations: tuple[str, ...] = APPROXIMATIONS,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
     """Declare a layer; see the module's docstring for the form and for what rows are.
 
     Args:
         rows, grad_rows: from the input, and from the gradient of the output, to rows; `attrs` holds the values of the
-            form's other positional arguments and, under "weight" and "bias", the shapes of the bound tensors.
-        example: a module that contains the layer once, and an input for it.
-        layouts: views in named axes from a parameter to its matrix, by default
-            `{"weight": "o i -> o i", "bias": "o -> o"}`.
+            form's other positional arguments (but not of those whose name begins with `_`) and, under "weight" and
+            "bias", the shapes of the bound tensors.
+        example: a module that contains the layer once, and an input for it; or several.
+        layouts: views in named axes from a parameter to its matrix, where they are not "o i -> o i" and "o -> o".
         sizes: sizes of named axes that a shape alone does not give, from the attributes.
-        where: refuses a match by its attributes.
+        where: refuses a match by its attributes; an attribute that is computed in the graph is a node there.
+        leading: the layer treats all dimensions in front alike, so that any of them may be moved to the front as the
+            one that counts cases.
         default: the Fisher block's approximation when the user asks for none.
 
     Raises LayerError for a form without parameters or with other roles than `weight` and `bias`.
@@ -135,7 +133,8 @@ def layer(
             grad_rows=grad_rows,
             where=where,
             sizes=sizes,
-            examples=(example,),
+            leading=leading,
+            examples=several(example),
         )
         chosen = name or function.__name__
         check_roles(chosen, form)
@@ -144,18 +143,31 @@ def layer(
     return declare
 
 
-def composite(*, parts: tuple[str, ...], example: Example) -> Callable[[Callable[..., Any]], Layer]:
-    """Declare a layer made of other layers: it wins over its parts, and each part gets a block of its own."""
+def composite(
+    *,
+    parts: tuple[str, ...],
+    example: Example | tuple[Example, ...],
+    where: Callable[[Attrs], bool] = lambda attrs: True,
+    name: str | None = None,
+) -> Callable[[Callable[..., Any]], Layer]:
+    """Declare a layer made of other layers: it wins over its parts, and each part gets a block of its own.
+
+    Its parameters may have any names; the shapes of those that are bound are in `where`'s attributes.
+    """
 
     def declare(function: Callable[..., Any]) -> Layer:
-        form = Form(function, {}, no_rows, no_rows, lambda attrs: True, lambda attrs: {}, (example,))
-        return Layer(function.__name__, [form], "", (), parts, location(function))
+        form = Form(function, {}, no_rows, no_rows, where, lambda attrs: {}, False, several(example))
+        return Layer(name or function.__name__, [form], "", (), parts, location(function))
 
     return declare
 
 
 def no_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
     raise AssertionError("bug in kfac_fx: a composite layer has no rows of its own")
+
+
+def several(example: Example | tuple[Example, ...]) -> tuple[Example, ...]:
+    return example if isinstance(example, tuple) else (example,)
 
 
 def check_roles(name: str, form: Form) -> None:

@@ -1,0 +1,204 @@
+"""Embeddings: fully connected layers on one-hot rows, which stay integers; and bags, whose rows are counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ir import Attrs
+from .declaration import Example, layer
+from .rows import Written, as_rows
+
+
+def ids_as_rows(ids: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ...] -> [N, S]."""
+    return without_padding(torch.atleast_1d(ids).unsqueeze(1).flatten(1), attrs)
+
+
+def shared_ids(ids: Tensor, attrs: Attrs) -> Tensor:
+    """Ids that broadcast against the [N, ...] of what the embedding is added to -> [1, S], or [N, S] if they have N."""
+    full = torch.broadcast_shapes(ids.shape, attrs["base"].shape[:-1])
+    cases = ids.shape[0] if ids.dim() == len(full) and len(full) else 1
+    return without_padding(ids.expand(cases, *full[1:]).unsqueeze(1).flatten(1), attrs)
+
+
+def without_padding(rows: Tensor, attrs: Attrs) -> Tensor:
+    padding = attrs["padding_idx"]
+    return rows if padding is None else rows.masked_fill(rows == padding % attrs["weight"][0], -1)
+
+
+def plain(attrs: Attrs) -> bool:
+    """Not with weights that forward changes, nor with gradients that are not those of the loss."""
+    return attrs["max_norm"] is None and not attrs["scale_grad_by_freq"]
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(0, 5, shape)
+
+
+def positions(function: Any, *base: int) -> Example:
+    return lambda: (Written(function, {"w": (5, 3)}), torch.randn(*base, 3))
+
+
+@layer(
+    rows=ids_as_rows,
+    grad_rows=as_rows,
+    layouts={"weight": "i o -> o i"},
+    where=plain,
+    leading=True,
+    default="kron_in_diag",
+    example=(
+        lambda: (nn.Embedding(5, 3), ids(4)),
+        lambda: (nn.Embedding(5, 3), ids(4, 7, 2)),
+        lambda: (nn.Embedding(5, 3, padding_idx=2), ids(4, 7)),
+        lambda: (nn.Embedding(5, 3, padding_idx=-1), ids(4, 7)),
+    ),
+)
+def embedding(
+    ids: Tensor,
+    padding_idx: Any,
+    max_norm: Any,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    *,
+    weight: Tensor,
+) -> Tensor:
+    return F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+@embedding.form(
+    rows=shared_ids,
+    leading=False,
+    example=(
+        positions(lambda x, w: x + F.embedding(torch.arange(4), w), 2, 4),
+        positions(lambda x, w: F.embedding(torch.arange(4).unsqueeze(0), w) + x, 2, 4),
+        positions(lambda x, w: x + F.embedding(torch.arange(4), w, padding_idx=-3), 2, 7, 4),
+        positions(lambda x, w: x + F.embedding(x.argmax(-1), w), 2, 4),
+        positions(lambda x, w: x + F.embedding(x.argmax(-1), w), 4),
+    ),
+)
+def positions_added(
+    ids: Tensor,
+    base: Tensor,
+    padding_idx: Any,
+    max_norm: Any,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    *,
+    weight: Tensor,
+) -> Tensor:
+    return base + F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+# --- bags -----------------------------------------------------------------------------------------------------------
+
+
+def counts(ids: Tensor, attrs: Attrs) -> Tensor:
+    """[N, S], or flat with `offsets`, -> how often each id is in each bag, or its share of it: [N, 1, i]."""
+    size, offsets = attrs["weight"][0], attrs["offsets"]
+    if offsets is None:
+        bags = ids.shape[0]
+        bag = torch.arange(bags, device=ids.device).unsqueeze(1).expand_as(ids)
+    else:
+        bags = offsets.shape[0] - bool(attrs["include_last_offset"])
+        place = torch.arange(ids.shape[0], device=ids.device, dtype=offsets.dtype)
+        bag = torch.searchsorted(offsets[:bags], place, right=True) - 1
+    kept = without_padding(ids, attrs) >= 0
+    index = (bag * size + ids).flatten()
+    found = torch.zeros(bags * size, device=ids.device).index_add(
+        0, index, kept.flatten().to(torch.get_default_dtype())
+    )
+    found = found.view(bags, 1, size)
+    return found / found.sum(-1, keepdim=True).clamp(min=1) if attrs["mode"] in ("mean", 1) else found
+
+
+def plain_bag(attrs: Attrs) -> bool:
+    known = attrs["mode"] in ("sum", "mean", 0, 1)
+    return (
+        known
+        and attrs["per_sample_weights"] is None
+        and attrs.get("max_norm") is None
+        and not attrs["scale_grad_by_freq"]
+    )
+
+
+class FlatBag(nn.EmbeddingBag):
+    """Ids in one flat row, and where each bag begins."""
+
+    def __init__(self, *offsets: int, **options: Any) -> None:
+        super().__init__(5, 3, **options)
+        self.register_buffer("offsets", torch.tensor(offsets))
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, self.offsets)  # type: ignore[arg-type]
+
+
+@layer(
+    rows=counts,
+    grad_rows=as_rows,
+    layouts={"weight": "i o -> o i"},
+    where=plain_bag,
+    default="kron_in_diag",
+    example=(
+        lambda: (nn.EmbeddingBag(5, 3, mode="sum"), ids(4, 7)),
+        lambda: (nn.EmbeddingBag(5, 3, mode="mean", padding_idx=-2), ids(4, 7)),
+        lambda: (FlatBag(0, 2, 2, 7, mode="mean", padding_idx=1), ids(9)),
+        lambda: (FlatBag(0, 4, 9, mode="sum", include_last_offset=True), ids(9)),
+    ),
+)
+def embedding_bag(
+    ids: Tensor,
+    offsets: Any,
+    max_norm: Any,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    mode: str,
+    sparse: bool,
+    per_sample_weights: Any,
+    include_last_offset: bool,
+    padding_idx: Any,
+    *,
+    weight: Tensor,
+) -> Tensor:
+    return F.embedding_bag(
+        ids,
+        weight,
+        offsets,
+        max_norm,
+        norm_type,
+        scale_grad_by_freq,
+        mode,
+        sparse,
+        per_sample_weights,
+        include_last_offset,
+        padding_idx,
+    )
+
+
+@embedding_bag.form(
+    example=lambda: (
+        Written(lambda x, w: torch.embedding_bag(w, x, torch.tensor([0, 4, 5]), mode=1)[0], {"w": (5, 3)}),
+        ids(9),
+    ),
+)
+def first_of_embedding_bag(
+    ids: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Any,
+    include_last_offset: bool,
+    padding_idx: Any,
+    *,
+    weight: Tensor,
+) -> Tensor:
+    bags = torch.embedding_bag(
+        weight, ids, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
+    )
+    return bags[0]

@@ -1,0 +1,54 @@
+"""From tensors to rows: what several families of layers share. And a module for examples that torch.nn lacks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ir import Attrs
+from ..matrix import Shape
+from .declaration import Example
+
+
+def as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ..., d] -> [N, S, d]; [d] is a single case."""
+    tensor = torch.atleast_2d(tensor)
+    return tensor.unsqueeze(1).flatten(1, -2)
+
+
+def by_group(tensor: Tensor, shape: Shape) -> Tensor:
+    """[N, ..., d] -> [N, S, g, d]: one group an element of a parameter of `shape`, which broadcasts against [N, ...].
+
+    A parameter that varies along the first dimension leaves none to count cases: N = 1.
+    """
+    full = torch.broadcast_shapes(tensor.shape[:-1], shape)
+    tensor = tensor.expand(*full, tensor.shape[-1])
+    shape = (1,) * (len(full) - len(shape)) + tuple(shape)
+    if not shape or shape[0] != 1:
+        tensor, shape = tensor.unsqueeze(0), (1, *shape)
+    varies = [dim for dim, size in enumerate(shape) if size != 1]
+    shared = [dim for dim, size in enumerate(shape) if size == 1]  # the cases first
+    cases, *positions = (tensor.shape[dim] for dim in shared)
+    return tensor.permute(*shared, *varies, -1).reshape(cases, math.prod(positions), math.prod(shape), tensor.shape[-1])
+
+
+class Written(nn.Module):
+    """`function` of an input and of named parameters, given by their shapes."""
+
+    def __init__(self, function: Callable[..., Any], shapes: Mapping[str, Shape]) -> None:
+        super().__init__()
+        self.function, self.names = function, tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, **{name: getattr(self, name) for name in self.names})
+
+
+def written(function: Callable[..., Any], x: Shape, **shapes: Shape) -> Example:
+    """The example of a `Written` module and an input of shape `x`."""
+    return lambda: (Written(function, shapes), torch.randn(x))

@@ -1,0 +1,122 @@
+"""Every layer's declaration, against autograd: each of its examples is captured, matched, and must keep the promise
+
+    sum over n, s of grad_rows[n, s] rows[n, s]ᵀ  =  the gradient, as a matrix [g, o, i]
+
+both in sum and, where the output has a dimension of cases, case by case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from kfac_fx.passes.ir import MatrixForm, Program, Use
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.layers.declaration import Example, Form
+from kfac_fx.passes.match import match
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.rewrite import tensor_attrs
+from kfac_fx.passes.trace import capture
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def declared(composite: bool) -> Iterator[Any]:
+    for layer in LAYERS.values():
+        for form in layer.forms if bool(layer.parts) is composite else ():
+            for number, example in enumerate(form.examples):
+                name = form.function.__name__
+                yield pytest.param(layer.name, form, example, id=f"{layer.name}-{name}-{number}")
+
+
+def prepared(example: Example) -> tuple[nn.Module, Tensor]:
+    """The example with no parameter or statistic at a value that hides mistakes."""
+    module, x = example()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            nn.init.uniform_(buffer, 0.5, 2.0)
+    return nn.Sequential(module).train(
+        module.training
+    ), x  # as a part of a model: what torch.fx asks of roots is not asked of layers
+
+
+def matches(module: nn.Module, x: Tensor, exported: bool) -> Program:
+    program = normalize(capture(module, (x,) if exported else None, layers=LAYERS).program)
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    (returned,) = [node for node in output.all_input_nodes if node.op != "placeholder"]
+    return match(program.but(outputs=(returned,)))
+
+
+class Values(fx.Interpreter):
+    """Runs the graph and keeps what every node computed."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(fx.GraphModule(program.root, program.graph))
+        self.value: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.value[n.name] = super().run_node(n)
+        return self.value[n.name]
+
+
+def rows_of(use: Use, form: Form, values: Mapping[str, Any], grad: Tensor) -> tuple[Tensor, Tensor]:
+    """([N, S, g, i with the bias column], [N, S, g, o])"""
+    attrs = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
+    attrs |= {key: values[node.name] for key, node in tensor_attrs(use).items()}
+    rows, grad_rows = form.rows(values[use.input.name], attrs), form.grad_rows(grad, attrs)
+    grad_rows = grad_rows if grad_rows.dim() == 4 else grad_rows.unsqueeze(2)
+    if not rows.is_floating_point():
+        rows = (rows.unsqueeze(-1) == torch.arange(use.matrix.shape[2])).to(grad.dtype)
+    rows = (rows if rows.dim() == 4 else rows.unsqueeze(2)).to(grad.dtype)
+    if "bias" in use.parameters:
+        rows = (
+            torch.cat([rows, torch.ones_like(rows[..., :1])], dim=-1)
+            if rows.shape[-1]
+            else rows.new_ones(*rows.shape[:-1], 1)
+        )
+    return rows.expand(grad_rows.shape[0], *rows.shape[1:]), grad_rows
+
+
+def gradient(program: Program, matrix: MatrixForm, output: Tensor, grad: Tensor) -> Tensor:
+    parameters = [program.parameters[name] for name in matrix.parameters]
+    grads = torch.autograd.grad(output, parameters, grad, retain_graph=True)
+    return matrix.pack(dict(zip(matrix.parameters, grads, strict=True)))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(("layer", "form", "example"), list(declared(composite=False)))
+def test_rows_make_the_gradient(layer: str, form: Form, example: Example, exported: bool) -> None:
+    module, x = prepared(example)
+    program = matches(module, x, exported)
+    whole = [use for use in program.matches if use.layer == layer and len(use.parameters) == len(program.parameters)]
+    use = max(whole, key=lambda use: len(use.nodes))
+    assert exported or LAYERS[layer].forms[use.form] is form, "another form takes the example"
+    values = Values(program)
+    values.run(x)
+    output = values.value[use.output.name]
+    grad = torch.randn_like(output)
+
+    rows, grad_rows = rows_of(use, LAYERS[layer].forms[use.form], values.value, grad)
+
+    assert rows.shape[:3] == grad_rows.shape[:3]
+    assert (rows.shape[2], grad_rows.shape[3], rows.shape[3]) == use.matrix.shape
+    found = torch.einsum("nsgo,nsgi->ngoi", grad_rows, rows)
+    torch.testing.assert_close(found.sum(0), gradient(program, use.matrix, output, grad))
+    if len(found) > 1:
+        dim = output.shape.index(len(found))  # the one dimension of this size
+        for case, own in enumerate(found):
+            alone = torch.zeros_like(grad)
+            alone.select(dim, case).copy_(grad.select(dim, case))
+            torch.testing.assert_close(own, gradient(program, use.matrix, output, alone))
