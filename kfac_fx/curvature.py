@@ -22,23 +22,20 @@ from kfac_fx.loss_function import LossFunction, precise
 
 Tensors = dict[str, Tensor]
 WeightedLosses = Sequence[tuple[float, LossFunction]]
-Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 
 def fisher_inner_products(
-    function: Function,
+    losses: Callable[[Tensors], WeightedLosses],
     parameters: Mapping[str, Tensor],
     vectors: Sequence[Mapping[str, Tensor]],
-    losses: Callable[[tuple[Tensor, ...]], WeightedLosses],
     *,
     ggn: bool = False,
 ) -> Tensor:
-    """<d_i, F d_j> for all pairs of `vectors`, [k, k], with the mean Fisher of the batch behind `function`.
+    """<d_i, F d_j> for all pairs of `vectors`, [k, k], with the mean Fisher of the batch behind `losses`.
 
     Args:
-        function: from parameters by name to what `losses` reads; pure.
+        losses: from parameters by name to the (coefficient, loss) pairs of the batch; pure.
         vectors: k directions by parameter name, all with the same names. The other parameters are constants.
-        losses: from the values of `function` to (coefficient, loss) pairs.
         ggn: use the generalized Gauss-Newton factor of the losses.
 
     All vectors go through one forward pass in forward mode. If an operation has no forward-mode derivative, the passes
@@ -50,7 +47,7 @@ def fisher_inner_products(
     found: list[tuple[float, LossFunction]] = []
 
     def inputs_of_losses(*values: Tensor) -> tuple[Tensor, ...]:
-        found[:] = losses(function({**constant, **dict(zip(names, values, strict=True))}))
+        found[:] = losses({**constant, **dict(zip(names, values, strict=True))})
         return tuple(loss.inputs for _, loss in found)
 
     # Parameters may be half precision; a direction is converted to what the model computes with.

@@ -37,8 +37,10 @@ class Net(nn.Module):
         return y
 
 
-def calling(net: nn.Module, *args: Any) -> Callable[[dict[str, Tensor]], tuple[Tensor, ...]]:
-    return lambda parameters: (functional_call(net, parameters, args),)
+def calling(
+    net: nn.Module, x: Tensor, losses: Losses
+) -> Callable[[dict[str, Tensor]], list[tuple[float, LossFunction]]]:
+    return lambda parameters: losses((functional_call(net, parameters, (x,)),))
 
 
 def directions(net: nn.Module, count: int, seed: int = 1) -> list[dict[str, Tensor]]:
@@ -83,7 +85,7 @@ def x() -> Tensor:
 def test_inner_products_equal_the_dense_ones(net: Net, x: Tensor, losses: Losses, count: int) -> None:
     vectors = directions(net, count)
     parameters = dict(net.named_parameters())
-    products = fisher_inner_products(calling(net, x), parameters, vectors, losses)
+    products = fisher_inner_products(calling(net, x, losses), parameters, vectors)
     assert not products.requires_grad
     torch.testing.assert_close(products, dense_products(net, x, losses, vectors))
 
@@ -136,7 +138,7 @@ class Odd(Net):
 
 
 def attention(x: Tensor) -> Tensor:
-    (y,) = F.scaled_dot_product_attention(x[None], x[None], x[None])
+    y: Tensor = F.scaled_dot_product_attention(x[None], x[None], x[None]).squeeze(0)
     return y
 
 
@@ -154,7 +156,7 @@ def test_operations_without_forward_mode_are_handled(x: Tensor, odd: Callable[[T
     net = Odd(odd).double()
     vectors = directions(net, 2)
     losses = LOSSES["categorical"]
-    products = fisher_inner_products(calling(net, x), dict(net.named_parameters()), vectors, losses)
+    products = fisher_inner_products(calling(net, x, losses), dict(net.named_parameters()), vectors)
 
     # The oracle: central differences of the outputs, with the error of a double at this step.
     step = 1e-6
@@ -171,20 +173,20 @@ def test_operations_without_forward_mode_are_handled(x: Tensor, odd: Callable[[T
 def test_the_primal_pass_runs_once_for_all_vectors(net: Net, x: Tensor) -> None:
     calls = []
 
-    def function(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def losses(parameters: dict[str, Tensor]) -> list[tuple[float, LossFunction]]:
         calls.append(1)
-        return calling(net, x)(parameters)
+        return calling(net, x, LOSSES["normal"])(parameters)
 
-    fisher_inner_products(function, dict(net.named_parameters()), directions(net, 3), LOSSES["normal"])
+    fisher_inner_products(losses, dict(net.named_parameters()), directions(net, 3))
     assert len(calls) == 1
 
 
 def test_running_out_of_memory_is_not_taken_for_a_missing_derivative(net: Net, x: Tensor) -> None:
-    def function(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def losses(parameters: dict[str, Tensor]) -> list[tuple[float, LossFunction]]:
         raise torch.OutOfMemoryError("none left")
 
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
-        fisher_inner_products(function, dict(net.named_parameters()), directions(net, 2), LOSSES["normal"])
+        fisher_inner_products(losses, dict(net.named_parameters()), directions(net, 2))
 
 
 def test_parameters_without_a_direction_are_constants(net: Net, x: Tensor) -> None:
@@ -192,28 +194,25 @@ def test_parameters_without_a_direction_are_constants(net: Net, x: Tensor) -> No
     only = [{name: vector[name] for name in ("second.weight", "second.bias")} for vector in vectors]
     padded = [{name: v if name in only[0] else torch.zeros_like(v) for name, v in vector.items()} for vector in vectors]
     parameters, losses = dict(net.named_parameters()), LOSSES["categorical"]
-    few = fisher_inner_products(calling(net, x), parameters, only, losses)
-    torch.testing.assert_close(few, fisher_inner_products(calling(net, x), parameters, padded, losses))
+    few = fisher_inner_products(calling(net, x, losses), parameters, only)
+    torch.testing.assert_close(few, fisher_inner_products(calling(net, x, losses), parameters, padded))
 
 
 def test_batch_norm_and_dropout_in_training_mode(x: Tensor) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).double()
 
-    def function(parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def outputs(parameters: dict[str, Tensor]) -> Tensor:
         buffers = {name: value.clone() for name, value in net.named_buffers()}
         with torch.random.fork_rng(devices=[]):
-            return (functional_call(net, {**parameters, **buffers}, (x,)),)
+            y: Tensor = functional_call(net, {**parameters, **buffers}, (x,))
+            return y
 
-    vectors, losses = directions(net, 2), LOSSES["normal"]
-    parameters = dict(net.named_parameters())
-    products = fisher_inner_products(function, parameters, vectors, losses)
-
-    def inputs(p: dict[str, Tensor]) -> Tensor:
-        return function(p)[0]
+    vectors, parameters = directions(net, 2), dict(net.named_parameters())
+    products = fisher_inner_products(lambda p: LOSSES["normal"]((outputs(p),)), parameters, vectors)
 
     flat = [torch.cat([v.flatten() for v in vector.values()]) for vector in vectors]
-    jacobians = jacrev(inputs)({n: p.detach() for n, p in parameters.items()})
+    jacobians = jacrev(outputs)({n: p.detach() for n, p in parameters.items()})
     jacobian = torch.cat([j.reshape(20, -1) for j in jacobians.values()], dim=1)
     pushed = torch.stack([jacobian @ d for d in flat])
     torch.testing.assert_close(products, pushed @ pushed.T / (0.7 * 5))
@@ -223,9 +222,8 @@ def test_half_precision_parameters_give_single_precision_products() -> None:
     torch.manual_seed(0)
     net = Net().bfloat16()
     vectors = [{n: v.float() for n, v in vector.items()} for vector in directions(net, 2)]
-    products = fisher_inner_products(
-        calling(net, torch.randn(5, 3).bfloat16()), dict(net.named_parameters()), vectors, LOSSES["categorical"]
-    )
+    losses = calling(net, torch.randn(5, 3).bfloat16(), LOSSES["categorical"])
+    products = fisher_inner_products(losses, dict(net.named_parameters()), vectors)
     assert products.dtype is torch.float32
     assert products[0, 0] > 0
 
@@ -233,10 +231,10 @@ def test_half_precision_parameters_give_single_precision_products() -> None:
 def test_gauss_newton_products(net: Net, x: Tensor) -> None:
     parameters, vectors = dict(net.named_parameters()), directions(net, 2)
     for name in ("categorical", "normal"):
-        products = fisher_inner_products(calling(net, x), parameters, vectors, LOSSES[name], ggn=True)
+        products = fisher_inner_products(calling(net, x, LOSSES[name]), parameters, vectors, ggn=True)
         torch.testing.assert_close(products, dense_products(net, x, LOSSES[name], vectors))
     with pytest.raises(LossError, match="no generalized Gauss-Newton factor"):
-        fisher_inner_products(calling(net, x), parameters, vectors, LOSSES["normal_mean_variance"], ggn=True)
+        fisher_inner_products(calling(net, x, LOSSES["normal_mean_variance"]), parameters, vectors, ggn=True)
 
 
 def test_the_fallback_is_taken_where_it_is_needed(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +247,7 @@ def test_the_fallback_is_taken_where_it_is_needed(x: Tensor, monkeypatch: pytest
     monkeypatch.setattr(curvature, "in_reverse_mode_twice", reverse)
     for name, odd in ODD.items():
         net = Odd(odd).double()
-        fisher_inner_products(calling(net, x), dict(net.named_parameters()), directions(net, 2), LOSSES["normal"])
+        losses = calling(net, x, LOSSES["normal"])
+        fisher_inner_products(losses, dict(net.named_parameters()), directions(net, 2))
         assert taken == (["reverse"] if name == "custom function" else []), name
         taken.clear()

@@ -1,0 +1,83 @@
+"""The user's closure: asked for gradients as torch asks, or for nothing but the loss, without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Closure = Callable[[], Tensor | float]
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """torch's random streams at one moment."""
+
+    cpu: Tensor
+    cuda: dict[int, Tensor]
+
+    @staticmethod
+    def now(devices: Iterable[int]) -> RandomState:
+        return RandomState(torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in devices})
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for index, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, index)
+
+
+@contextmanager
+def without_a_trace(
+    buffers: Iterable[Tensor], parameters: Iterable[Tensor], devices: Iterable[int], start: RandomState | None
+) -> Iterator[None]:
+    """Buffers, gradients and random streams are afterwards what they were before.
+
+    devices: the CUDA devices that have random streams. start: where the streams begin inside, so that noise is that of
+    the step's forward.
+    """
+    kept = [(buffer, buffer.clone()) for buffer in buffers]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    before = RandomState.now(devices)
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None  # set aside: a closure that zeroes gradients in place must not reach them
+        if start is not None:
+            start.restore()
+        yield
+    finally:
+        before.restore()
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def checked(loss: Tensor | float | None) -> Tensor | float:
+    if loss is None:
+        raise ValueError("the closure returned None: it must return the loss of the batch")
+    return loss
+
+
+def evaluate(closure: Closure, *, with_backward: bool) -> Tensor | float:
+    """The loss alone. with_backward: the closure is known to call backward, so it runs with gradients on.
+
+    Raises RuntimeError if it calls backward unexpectedly.
+    """
+    if with_backward:
+        with torch.enable_grad():
+            return checked(closure())
+    try:
+        with torch.no_grad():
+            return checked(closure())
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise RuntimeError(
+            "the closure calls backward, but this step had its gradients already, so it was asked for the loss alone. "
+            "Either call backward before step() and return the loss without backward in the closure, or do "
+            "everything in the closure: zero_grad(), forward, backward, return the loss"
+        ) from error

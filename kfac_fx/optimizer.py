@@ -1,0 +1,334 @@
+"""`KFAC`: the optimizer of Martens & Grosse 2015 as a torch.optim.Optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from kfac_fx.closure import Closure, RandomState, checked, evaluate, without_a_trace
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.micro_batches import MicroBatches
+from kfac_fx.options import read_options
+from kfac_fx.parameter_groups import Members, checked_net, split_group
+from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.update import all_finite
+from kfac_fx.updater import SCALARS, Updater
+
+OPTIONS = tuple(inspect.signature(read_options).parameters)
+
+
+class KFAC(Optimizer):
+    """K-FAC on a compiled module; recording happens inside `net(x)`.
+
+    One step, at parameters θ (order and semantics of TF K-FAC):
+
+    1. the statistics of the step's forwards, if due, enter the factors;
+    2. the inverses, if due, are computed anew;
+    3. the update: momentum and preconditioner P, then θ <- θ - lr (Δ + weight_decay θ), Δ as `momentum_type` says:
+       "regular" v <- momentum v + P g, Δ = v; "adam" v <- momentum v + g, Δ = P v;
+       "qmodel" Δ = the step along P g and the previous Δ that minimizes the exact quadratic model of the batch (section
+       7 of the paper), "qmodel_fixedmu" the same with the second coefficient given;
+    4. if due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
+
+    Where the gradients or the update are not finite, nothing changes, and `skipped` counts it on the device.
+    Parameters without a gradient stand still, and count as a zero gradient in their Fisher block; a step without any
+    gradient does nothing. Parameters in no Fisher block follow AdamW, in a parameter group of their own.
+    The forwards in training mode between two steps are the micro-batches of a step; their statistics, and the quadratic
+    model, are averaged by cases. The step's gradient should be that of the mean loss over all of them.
+
+    Attributes, 0-dim tensors on the device: damping (settable), skipped, rho, predicted_change (of the loss, at the
+    last step that needed it), qmodel_learning_rate, qmodel_momentum. counter: steps taken. estimator: the
+    FisherEstimator. updater.across_replicas: averages a tensor over processes; the identity here.
+    """
+
+    def __init__(
+        self,
+        net: Any,
+        lr: float | Tensor | None = None,
+        *,
+        damping: float | Tensor,
+        momentum: float | None = 0.9,
+        momentum_type: str = "regular",
+        cov_ema_decay: float = 0.95,
+        cov_update_every: int = 1,
+        invert_every: int = 10,
+        num_burnin_steps: int = 0,
+        norm_constraint: float | None = None,
+        weight_decay: float = 0.0,
+        adapt_damping: bool = False,
+        damping_adaptation_interval: int = 5,
+        damping_adaptation_decay: float = 0.95,
+        damping_decrease_rho_threshold: float = 0.75,
+        damping_increase_rho_threshold: float = 0.25,
+        min_damping: float = 1e-8,
+        l2_reg: float = 0.0,
+        precon_damping_mult: float = 1.0,
+        qmodel_update_rescale: float | None = None,
+        estimation_mode: str = "gradients",
+        fraction: float = 1.0,
+        seed: int | None = None,
+        reduction: str = "mean",
+        first_order: Mapping[str, Any] | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        params: Iterable[Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            net: what `kfac_fx.compile` returned, captured already.
+            lr: learning rate; None exactly for the "qmodel" types.
+            damping: λ of F + λ I; scales with the loss. With `adapt_damping`, where it starts.
+            momentum: None exactly for "qmodel".
+            cov_ema_decay: of the factors, a step: `cov_update_every` steps at once decay by its power.
+            cov_update_every, invert_every: in steps.
+            num_burnin_steps: the first steps only average statistics, and are not counted.
+            norm_constraint: bounds the squared Fisher norm of an update by scaling it down.
+            weight_decay: decoupled from the gradient.
+            adapt_damping: `step` then needs a closure, at least on every `damping_adaptation_interval`-th step.
+            min_damping, l2_reg: the damping stays above their sum; l2_reg / 2 |θ|² must be in the loss already.
+            precon_damping_mult: the preconditioner's damping is this times λ; the quadratic model's is λ (section 6.6).
+            qmodel_update_rescale: the learning rate of the "qmodel" types' parameter group, 1 if None.
+            estimation_mode: "gradients" samples targets in a pass of its own; "empirical" records in the training
+                backward itself, with the true targets (a different matrix, see Kunstner et al. 2019).
+            fraction: the part of every batch that "gradients" records.
+            seed: of the sampled targets; None: torch's initial seed. Their stream is the optimizer's own.
+            reduction: "mean" if the training loss is a mean over cases, "sum" if a sum, which "empirical" must know. A
+                "sum" leaves the gradient as many times larger as there are cases, and lr as much smaller.
+            first_order: dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None) for parameters in no block.
+            grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients.
+            params: parameter groups with their own lr and weight_decay; None: all of the net's in one.
+
+        Raises ValueError for options that do not exist or do not fit each other, AlreadyAttachedError for a second
+        optimizer on one net.
+        """
+        arguments = locals()
+        self.net = checked_net(net)
+        self.options = read_options(**{name: arguments[name] for name in OPTIONS})
+        self.names = {parameter: name for name, parameter in self.net.named_parameters()}
+        self.registered = frozenset(name for one in self.net.registrations for name in one.parameters)
+        super().__init__(
+            [{"params": list(self.names)}] if params is None else params,
+            {"lr": self.options.group_lr, "weight_decay": weight_decay},
+        )
+        example = next(iter(self.names))
+        self.scalar = torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)
+        start = self.scalar + damping
+        self.estimator = FisherEstimator(
+            self.net, cov_ema_decay=self.options.decay, damping=start.clone(), estimation_mode=estimation_mode
+        )
+        self.updater = Updater(self.net, self.options, self.estimator, start)
+        self.generator = torch.Generator(example.device).manual_seed(torch.initial_seed() if seed is None else seed)
+        self.grad_scaler = grad_scaler
+        self.counter = self.burned_in = 0
+        self.skipped = torch.zeros((), dtype=torch.int64, device=example.device)
+        self._members: Members | None = None
+        self._seen = MicroBatches()
+        self._used: dict[str, weakref.ref[Tensor]] = {}  # the gradients of the last step
+        self._paused = False
+        self.net.attach(self)
+
+    # --- what torch expects -----------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Parameters in no Fisher block make a group of their own behind the rest of theirs.
+
+        Raises ValueError for parameters that are not the compiled module's.
+        """
+        for part in split_group(param_group, self.names, self.registered, self.options.first_order):
+            super().add_param_group(part)
+        self._members = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if not self._paused:
+            self._used = {}
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # the base class knows no `loss`
+        self, closure: Closure | None = None, *, loss: Tensor | float | None = None
+    ) -> Tensor | float | None:
+        """Take a step. Returns the loss, if it is known.
+
+        Args:
+            closure: returns the loss of the step's batch. As for every torch optimizer it may compute the gradients,
+                too (zero_grad, forward, backward): it is asked for them first, unless a forward of the net and
+                gradients that no step has used are there already. When the damping is adapted it is asked for the loss
+                at the new parameters, without a trace in buffers, gradients or random streams, and from the random
+                state of the step's first forward.
+            loss: that of the batch, if the caller has it: a loss that is not finite skips the step, and adapting the
+                damping need not compute it again.
+
+        Raises ValueError if the damping is due to be adapted and there is no closure, FactorNotReady if nothing was
+        ever recorded.
+        """
+        by_closure = closure is not None and not self._has_new_gradients()
+        if closure is not None and by_closure:
+            with torch.enable_grad():
+                loss = checked(closure())
+        try:
+            self._step(closure, loss, by_closure)
+        finally:
+            self._seen = MicroBatches()
+            gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
+            self._used = {name: weakref.ref(grad) for name, grad in gradients if grad is not None}
+        return loss
+
+    def _has_new_gradients(self) -> bool:
+        """Was there a forward since the last step, and a gradient that it did not use?"""
+        gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
+        used = {name: grad() for name, grad in self._used.items()}
+        return self._seen.forwards > 0 and any(g is not None and used.get(name) is not g for name, g in gradients)
+
+    # --- what the net tells -----------------------------------------------------------------------------------------
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the batch if statistics are due; the outputs if it took over the forward, else None."""
+        if self._paused:
+            return None
+        options, seen = self.options, self._seen
+        if self._adapting() and not seen.forwards:
+            seen.start = RandomState.now(self._devices())
+        seen.forwards += 1
+        if options.quadratic and not self._burning_in():
+            seen.calls.append((args, kwargs))
+        if not self._burning_in() and self.counter % options.cov_update_every:
+            return None
+        if options.riding:
+            outputs, ride = self.net.ride(args, kwargs)
+            seen.rides.append(ride)
+            return outputs
+        self.estimator.accumulate(
+            self.net.record(
+                args,
+                kwargs,
+                mode=options.estimation_mode,
+                fraction=options.fraction,
+                generator=self.generator,
+            )
+        )
+        return None
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def _step(self, closure: Closure | None, loss: Tensor | float | None, by_closure: bool) -> None:
+        members = self._members_of_groups()
+        gradients, adapting = members.gradients(), self._adapting()
+        if not gradients and not self._burning_in():
+            return
+        if adapting and closure is None:
+            raise ValueError(
+                f"adapt_damping needs the loss after the update, every {self.options.damping_rule.interval} steps: "
+                "call step(closure) with a closure that returns the loss of the batch"
+            )
+        ok = all_finite(gradients) if gradients else torch.ones_like(self.skipped, dtype=torch.bool)
+        if loss is not None:
+            loss = self.updater.across_replicas(self.scalar + loss)
+            ok = ok & loss.isfinite()
+        scale = 1.0 if self.grad_scaler is None or not self._seen.rides else self.grad_scaler.get_scale()
+        for moments in self._seen.moments(self.options.reduction, scale):
+            self.estimator.accumulate(moments)
+        self.estimator.fold(decay=1.0 if self._burning_in() else None, accept=ok)
+        if self._burning_in():
+            self.burned_in += 1
+            return
+        if self.counter % self.options.invert_every == 0:
+            self._update_inverses()
+        members.refresh(self.param_groups, self.names)
+        decays = any(not isinstance(d := group["weight_decay"], float | int) or d for group in self.param_groups)
+        work, first_order = members.work(gradients, self.state, decays)
+        absent = {
+            name: torch.zeros_like(parameter, dtype=self.scalar.dtype)
+            for parameter, name in self.names.items()
+            if name in self.registered and name not in work.g
+        }
+        if adapting:
+            assert closure is not None
+            before = self._ask(closure, by_closure) if loss is None else loss
+            ask = partial(self._ask, closure, by_closure)
+            ok = self.updater.measured_update(work, absent, first_order, self._seen.calls, ok, before, ask)
+        else:
+            ok = self.updater.update(work, absent, first_order, self._seen.calls, ok)
+        self.skipped += ~ok
+        self.counter += 1
+
+    def _burning_in(self) -> bool:
+        return self.burned_in < self.options.num_burnin_steps
+
+    def _adapting(self) -> bool:
+        due = self.options.damping_rule.due(self.counter)
+        return self.options.adapt_damping and due and not self._burning_in()
+
+    def _members_of_groups(self) -> Members:
+        if self._members is None:
+            self._members = Members.of(self.param_groups, self.names, self.scalar)
+        return self._members
+
+    def _update_inverses(self) -> None:
+        try:
+            self.updater.update_inverses()
+        except FactorNotReady as error:
+            raise FactorNotReady(
+                "no batch was ever recorded, so there is nothing to precondition with: before step(), call the "
+                "compiled module, net(x) and not the model it was made of, in training mode with gradients enabled"
+            ) from error
+
+    def _ask(self, closure: Closure, with_backward: bool) -> Tensor:
+        """The loss at the present parameters."""
+        self._paused = True
+        try:
+            with without_a_trace(self.net.buffers(), self.names, self._devices(), self._seen.start):
+                loss = self.scalar + evaluate(closure, with_backward=with_backward)
+        finally:
+            self._paused = False
+        return self.updater.across_replicas(loss.detach())
+
+    def _devices(self) -> list[int]:
+        return sorted({p.device.index for p in self.names if p.is_cuda})
+
+    # --- what is kept -----------------------------------------------------------------------------------------------
+
+    @property
+    def damping(self) -> Tensor:
+        """λ, 0-dim; assigning a number or a tensor writes into it."""
+        return self.updater.damping
+
+    @damping.setter
+    def damping(self, value: float | Tensor) -> None:
+        self.updater.damping.copy_(torch.as_tensor(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's entries, and under "kfac" everything else that the next step depends on."""
+        updater = {name: getattr(self.updater, name) for name in ("damping", *SCALARS)}
+        counters = {"counter": self.counter, "burned_in": self.burned_in, "skipped": self.skipped}
+        estimator = {"estimator": self.estimator.state_dict(), "generator": self.generator.get_state()}
+        return super().state_dict() | {"kfac": updater | counters | estimator}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue bit for bit from `state_dict()`. Raises ValueError for the state of another kind of optimizer."""
+        if "kfac" not in state_dict:
+            raise ValueError("the state has no 'kfac' entry: it is that of another kind of optimizer")
+        kept = state_dict["kfac"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
+        # torch converts state to the parameters' dtype, and shares what needs no conversion.
+        members = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, values in state_dict["state"].items():
+            parameter = members[index]
+            self.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
+        for name in ("damping", *SCALARS):
+            getattr(self.updater, name).copy_(kept[name])
+        self.counter, self.burned_in = kept["counter"], kept["burned_in"]
+        self.skipped.copy_(kept["skipped"])
+        self.estimator.load_state_dict(kept["estimator"])
+        self.generator.set_state(kept["generator"].cpu())
+        self._seen, self._used, self._members = MicroBatches(), {}, None
+
+    rho = property(lambda self: self.updater.rho)
+    predicted_change = property(lambda self: self.updater.predicted_change)
+    qmodel_learning_rate = property(lambda self: self.updater.qmodel_learning_rate)
+    qmodel_momentum = property(lambda self: self.updater.qmodel_momentum)

@@ -1,0 +1,145 @@
+"""Parameter groups: which parameters K-FAC moves, which the first-order rule, and with what learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.first_order import FirstOrder, Tensors, new_state
+from kfac_fx.loss_function import LossFunction, precise
+from kfac_fx.moments import Moments, Ride
+from kfac_fx.passes.ir import Registration
+from kfac_fx.update import Work
+
+Group = dict[str, Any]
+
+
+class CompiledNet(Protocol):
+    """What KFAC needs of what `kfac_fx.compile` returns."""
+
+    backend: str
+
+    @property
+    def registrations(self) -> tuple[Registration, ...]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def buffers(self) -> Iterator[Tensor]: ...
+    def attach(self, listener: Any) -> None: ...
+    def record(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        mode: str,
+        targets: Any = None,
+        fraction: float,
+        generator: torch.Generator | None,
+    ) -> Moments: ...
+    def ride(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Ride]: ...
+    def functional(
+        self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Tensor, ...]]: ...
+    def losses(
+        self, outputs: Any, fisher: tuple[Tensor, ...], targets: Any = None
+    ) -> Sequence[tuple[float, LossFunction]]: ...
+
+
+def checked_net(net: Any) -> CompiledNet:
+    if not hasattr(net, "attach") or not hasattr(net, "registrations"):
+        raise ValueError(
+            f"KFAC needs a compiled module and got a {type(net).__name__}: "
+            "net = kfac_fx.compile(model, ...), KFAC(net, ...), and call net instead of model"
+        )
+    checked: CompiledNet = net
+    return checked
+
+
+def split_group(
+    group: Mapping[str, Any], names: Mapping[nn.Parameter, str], registered: Collection[str], first_order: FirstOrder
+) -> list[Group]:
+    """A group as the user wrote it -> that of the parameters in Fisher blocks, and that of the others.
+
+    Raises ValueError for a parameter that is not the compiled module's.
+    """
+    given: Any = group["params"]
+    members: list[Any] = [
+        one[1] if isinstance(one, tuple) else one for one in ([given] if isinstance(given, Tensor) else given)
+    ]
+    foreign = [list(parameter.shape) for parameter in members if parameter not in names]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} parameters are not of the compiled module, the first of shape {foreign[0]}: its graph "
+            "does not have them, so K-FAC knows nothing of them. Give them to an optimizer of their own, or compile "
+            "the model again with them in it"
+        )
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    inside = [parameter for parameter in members if names[parameter] in registered]
+    outside = [parameter for parameter in members if names[parameter] not in registered]
+    parts: list[Group] = []
+    if inside or not outside:
+        parts.append({**options, "params": inside, "first_order": False})
+    if outside:
+        decay = {} if first_order.weight_decay is None else {"weight_decay": first_order.weight_decay}
+        parts.append({**options, **decay, "params": outside, "lr": first_order.lr, "first_order": True})
+    return parts
+
+
+@dataclass
+class Members:
+    """The parameters of all groups by name, with their group's scalars on the device.
+
+    first_order: the names that the first-order rule moves; the others are in Fisher blocks.
+    """
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    first_order: set[str] = field(default_factory=set)
+    lr: dict[str, Tensor] = field(default_factory=dict)
+    weight_decay: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(groups: Iterable[Group], names: Mapping[nn.Parameter, str], scalar: Tensor) -> Members:
+        """scalar: a tensor of the dtype and on the device that scalars shall have."""
+        members = Members()
+        for group in groups:
+            lr, decay = torch.empty_like(scalar), torch.empty_like(scalar)
+            for parameter in group["params"]:
+                name = names[parameter]
+                members.parameters[name], members.lr[name], members.weight_decay[name] = parameter, lr, decay
+                if group["first_order"]:
+                    members.first_order.add(name)
+        return members
+
+    def refresh(self, groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> None:
+        """Read the groups' present values, which a scheduler may have changed."""
+        for group in groups:
+            if group["params"]:
+                name = names[group["params"][0]]
+                for scalars, key in ((self.lr, "lr"), (self.weight_decay, "weight_decay")):
+                    value = group[key]
+                    scalars[name].copy_(value) if isinstance(value, Tensor) else scalars[name].fill_(value)
+
+    def gradients(self) -> Tensors:
+        """Of all parameters that have one, in float32 at least."""
+        present = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        return {name: precise(grad.to_dense() if grad.is_sparse else grad) for name, grad in present.items()}
+
+    def work(self, gradients: Tensors, states: Mapping[Any, Any], decays: bool) -> tuple[Work, Work]:
+        """What K-FAC moves, and what the first-order rule moves.
+
+        states: the optimizer's, by parameter; new ones are put into it. decays: is there weight decay in any group?
+        """
+        parts = tuple(Work({}, {}, {}, {}, {} if decays else None) for _ in range(2))
+        for name, gradient in gradients.items():
+            parameter, outside = self.parameters[name], name in self.first_order
+            state = states[parameter]
+            if not state:
+                state |= new_state(parameter) if outside else {"velocity": torch.zeros_like(gradient)}
+            work = parts[outside]
+            work.parameters[name], work.g[name], work.lr[name] = parameter, gradient, self.lr[name]
+            work.state.update({f"{name}/{key}" if outside else name: value for key, value in state.items()})
+            if work.weight_decay is not None:
+                work.weight_decay[name] = self.weight_decay[name]
+        return parts[0], parts[1]

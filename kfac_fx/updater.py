@@ -1,0 +1,159 @@
+"""From a step's gradients to moved parameters and, on the steps where it is due, to an adapted damping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.curvature import fisher_inner_products
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.loss_function import LossFunction
+from kfac_fx.micro_batches import Call
+from kfac_fx.momentum import MomentumRule, Preconditioner, Tensors
+from kfac_fx.options import Options
+from kfac_fx.parameter_groups import CompiledNet
+from kfac_fx.quadratic import inner
+from kfac_fx.recorder import compiled
+from kfac_fx.update import (
+    Proposal,
+    Work,
+    advance,
+    advance_first_order,
+    all_finite,
+    predict_by_blocks,
+    predict_exactly,
+    propose,
+    propose_quadratic,
+)
+
+SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum")
+
+
+class Updater:
+    """Moves parameters; see KFAC for the rules, `Work` for what goes in.
+
+    damping: λ, adapted in place. rho, predicted_change, qmodel_learning_rate, qmodel_momentum: of the last step that
+    computed them; NaN before. across_replicas: averages a tensor over processes.
+    """
+
+    def __init__(self, net: CompiledNet, options: Options, estimator: FisherEstimator, damping: Tensor) -> None:
+        self.net, self.options, self.estimator, self.damping = net, options, estimator, damping
+        self.rho, self.predicted_change, self.qmodel_learning_rate, self.qmodel_momentum = (
+            torch.full_like(damping, torch.nan) for _ in SCALARS
+        )
+        self.across_replicas: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self.rule = MomentumRule(options.momentum_type, options.momentum, options.norm_constraint)
+        self.advance = compiled(advance, net.backend)
+        self.advance_first_order = compiled(advance_first_order, net.backend)
+        self.multiply_inverse = compiled(estimator.multiply_inverse, net.backend)
+
+    def update_inverses(self) -> None:
+        self.set_estimator_damping()
+        self.estimator.update_inverses()
+
+    def set_estimator_damping(self) -> None:
+        self.estimator.damping.copy_(self.damping * self.options.precon_damping_mult)
+
+    def update(self, work: Work, absent: Tensors, first_order: Work, calls: Sequence[Call], ok: Tensor) -> Tensor:
+        """A step that nobody measures; returns whether it was made.
+
+        absent: zeros for parameters in the estimator without a gradient. calls: the step's forwards, for "qmodel".
+        """
+        if work.g and self.options.quadratic:
+            proposal = self.propose(work, absent, calls)
+            ok = ok & all_finite(proposal.moves)
+            work.commit(proposal.moves, proposal.state, ok)
+        elif work.g:
+            ok = self.advance(self.rule, work, Preconditioner(self.estimator.multiply_inverse, absent), ok)
+        if first_order.g:
+            self.advance_first_order(self.options.first_order, first_order, ok)
+        return ok
+
+    def measured_update(
+        self,
+        work: Work,
+        absent: Tensors,
+        first_order: Work,
+        calls: Sequence[Call],
+        ok: Tensor,
+        before: Tensor,
+        ask: Callable[[], Tensor],
+    ) -> Tensor:
+        """The same step, with the damping adapted to what came of it. before, ask(): the loss before and after."""
+        made = [(work, self.propose(work, absent, calls))] if work.g else []
+        change = self.predict(*made[0], absent, calls) if made else torch.zeros_like(before)
+        if first_order.g:
+            updates, state = self.options.first_order.propose(first_order.g, first_order.state)
+            proposal = Proposal(first_order.displacement(updates), state)
+            made.append((first_order, proposal))
+            change = change + inner(first_order.g, proposal.moves)  # no Fisher block: only the slope is known
+        for _, proposal in made:
+            ok = ok & all_finite(proposal.moves)
+        for one, proposal in made:
+            one.commit(proposal.moves, proposal.state, ok)
+        damping, rho = self.options.damping_rule(self.damping, before, self.across_replicas(ask()), change)
+        self.damping.copy_(torch.where(ok, damping, self.damping))
+        self.predicted_change.copy_(change)
+        self.rho.copy_(rho)
+        return ok
+
+    def propose(self, work: Work, absent: Tensors, calls: Sequence[Call]) -> Proposal:
+        precondition = Preconditioner(self.multiply_inverse, absent)
+        if not self.options.quadratic:
+            return propose(self.rule, work, precondition)
+        momentum = self.options.momentum if self.options.momentum_type == "qmodel_fixedmu" else None
+        proposal, model, s = propose_quadratic(work, precondition, self.products(calls), self.damping, momentum)
+        self.qmodel_learning_rate.copy_(-s[0])
+        self.qmodel_momentum.copy_(s[1])
+        if one_scale(work):
+            rescale = next(iter(work.lr.values()))
+            self.predicted_change.copy_(model.change(rescale * s, self.options.damping_rule.l2_reg))
+        return proposal
+
+    def predict(self, work: Work, proposal: Proposal, absent: Tensors, calls: Sequence[Call]) -> Tensor:
+        """The change of the loss that the quadratic model predicts for the proposed moves.
+
+        Without the part of the damping that is no curvature; with weight decay, clipping and all that a group adds.
+        """
+        l2_reg = self.options.damping_rule.l2_reg
+        if not self.options.quadratic:
+            self.set_estimator_damping()
+            excess = self.estimator.damping - l2_reg
+            return predict_by_blocks(work, proposal.moves, Preconditioner(self.estimator.multiply, absent), excess)
+        if one_scale(work):
+            return self.predicted_change.clone()
+        return predict_exactly(work, proposal.moves, self.products(calls), l2_reg)
+
+    def products(self, calls: Sequence[Call]) -> Callable[[Sequence[Tensors]], Tensor]:
+        """Inner products in the exact Fisher of all micro-batches, averaged by cases."""
+        if not calls:
+            raise RuntimeError(
+                f"momentum_type={self.options.momentum_type!r} computes with the step's batch, and net(x) was not "
+                "called in training mode with gradients enabled since the last step"
+            )
+
+        def of(vectors: Sequence[Tensors]) -> Tensor:
+            total, cases = torch.zeros_like(self.damping), 0
+            parameters = {name: parameter.detach() for name, parameter in self.net.named_parameters()}
+            for args, kwargs in calls:
+                found: list[tuple[float, LossFunction]] = []
+
+                def losses(at: Tensors, call: Any = (args, kwargs), found: Any = found) -> Any:
+                    found[:] = self.net.losses(*self.net.functional(at, *call))
+                    return found
+
+                products = fisher_inner_products(
+                    losses, parameters, vectors, ggn=self.options.estimation_mode.endswith("GGN")
+                )
+                total, cases = total + found[0][1].cases * products, cases + found[0][1].cases
+            return self.across_replicas(total / cases)
+
+        return of
+
+
+def one_scale(work: Work) -> bool:
+    """Are all moves one multiple of the update? True with one parameter group and no weight decay."""
+    return work.weight_decay is None and len({id(lr) for lr in work.lr.values()}) == 1
