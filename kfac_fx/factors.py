@@ -49,9 +49,9 @@ class Stack:
         """Views of some of the blocks."""
         return Stack(self.moment[members], self.total_weight[members])
 
-    def update(self, batch: Tensor, accepted: Tensor, decay: float | Tensor, weight: float) -> None:
+    def update(self, batch: Tensor, accepted: Tensor, decay: float, weight: float) -> None:
         """moment <- decay moment + weight batch, for the accepted blocks [L]; nothing of the others changes."""
-        kept = torch.where(accepted, decay, 1.0).to(self.moment.dtype)
+        kept = torch.where(accepted, torch.full_like(self.total_weight, decay), 1)
         added = torch.where(spread(accepted, batch), batch, 0)
         self.moment.mul_(spread(kept, self.moment)).add_(added, alpha=weight)
         self.total_weight.mul_(kept).add_(accepted.to(kept.dtype), alpha=weight)
@@ -128,6 +128,8 @@ def additive(approximation: str, moments: Mapping[str, Tensor]) -> dict[str, Ten
     The gradient of generic parameters stays as it is, since it is squared when the batch is complete.
     """
     sums = {name: moment for name, moment in moments.items() if name != "per_case"}
+    if "square" in sums:
+        sums["square"] = sums["square"].flatten()  # as the squares of several uses' sums are
     if "per_case" in moments:
         p = moments["per_case"].flatten(0, -2)
         sums |= {"outer": p.mT @ p} if approximation == "full" else {"square": p.square().sum(0)}

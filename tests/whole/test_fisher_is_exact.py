@@ -1,0 +1,166 @@
+"""The whole path against the dense Fisher of small models, where K-FAC's approximations are exact.
+
+The oracle knows nothing of graphs, rows or factors: it differentiates the loss of one case at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import losses
+from kfac_fx.blocks import FisherBlock
+from tests.models import ZOO, Case
+
+Gradients = Mapping[str, Tensor]
+KINDS = {
+    "categorical": losses.Categorical,
+    "normal": losses.Normal,
+    "multi_bernoulli": losses.MultiBernoulli,
+}
+
+
+def gradients_by_case(
+    model: nn.Module, kind: str, args: tuple[Tensor, ...], targets: Tensor
+) -> list[dict[str, Tensor]]:
+    """The gradient of each case's own loss, from a forward of that case alone."""
+    found = []
+    for n in range(len(targets)):
+        model.zero_grad()
+        output = model(*(arg[n : n + 1] for arg in args))
+        KINDS[kind](output, targets=targets[n : n + 1]).evaluate().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    model.zero_grad()
+    return found
+
+
+def dense_block(block: FisherBlock, gradients: list[dict[str, Tensor]], cases: int) -> Tensor:
+    """Σ_n g_n g_nᵀ / cases over the block's matrix, flattened."""
+    assert block.registration.matrix is not None
+    flat = torch.stack([block.registration.matrix.pack(one).flatten() for one in gradients])
+    return flat.mT @ flat / cases
+
+
+def estimated(
+    model: nn.Module, kind: str, args: tuple[Any, ...], targets: Tensor, **options: Any
+) -> kfac_fx.FisherEstimator:
+    net = kfac_fx.compile(model, args, loss=kind, **options)
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="empirical")
+    estimator.update_covariances(*args, targets=targets)
+    return estimator
+
+
+SEPARATE_CASES = (  # one case's output depends on that case alone, and the first dimension counts the cases
+    "mlp", "shared_module", "shared_functional", "tied_autoencoder", "aliases", "shared_bias", "two_biases", "residual",
+    "conv_options", "conv1d", "conv3d", "depthwise", "separable", "tables", "gpt", "gpt_tied",
+    "encoder_by_hand", "elementwise", "recurrent",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _double_precision() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def prepared(case: Case) -> tuple[nn.Module, tuple[Any, ...], Tensor]:
+    torch.manual_seed(0)
+    model, args = case.make().double(), case.inputs()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        output = model(*args)
+    loss = KINDS[case.loss](output)
+    return model, args, loss.sample(torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", SEPARATE_CASES)
+def test_full_blocks_are_the_dense_fisher(name: str) -> None:
+    """Gradients of one case summed over all uses and positions, whatever the layer."""
+    case = ZOO[name]
+    model, args, targets = prepared(case)
+    estimator = estimated(model, case.loss, args, targets, approximations={"*": "full"}, dense_limit=10_000)
+    oracle = gradients_by_case(model, case.loss, args, targets)
+    cases = KINDS[case.loss](model(*args)).cases
+    for block in estimator.blocks.values():
+        if not block.registration.generic:
+            torch.testing.assert_close(block.full_fisher_block(), dense_block(block, oracle, cases))
+
+
+@pytest.mark.parametrize("name", SEPARATE_CASES)
+def test_diagonal_blocks_are_the_diagonal_of_the_dense_fisher(name: str) -> None:
+    case = ZOO[name]
+    model, args, targets = prepared(case)
+    estimator = estimated(model, case.loss, args, targets, approximations={"*": "diagonal"})
+    oracle = gradients_by_case(model, case.loss, args, targets)
+    cases = KINDS[case.loss](model(*args)).cases
+    for block in estimator.blocks.values():
+        if not block.registration.generic:
+            found = block.full_fisher_block().diagonal()
+            torch.testing.assert_close(found, dense_block(block, oracle, cases).diagonal())
+
+
+def test_one_case_without_weight_sharing_is_exact() -> None:
+    """E[a aᵀ] ⊗ E[g gᵀ] = E[(a ⊗ g)(a ⊗ g)ᵀ] where the expectation is over one case (Martens & Grosse 2015, §3)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(1, 3), torch.tensor([2])
+    estimator = estimated(model, "categorical", (x,), y)
+    oracle = gradients_by_case(model, "categorical", (x,), y)
+    for block in estimator.blocks.values():
+        assert block.registration.approximation == "kron"
+        torch.testing.assert_close(block.full_fisher_block(), dense_block(block, oracle, 1))
+
+
+def test_deep_linear_networks_with_squared_error_are_exact() -> None:
+    """Output gradients do not depend on the inputs there (Bernacchia et al. 2018), so A and G are independent; the mean
+    over sampled targets is held to five of its own standard errors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).double()
+    x = torch.randn(6, 3)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    rounds = 400
+    samples: dict[tuple[str, ...], list[Tensor]] = {key: [] for key in estimator.blocks}
+    for _ in range(rounds):
+        moments = net.record((x,), {}, generator=generator)
+        estimator.accumulate(moments)
+        estimator.fold(decay=1.0)
+        for key, statistics in moments.statistics.items():
+            samples[key].append(statistics["G"] / statistics["count"])
+    jacobians = case_jacobians(model, x)
+    for key, block in estimator.blocks.items():
+        assert block.registration.matrix is not None
+        exact = torch.stack([jacobian_fisher(block, one) for one in jacobians]).mean(0)
+        g = torch.stack(samples[key])
+        error = g.std(0).norm() / rounds**0.5 * block.factors["A"].value.norm()
+        assert (block.full_fisher_block() - exact).norm() < 5 * error
+        assert error < 0.1 * exact.norm()  # the bound means something
+
+
+def case_jacobians(model: nn.Module, x: Tensor) -> list[list[dict[str, Tensor]]]:
+    """For each case, the gradient of each of its outputs."""
+    found = []
+    for n in range(len(x)):
+        rows = []
+        for k in range(model(x[n : n + 1]).shape[1]):
+            model.zero_grad()
+            model(x[n : n + 1])[0, k].backward()
+            rows.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(rows)
+    return found
+
+
+def jacobian_fisher(block: FisherBlock, rows: list[dict[str, Tensor]]) -> Tensor:
+    """Jᵀ F_out J of one case; the Fisher of a normal with variance ½ is 2 I."""
+    assert block.registration.matrix is not None
+    flat = torch.stack([block.registration.matrix.pack(one).flatten() for one in rows])
+    return 2 * flat.mT @ flat
