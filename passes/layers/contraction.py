@@ -63,7 +63,7 @@ class Contraction:
         first = "".join(k for k in self.y if k not in self.size)
         tensor = torch.einsum(f"{given}->{first}{''.join(last)}", tensor)
         positions = tensor.shape[: tensor.dim() - len(last)] or (1,)
-        groups, width = (math.prod(self.size[k] for k in part) for part in (self.groups, columns))
+        groups, width = math.prod([self.size[k] for k in self.groups]), math.prod([self.size[k] for k in columns])
         tensor = tensor.expand(*positions, *(self.size[k] for k in last))  # x may be broadcast against the weight
         return tensor.reshape(positions[0], math.prod(positions[1:]), groups, width)
 

@@ -78,7 +78,8 @@ def merged(found: Tensor, attrs: Attrs) -> Tensor:
 
 
 def padded(x: Tensor, ends: Sequence[tuple[int, int]]) -> Tensor:
-    return F.pad(x, tuple(chain.from_iterable(reversed(ends))))  # F.pad counts from the last axis
+    counted = tuple(chain.from_iterable(reversed(ends)))  # from the last axis
+    return F.pad(x, counted) if any(counted) else x
 
 
 def spread(x: Tensor, stride: Sequence[int]) -> Tensor:
@@ -115,7 +116,7 @@ def groups(attrs: Attrs) -> dict[str, int]:
 
 
 def examples(module: Module, size: Size, *options: Options) -> tuple[Example, ...]:
-    """Modules with 4 channels in, 6 out and a kernel of 3, unless `options` say otherwise; the last also without cases."""
+    """Modules with 4 channels in, 6 out and a kernel of 3, unless `options` say so; the last also on a single case."""
     usual: Options = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
 
     def example(given: Options, *cases: int) -> Example:

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.ir import MatrixForm, Program, Use
+from kfac_fx.passes.ir import Program, Use
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.layers.declaration import Example, Form
+from kfac_fx.passes.layers.rows import Written, written
 from kfac_fx.passes.match import match
+from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.rewrite import tensor_attrs
 from kfac_fx.passes.trace import capture
@@ -94,6 +97,10 @@ def gradient(program: Program, matrix: MatrixForm, output: Tensor, grad: Tensor)
     return matrix.pack(dict(zip(matrix.parameters, grads, strict=True)))
 
 
+def ids() -> Tensor:
+    return torch.randint(0, 5, (4, 7))
+
+
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
 @pytest.mark.parametrize(("layer", "form", "example"), list(declared(composite=False)))
@@ -120,3 +127,98 @@ def test_rows_make_the_gradient(layer: str, form: Form, example: Example, export
             alone = torch.zeros_like(grad)
             alone.select(dim, case).copy_(grad.select(dim, case))
             torch.testing.assert_close(own, gradient(program, use.matrix, output, alone))
+
+
+@pytest.mark.parametrize(
+    ("layer", "form", "example"), [one for one in declared(composite=False) if one.id.endswith("-0")]
+)
+def test_rows_compile_without_graph_breaks(layer: str, form: Form, example: Example) -> None:
+    torch.compiler.reset()
+    module, x = prepared(example)
+    program = matches(module, x, exported=False)
+    use = max((use for use in program.matches if use.layer == layer), key=lambda use: len(use.nodes))
+    values = Values(program)
+    values.run(x)
+    grad = torch.randn_like(values.value[use.output.name])
+
+    def both(grad: Tensor) -> tuple[Tensor, Tensor]:
+        return rows_of(use, LAYERS[layer].forms[use.form], values.value, grad)
+
+    torch.testing.assert_close(torch.compile(both, fullgraph=True, backend="eager")(grad), both(grad))
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(("layer", "form", "example"), list(declared(composite=True)))
+def test_a_composite_is_found_whole_and_in_parts(layer: str, form: Form, example: Example, exported: bool) -> None:
+    program = matches(*prepared(example), exported)
+    whole = next(use for use in program.matches if use.layer == layer)
+    parts = {use.layer: use.parameter_set for use in program.matches if use.nodes < whole.nodes}
+    assert set(parts) == set(LAYERS[layer].parts)
+    assert frozenset().union(*parts.values()) == whole.parameter_set
+
+
+NOT_SEPARABLE = {
+    "the second kernel is wide": [{"groups": 4}, {"kernel_size": 3}],
+    "the second strides": [{"groups": 4}, {"kernel_size": 1, "stride": 2}],
+    "the second is grouped": [{"groups": 4}, {"kernel_size": 1, "groups": 2}],
+    "the first is not depthwise": [{"groups": 2}, {"kernel_size": 1}],
+}
+
+
+@pytest.mark.parametrize("options", NOT_SEPARABLE.values(), ids=NOT_SEPARABLE.keys())
+def test_other_pairs_of_convolutions_are_not_separable(options: list[dict[str, Any]]) -> None:
+    first, second = ({"kernel_size": 3, **given} for given in options)
+    pair = nn.Sequential(nn.Conv2d(4, 8, **first), nn.Conv2d(8, 6, **second))
+    found = matches(pair, torch.randn(3, 4, 9, 7), exported=False).matches
+    assert len(found) == 2
+    assert not any(LAYERS[use.layer].parts for use in found)
+
+
+NO_LAYER: dict[str, Example] = {
+    "embedding that renormalizes its weight": lambda: (nn.Embedding(5, 3, max_norm=1.0), ids()),
+    "embedding that scales its gradient": lambda: (nn.Embedding(5, 3, scale_grad_by_freq=True), ids()),
+    "largest of a bag": lambda: (nn.EmbeddingBag(5, 3, mode="max"), ids()),
+    "bag with weights": lambda: (
+        Written(lambda x, w: F.embedding_bag(x, w, mode="sum", per_sample_weights=torch.rand(4, 7)), {"w": (5, 3)}),
+        ids(),
+    ),
+    "einsum that sums the weight": written(lambda x, w: torch.einsum("ni,ijo->no", x, w), (4, 5), w=(5, 2, 3)),
+    "einsum of a diagonal": written(lambda x, w: torch.einsum("ni,ii->ni", x, w), (4, 5), w=(5, 5)),
+    "einsum with the weight's own rest": written(lambda x, w: torch.einsum("ni,i...->n...", x, w), (4, 5), w=(5, 3)),
+    "quotient": written(lambda x, w: x / w, (4, 5), w=(5,)),
+}
+
+
+@pytest.mark.parametrize("example", NO_LAYER.values(), ids=NO_LAYER.keys())
+def test_what_is_not_linear_in_the_parameters_or_not_in_their_gradient_is_no_layer(example: Example) -> None:
+    assert matches(*prepared(example), exported=False).matches == ()
+
+
+TWO_LAYERS: dict[str, tuple[Example, set[str]]] = {
+    "product and a bias for every case": (
+        written(lambda x, w, b: x @ w + b, (4, 5), w=(5, 3), b=(4, 3)),
+        {"linear(w)", "scale_and_shift(b)"},
+    ),
+    "product and one bias for all outputs": (
+        written(lambda x, w, b: x @ w + b, (4, 5), w=(5, 3), b=(1,)),
+        {"linear(w)", "scale_and_shift(b)"},
+    ),
+    "product from the left and a bias along its columns": (
+        written(lambda x, w, b: w @ x + b, (4, 5, 7), w=(3, 5), b=(7,)),
+        {"linear(w)", "scale_and_shift(b)"},
+    ),
+    "einsum and a bias for every position": (
+        written(lambda x, w, b: torch.einsum("nti,io->nto", x, w) + b, (4, 7, 5), w=(5, 3), b=(7, 3)),
+        {"linear(w)", "scale_and_shift(b)"},
+    ),
+    "scale of an element, shift of a row": (
+        written(lambda x, w, b: x * w + b, (4, 7, 5), w=(7, 5), b=(5,)),
+        {"scale_and_shift(w)", "scale_and_shift(b)"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("example", "expected"), TWO_LAYERS.values(), ids=TWO_LAYERS.keys())
+def test_a_bias_of_another_shape_is_a_layer_of_its_own(example: Example, expected: set[str]) -> None:
+    module, x = example()
+    assert {str(use) for use in matches(module, x, exported=False).matches} == expected

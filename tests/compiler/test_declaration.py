@@ -1,0 +1,103 @@
+"""What a declaration says, and what it may not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx.passes.errors import LayerError
+from kfac_fx.passes.layers import LAYERS, as_rows, collect, composite, layer
+from kfac_fx.passes.layers.declaration import Example, Layer
+from kfac_fx.passes.matrix import Layout
+
+
+def example() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(5, 3), torch.randn(4, 5)
+
+
+def dense(name: str = "dense") -> Layer:
+    @layer(rows=as_rows, grad_rows=as_rows, example=example, name=name)
+    def form(x: Tensor, scale: float, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x * scale, weight, bias)
+
+    return form
+
+
+def test_a_form_names_its_inputs_and_its_parameters() -> None:
+    (form,) = dense().forms
+    assert (form.inputs, form.roles) == (("x", "scale"), ("weight", "bias"))
+
+
+def test_the_usual_layouts_are_one_group() -> None:
+    (form,) = dense().forms
+    assert form.layout("weight", Layout((3, 5)), {}).result == (1, 3, 5)
+    assert form.layout("bias", Layout((3,)), {}).result == (1, 3)
+
+
+def test_a_layout_starts_where_the_views_in_the_model_end() -> None:
+    (form,) = dense().forms
+    assert form.layout("weight", Layout((15,)).reshape((3, 5)), {}).shape == (3, 5)
+
+
+def test_a_second_form_takes_from_the_first_what_it_does_not_say() -> None:
+    declared = dense()
+
+    @declared.form(layouts={"weight": "i o -> o i"}, example=(example, example))
+    def product(x: Tensor, scale: float, *, weight: Tensor) -> Tensor:
+        return torch.matmul(x * scale, weight)
+
+    first, second = declared.forms
+    assert second is product
+    assert (second.rows, second.layouts["bias"]) == (first.rows, first.layouts["bias"])
+    assert second.layout("weight", Layout((5, 3)), {}).result == (1, 3, 5)
+    assert len(second.examples) == 2
+
+
+def without(x: Tensor) -> Tensor:
+    return x
+
+
+def kernel(x: Tensor, *, kernel: Tensor) -> Tensor:
+    return x @ kernel
+
+
+@pytest.mark.parametrize(("function", "found"), [(without, r"\[\]"), (kernel, r"\['kernel'\]")])
+def test_parameters_must_be_weight_and_bias(function: Callable[..., Tensor], found: str) -> None:
+    text = rf"\(.*test_declaration.py:\d+\) has parameters {found}; its form must take `weight`, `bias` or both"
+    with pytest.raises(LayerError, match=f"layer '{function.__name__}' {text}"):
+        layer(rows=as_rows, grad_rows=as_rows, example=example)(function)
+    with pytest.raises(LayerError, match=f"layer 'dense' {text}"):
+        dense().form(example=example)(function)
+
+
+def test_two_layers_of_one_name_are_an_error_with_both_places() -> None:
+    with pytest.raises(LayerError, match=r"layer 'dense' declared twice: .*test_declaration.py:\d+ and .*:\d+"):
+        collect(dense(), dense("other"), dense())
+    assert list(collect(dense(), dense("other"))) == ["dense", "other"]
+
+
+def test_a_composite_has_parts_and_no_rows() -> None:
+    @composite(parts=("dense", "dense"), example=example)
+    def twice(x: Tensor, *, first: Tensor, second: Tensor) -> Tensor:
+        return F.linear(F.linear(x, first), second)
+
+    assert (twice.name, twice.parts) == ("twice", ("dense", "dense"))
+    with pytest.raises(AssertionError, match="bug in kfac_fx: a composite layer has no rows of its own"):
+        twice.forms[0].rows(torch.randn(4, 5), {})
+
+
+def test_every_part_of_a_composite_is_a_layer() -> None:
+    assert all(part in LAYERS for one in LAYERS.values() for part in one.parts)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_form_has_an_example_and_every_default_is_allowed(name: str) -> None:
+    one = LAYERS[name]
+    examples: list[Example] = [found for form in one.forms for found in form.examples]
+    assert len(examples) >= len(one.forms)
+    assert all(form.examples for form in one.forms)
+    assert one.parts or one.default in one.approximations
