@@ -14,6 +14,7 @@ FLOORS = [
     "passes.matrix",
     "passes.ir",
     "passes.layers.declaration",
+    "passes.layers.contraction passes.layers.rows",
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
