@@ -7,6 +7,7 @@ is not a tensor is part of the capture's key. Without: `torch.fx.symbolic_trace`
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ CHECKED_INPUTS = (  # their forward branches on the rank of the input, which has
     nn.modules.batchnorm._BatchNorm,
     nn.modules.instancenorm._InstanceNorm,
 )
+# What torch says of its own nn.LSTM, nn.GRU and nn.RNN, whose list of weights is put back after the capture.
+RECURRENT = r"The tensor attributes (self\.[\w.]+\._flat_weights\[\d+\](, )?)+ were assigned during export"
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def exported(
     names = input_names(model, args, kwargs)
     with custom_functions() as custom:
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=RECURRENT)
                 program = torch.export.export(flat, tensors, dynamic_shapes={"tensors": shapes}, strict=False)
         except Exception as error:
             raise UntraceableError(untraceable(model, error)) from error
