@@ -19,7 +19,7 @@ from torch.func import functional_call
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.labels import is_random
+from kfac_fx.passes.labels import is_random, symbolic_sizes
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
 
@@ -54,7 +54,6 @@ class Recorder:
         self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in targets]
         self.random = any(is_random(node) for node in self.emitted.graph.nodes)
         self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
-        self.batch_input, self.batch_axis = self.batch_place()
         self.run = compiled(self.call, self.backend)
 
     # --- running the emitted module ---------------------------------------------------------------------------------
@@ -83,23 +82,18 @@ class Recorder:
 
     # --- the batch --------------------------------------------------------------------------------------------------
 
-    def batch_place(self) -> tuple[int, int]:
-        """Which input, and which of its axes, counts the cases."""
-        wanted = next((size for node in self.program.outputs for size in first_size(node)), None)
-        for position, node in enumerate(self.placeholders):
-            value = node.meta.get("val")
-            if wanted is not None and isinstance(value, Tensor):
-                for axis, size in enumerate(value.shape):
-                    if str(size) == wanted:
-                        return position, axis
-        return 0, 0
+    def case_axis(self, position: int, value: Any) -> int | None:
+        """Which axis of an input counts the cases; the first where the graph knows no sizes."""
+        if not isinstance(value, Tensor):
+            return None
+        if self.program.cases is None:
+            return 0 if value.dim() else None
+        sizes = symbolic_sizes(self.placeholders[position])
+        return sizes.index(self.program.cases) if self.program.cases in sizes else None
 
     def examples(self, values: tuple[Any, ...]) -> int:
-        value = values[self.batch_input] if values else None
-        if isinstance(value, Tensor) and value.dim() > self.batch_axis:
-            return value.shape[self.batch_axis]
-        tensors = [one for one in values if isinstance(one, Tensor) and one.dim()]
-        return tensors[0].shape[0] if tensors else 1
+        axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))
+        return next((value.shape[axis] for value, axis in axes if axis is not None), 1)
 
     def part(self, values: tuple[Any, ...], fraction: float) -> tuple[Any, ...]:
         """The first `fraction` of the examples of every input that has them."""
@@ -108,11 +102,11 @@ class Recorder:
         total = self.examples(values)
         kept = max(1, math.ceil(total * fraction))
 
-        def cut(value: Any) -> Any:
-            has = isinstance(value, Tensor) and value.dim() > self.batch_axis and value.shape[self.batch_axis] == total
-            return value.narrow(self.batch_axis, 0, kept) if has else value
+        def cut(position: int, value: Any) -> Any:
+            axis = self.case_axis(position, value)
+            return value if axis is None or value.shape[axis] != total else value.narrow(axis, 0, kept)
 
-        return tuple(cut(value) for value in values)
+        return tuple(cut(position, value) for position, value in enumerate(values))
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
@@ -255,12 +249,6 @@ def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple
     if kind == "categorical" or reduction != "mean":
         return 1.0, loss
     return loss.cases / inputs.numel(), loss  # F.mse_loss and the like also average over a case's elements
-
-
-def first_size(node: Any) -> Iterator[str]:
-    value = node.meta.get("val")
-    if isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
-        yield str(value.shape[0])
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -40,7 +40,7 @@ def check(program: Program) -> Program:
 
 def uses_found(program: Program) -> dict[str, set[Edge]]:
     """Every edge over which a parameter enters the graph behind the losses; counted without the matcher."""
-    label = labels(program.graph, program.parameters)
+    label = labels(program.graph, program.parameters, cases=program.cases)
     found: dict[str, set[Edge]] = defaultdict(set)
     for pure, act in use_edges(program.graph, label, program.outputs):
         for name in parameters_behind(pure, label):
@@ -50,7 +50,7 @@ def uses_found(program: Program) -> dict[str, set[Edge]]:
 
 def uses_registered(program: Program) -> dict[str, set[Edge]]:
     """The edges that the uses of the registrations account for."""
-    label = labels(program.graph, program.parameters)
+    label = labels(program.graph, program.parameters, cases=program.cases)
     by_node: dict[object, list[Edge]] = defaultdict(list)
     for pure, act in use_edges(program.graph, label, program.outputs):
         by_node[act].append((pure, act))

@@ -145,6 +145,7 @@ class Program:
     layers: Mapping[str, Any] = field(default_factory=dict)  # name -> passes.layers.Layer, opaque to the IR
     losses: tuple[LossSite, ...] = ()
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
+    cases: str | None = None  # the symbolic size of the cases; None if the graph knows no sizes
     matches: tuple[Use, ...] = ()
     registrations: tuple[Registration, ...] = ()
     unused: tuple[str, ...] = ()

@@ -32,11 +32,15 @@ SHAPE_ONLY = {  # read the size, the dtype or the device of their operands, neve
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
     "new_zeros", "new_ones", "new_empty", "new_full", "_assert_tensor_metadata", "_assert",
 }  # fmt: skip
-STOPS_GRADIENT = {"detach", "detach_", "argmax", "argmin", "argsort", "item"}
-RANDOM = {
-    "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "bernoulli", "rand",
-    "randn", "rand_like", "randn_like", "normal", "uniform", "multinomial", "randint", "randperm", "rrelu", "lstm", "gru",
-    "rnn_tanh", "rnn_relu", "scaled_dot_product_attention", "wrap_with_set_grad_enabled", "wrap_with_autocast",
+STOPS_GRADIENT = {
+    "detach", "detach_", "data", "argmax", "argmin", "argsort", "item", "long", "int", "bool", "sign", "round",
+    "floor", "ceil", "gt", "lt", "ge", "le", "eq", "ne", "isnan", "isfinite", "isinf", "logical_not", "logical_and",
+    "logical_or",
+}  # fmt: skip
+RANDOM = {  # beside the ATen operations, which say so themselves
+    "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax", "multi_head_attention_forward",
+    "fractional_max_pool2d", "fractional_max_pool3d", "wrap_with_set_grad_enabled", "wrap_with_autocast",
+    "tag_activation_checkpoint",
 }  # fmt: skip
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
@@ -57,7 +61,10 @@ def op_name(node: fx.Node) -> str:
 
 def is_random(node: fx.Node) -> bool:
     """Whether running the node may draw from the global random stream."""
-    return op_name(node).rstrip("_") in RANDOM
+    name = op_name(node)
+    known = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, name.rstrip("_"), None)
+    overloads = [getattr(known, each) for each in known.overloads()] if known is not None else []
+    return name.rstrip("_") in RANDOM or any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -70,8 +77,16 @@ def no_grad_region(node: fx.Node) -> bool:
     return op_name(node) == "wrap_with_set_grad_enabled" and not node.args[0]
 
 
-def labels(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> dict[fx.Node, Label]:
-    """Label every node. `pure`: placeholders that stand for parameters, as in the form of a layer."""
+def labels(
+    graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = (), cases: str | None = None
+) -> dict[fx.Node, Label]:
+    """Label every node.
+
+    Args:
+        pure: placeholders that stand for parameters, as in the form of a layer.
+        cases: the symbolic size of the cases; a constant that has one row a case, such as the zeros that a recurrent
+            net starts from, is an activation as any other.
+    """
     names, forced = set(parameters), set(pure)
     label: dict[fx.Node, Label] = {}
     for node in graph.nodes:
@@ -87,13 +102,28 @@ def labels(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] =
         else:
             behind = {label[n] for n in node.all_input_nodes}
             label[node] = next((one for one in (Label.ACT, Label.PURE) if one in behind), Label.CONST)
+        if label[node] is Label.CONST and cases is not None and cases in symbolic_sizes(node):
+            label[node] = Label.ACT
     return label
+
+
+def symbolic_sizes(node: fx.Node) -> list[str | None]:
+    """One entry a dimension of the node's tensor, None where the size is a number."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    return [str(size) if isinstance(size, torch.SymInt) else None for size in sizes]
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Whether the node's value can have one: not integers and truth values."""
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def reads_values(node: fx.Node, operand: fx.Node) -> bool:
     """Whether a gradient can flow from `node` to `operand`."""
     name = op_name(node)
-    if name in SHAPE_ONLY | STOPS_GRADIENT or no_grad_region(node):
+    if name in SHAPE_ONLY | STOPS_GRADIENT or no_grad_region(node) or not has_gradient(node):
         return False
     return not (name in ("expand_as", "view_as", "type_as") and operand is not node.args[0])
 

@@ -57,9 +57,9 @@ def check_approximations(program: Program, linked: Mapping[frozenset[str], str |
         elif not names_something(key, program):
             shown = key.__name__ if isinstance(key, type) else str(key)
             rows.append((shown, f"names no parameter, module or layer.{nearest(shown, known)}"))
-    for group, value in linked.items():
-        if value is not None and value not in APPROXIMATIONS:
-            rows.append((str(tuple(sorted(group))), f"{value!r} is no approximation.{nearest(value, APPROXIMATIONS)}"))
+    for group, asked in linked.items():
+        if asked is not None and asked not in APPROXIMATIONS:
+            rows.append((str(tuple(sorted(group))), f"{asked!r} is no approximation.{nearest(asked, APPROXIMATIONS)}"))
     if rows:
         raise ApproximationError(
             f"approximations that cannot be honored:\n{table(rows)}\nApproximations are {', '.join(APPROXIMATIONS)}."

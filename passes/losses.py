@@ -5,12 +5,11 @@ logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from . import pytree
 from .ir import LossSite, Program
-from .labels import Label, ancestors, labels, op_name
+from .labels import Label, ancestors, has_gradient, labels, op_name, symbolic_sizes
 
 KINDS = {
     "cross_entropy": "categorical",
@@ -20,21 +19,29 @@ KINDS = {
 
 
 def find_losses(program: Program) -> Program:
-    """Set `outputs`, and `losses` where the graph computes them and the user named none."""
+    """Set `outputs` and `cases`, and `losses` where the graph computes them and the user named none."""
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     returned = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node)]
-    if program.options.loss_given:
-        return program.but(outputs=tuple(node for node in returned if is_float(node)))
+    sites = () if program.options.loss_given else loss_sites(program, returned)
+    outputs = tuple(one.inputs for one in sites) or tuple(node for node in returned if has_gradient(node))
+    return program.but(losses=sites, outputs=outputs, cases=case_size(program.graph, outputs))
+
+
+def loss_sites(program: Program, returned: list[fx.Node]) -> tuple[LossSite, ...]:
     label = labels(program.graph, program.parameters)
     behind = ancestors(returned)
-    sites = [
+    return tuple(
         site(node)
         for node in program.graph.nodes
         if node in behind and op_name(node) in KINDS and label[node] is Label.ACT
-    ]
-    if sites:
-        return program.but(losses=tuple(sites), outputs=tuple(one.inputs for one in sites))
-    return program.but(outputs=tuple(node for node in returned if is_float(node)))
+    )
+
+
+def case_size(graph: fx.Graph, outputs: tuple[fx.Node, ...]) -> str | None:
+    """The size that is first in an output and somewhere in an input; else the first of the first input."""
+    inputs = [size for node in graph.nodes if node.op == "placeholder" for size in symbolic_sizes(node) if size]
+    first = [size for node in outputs for size in symbolic_sizes(node)[:1]]
+    return next((size for size in (*first, *inputs) if size in inputs), None)
 
 
 def site(node: fx.Node) -> LossSite:
@@ -42,8 +49,3 @@ def site(node: fx.Node) -> LossSite:
     assert isinstance(inputs, fx.Node) and isinstance(targets, fx.Node), "bug in kfac_fx: a loss of constants"
     reduction = next(arg for arg in node.args if arg in ("mean", "sum", "none"))
     return LossSite(KINDS[op_name(node)], inputs, targets, str(reduction), node)
-
-
-def is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return not isinstance(value, Tensor) or value.dtype.is_floating_point or value.dtype == torch.bool

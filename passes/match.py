@@ -10,13 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from .errors import LayerError
 from .holder import attribute
 from .ir import Bound, Program, Use
-from .labels import Label, ancestors, bound_parameter, labels
+from .labels import Label, ancestors, bound_parameter, labels, symbolic_sizes
 from .layers import Form, Layer
 from .matrix import Layout, Shape
 from .spelling import functional, order_operands, respell
@@ -46,11 +45,10 @@ class Binding:
 
 def match(program: Program) -> Program:
     """Find all matches, in graph order. See the module's docstring."""
-    label = labels(program.graph, program.parameters)
+    label = labels(program.graph, program.parameters, cases=program.cases)
     shapes = held_shapes(program)
     behind = ancestors(program.outputs)
     patterns = patterns_by_target(program.layers)
-    batch = batch_symbol(program)
     found: list[Use] = []
     for node in program.graph.nodes:
         if label[node] is not Label.ACT or node not in behind:
@@ -58,7 +56,7 @@ def match(program: Program) -> Program:
         for pattern in patterns.get(node.target, ()):
             use = lay_over(pattern, node, label, shapes, program.parameters)
             if use is not None:
-                found.append(use if batch is None else with_batch_dim(use, batch))
+                found.append(use if program.cases is None else with_batch_dim(use, program.cases))
     return program.but(matches=tuple(found))
 
 
@@ -85,7 +83,7 @@ def patterns_by_target(layers: Mapping[str, Layer]) -> dict[Any, list[Pattern]]:
 def form_graph(layer: Layer, form: Form) -> fx.Node:
     """The node that computes the form's output, in a normalized graph. Raises LayerError if it cannot be traced."""
     try:
-        graph = fx.Tracer().trace(form.function)  # type: ignore[arg-type]  # a function is traceable too
+        graph = fx.Tracer().trace(form.function)
     except Exception as error:
         raise LayerError(f"the form of layer {layer.name!r} ({layer.location}) cannot be traced: {error}") from error
     pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in form.roles]
@@ -177,19 +175,7 @@ def binds(
     return parameter is not None
 
 
-def batch_symbol(program: Program) -> str | None:
-    """The symbolic size of the cases: the first dimension of the Fisher's first output; None without symbols."""
-    for node in program.outputs:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt):
-            return str(value.shape[0])
-    return None
-
-
-def with_batch_dim(use: Use, batch: str) -> Use:
+def with_batch_dim(use: Use, cases: str) -> Use:
     """Where the cases are in the use's output; None if no dimension has their size."""
-    value = use.output.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return use
-    places = [dim for dim, size in enumerate(value.shape) if str(size) == batch]
-    return replace(use, batch_dim=places[0] if places else None)
+    sizes = symbolic_sizes(use.output)
+    return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use

@@ -178,7 +178,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
 
 def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:
     """Generic registrations for what is used but unclaimed, and the names of what is not used at all."""
-    label = labels(program.graph, program.parameters)
+    label = labels(program.graph, program.parameters, cases=program.cases)
     edges: dict[str, list[Edge]] = defaultdict(list)
     for pure, act in use_edges(program.graph, label, program.outputs):
         for name in parameters_behind(pure, label):

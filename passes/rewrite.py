@@ -30,7 +30,7 @@ def rewrite(program: Program, tap: TapFactory) -> fx.GraphModule:
     """Emit the module. Its inputs are the graph's placeholders and then `probes`, one mapping a registration."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(program.graph, copies)  # type: ignore[arg-type]  # its annotation wants nodes to nodes
+    output = graph.graph_copy(program.graph, copies)
     for node, copy in copies.items():
         copy.meta = dict(node.meta)
         if node.op == "placeholder":

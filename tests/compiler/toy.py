@@ -1,0 +1,80 @@
+"""Tiny models for tests of single passes, and graphs as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from kfac_fx.passes.ir import Options, Pass, Program
+from kfac_fx.passes.labels import op_name
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.link import link
+from kfac_fx.passes.losses import find_losses
+from kfac_fx.passes.match import match
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.resolve import resolve
+from kfac_fx.passes.trace import capture
+
+BEFORE: dict[str, tuple[Pass, ...]] = {
+    "normalize": (),
+    "losses": (normalize,),
+    "link": (normalize, find_losses),
+    "match": (normalize, find_losses, link),
+    "resolve": (normalize, find_losses, link, match),
+    "check": (normalize, find_losses, link, match, resolve),
+}
+
+
+class Toy(nn.Module):
+    """`function(*inputs, **parameters)`; parameters are given by their shapes."""
+
+    def __init__(self, function: Callable[..., Any], **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function, self.names = function, tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, **{name: getattr(self, name) for name in self.names})
+
+
+def before(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Program:
+    """The program that the pass `name` is given; captured with `inputs`, or traced symbolically without."""
+    options.setdefault("loss_given", True)
+    options.setdefault("modules", {path: type(module) for path, module in model.named_modules() if path})
+    traced = capture(model, inputs or None, options=Options(**options), layers=LAYERS)
+    return run(traced.program, BEFORE[name])
+
+
+def node(program: Program | fx.Graph, name: str) -> fx.Node:
+    graph = program.graph if isinstance(program, Program) else program
+    return next(one for one in graph.nodes if one.name == name)
+
+
+def code(program: Program | fx.Graph) -> list[str]:
+    """One line an operation: what fx prints, without inputs, attributes and the output."""
+    graph = program.graph if isinstance(program, Program) else program
+    return [line(one) for one in graph.nodes if one.op.startswith("call")]
+
+
+def line(one: fx.Node) -> str:
+    keywords = [f"{key}={value}" for key, value in one.kwargs.items()]
+    return f"{one.name} = {op_name(one)}({', '.join([*map(str, one.args), *keywords])})"
+
+
+def found(program: Program) -> list[tuple[str, tuple[str, ...], int]]:
+    """(layer, parameters, number of uses) of every registration."""
+    return [(one.layer, one.parameters, len(one.uses)) for one in program.registrations]
+
+
+def uses(program: Program) -> list[str]:
+    """`linear(w, b): x -> linear_1` of every match."""
+    return [f"{one}: {one.input} -> {one.output}" for one in program.matches]
+
+
+def approximations(program: Program) -> dict[Sequence[str], str]:
+    return {one.parameters: one.approximation for one in program.registrations}
