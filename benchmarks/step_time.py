@@ -1,0 +1,211 @@
+"""What a K-FAC step costs: `python -m benchmarks.step_time`.
+
+CPU time of one thread, medians over interleaved rounds, as multiples of the same model's SGD step, beside the floor of
+the cost model: a layer with n rows costs 6 n i o flops forward and backward, its statistics n (i² + o²) with symmetric
+products and twice that as plain products, preconditioning 2 i o (i + o) a step, an inverse about d³ a refresh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import kfac_fx
+
+OUT = Path(__file__).parent / "results" / "step_time.json"
+NEVER = 1_000_000
+SCHEDULES = ((1, 10), (10, 100))  # (statistics every, inverses every)
+Batch = tuple[Tensor, Tensor]
+
+
+def autoencoder(batch: int = 512) -> tuple[nn.Module, Batch, str]:
+    sizes = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
+    layers: list[nn.Module] = []
+    for i, o in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(i, o), nn.Sigmoid()]
+    x = torch.rand(batch, 784)
+    return nn.Sequential(*layers[:-1]), (x, x), "multi_bernoulli"
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.short = short if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + self.short(x))
+
+
+def resnet8(batch: int = 128) -> tuple[nn.Module, Batch, str]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        Residual(16, 16, 1),
+        Residual(16, 32, 2),
+        Residual(32, 64, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+    return model, (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))), "categorical"
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Batch, str]]] = {"autoencoder": autoencoder, "resnet8": resnet8}
+
+
+def loss_of(kind: str, output: Tensor, target: Tensor) -> Tensor:
+    if kind == "categorical":
+        return F.cross_entropy(output, target)
+    return F.binary_cross_entropy_with_logits(output, target, reduction="sum") / len(output)
+
+
+def stepper(
+    make: Callable[[], tuple[nn.Module, Batch, str]], optimizer: str, backend: str, **options: Any
+) -> Callable[[], None]:
+    """One training step of a fresh model, from the same start."""
+    torch.manual_seed(0)
+    model, (x, y), kind = make()
+    run: nn.Module = model
+    opt: torch.optim.Optimizer
+    if optimizer == "sgd":
+        opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    elif optimizer == "adamw":
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    else:
+        run = kfac_fx.compile(model, (x,), loss=kind, backend=backend)
+        opt = kfac_fx.KFAC(run, lr=1e-4, damping=1.0, **options)
+
+    def step() -> None:
+        opt.zero_grad()
+        loss_of(kind, run(x), y).backward()
+        opt.step()
+
+    return step
+
+
+def phases(make: Callable[[], tuple[nn.Module, Batch, str]], backend: str) -> dict[str, Callable[[], None]]:
+    """Steps that differ by one kind of work each."""
+    plain = {"cov_update_every": NEVER, "invert_every": NEVER}
+    recording = {**plain, "cov_update_every": 1}
+    return {
+        "sgd": stepper(make, "sgd", backend),
+        "adamw": stepper(make, "adamw", backend),
+        "plain": stepper(make, "kfac", backend, **plain),
+        "inverse": stepper(make, "kfac", backend, **{**plain, "invert_every": 1}),
+        "sampled": stepper(make, "kfac", backend, **recording),
+        "sampled 1/4": stepper(make, "kfac", backend, fraction=0.25, **recording),
+        "empirical": stepper(make, "kfac", backend, estimation_mode="empirical", **recording),
+    }
+
+
+def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """Median CPU seconds of each step; one of each in every round, so that the machine's moods hit all alike."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():  # compilation, first factors and inverses
+        step()
+        step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            times[name].append(time.process_time() - start)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def floor(make: Callable[[], tuple[nn.Module, Batch, str]], every: tuple[int, int], symmetric: bool) -> float:
+    """The cost model's ratio to the SGD step, with statistics that ride on the training backward."""
+    torch.manual_seed(0)
+    model, (x, _), kind = make()
+    net = kfac_fx.compile(model, (x,), loss=kind)
+    counts = net.record((x,), {}).statistics
+    train = extra = 0.0
+    for one in net.registrations:
+        if one.matrix is None or "count" not in counts[one.parameters]:
+            continue
+        g, o, i = one.matrix.shape
+        n = float(counts[one.parameters]["count"])
+        train += 6 * n * g * i * o
+        extra += (1 if symmetric else 2) * n * g * (i * i + o * o) / every[0]
+        extra += 2 * g * i * o * (i + o) + g * (i**3 + o**3) / every[1]
+    return 1 + extra / train
+
+
+def ratios(times: dict[str, float], every: tuple[int, int]) -> dict[str, float]:
+    """Mean step over a cycle as a multiple of SGD's, by kind of statistics."""
+    inverse = (times["inverse"] - times["plain"]) / every[1]
+    return {
+        kind: (times["plain"] + (times[kind] - times["plain"]) / every[0] + inverse) / times["sgd"]
+        for kind in ("sampled", "sampled 1/4", "empirical")
+    }
+
+
+def run(names: Sequence[str], rounds: int, backend: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name in names:
+        times = measure(phases(MODELS[name], backend), rounds)
+        cycles = {
+            f"{a},{b}": {
+                **ratios(times, (a, b)),
+                "floor, plain products": floor(MODELS[name], (a, b), symmetric=False),
+                "floor, symmetric products": floor(MODELS[name], (a, b), symmetric=True),
+            }
+            for a, b in SCHEDULES
+        }
+        results[name] = {"milliseconds": {k: 1e3 * v for k, v in times.items()}, "ratios": cycles}
+    return results
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    for name, found in results.items():
+        times = found["milliseconds"]
+        table = Table(title=f"{name}: step time as a multiple of SGD's ({times['sgd']:.1f} ms)")
+        table.add_column("statistics every, inverses every")
+        for kind in next(iter(found["ratios"].values())):
+            table.add_column(kind, justify="right")
+        for every, row in found["ratios"].items():
+            table.add_row(every, *(f"{value:.2f}" for value in row.values()))
+        console.print(table)
+        console.print("ms a step: " + ", ".join(f"{kind} {value:.1f}" for kind, value in times.items()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--backend", default="eager")
+    parser.add_argument("--out", type=Path, default=OUT)
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results = run(chosen.models, chosen.rounds, chosen.backend)
+    show(results, Console())
+    record = {
+        "command": f"python -m benchmarks.step_time --rounds {chosen.rounds} --backend {chosen.backend}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "results": results,
+    }
+    chosen.out.parent.mkdir(exist_ok=True)
+    chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
