@@ -226,11 +226,13 @@ def spell_out(node: fx.Node, name: str) -> None:
 
 
 def order_operands(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
-    """What depends on the batch comes first in sums and products, what only depends on parameters second."""
+    """In sums and products: first what depends on the batch, then what depends on parameters, then constants, numbers."""
     label = labels(graph, parameters, pure)
+    order = (Label.ACT, Label.PURE, Label.CONST)
+
+    def rank(operand: Any) -> int:
+        return order.index(label[operand]) if isinstance(operand, fx.Node) else len(order)
+
     for node in graph.nodes:
-        if op_name(node) in COMMUTATIVE and len(node.args) == 2 and isinstance(node.args[1], fx.Node):
-            first, second = node.args
-            behind = label[first] if isinstance(first, fx.Node) else Label.CONST
-            if behind is not Label.ACT and label[second] is Label.ACT and not node.kwargs:
-                node.args = (second, first)
+        if op_name(node) in COMMUTATIVE and len(node.args) == 2 and not node.kwargs:
+            node.args = tuple(sorted(node.args, key=rank))

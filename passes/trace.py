@@ -97,7 +97,8 @@ def exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, layers: Mapping[str, Any]
 ) -> Capture:
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
-    flat = _Flat(model, leaves, spec).train(model.training)
+    flat = _Flat(model, leaves, spec)
+    flat.training = model.training  # its own flag only: submodules may be in other modes
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     # A size of 1 is static: torch specializes it anyway, and says so on stderr.
     shapes = tuple({d: Dim.AUTO for d, size in enumerate(t.shape) if size > 1} for t in tensors)
