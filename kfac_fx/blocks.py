@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.factors import SIDES, Factor, additive
+from kfac_fx.factors import SIDES, Factor, Failures, additive
 from kfac_fx.groups import BlockGroup, Form, Vector
 from kfac_fx.inverses import Inverter
 from kfac_fx.linalg import Root
@@ -65,7 +65,7 @@ class FisherBlock:
     def __repr__(self) -> str:
         return f"FisherBlock({self.registration}, {self.registration.approximation}, {list(self.group.shape)})"
 
-    def update(self, moments: Mapping[str, Tensor], cases: int, *, decay: float | Tensor, weight: float = 1.0) -> None:
+    def update(self, moments: Mapping[str, Tensor], cases: int, *, decay: float, weight: float = 1.0) -> None:
         """Average the moments of one batch of `cases` cases into the factors; not if they are not finite."""
         sums = [additive(self.registration.approximation, moments)]
         self.group.update(sums, cases, decay=decay, weight=weight, members=self.member)
@@ -97,6 +97,11 @@ class FisherBlock:
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
         product = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
         return self.group.unpack(product, vector, self.member)
+
+    @property
+    def failures(self) -> Failures:
+        """What went wrong with this block so far; waits for the device."""
+        return self.group.failures(self.member)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the block by name, sharing memory; "ready": were the factors updated, the inverses."""
@@ -164,13 +169,13 @@ def make_groups(
 def make_block(
     registration: Registration,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
     parameters: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
     damping: float | Tensor = 0.0,
     roots: Sequence[Root] = (-1.0,),
 ) -> FisherBlock:
-    """A block on its own. roots: exponents to keep besides 1, "cholesky", "cholesky_inverse"."""
-    damping = torch.as_tensor(damping, dtype=dtype, device=device)
+    """A block on its own; see `make_groups`. roots: exponents to keep besides 1, "cholesky", "cholesky_inverse"."""
+    damping = damping if isinstance(damping, Tensor) else torch.tensor(damping, dtype=torch.float64)
     (group,) = make_groups([registration], parameters, roots=roots, damping=damping, dtype=dtype, device=device)
     return FisherBlock(group, 0)

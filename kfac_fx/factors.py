@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg import spread
+from kfac_fx.linalg import Root, spread
 from kfac_fx.passes.errors import FactorNotReady
 
 Shape = tuple[int, ...]
@@ -83,6 +84,32 @@ class Factor:
                 "call estimator.update_covariances(inputs) first."
             )
         return self.moment / self.total_weight
+
+
+# --- what may go wrong ------------------------------------------------------------------------------------------------
+
+
+class Failures(NamedTuple):
+    """decompositions: blocks that kept their last good inverse; updates: of a block, skipped as not finite."""
+
+    decompositions: int
+    updates: int
+
+
+class NotRegisteredError(KeyError):
+    """A power, or a Cholesky factor, that the estimator was not asked to keep; or a vector that does not fit it."""
+
+    __module__ = "kfac_fx"
+
+    def __str__(self) -> str:  # KeyError would print its argument's repr
+        return str(self.args[0])
+
+
+def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
+    if isinstance(root, str):
+        return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
+    exps = tuple(sorted({kept for kept in roots if not isinstance(kept, str)} | {root}))
+    return f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator."
 
 
 # --- from sums over rows to the values of one batch -------------------------------------------------------------------

@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks import FisherBlock, make_groups
-from kfac_fx.groups import BlockGroup, NotRegisteredError, Vector
+from kfac_fx.factors import Failures, NotRegisteredError
+from kfac_fx.groups import BlockGroup, Vector
 from kfac_fx.inverses import Inverter
 from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
 
 Key = tuple[str, ...]
-
-
-class Failures(NamedTuple):
-    """decompositions: blocks that kept their last good inverse; updates: of a block, skipped as not finite."""
-
-    decompositions: int
-    updates: int
 
 
 class Memory(NamedTuple):
@@ -85,7 +79,10 @@ class BlockDiagonalFisher(ABC):
 
     @damping.setter
     def damping(self, value: float | Tensor) -> None:
-        self._damping.copy_(torch.as_tensor(value))
+        if isinstance(value, Tensor):
+            self._damping.copy_(value)
+        else:
+            self._damping.fill_(value)
 
     def update_inverses(self) -> None:
         """Decompose the damped factors anew. Raises FactorNotReady before the first update of the factors."""
@@ -130,9 +127,7 @@ class BlockDiagonalFisher(ABC):
     @property
     def failures(self) -> Failures:
         """What went wrong so far; waits for the device."""
-        pairs = [torch.stack([group.failed.sum(), group.skipped.sum()]).cpu() for group in self.groups]
-        decompositions, updates = torch.stack(pairs).sum(0).tolist()
-        return Failures(decompositions, updates)
+        return Failures(*map(sum, zip(*(group.failures() for group in self.groups), strict=True)))
 
     def factor_memory(self) -> Memory:
         factors = [stack.moment for group in self.groups for stack in group.factors.values()]

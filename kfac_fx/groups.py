@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kfac_fx.factors import SIDES, Side, Stack, batch_values
+from kfac_fx.factors import SIDES, Failures, NotRegisteredError, Side, Stack, batch_values, unknown_root
 from kfac_fx.linalg import (
     Root,
     damp,
@@ -40,15 +40,6 @@ from kfac_fx.passes.ir import Registration
 ALL = slice(None)
 Vector = Mapping[str, Tensor]
 Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side, by name [L·groups, d, d], and which are right [L·groups]
-
-
-class NotRegisteredError(KeyError):
-    """A power, or a Cholesky factor, that the estimator was not asked to keep; or a vector that does not fit it."""
-
-    __module__ = "kfac_fx"
-
-    def __str__(self) -> str:  # KeyError would print its argument's repr
-        return str(self.args[0])
 
 
 class Form(Protocol):
@@ -105,7 +96,7 @@ class BlockGroup:
 
     def pack(self, vector: Vector, members: slice = ALL) -> Tensor:
         """Parameter-shaped tensors by name -> [L, g, o, i] in the factors' precision."""
-        return torch.stack([form.pack(vector) for form in self.forms[members]]).to(self.dtype)
+        return stacked([form.pack(vector) for form in self.forms[members]]).to(self.dtype)
 
     def unpack(self, matrices: Tensor, vector: Vector, members: slice = ALL) -> dict[str, Tensor]:
         """The inverse of `pack`, in the precision of `vector`."""
@@ -121,7 +112,7 @@ class BlockGroup:
         sums: Sequence[Mapping[str, Tensor]],
         cases: int,
         *,
-        decay: float | Tensor,
+        decay: float,
         weight: float = 1.0,
         accept: Tensor | None = None,
         members: slice = ALL,
@@ -131,10 +122,10 @@ class BlockGroup:
         Sums that are not finite do not enter and are counted, without asking the device; neither do any where `accept`,
         a 0-d bool tensor, is False.
         """
-        stacked = {name: torch.stack([one[name] for one in sums]).to(self.dtype) for name in sums[0]}
-        batch = batch_values(self.approximation, stacked, cases)
+        total = {name: stacked([one[name] for one in sums]).to(self.dtype) for name in sums[0]}
+        batch = batch_values(self.approximation, total, cases)
         finite = torch.stack([is_finite(value) for value in batch.values()]).all(0)
-        accepted = finite & (stacked["count"] > 0) if "count" in stacked else finite
+        accepted = finite & (total["count"] > 0) if "count" in total else finite
         accepted = accepted if accept is None else accepted & accept
         for name, stack in self.factors.items():
             stack[members].update(batch[name].view(stack[members].moment.shape), accepted, decay, weight)
@@ -143,6 +134,12 @@ class BlockGroup:
 
     def value(self, side: Side) -> Tensor:
         return self.as_operator(side, self.factors[side.factor].value)
+
+    def mean_eigenvalue(self, side: Side) -> Tensor:
+        """tr C / dim C of every matrix: [L, groups], without a copy of the factor."""
+        stack = self.factors[side.factor]
+        means = mean_eigenvalue(self.as_operator(side, stack.moment), side.diagonal)
+        return means / stack.total_weight.unsqueeze(-1)
 
     def positions(self) -> Tensor:
         """c of every block: [L]."""
@@ -155,9 +152,13 @@ class BlockGroup:
         damping = self.damping.to(self.device, self.dtype)
         if self.right is None:
             return {self.left: damping.expand(len(self), 1)}
-        inputs, outputs = (mean_eigenvalue(self.value(side), side.diagonal) for side in (self.right, self.left))
+        inputs, outputs = (self.mean_eigenvalue(side) for side in (self.right, self.left))
         pi, root = pi_correction(inputs, outputs), (damping / self.positions()).sqrt().unsqueeze(-1)
         return {self.right: pi * root, self.left: root / pi}
+
+    def failures(self, members: slice = ALL) -> Failures:
+        """Waits for the device."""
+        return Failures(int(self.failed[members].sum()), int(self.skipped[members].sum()))
 
     # --- products ---------------------------------------------------------------------------------------------------
 
@@ -230,13 +231,11 @@ class BlockGroup:
         good = torch.stack(right).all(0)
         for root, operators in new.items():
             for last, operator in zip(self.roots[root], operators, strict=True):
-                last.copy_(torch.where(spread(good, operator), operator, last))
+                torch.where(spread(good, operator), operator, last, out=last)
         self.failed += ~good
         self.inverted = True
 
 
-def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
-    if isinstance(root, str):
-        return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
-    exps = tuple(sorted({kept for kept in roots if not isinstance(kept, str)} | {root}))
-    return f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator."
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Without a copy if there is only one."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)

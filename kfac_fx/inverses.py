@@ -30,12 +30,14 @@ class Watch:
         """Indices to try again now. right: [m], of the present attempt."""
         if right.device.type != "cuda":
             return (~right).nonzero().squeeze(-1)
-        known = ~right if self.wrong is None else self.wrong
-        if self.wrong is not None and not self.copied.query():
-            known = torch.zeros_like(known)
-        self.wrong = torch.empty(right.shape, dtype=torch.bool, pin_memory=True).copy_(~right, non_blocking=True)
+        if self.wrong is None:
+            self.wrong = torch.empty(right.shape, dtype=torch.bool, pin_memory=True)
+            known = (~right).nonzero()
+        else:
+            known = self.wrong.nonzero() if self.copied.query() else self.wrong.new_zeros(0, 1, dtype=torch.int64)
+        self.wrong.copy_(~right, non_blocking=True)
         self.copied = torch.cuda.current_stream(right.device).record_event()
-        return known.nonzero().squeeze(-1).to(right.device)
+        return known.squeeze(-1).to(right.device) if len(known) else known.squeeze(-1)
 
 
 class Inverter:

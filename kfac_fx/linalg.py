@@ -136,11 +136,13 @@ def is_finite(stack: Tensor) -> Tensor:
 
 
 def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower factors [m, d, d] and which of them are right; the others are I, so that nothing stumbles over them."""
+    """Lower factors [m, d, d] and which of them are right; the others have a diagonal of ones, so that no routine
+    stumbles over a zero there."""
     lower, info = torch.linalg.cholesky_ex(matrix)
-    right = (info == 0) & is_finite(lower.diagonal(dim1=-2, dim2=-1))
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return torch.where(spread(right, lower), lower, identity), right
+    diagonal = lower.diagonal(dim1=-2, dim2=-1)
+    right = (info == 0) & is_finite(diagonal)
+    diagonal.copy_(torch.where(spread(right, diagonal), diagonal, 1))
+    return lower, right
 
 
 def invert_triangular(lower: Tensor) -> Tensor:

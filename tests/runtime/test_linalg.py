@@ -7,8 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from kfac_fx.linalg import full_precision
+from kfac_fx import linalg
+from kfac_fx.linalg import (
+    RESCUES,
+    bordered,
+    damp,
+    dense_roots,
+    diagonal_root,
+    eigh,
+    full_precision,
+    gram,
+    is_finite,
+    mean_eigenvalue,
+    pi_correction,
+    rescued_roots,
+)
+
+EVERY: tuple[linalg.Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
+
+
+def spd(batch: int, d: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    x = torch.randn(batch, 3 * d, d, dtype=dtype)
+    return x.mT @ x / (3 * d)
 
 
 @pytest.fixture
@@ -37,3 +59,155 @@ def test_full_precision_serves_the_older_setting(user_precision: Any) -> None:
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("d", [1, 4])
+def test_gram_sums_outer_products(groups: int, d: int) -> None:
+    rows = torch.randn(7, groups, d, dtype=torch.float64)
+    torch.testing.assert_close(gram(rows), torch.einsum("ngi,ngj->gij", rows, rows))
+
+
+def test_bordered_is_the_gram_of_rows_with_a_one() -> None:
+    rows = torch.randn(7, 3, 4, dtype=torch.float64)
+    whole = gram(torch.cat([rows, torch.ones(7, 3, 1, dtype=torch.float64)], dim=-1))
+    corner = torch.full((3,), 7.0, dtype=torch.float64)
+    torch.testing.assert_close(bordered(gram(rows), rows.sum(0), corner), whole)
+
+
+# --- sides ----------------------------------------------------------------------------------------------------------
+
+
+def test_diagonal_sides_are_dense_sides_in_short() -> None:
+    side, damping = torch.rand(2, 3, 4, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64)
+    dense, matrix = torch.diag_embed(side), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(mean_eigenvalue(side, True), mean_eigenvalue(dense, False))
+    torch.testing.assert_close(torch.diag_embed(damp(side, damping, True)), damp(dense, damping, False))
+    torch.testing.assert_close(linalg.multiply_left(side, matrix, True), linalg.multiply_left(dense, matrix, False))
+    torch.testing.assert_close(linalg.multiply_right(matrix, side, True), linalg.multiply_right(matrix, dense, False))
+
+
+def test_damping_does_not_change_the_side() -> None:
+    side = spd(2, 3)
+    before = side.clone()
+    damp(side, torch.ones(2, dtype=torch.float64), diagonal=False)
+    assert torch.equal(side, before)
+
+
+def test_pi_is_the_root_of_the_ratio_of_mean_eigenvalues_and_one_for_a_zero_side() -> None:
+    inputs, outputs = torch.tensor([4.0, 0.0, 3.0, 0.0]), torch.tensor([1.0, 2.0, 0.0, 0.0])
+    assert pi_correction(inputs, outputs).tolist() == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_golden_pi() -> None:
+    left, right = torch.tensor([[1.0, 2.0, 0.0, 1.0]]), torch.ones(1, 2, 2)
+    assert pi_correction(mean_eigenvalue(left, True), mean_eigenvalue(right, False)).tolist() == [1.0]
+
+
+# --- roots ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("roots", [EVERY, (-1.0,), ("cholesky",), ("cholesky_inverse", -1.0), (-0.5,), ()])
+def test_roots_are_those_of_each_damped_matrix(roots: tuple[linalg.Root, ...]) -> None:
+    side, damping = spd(5, 4), torch.rand(5, dtype=torch.float64)
+    found, right = dense_roots(side, damping, roots)
+    assert right.all() and set(found) == set(roots)
+    for k in range(5):
+        damped = side[k] + damping[k] * torch.eye(4)
+        values, vectors = torch.linalg.eigh(damped)
+        for root, stack in found.items():
+            expected = {
+                "cholesky": torch.linalg.cholesky(damped),
+                "cholesky_inverse": torch.linalg.inv(torch.linalg.cholesky(damped)),
+            }.get(root) if isinstance(root, str) else (vectors * values**root) @ vectors.mT  # fmt: skip
+            torch.testing.assert_close(stack[k], expected)
+
+
+def test_both_ways_to_invert_agree() -> None:
+    """-1 comes from Cholesky alone, or from the eigenvalues that another power needs."""
+    side, damping = spd(3, 6), torch.rand(3, dtype=torch.float64)
+    by_cholesky, by_eigenvalues = (dense_roots(side, damping, roots)[0][-1.0] for roots in ((-1.0,), (-1.0, -0.5)))
+    torch.testing.assert_close(by_cholesky, by_eigenvalues)
+
+
+def test_eigenvalues_below_zero_count_as_zero() -> None:
+    side, damping = torch.diag_embed(torch.tensor([[1.0, -1e-3]])), torch.tensor([0.1])
+    expected = torch.tensor([[1.1, 0.1]]) ** -0.5
+    torch.testing.assert_close(dense_roots(side, damping, (-0.5,))[0][-0.5], torch.diag_embed(expected))
+    torch.testing.assert_close(diagonal_root(torch.tensor([[1.0, -1e-3]]), damping, -0.5), expected)
+
+
+@pytest.mark.parametrize("roots", [(-1.0,), (-0.5,), EVERY])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_one_bad_matrix_does_not_spoil_the_batch(roots: tuple[linalg.Root, ...], bad: float) -> None:
+    side, damping = spd(4, 5), torch.full((4,), 0.1, dtype=torch.float64)
+    good, _ = dense_roots(side, damping, roots)
+    side[2, 1, 1] = bad
+    found, right = dense_roots(side, damping, roots)
+    assert right.tolist() == [True, True, False, True]
+    for root in roots:
+        torch.testing.assert_close(found[root][right], good[root][right])
+
+
+def test_failures_are_found_without_an_error() -> None:
+    side = torch.stack([torch.eye(3), -torch.eye(3), torch.zeros(3, 3)])
+    assert dense_roots(side, torch.zeros(3), (-1.0,))[1].tolist() == [True, False, False]
+
+
+def test_a_failed_matrix_is_rescued_with_more_damping() -> None:
+    """-0.5 is indefinite with λ = 0.1, and definite with ten times that: the first rescue."""
+    side, damping = torch.diag_embed(torch.tensor([[1.0, -0.5]])), torch.tensor([0.1])
+    assert not dense_roots(side, damping, (-1.0,))[1].any()
+    found, right = rescued_roots(side, damping, (-1.0,))
+    assert right.all() and RESCUES[0] == (None, 10.0)
+    torch.testing.assert_close(found[-1.0], torch.diag_embed(torch.tensor([[1 / 2.0, 1 / 0.5]])))
+
+
+def test_a_failed_matrix_is_rescued_in_float64() -> None:
+    """Rounded to float32 the damping of a huge matrix is lost, however often it is multiplied."""
+    side = torch.full((1, 2, 2), 1e8)
+    damping = torch.tensor([0.02])
+    assert not dense_roots(side, 100 * damping, (-1.0,))[1].any()
+    found, right = rescued_roots(side, damping, (-1.0,))
+    assert right.all() and found[-1.0].dtype is torch.float32
+    expected = torch.linalg.inv(side.double() + damping.double() * torch.eye(2))
+    torch.testing.assert_close(found[-1.0].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_what_cannot_be_rescued_is_reported() -> None:
+    side = torch.stack([torch.eye(2), torch.full((2, 2), torch.nan), -100 * torch.eye(2)])
+    found, right = rescued_roots(side, torch.full((3,), 0.1), (-1.0,))
+    assert right.tolist() == [True, False, False]
+    assert found[-1.0][0].isfinite().all()
+
+
+def test_a_matrix_whose_eigenvalues_do_not_converge_is_done_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, side = torch.linalg.eigh, spd(3, 4)
+
+    def stumble(matrix: Tensor) -> Any:
+        if (matrix == side[1]).all(-1).all(-1).any():
+            raise torch.linalg.LinAlgError("did not converge")  # type: ignore[attr-defined]
+        return solve(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", stumble)
+    values, vectors = eigh(side)
+    assert values.isnan().all(1).tolist() == [False, True, False]
+    torch.testing.assert_close(((vectors * values.unsqueeze(-2)) @ vectors.mT)[[0, 2]], side[[0, 2]])
+    assert dense_roots(side, torch.full((3,), 0.1, dtype=torch.float64), (-0.5,))[1].tolist() == [True, False, True]
+
+
+def test_is_finite_looks_at_every_entry() -> None:
+    stack = torch.zeros(3, 4, 5)
+    stack[1, 3, 4], stack[2, 0, 2] = torch.nan, -torch.inf
+    assert is_finite(stack).tolist() == [True, False, False]
+    assert is_finite(torch.tensor([1.0, torch.nan])).tolist() == [True, False]
+
+
+def test_the_inverse_from_triangular_solves_is_that_of_lapack() -> None:
+    """The first is what CUDA takes."""
+    lower = torch.linalg.cholesky(spd(3, 5))
+    inverse = linalg.invert_triangular(lower)
+    torch.testing.assert_close(inverse.mT @ inverse, linalg.invert_from_cholesky(lower))

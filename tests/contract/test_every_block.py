@@ -1,0 +1,188 @@
+"""What every block must obey, whatever its layer and its approximation: definition, powers, triangular factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kfac_fx.blocks import FisherBlock, make_block
+from tests.runtime.fisher_cases import CASES, FORMS, draw, register, trained
+
+every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
+
+
+def matrix(side: Tensor) -> Tensor:
+    """A factor's value as dense matrices of every group."""
+    return side if side.dim() == 3 else torch.diag_embed(side)
+
+
+def damped(block: FisherBlock, damping: float) -> Tensor:
+    """F + λ I as one dense matrix, written as in the paper: c (G + √(λ/c)/π I) ⊗ (A + π √(λ/c) I), group by group."""
+    if "F" in block.factors:
+        f = block.factors["F"].value
+        full = f if f.dim() == 2 else torch.diag(f.flatten())
+        return full + damping * torch.eye(len(full), dtype=full.dtype)
+    a_all, g_all, c = (block.factors[name].value for name in ("A", "G", "positions"))
+    blocks = []
+    for a, g in zip(matrix(a_all), matrix(g_all), strict=True):
+        pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
+        a = a + pi * (damping / c).sqrt() * torch.eye(len(a), dtype=a.dtype)
+        g = g + (damping / c).sqrt() / pi * torch.eye(len(g), dtype=g.dtype)
+        blocks.append(c * torch.kron(g, a))
+    dense: Tensor = torch.block_diag(*blocks)
+    return dense
+
+
+def flat(block: FisherBlock, vector: dict[str, Tensor]) -> Tensor:
+    """In the order of the flattened matrix."""
+    return block.group.pack(vector, block.member).flatten()
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name])
+
+
+@every_block
+@pytest.mark.parametrize("exp", [1, -2, -1, -0.5, 0.5])
+def test_powers_are_those_of_the_dense_damped_block(form: str, approximation: str, exp: float) -> None:
+    block, vector = trained(form, approximation)
+    values, vectors = torch.linalg.eigh(damped(block, 0.3))
+    expected = vectors @ (values**exp * (vectors.mT @ flat(block, vector)))
+    torch.testing.assert_close(flat(block, block.multiply_matpower(vector, exp)), expected)
+
+
+@every_block
+def test_without_damping_the_block_is_its_full_matrix(form: str, approximation: str) -> None:
+    block, vector = trained(form, approximation, damping=0.0)
+    full, v = block.full_fisher_block(), flat(block, vector)
+    torch.testing.assert_close(flat(block, block.multiply(vector)), full @ v)
+    torch.testing.assert_close(flat(block, block.multiply_inverse(vector)), torch.linalg.solve(full, v))
+
+
+@every_block
+def test_the_inverse_undoes_the_product(form: str, approximation: str) -> None:
+    block, vector = trained(form, approximation)
+    assert_same(block.multiply_inverse(block.multiply(vector)), vector)
+
+
+@every_block
+def test_half_powers_compose(form: str, approximation: str) -> None:
+    block, vector = trained(form, approximation)
+    twice = block.multiply_matpower(block.multiply_matpower(vector, 0.5), 0.5)
+    assert_same(twice, block.multiply(vector))
+    twice = block.multiply_matpower(block.multiply_matpower(vector, -0.5), -0.5)
+    assert_same(twice, block.multiply_inverse(vector))
+
+
+@every_block
+def test_cholesky_factors_make_the_block_and_its_inverse(form: str, approximation: str) -> None:
+    block, vector = trained(form, approximation)
+    assert_same(block.multiply_cholesky(block.multiply_cholesky(vector, transpose=True)), block.multiply(vector))
+    white = block.multiply_cholesky_inverse(vector)
+    assert_same(block.multiply_cholesky_inverse(white, transpose=True), block.multiply_inverse(vector))
+    assert_same(block.multiply_cholesky(white), vector)
+
+
+@every_block
+def test_transposed_cholesky_is_the_transpose(form: str, approximation: str) -> None:
+    block, v = trained(form, approximation)
+    w = {name: torch.randn_like(tensor) for name, tensor in v.items()}
+    for multiply in (block.multiply_cholesky, block.multiply_cholesky_inverse):
+        left = flat(block, w) @ flat(block, multiply(v))
+        right = flat(block, multiply(w, transpose=True)) @ flat(block, v)
+        torch.testing.assert_close(left, right)
+
+
+@every_block
+def test_stored_powers_are_of_the_last_inverse_update(form: str, approximation: str) -> None:
+    block, vector = trained(form, approximation)
+    product, inverse = block.multiply(vector), block.multiply_inverse(vector)
+    for _ in range(3):
+        block.update(draw(block.registration, FORMS[form], 7), 7, decay=0.5)
+    assert_same(block.multiply_inverse(vector), inverse)
+    assert not all(torch.equal(block.multiply(vector)[name], product[name]) for name in product)
+    block.update_inverses()
+    assert_same(block.multiply_inverse(block.multiply(vector)), vector)
+
+
+@every_block
+def test_statistics_that_are_not_finite_leave_the_factors_alone(form: str, approximation: str) -> None:
+    block, _ = trained(form, approximation)
+    before = {name: (factor.moment.clone(), factor.total_weight.clone()) for name, factor in block.factors.items()}
+    for bad in (torch.nan, torch.inf):
+        moments = draw(block.registration, FORMS[form], 7)
+        for name in moments:
+            block.update({**moments, name: torch.full_like(moments[name], bad)}, 7, decay=0.95)
+    for name, (moment, total_weight) in before.items():
+        assert torch.equal(block.factors[name].moment, moment)
+        assert torch.equal(block.factors[name].total_weight, total_weight)
+    assert block.failures == (0, 2 * len(moments))
+
+
+@every_block
+def test_a_failed_decomposition_keeps_the_last_good_roots(form: str, approximation: str) -> None:
+    block, vector = trained(form, approximation)
+    inverse, root = block.multiply_inverse(vector), block.multiply_cholesky(vector)
+    good = {name: factor.moment.clone() for name, factor in block.factors.items()}
+    name = "G" if "G" in block.factors else "F"
+    block.factors[name].moment.fill_(torch.nan)
+    block.update_inverses()
+    assert_same(block.multiply_inverse(vector), inverse)
+    assert_same(block.multiply_cholesky(vector), root)
+    assert block.failures == (1, 0)
+    block.factors[name].moment.copy_(good[name])
+    block.update_inverses()
+    assert_same(block.multiply_inverse(vector), inverse)
+    assert block.failures == (1, 0)
+
+
+@every_block
+def test_float32_agrees_with_float64(form: str, approximation: str) -> None:
+    torch.manual_seed(1)
+    single, vector = trained(form, approximation, dtype=torch.float32)
+    torch.manual_seed(1)
+    double, _ = trained(form, approximation)
+    wide = {name: tensor.double() for name, tensor in vector.items()}
+    narrow = single.multiply_inverse(vector)
+    assert all(tensor.dtype is torch.float32 for tensor in narrow.values())
+    for name, exact in double.multiply_inverse(wide).items():
+        torch.testing.assert_close(narrow[name].double(), exact, rtol=1e-3, atol=1e-4)
+
+
+@every_block
+def test_the_first_update_is_taken_whole(form: str, approximation: str) -> None:
+    """Free of bias from the start: no decay shows in the first value."""
+    registration, parameters = register(FORMS[form], approximation), FORMS[form].parameters
+    moments = draw(registration, FORMS[form], 7)
+    forgetful, lasting = (make_block(registration, parameters=parameters) for _ in range(2))
+    forgetful.update(moments, 7, decay=0.0)
+    lasting.update(moments, 7, decay=0.95)
+    for name in forgetful.factors:
+        torch.testing.assert_close(forgetful.factors[name].value, lasting.factors[name].value)
+
+
+def test_groups_are_blocks_of_their_own() -> None:
+    """A grouped layer's block is zero between groups, in the order of the flattened [g, o, i]."""
+    block, _ = trained("grouped convolution", "kron")
+    full = block.full_fisher_block()
+    half = len(full) // 2
+    assert not full[:half, half:].any()
+    for g in range(2):
+        a, o = block.factors["A"].value[g], block.factors["G"].value[g]
+        expected = block.factors["positions"].value * torch.kron(o, a)
+        torch.testing.assert_close(full[g * half : (g + 1) * half, g * half : (g + 1) * half], expected)
+
+
+def test_several_uses_of_a_diagonal_block_add_up_before_they_are_squared() -> None:
+    form = FORMS["linear"]
+    assert trained("linear", "diagonal")[0].statistics == ("square",)
+    shared = register(form, "diagonal", uses=2)
+    moments = [draw(shared, form, 7), draw(shared, form, 7)]
+    assert set(moments[0]) == {"per_case"}
+    block, _ = trained("linear", "diagonal")
+    total = moments[0]["per_case"] + moments[1]["per_case"]
+    block.update({"per_case": total}, 7, decay=0.0)
+    torch.testing.assert_close(block.factors["F"].value.flatten(), total.square().mean(0))

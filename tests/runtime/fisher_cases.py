@@ -1,0 +1,104 @@
+"""Registrations without a graph, and the moments of random rows, for the tests of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kfac_fx.blocks import FisherBlock, make_block, statistics_of
+from kfac_fx.linalg import Root
+from kfac_fx.passes.ir import Registration, Use
+from kfac_fx.passes.matrix import Layout, MatrixForm
+from kfac_fx.statistics import STATISTICS
+
+ALL_ROOTS: tuple[Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
+
+
+def weight(shape: tuple[int, ...], pattern: str, **sizes: int) -> tuple[str, Layout]:
+    layout = Layout(shape).rearrange(pattern, **sizes)
+    return "weight", layout if len(layout.result) == 3 else layout.reshape((1, *layout.result))
+
+
+def bias(shape: tuple[int, ...], pattern: str, **sizes: int) -> tuple[str, Layout]:
+    layout = Layout(shape).rearrange(pattern, **sizes)
+    return "bias", layout if len(layout.result) == 2 else layout.reshape((1, *layout.result))
+
+
+@dataclass(frozen=True)
+class Form:
+    """A matrix form, the shapes of its parameters, and whether its rows are ids."""
+
+    matrix: MatrixForm | None
+    shapes: dict[str, tuple[int, ...]]
+    ids: bool = False
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: torch.randn(shape, dtype=torch.float64) for name, shape in self.shapes.items()}
+
+
+FORMS = {
+    "linear": Form(MatrixForm(weight((3, 2), "o i -> o i"), None), {"weight": (3, 2)}),
+    "linear with bias": Form(
+        MatrixForm(weight((3, 2), "o i -> o i"), bias((3,), "o -> o")), {"weight": (3, 2), "bias": (3,)}
+    ),
+    "convolution": Form(
+        MatrixForm(weight((2, 2, 1, 2), "o c h w -> o (c h w)"), bias((2,), "o -> o")),
+        {"weight": (2, 2, 1, 2), "bias": (2,)},
+    ),
+    "grouped convolution": Form(
+        MatrixForm(weight((4, 2, 2), "(g o) c k -> g o (c k)", g=2), bias((4,), "(g o) -> g o", g=2)),
+        {"weight": (4, 2, 2), "bias": (4,)},
+    ),
+    "depthwise convolution": Form(MatrixForm(weight((3, 1, 2), "g c k -> g c k"), None), {"weight": (3, 1, 2)}),
+    "embedding": Form(MatrixForm(weight((5, 2), "v d -> d v"), None), {"weight": (5, 2)}, ids=True),
+    "scale and shift": Form(
+        MatrixForm(("weight", Layout((4,)).reshape((4, 1, 1))), ("bias", Layout((4,)).reshape((4, 1)))),
+        {"weight": (4,), "bias": (4,)},
+    ),
+    "shift": Form(MatrixForm(None, ("bias", Layout((4,)).reshape((4, 1)))), {"bias": (4,)}),
+    "generic": Form(None, {"weight": (2, 3), "bias": ()}),
+}
+APPROXIMATIONS = (
+    "kron", "kron_in_diag", "kron_out_diag", "kron_both_diag", "kron_indep", "diagonal", "full",
+)  # fmt: skip
+CASES = [
+    (form, approximation)
+    for form in FORMS
+    for approximation in APPROXIMATIONS
+    if form != "generic" or approximation in ("diagonal", "full")
+]
+
+
+def register(form: Form, approximation: str, uses: int = 1) -> Registration:
+    return Registration("layer", form.matrix, tuple(form.shapes), (cast(Use, None),) * uses, approximation)
+
+
+def draw(registration: Registration, form: Form, cases: int, positions: int = 2) -> dict[str, Tensor]:
+    """The statistics that the registration needs, of random rows."""
+    if registration.matrix is None:
+        return {"gradient": torch.randn(sum(t.numel() for t in form.parameters.values()), dtype=torch.float64)}
+    g, o, i = registration.matrix.shape
+    has_bias = registration.matrix.bias is not None
+    d = torch.randn(cases, positions, g, o, dtype=torch.float64)
+    x = torch.randn(cases, positions, g, i - has_bias, dtype=torch.float64)
+    rows = torch.randint(i, (cases, positions)) if form.ids else x
+    names = statistics_of(registration)
+    return {name: STATISTICS[name].compute(rows, d, has_bias, registration.matrix.shape) for name in names}
+
+
+def trained(
+    name: str, approximation: str, *, damping: float = 0.3, dtype: torch.dtype = torch.float64
+) -> tuple[FisherBlock, dict[str, Tensor]]:
+    """A block that has seen twenty batches of seven cases, with all its roots; and a vector for it."""
+    form = FORMS[name]
+    registration = register(form, approximation)
+    parameters = form.parameters
+    block = make_block(registration, parameters=parameters, dtype=dtype, damping=damping, roots=ALL_ROOTS)
+    for _ in range(20):
+        block.update(draw(registration, form, 7), 7, decay=0.95)
+    block.update_inverses()
+    return block, {name: torch.randn_like(p).to(dtype) for name, p in parameters.items()}

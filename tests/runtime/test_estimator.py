@@ -1,0 +1,266 @@
+"""The estimator over many batches: averages, micro-batches, failures, state, and what a user may get wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.moments import Moments
+from kfac_fx.passes.errors import FactorNotReady, ModelChangedError, RegistrationError
+from tests.runtime.fake_net import EXACT, FakeNet, batch, deep, exact, mixed, noise
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def parts(net: FakeNet, x: Tensor, sizes: list[int]) -> Iterator[Moments]:
+    for part in torch.split(x, sizes):
+        yield net.record((part,), {}, mode="exact")
+
+
+@pytest.mark.parametrize("make", [deep, lambda: deep("full")])
+def test_micro_batches_add_up_to_the_whole(make: Callable[[], FakeNet]) -> None:
+    net, x = make(), batch(6)
+    whole = exact(net, x)
+    est = FisherEstimator(net)
+    for moments in parts(net, x, [1, 3, 2]):
+        est.accumulate(moments)
+    est.fold()
+    for key, block in whole.blocks.items():
+        for name, factor in block.factors.items():
+            torch.testing.assert_close(est.blocks[key].factors[name].value, factor.value)
+
+
+def test_accumulating_leaves_the_moments_alone() -> None:
+    net, est = deep(), FisherEstimator(deep())
+    moments = net.record((batch(),), {}, mode="exact")
+    before = copy.deepcopy(moments)
+    est.accumulate(moments)
+    est.accumulate(moments)
+    for key, one in before.statistics.items():
+        assert_equal(one, moments.statistics[key])
+
+
+def test_the_past_decays_and_in_burn_in_does_not() -> None:
+    net = FakeNet(nn.Sequential(nn.Linear(3, 2, bias=False)), {"0": "kron"})
+    xs = [batch() for _ in range(3)]
+    moments = [x.mT @ x / len(x) for x in xs]
+    for should_decay, weights in ((True, (0.25, 0.5, 1.0)), (False, (1.0, 1.0, 1.0))):
+        est = FisherEstimator(net, cov_ema_decay=0.5)
+        for x in xs:
+            est.update_covariances(x, should_decay=should_decay)
+        expected = sum(w * m for w, m in zip(weights, moments, strict=True)) / sum(weights)
+        torch.testing.assert_close(est.blocks[("0.weight",)].factors["A"].value[0], expected)
+
+
+def test_folding_nothing_changes_nothing() -> None:
+    est = exact(deep(), batch())
+    before = {name: tensor.clone() for name, tensor in est.state_dict().items()}
+    est.fold()
+    assert_equal(est.state_dict(), before)
+
+
+def test_sums_that_are_not_accepted_are_dropped_and_are_no_failure() -> None:
+    est = exact(deep(), batch())
+    before = {name: tensor.clone() for name, tensor in est.state_dict().items()}
+    est.accumulate(est.net.record((batch(),), {}, **EXACT))
+    est.fold(accept=torch.tensor(False))
+    assert_equal(est.state_dict(), before)
+    assert est.failures == (0, 0)
+    est.accumulate(est.net.record((batch(),), {}, **EXACT))
+    est.fold(accept=torch.tensor(True))
+    assert est.blocks["0.weight", "0.bias"].factors["A"].total_weight.item() == pytest.approx(1.95)
+
+
+def test_a_batch_that_is_not_finite_is_skipped_and_counted_by_block() -> None:
+    est = exact(deep(), batch())
+    est.update_inverses()
+    v = noise(est)
+    inverse = est.multiply_inverse(v)
+    moments = est.net.record((batch(),), {}, **EXACT)
+    moments.statistics["2.weight", "2.bias"]["G"][0, 0, 0] = torch.inf
+    others = est.blocks["0.weight", "0.bias"].factors["A"].total_weight.clone()
+    est.accumulate(moments)
+    est.fold()
+    assert est.failures == (0, 1)
+    assert est.blocks["2.weight", "2.bias"].failures == (0, 1)
+    assert est.blocks["2.weight", "2.bias"].factors["G"].total_weight.item() == 1.0
+    assert est.blocks["0.weight", "0.bias"].factors["A"].total_weight > others
+    assert_equal(
+        {n: t for n, t in est.multiply_inverse(v).items() if "2." in n}, {n: inverse[n] for n in inverse if "2." in n}
+    )
+
+
+def test_only_the_block_that_fails_keeps_its_last_inverse() -> None:
+    est = exact(deep(), batch(), damping=0.1)
+    est.update_inverses()
+    v = noise(est)
+    before = est.multiply_inverse(v)
+    est.damping = 0.2
+    est.blocks["2.weight", "2.bias"].factors["A"].moment.fill_(torch.nan)
+    est.update_inverses()
+    after = est.multiply_inverse(v)
+    assert est.failures == (1, 0)
+    assert {name.split(".")[0] for name in v if torch.equal(after[name], before[name])} == {"2"}
+
+
+def test_a_failed_decomposition_is_rescued_with_more_damping() -> None:
+    """An indefinite factor, as rounding may leave it."""
+    est = exact(deep(), batch(), damping=0.0)
+    factor = est.blocks["2.weight", "2.bias"].factors["G"]
+    factor.moment.copy_(torch.diag(torch.tensor([1.0, 1.0, 1.0, -0.01])))
+    est.damping = 1e-4
+    est.update_inverses()
+    assert est.failures == (0, 0)
+    assert all(tensor.isfinite().all() for tensor in est.multiply_inverse(noise(est)).values())
+
+
+def test_damping_is_a_tensor_that_can_be_written() -> None:
+    est = exact(deep(), batch(), damping=0.1)
+    shared = torch.tensor(0.1, dtype=torch.float64)
+    other = exact(est.net, batch(), damping=shared)  # type: ignore[arg-type]
+    assert other.damping is shared
+    v = noise(est)
+    product = est.multiply(v)
+    est.damping = 0.7
+    assert est.damping.item() == 0.7
+    changed = est.multiply(v)
+    assert not any(torch.equal(changed[name], product[name]) for name in v)
+    est.damping.fill_(0.1)
+    assert_equal(est.multiply(v), product)
+
+
+def test_a_seed_makes_samples_repeatable_and_leaves_the_users_stream_alone() -> None:
+    net, x = deep(), batch()
+    states = []
+    for _ in range(2):
+        est = FisherEstimator(net, seed=5)
+        before = torch.get_rng_state()
+        est.update_covariances(x)
+        assert torch.equal(torch.get_rng_state(), before)
+        states.append(est.state_dict())
+        torch.randn(3)
+    assert_equal(*states)
+
+
+def test_a_fraction_of_the_batch_is_recorded() -> None:
+    net, x = deep(), batch(8)
+    est = FisherEstimator(net, fraction=0.5)
+    est.update_covariances(x)
+    a = torch.cat([x[:4], torch.ones(4, 1, dtype=torch.float64)], 1)
+    torch.testing.assert_close(est.blocks["0.weight", "0.bias"].factors["A"].value[0], a.mT @ a / 4)
+
+
+@pytest.mark.parametrize("make", [deep, mixed])
+def test_state_resumes_bit_for_bit(make: Callable[[], FakeNet]) -> None:
+    net = make()
+    options: dict[str, Any] = {"seed": 1, "exps": (-1, -0.5), "compute_cholesky": True}
+    est, other = FisherEstimator(net, **options), FisherEstimator(net, **options)
+    for _ in range(3):
+        est.update_covariances(batch())
+    est.update_inverses()
+    est.damping = 0.3
+    other.load_state_dict(copy.deepcopy(est.state_dict()))
+    x, v = batch(), noise(est)
+    for one in (est, other):
+        one.update_covariances(x)
+    assert_equal(est.state_dict(), other.state_dict())
+    assert_equal(est.multiply_inverse(v), other.multiply_inverse(v))
+    for one in (est, other):
+        one.update_inverses()
+    assert_equal(est.multiply_cholesky(v), other.multiply_cholesky(v))
+
+
+def test_memory_is_counted_in_bytes() -> None:
+    net = FakeNet(nn.Sequential(nn.Linear(3, 2)), {"0": "kron"})
+    est = FisherEstimator(net, exps=(-1, -0.5))
+    assert est.factor_memory() == (8 * (16 + 4 + 1), 2 * 8 * (16 + 4))
+
+
+# --- what a user may get wrong --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"estimation_mode": "exakt"}, r"unknown estimation_mode 'exakt'; known are 'gradients', 'empirical'\."),
+        ({"cov_ema_decay": 1.5}, r"cov_ema_decay must be between 0 and 1, got 1\.5\."),
+        ({"fraction": 0}, r"fraction must be above 0 and at most 1, got 0\."),
+        ({"damping": -1.0}, r"damping must not be negative, got -1\.0\."),
+    ],
+)
+def test_wrong_options_are_refused_at_once(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        FisherEstimator(deep(), **options)
+
+
+def test_a_vector_must_name_every_parameter() -> None:
+    est = exact(deep(), batch())
+    v = noise(est)
+    wrong = {("0.wieght" if name == "0.weight" else name): tensor for name, tensor in v.items()}
+    text = (
+        r"1 names are missing, 1 are not reg.*\n  missing  0\.weight\n  unknown  0\.wieght\. Did you mean '0\.weight'\?"
+    )
+    with pytest.raises(KeyError, match=text):
+        est.multiply(wrong)
+
+
+def test_inverses_before_factors_say_what_to_call() -> None:
+    est = FisherEstimator(deep())
+    with pytest.raises(FactorNotReady, match=r"factors of linear\(0\.weight, 0\.bias\) read before their first update"):
+        est.update_inverses()
+
+
+def test_moments_must_cover_every_registration() -> None:
+    net = deep()
+    moments = net.record((batch(),), {}, mode="exact")
+    del moments.statistics["2.weight", "2.bias"]
+    with pytest.raises(ValueError, match=r"moments lack 1 of 4 registrations, first \('2\.weight', '2\.bias'\)\."):
+        FisherEstimator(net).accumulate(moments)
+
+
+def test_only_the_chosen_variables_are_estimated() -> None:
+    net, x = deep(), batch()
+    est = FisherEstimator(net, variables=["0.weight", "0.bias", "5.bias", "5.weight"])
+    est.update_covariances(x)
+    est.update_inverses()
+    assert list(est.blocks) == [("0.weight", "0.bias"), ("5.weight", "5.bias")]
+    assert list(est.multiply_inverse(noise(est))) == ["0.weight", "0.bias", "5.weight", "5.bias"]
+
+
+def test_variables_must_fit_the_registrations() -> None:
+    est = FisherEstimator(deep(), variables=["0.weight", "2.wieght"])
+    text = r"fit the registrations:\n  0\.weight  shares a reg.* with 0\.bias\n  2\.wieght  is registered nowhere\. Did"
+    with pytest.raises(RegistrationError, match=text):
+        _ = est.blocks
+
+
+def test_a_state_of_another_estimator_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"the state is of another estimator: \d+ names or shapes differ, the first is '1\.scale"
+    ):
+        FisherEstimator(deep()).load_state_dict(FisherEstimator(mixed()).state_dict())
+
+
+def test_the_first_batch_may_change_a_registration_and_later_ones_may_not() -> None:
+    """A first batch may prove that a layer is not what it looked like."""
+    net = deep()
+    est = FisherEstimator(net)
+    assert est.blocks["5.weight", "5.bias"].registration.approximation == "diagonal"
+    net.registrations = (*net.registrations[:-1], replace(net.registrations[-1], approximation="kron"))
+    est.update_covariances(batch())
+    assert est.blocks["5.weight", "5.bias"].registration.approximation == "kron"
+    net.registrations = (*net.registrations[:-1], replace(net.registrations[-1], approximation="diagonal"))
+    with pytest.raises(
+        ModelChangedError, match=r"registrations changed after the first batch was recorded: 5\.bias, 5\.wei"
+    ):
+        est.update_covariances(batch())
