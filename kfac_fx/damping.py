@@ -35,5 +35,5 @@ class DampingRule:
         # A model that predicted an increase was wrong in the right direction if the loss fell: ρ is negative then.
         decrease = ((change < 0) & (predicted > 0)) | (rho > self.decrease_above)
         increase = ~decrease & (rho < self.increase_below)
-        factor = torch.where(decrease, omega, torch.where(increase, 1 / omega, 1.0))
-        return (damping * factor).clamp(min=self.min_damping + self.l2_reg), rho
+        adapted = torch.where(decrease, damping * omega, torch.where(increase, damping / omega, damping))
+        return adapted.clamp(min=self.min_damping + self.l2_reg), rho

@@ -120,7 +120,11 @@ class KFAC(Optimizer):
         self.scalar = torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)
         start = self.scalar + damping
         self.estimator = FisherEstimator(
-            self.net, cov_ema_decay=self.options.decay, damping=start.clone(), estimation_mode=estimation_mode
+            self.net,
+            cov_ema_decay=self.options.decay,
+            damping=start.clone(),
+            estimation_mode=estimation_mode,
+            fraction=fraction,
         )
         self.updater = Updater(self.net, self.options, self.estimator, start)
         self.generator = torch.Generator(example.device).manual_seed(torch.initial_seed() if seed is None else seed)

@@ -29,7 +29,8 @@ OMEGA = 0.95**5
 def test_damping_follows_the_reduction_ratio(change: float, predicted: float, factor: float) -> None:
     before = torch.tensor(2.0, dtype=torch.float64)
     damping, rho = DampingRule()(before.new_tensor(0.1), before, before + change, before.new_tensor(predicted))
-    assert damping.item() == pytest.approx(0.1 * factor)
+    assert damping.dtype is torch.float64
+    assert damping.item() == pytest.approx(0.1 * factor, rel=1e-14)
     expected = change / predicted if predicted else math.nan
     assert rho.item() == pytest.approx(expected, nan_ok=True)
 

@@ -1,0 +1,177 @@
+"""What a closure is asked for, and that asking leaves no trace."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_fx.closure import RandomState, checked, evaluate, without_a_trace
+from kfac_fx.compiler import CompiledModule, compile
+from kfac_fx.optimizer import KFAC
+from tests.runtime.slow_kfac import batch, loss_of, mlp
+
+
+def setup(**options: Any) -> tuple[CompiledModule, KFAC]:
+    net = compile(mlp(), loss="categorical")
+    return net, KFAC(net, **{"lr": 0.3, "damping": 0.1, "seed": 0, **options})
+
+
+class Training:
+    """A closure as torch's documentation has it; counts its calls."""
+
+    def __init__(self, net: nn.Module, opt: torch.optim.Optimizer) -> None:
+        self.net, self.opt, self.calls, self.number = net, opt, 0, 0
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        x, y = batch(self.number)
+        self.opt.zero_grad()
+        loss = F.cross_entropy(self.net(x), y)
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("zero_first", [False, True])
+@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
+def test_a_closure_that_does_everything_trains_as_a_loop_does(momentum_type: str, zero_first: bool) -> None:
+    options: dict[str, Any] = {"adapt_damping": True, "damping_adaptation_interval": 2, "momentum_type": momentum_type}
+    options |= {"momentum": None, "lr": None} if momentum_type == "qmodel" else {}
+    net, opt = setup(**options)
+    other, loop = setup(**options)
+    closure = Training(net, opt)
+    for number in range(6):
+        closure.number = number
+        if zero_first:
+            opt.zero_grad()
+        loss = opt.step(closure)
+        assert isinstance(loss, Tensor)
+        x, y = batch(number)
+        loop.zero_grad()
+        expected = F.cross_entropy(other(x), y)
+        expected.backward()
+        assert loop.step(loss_of(other, x, y), loss=expected) is expected
+        torch.testing.assert_close(loss, expected)
+        for (_, p), (_, q) in zip(net.named_parameters(), other.named_parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert p.grad is not None and q.grad is not None
+            assert torch.equal(p.grad, q.grad)  # of the step, not of the closure's second call
+    assert closure.calls == 6 + 3
+    assert torch.equal(opt.damping, loop.damping)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_closure_is_not_asked_for_gradients_that_are_there(set_to_none: bool) -> None:
+    net, opt = setup()
+    for number in range(3):
+        x, y = batch(number)
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(set_to_none)
+        loss.backward()
+        assert opt.step(lambda: pytest.fail("asked")) is None
+
+
+def test_gradients_of_the_last_step_are_not_taken_for_new_ones() -> None:
+    net, opt = setup()
+    closure = Training(net, opt)
+    opt.step(closure)
+    net(batch(9)[0])  # a forward to look at the outputs; the gradients are still the last step's
+    opt.step(closure)
+    assert closure.calls == 2
+
+
+def test_asking_for_the_loss_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 4)).double()
+    net = compile(model, batch(0)[:1], loss="categorical")
+    opt = KFAC(net, lr=0.0, damping=0.1, adapt_damping=True, damping_adaptation_interval=1)
+    x, y = batch(0)
+    start = torch.get_rng_state()
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    buffers = {name: value.clone() for name, value in net.named_buffers()}
+    random = torch.get_rng_state()
+    inside: list[Tensor] = []
+
+    def closure() -> Tensor:
+        assert not torch.is_grad_enabled()
+        inside.append(torch.get_rng_state())
+        inside.append(F.cross_entropy(net(x), y))
+        return inside[-1]
+
+    opt.step(closure)
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, value in net.named_buffers():
+        assert torch.equal(value, buffers[name]), name
+    # lr is 0 and the noise is that of the step's own forward: the same loss, before and after.
+    assert len(inside) == 4
+    assert torch.equal(inside[0], start) and torch.equal(inside[2], start)
+    assert torch.equal(inside[1], loss.detach()) and torch.equal(inside[3], loss.detach())
+
+
+def test_a_trace_is_wiped_when_the_closure_fails() -> None:
+    buffer, parameter = torch.zeros(2), nn.Parameter(torch.ones(2))
+    parameter.grad = gradient = torch.ones(2)
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError), without_a_trace([buffer], [parameter], [], RandomState.now([])):
+        assert parameter.grad is None
+        buffer += torch.rand(2)
+        raise KeyError
+    assert parameter.grad is gradient
+    assert not buffer.any()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_backward_where_only_the_loss_was_asked_for_is_explained() -> None:
+    net, opt = setup(adapt_damping=True, damping_adaptation_interval=1)
+    x, y = batch(0)
+
+    def closure() -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        return loss
+
+    F.cross_entropy(net(x), y).backward()
+    with pytest.raises(
+        RuntimeError, match=r"had its gradients already, so it was asked for the loss alone.*zero_grad\(\)"
+    ):
+        opt.step(closure)
+
+
+def test_other_errors_of_a_closure_come_through() -> None:
+    def closure() -> Tensor:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="^mine$"):
+        evaluate(closure, with_backward=False)
+
+
+def test_a_closure_must_return_the_loss() -> None:
+    with pytest.raises(ValueError, match="the closure returned None: it must return the loss of the batch"):
+        checked(None)
+    _, opt = setup()
+    with pytest.raises(ValueError, match="returned None"):
+        opt.step(lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def test_adapting_without_a_closure_says_when_one_is_needed() -> None:
+    net, opt = setup(adapt_damping=True, damping_adaptation_interval=2)
+    for _ in range(2):
+        x, y = batch(0)
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        if opt.counter == 0:
+            opt.step()
+    text = r"adapt_damping needs the loss after the update, every 2 steps: call step\(closure\)"
+    with pytest.raises(ValueError, match=text):
+        opt.step(loss=loss)
+
+
+def test_a_closure_may_return_a_number() -> None:
+    net, opt = setup(adapt_damping=True, damping_adaptation_interval=1)
+    x, y = batch(0)
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    assert opt.step(lambda: F.cross_entropy(net(x), y).item(), loss=loss.item()) == loss.item()
+    assert opt.rho.isfinite()

@@ -1,0 +1,205 @@
+"""KFAC against a slow optimizer written from the formulas."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kfac_fx.compiler import CompiledModule, compile
+from kfac_fx.optimizer import KFAC
+from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
+
+STEPS = 12
+
+
+def compiled_mlp(**options: Any) -> CompiledModule:
+    return compile(mlp(), loss="categorical", **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "regular": {"lr": 0.3},
+    "regular without momentum": {"lr": 0.3, "momentum": 0.0},
+    "regular, everything": {
+        "lr": 0.3,
+        "norm_constraint": 0.02,
+        "weight_decay": 0.05,
+        "adapt_damping": True,
+        "damping_adaptation_interval": 2,
+        "precon_damping_mult": 1.7,
+        "l2_reg": 0.003,
+        "cov_update_every": 2,
+        "invert_every": 3,
+        "num_burnin_steps": 2,
+    },
+    "adam": {"lr": 0.2, "momentum_type": "adam"},
+    "adam, everything": {
+        "lr": 0.3,
+        "momentum_type": "Adam",
+        "norm_constraint": 0.02,
+        "weight_decay": 0.05,
+        "adapt_damping": True,
+        "damping_adaptation_interval": 3,
+        "damping_adaptation_decay": 0.8,
+        "invert_every": 2,
+        "num_burnin_steps": 1,
+    },
+    "qmodel": {"momentum": None, "momentum_type": "qmodel"},
+    "qmodel, everything": {
+        "momentum": None,
+        "momentum_type": "qmodel",
+        "weight_decay": 0.05,
+        "adapt_damping": True,
+        "damping_adaptation_interval": 2,
+        "precon_damping_mult": 0.6,
+        "qmodel_update_rescale": 0.8,
+        "l2_reg": 0.003,
+        "invert_every": 3,
+        "num_burnin_steps": 1,
+    },
+    "qmodel, adapted, rescaled": {
+        "momentum": None,
+        "momentum_type": "qmodel",
+        "adapt_damping": True,
+        "qmodel_update_rescale": 0.8,
+        "invert_every": 2,
+    },
+    "qmodel_fixedmu": {"momentum": 0.5, "momentum_type": "qmodel_fixedmu"},
+    "qmodel_fixedmu, adapted": {
+        "momentum": 0.5,
+        "momentum_type": "qmodel_fixedmu",
+        "adapt_damping": True,
+        "damping_adaptation_interval": 1,
+        "invert_every": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_steps_follow_the_formulas(options: dict[str, Any]) -> None:
+    net = compiled_mlp()
+    slow_options = {**options, "momentum_type": options.get("momentum_type", "regular").lower()}
+    slow = SlowKFAC(mlp(), damping=0.1, **slow_options)
+    opt = KFAC(net, damping=0.1, **{"seed": 0, **options})
+    for number in range(STEPS):
+        x, y = batch(number)
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        expected = slow.step(x, y, F.cross_entropy)
+        torch.testing.assert_close(loss.detach(), expected)
+        opt.step(loss_of(net, x, y))
+        for name, parameter in slow.model.named_parameters():
+            torch.testing.assert_close(net.get_parameter(name), parameter, msg=f"step {number}: {name}")
+        if slow.adapted:
+            torch.testing.assert_close(opt.predicted_change.item(), slow.predicted)
+            torch.testing.assert_close(opt.rho.item(), slow.rho)
+        torch.testing.assert_close(opt.damping.item(), slow.damping)
+    assert (slow.damping != 0.1) == options.get("adapt_damping", False)
+    assert opt.counter == slow.step_count
+    assert opt.skipped.item() == 0
+
+
+@pytest.mark.parametrize("momentum_type", ["regular", "adam", "qmodel"])
+def test_the_learning_rate_is_read_every_step(momentum_type: str) -> None:
+    quadratic = momentum_type == "qmodel"
+    options: dict[str, Any] = {"momentum": None} if quadratic else {"lr": 0.3}
+    net = compiled_mlp()
+    opt = KFAC(net, damping=0.1, momentum_type=momentum_type, seed=0, **options)
+    slow = SlowKFAC(mlp(), damping=0.1, momentum_type=momentum_type, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    for number in range(4):
+        x, y = batch(number)
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        slow.step(x, y, F.cross_entropy, scale=0.5**number)
+        opt.step()
+        scheduler.step()
+        torch.testing.assert_close(dict(net.named_parameters()), dict(slow.model.named_parameters()))
+
+
+def test_the_qmodel_reports_its_step_and_momentum() -> None:
+    net = compiled_mlp()
+    opt = KFAC(net, damping=0.1, momentum_type="qmodel", momentum=None)
+    assert opt.qmodel_learning_rate.isnan()
+    for number in range(2):
+        x, y = batch(number)
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
+        assert opt.qmodel_learning_rate > 0
+        assert (opt.qmodel_momentum == 0) == (number == 0)
+        assert opt.predicted_change < 0
+
+
+def test_training_is_untouched_but_for_the_step() -> None:
+    """Outputs, gradients, buffers and torch's random streams are those of the plain model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 4)).double()
+    plain = copy.deepcopy(model)
+    net = compile(model, batch(0)[:1], loss="categorical")
+    opt = KFAC(net, lr=0.1, damping=0.1, adapt_damping=True, damping_adaptation_interval=1)
+    torch.manual_seed(1)
+    outputs = []
+    for number in range(3):
+        x, y = batch(number)
+        y_net = net(x)
+        outputs.append(y_net.detach())
+        opt.zero_grad()
+        loss = F.cross_entropy(y_net, y)
+        loss.backward()
+        opt.step(loss_of(net, x, y))
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(plain(batch(0)[0]), outputs[0])
+    for number in range(1, 3):
+        plain(batch(number)[0])
+    assert torch.equal(torch.get_rng_state(), after)
+    assert net.get_buffer("1.num_batches_tracked").item() == 3
+
+
+@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
+def test_micro_batches_of_a_step_count_as_one_batch(momentum_type: str) -> None:
+    options: dict[str, Any] = {"momentum": None} if momentum_type == "qmodel" else {"lr": 0.3}
+    whole, parts = compiled_mlp(), compiled_mlp()
+    made = [KFAC(net, damping=0.1, momentum_type=momentum_type, seed=3, **options) for net in (whole, parts)]
+    for number in range(3):
+        x, y = batch(number)
+        for opt in made:
+            opt.zero_grad()
+        F.cross_entropy(whole(x), y).backward()
+        for part in (slice(0, 2), slice(2, 4), slice(4, 6)):
+            (F.cross_entropy(parts(x[part]), y[part]) / 3).backward()
+        for opt in made:
+            opt.step()
+    torch.testing.assert_close(dict(parts.named_parameters()), dict(whole.named_parameters()))
+
+
+def test_empirical_statistics_of_micro_batches_count_as_one_batch() -> None:
+    whole, parts = compiled_mlp(), compiled_mlp()
+    made = [KFAC(net, lr=0.3, damping=0.1, estimation_mode="empirical") for net in (whole, parts)]
+    for number in range(3):
+        x, y = batch(number)
+        for opt in made:
+            opt.zero_grad()
+        F.cross_entropy(whole(x), y).backward()
+        for part in (slice(0, 2), slice(2, 4), slice(4, 6)):
+            (F.cross_entropy(parts(x[part]), y[part]) / 3).backward()
+        parts(x)  # a forward without a backward is no micro-batch
+        for opt in made:
+            opt.step()
+    torch.testing.assert_close(dict(parts.named_parameters()), dict(whole.named_parameters()))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_empirical_statistics_are_those_of_the_true_targets(reduction: str) -> None:
+    net = compiled_mlp()
+    opt = KFAC(net, lr=0.0, damping=0.1, estimation_mode="empirical", reduction=reduction)
+    x, y = batch(0)
+    F.cross_entropy(net(x), y, reduction=reduction).backward()
+    opt.step()
+    moments = net.record((x,), {}, mode="empirical", targets=y)
+    expected = moments.statistics[("2.weight", "2.bias")]["G"] / 6
+    torch.testing.assert_close(opt.estimator.blocks[("2.weight", "2.bias")].factors["G"].value, expected)

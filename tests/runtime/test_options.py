@@ -1,0 +1,125 @@
+"""What KFAC's options may be, and what the errors say to write instead."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_fx.compiler import compile
+from kfac_fx.optimizer import KFAC
+from kfac_fx.passes.errors import AlreadyAttachedError
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown momentum type": (
+        {"momentum_type": "regulr"},
+        r"momentum_type 'regulr' is none of 'regular', .*Did you mean 'regular'\?",
+    ),
+    "no lr": ({"lr": None}, r"momentum_type='regular' needs lr=\.\.\.; 'qmodel' and 'qmodel_fixedmu' find their own"),
+    "no momentum": ({"momentum": None}, r"'regular' needs a number for momentum: write momentum=0\.0 for none"),
+    "qmodel with lr": (
+        {"momentum_type": "qmodel", "momentum": None},
+        r"momentum_type='qmodel' finds its own step size: leave lr out, or .* with qmodel_update_rescale",
+    ),
+    "qmodel with momentum": (
+        {"momentum_type": "qmodel", "lr": None},
+        r"finds its own momentum: write momentum=None, or momentum_type='qmodel_fixedmu' to keep momentum=0\.9",
+    ),
+    "fixed momentum without one": (
+        {"momentum_type": "qmodel_fixedmu", "lr": None, "momentum": None},
+        r"momentum_type='qmodel_fixedmu' needs momentum=\.\.\.; 'qmodel' finds its own",
+    ),
+    "qmodel with a norm constraint": (
+        {"momentum_type": "qmodel", "lr": None, "momentum": None, "norm_constraint": 0.1},
+        r"norm_constraint bounds a given lr, and momentum_type='qmodel' has none: leave it out",
+    ),
+    "rescale without qmodel": (
+        {"qmodel_update_rescale": 0.5},
+        r"qmodel_update_rescale scales the steps of 'qmodel'; with momentum_type='regular' change lr",
+    ),
+    "unknown reduction": ({"reduction": "none"}, r"reduction 'none' is neither 'mean' nor 'sum'"),
+    "adapting a sum": (
+        {"reduction": "sum", "adapt_damping": True},
+        r"the quadratic model is that of the mean loss: .*divide the loss by the number of cases",
+    ),
+    "a quadratic model of a sum": (
+        {"momentum_type": "qmodel", "lr": None, "momentum": None, "reduction": "sum"},
+        r"the quadratic model is that of the mean loss: .*reduction='mean'",
+    ),
+    "a part of the user's own backward": (
+        {"estimation_mode": "empirical", "fraction": 0.5},
+        r"'empirical' rides on the whole training backward: leave fraction at 1\.0",
+    ),
+    "unknown mode": ({"estimation_mode": "gradient"}, r"unknown estimation_mode 'gradient'; known are 'gradients', "),
+    "part of a step": (
+        {"cov_update_every": 0},
+        r"cov_update_every is 0; it must be a whole number of steps, at least 1",
+    ),
+    "half a step": ({"invert_every": 2.5}, r"invert_every is 2\.5; it must be a whole number of steps, at least 1"),
+    "interval": ({"damping_adaptation_interval": 0}, r"damping_adaptation_interval is 0; it must be a whole number"),
+    "burn-in": ({"num_burnin_steps": -1}, r"num_burnin_steps is -1; it must be a whole number of steps, at least 0"),
+    "zero damping": ({"damping": 0.0}, r"damping is 0\.0; it must be positive"),
+    "damping mult": ({"precon_damping_mult": -1.0}, r"precon_damping_mult is -1\.0; it must be positive"),
+    "norm constraint": ({"norm_constraint": 0.0}, r"norm_constraint is 0\.0; it must be positive"),
+    "adaptation decay": ({"damping_adaptation_decay": 0.0}, r"damping_adaptation_decay is 0\.0; it must be positive"),
+    "weight decay": ({"weight_decay": -0.1}, r"weight_decay is -0\.1; it must not be negative"),
+    "min damping": ({"min_damping": -0.1}, r"min_damping is -0\.1; it must not be negative"),
+    "l2": ({"l2_reg": float("nan")}, r"l2_reg is nan; it must not be negative"),
+    "lr": ({"lr": -1.0}, r"lr is -1\.0; it must not be negative"),
+    "ema decay": ({"cov_ema_decay": 1.5}, r"cov_ema_decay is 1\.5; it must be between 0 and 1"),
+    "thresholds": (
+        {"damping_increase_rho_threshold": 0.8},
+        r"damping_increase_rho_threshold=0\.8 is above damping_decrease_rho_threshold=0\.75: .*to grow and to shrink",
+    ),
+    "first order": (
+        {"first_order": {"beta": (0.9, 0.99)}},
+        r"first_order has no option 'beta', only lr, betas, eps, weight_decay\. Did you mean 'betas'\?",
+    ),
+    "fraction": ({"fraction": 0.0}, r"fraction must be above 0 and at most 1, got 0\.0"),
+}
+
+
+def model() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_options_say_what_to_write(options: dict[str, Any], text: str) -> None:
+    net = compile(model(), loss="categorical")
+    with pytest.raises(ValueError, match=text):
+        KFAC(net, **{"lr": 0.1, "damping": 0.1, **options})
+    KFAC(net, lr=0.1, damping=0.1)  # the failed one is not attached
+
+
+def test_a_model_that_is_not_compiled_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"KFAC needs a compiled module and got a Linear: net = kfac_fx\.compile"):
+        KFAC(model(), lr=0.1, damping=0.1)
+
+
+def test_a_second_optimizer_is_refused() -> None:
+    net = compile(model(), loss="categorical")
+    KFAC(net, lr=0.1, damping=0.1)
+    with pytest.raises(AlreadyAttachedError, match="a KFAC is attached to this module already"):
+        KFAC(net, lr=0.1, damping=0.1)
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    net, other = compile(model(), loss="categorical"), nn.Linear(4, 2)
+    text = r"2 parameters are not of the compiled module, the first of shape \[2, 4\].*compile the model again"
+    with pytest.raises(ValueError, match=text):
+        KFAC(net, lr=0.1, damping=0.1, params=other.parameters())
+    opt = KFAC(net, lr=0.1, damping=0.1)
+    with pytest.raises(ValueError, match=text):
+        opt.add_param_group({"params": other.parameters()})
+
+
+def test_numbers_may_be_tensors() -> None:
+    opt = KFAC(compile(model(), loss="categorical"), lr=torch.tensor(0.1), damping=torch.tensor(0.2))
+    assert opt.damping.item() == pytest.approx(0.2)
+    opt.damping = 0.3
+    assert opt.damping.item() == pytest.approx(0.3)
+
+
+def test_the_decay_of_the_factors_is_per_step() -> None:
+    opt = KFAC(compile(model(), loss="categorical"), lr=0.1, damping=0.1, cov_ema_decay=0.9, cov_update_every=3)
+    assert opt.estimator.cov_ema_decay == pytest.approx(0.9**3)
