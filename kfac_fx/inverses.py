@@ -20,37 +20,43 @@ from kfac_fx.linalg import Root, dense_roots, full_precision, rescued_roots, spr
 
 
 class Watch:
-    """Which matrices of a batch came out wrong, as far as the host can know without waiting for the device."""
+    """Which matrices of a batch came out wrong, as far as the host can know without waiting for the device.
 
-    def __init__(self) -> None:
-        self.wrong: Tensor | None = None
+    deferred: learn of failures one call late, except at the first call.
+    """
+
+    def __init__(self, deferred: bool) -> None:
+        self.deferred = deferred
+        self.wrong: Tensor | None = None  # of the last call, on the host once `copied` has happened
         self.copied: Any = None  # torch.cuda.Event has no types
 
     def known_failures(self, right: Tensor) -> Tensor:
-        """Indices to try again now. right: [m], of the present attempt."""
-        if right.device.type != "cuda":
+        """Indices to try again now, on the host. right: [m], of the present attempt."""
+        if not self.deferred:
             return (~right).nonzero().squeeze(-1)
         if self.wrong is None:
-            self.wrong = torch.empty(right.shape, dtype=torch.bool, pin_memory=True)
-            known = (~right).nonzero()
+            self.wrong = torch.empty(right.shape, dtype=torch.bool, pin_memory=right.is_cuda)
+            known = (~right).nonzero().cpu()
         else:
-            known = self.wrong.nonzero() if self.copied.query() else self.wrong.new_zeros(0, 1, dtype=torch.int64)
+            arrived = self.copied is None or self.copied.query()
+            known = self.wrong.nonzero() if arrived else self.wrong.new_zeros(0, 1, dtype=torch.int64)
         self.wrong.copy_(~right, non_blocking=True)
-        self.copied = torch.cuda.current_stream(right.device).record_event()
-        return known.squeeze(-1).to(right.device) if len(known) else known.squeeze(-1)
+        if right.is_cuda:
+            self.copied = torch.cuda.current_stream(right.device).record_event()
+        return known.squeeze(-1)
 
 
 class Inverter:
-    """Keeps the roots of the damped factors of all groups."""
+    """Keeps the roots of the damped factors of all groups. deferred: see `Watch`; None: on CUDA only."""
 
-    def __init__(self, groups: Sequence[BlockGroup], roots: Sequence[Root]) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], roots: Sequence[Root], deferred: bool | None = None) -> None:
         self.groups, self.roots = groups, roots
         self.batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, Side]]] = defaultdict(list)
         for g, group in enumerate(groups):
             for side in group.sides:
                 if not side.diagonal:
                     self.batches[side.size(group.shape), group.dtype, group.device].append((g, side))
-        self.watches: defaultdict[tuple[object, ...], Watch] = defaultdict(Watch)
+        self.watches = {key: Watch(key[2].type == "cuda" if deferred is None else deferred) for key in self.batches}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -77,6 +83,7 @@ class Inverter:
         roots, right = dense_roots(matrices, damping, self.roots)
         again = watch.known_failures(right)
         if len(again):
+            again = again.to(right.device)
             rescued, fine = rescued_roots(matrices[again], damping[again], self.roots)
             use = fine & ~right[again]
             for root, better in rescued.items():
