@@ -77,7 +77,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
 def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autograd.Function]:
     """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
 
-    Its arguments are (output, input, k, k names of statistics, k probes, tensor attributes).
+    Its arguments are (output, input, k, k names of statistics, k probes, attributes computed in the graph).
     """
 
     class TapFunction(torch.autograd.Function):
@@ -89,20 +89,23 @@ def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autog
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             _, input, number, *rest = inputs
             ctx.names = rest[:number]
-            ctx.save_for_backward(input, *rest[2 * number :])
+            values = rest[2 * number :]  # of the attributes: tensors, or sizes
+            ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
+            ctx.save_for_backward(input, *(value for value in values if isinstance(value, Tensor)))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             (output_grad,) = grads
             input, *tensors = ctx.saved_tensors
-            number = len(ctx.names)
+            number, found = len(ctx.names), iter(tensors)
+            values = [next(found) if size is None else size for size in ctx.sizes]
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
-            rows, grad_rows = both(output_grad.detach(), input.detach(), *tensors)
+            rows, grad_rows = both(output_grad.detach(), input.detach(), *values)
             sums = [
                 STATISTICS[name].compute(rows, grad_rows, bias, matrix) if want else None
                 for name, want in zip(ctx.names, wanted, strict=True)
             ]
-            return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in tensors))
+            return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in values))
 
     return TapFunction
 

@@ -169,19 +169,37 @@ def respell(graph: fx.Graph) -> None:
             spell_einsum(node)
         elif isinstance(node.target, torch._ops.OpOverload):
             respell_aten(node, node.target, name)
-        elif node.op == "call_method" and is_builtin(name):
-            node.op, node.target = "call_function", getattr(torch, name)
-        elif node.op == "call_function" and node.target is not getattr and name in TWINS:
-            node.target = getattr(torch, name)
-            node.kwargs = {key: value for key, value in node.kwargs.items() if (key, value) != ("inplace", False)}
+        elif node.op == "call_method" or node.target is not getattr:
+            respell_python(node, name)
 
 
-TWINS = {"add", "sub", "mul", "div", "relu", "tanh", "sigmoid", "neg", "exp", "pow", "matmul"}
+IGNORED = {"inplace": False, "_stacklevel": 3}  # arguments of functions of torch.nn.functional that say nothing
 
 
-def is_builtin(name: str) -> bool:
-    """Whether torch has a function of this name with the very arguments of the ATen operation."""
-    return inspect.isbuiltin(getattr(torch, name, None)) and hasattr(torch.ops.aten, name)
+def respell_python(node: fx.Node, name: str) -> None:
+    """`x.mean(1)`, `operator.add(x, y)`, `F.softmax(x, dim=1)` -> the function of `torch` that ATen's name gives."""
+    function = public(name)
+    kwargs = {key: value for key, value in node.kwargs.items() if (key, value) not in IGNORED.items()}
+    if function is None or function is node.target:
+        return
+    accepted = {argument.name for one in overloads(name) for argument in one._schema.arguments}
+    if kwargs.keys() <= accepted:
+        node.op, node.target, node.kwargs = "call_function", function, kwargs
+
+
+def public(name: str) -> Callable[..., Any] | None:
+    """The built-in function that takes the very arguments of the ATen operation `name`: `torch.relu`, `torch.fft.rfft`."""
+    if not hasattr(torch.ops.aten, name):
+        return None
+    space, _, rest = name.partition("_")
+    homes = [(torch, name), (getattr(torch, space, None), rest), (F, name)]
+    found = (getattr(home, inner, None) for home, inner in homes if home is not None and inner)
+    return next((one for one in found if inspect.isbuiltin(one)), None)
+
+
+def overloads(name: str) -> list[torch._ops.OpOverload]:
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads()]
 
 
 def respell_aten(node: fx.Node, overload: torch._ops.OpOverload, name: str) -> None:
@@ -190,9 +208,9 @@ def respell_aten(node: fx.Node, overload: torch._ops.OpOverload, name: str) -> N
     args = list(node.args)
     while args and len(args) <= len(positional) and has_default(positional[len(args) - 1], args[-1]):
         args.pop()
-    if is_builtin(name):
-        node.target = getattr(torch, name)
-        node.args = tuple(args)
+    function = public(name)
+    if function is not None:
+        node.target, node.args = function, tuple(args)
 
 
 def has_default(argument: Any, value: Any) -> bool:
