@@ -41,9 +41,7 @@ class Work:
     def commit(self, moves: Tensors, state: Tensors, ok: Tensor) -> None:
         """Add the moves and store the new state; where `ok` is False everything stays as it was."""
         for name, move in moves.items():
-            parameter = self.parameters[name]
-            moved = (parameter.to(move.dtype) + move).to(parameter.dtype)
-            parameter.copy_(torch.where(ok, moved, parameter))
+            self.parameters[name].add_(torch.where(ok, move, 0))
         for name, new in state.items():
             self.state[name].copy_(torch.where(ok, new, self.state[name]))
 

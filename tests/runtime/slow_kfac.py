@@ -115,7 +115,8 @@ class SlowKFAC:
             a = a + pi * math.sqrt(damping) * torch.eye(len(a), dtype=a.dtype)
             g = g + math.sqrt(damping) / pi * torch.eye(len(g), dtype=g.dtype)
             blocks.append(torch.kron(g, a))
-        return torch.block_diag(*blocks)
+        fisher: Tensor = torch.block_diag(*blocks)
+        return fisher
 
     def exact_fisher(self, x: Tensor) -> Tensor:
         """Of the mean over cases, from the Jacobian of all logits."""
