@@ -22,9 +22,10 @@ def scalars(value: float) -> dict[str, Tensor]:
 def test_golden_clipping_of_the_fisher_norm(constraint: float | None, kappa: float) -> None:
     u = MomentumRule("regular", 0.0, constraint).clipped(G, PG, scalars(0.1))
     torch.testing.assert_close(u["a"], kappa * PG["a"])
-    if constraint == 0.5:
+    if constraint == 0.5:  # the squared Fisher norm of the clipped step is the constraint itself
+        assert kappa == pytest.approx(math.sqrt(constraint / (0.01 * SQUARED_NORM)), abs=1e-6)
         norm = sum((0.01 * G[name] * u[name] ** 2 / PG[name]).sum().item() for name in G)
-        assert norm == pytest.approx(0.01 * kappa**2 * SQUARED_NORM) == pytest.approx(0.5)
+        assert norm == pytest.approx(constraint)
 
 
 def test_the_constraint_weighs_every_parameter_with_its_own_learning_rate() -> None:
