@@ -146,7 +146,7 @@ class CompiledModule(nn.Module):
         known = self._captures.setdefault(key, [])
         self._captures.move_to_end(key)
         for one in known:
-            if one.capture.holds(one.capture.flatten(args, kwargs)):
+            if one.capture.holds(args, kwargs):
                 return one
         made = self.first_symbolic(args, kwargs) if not self._captures_made() else None
         if made is None:

@@ -25,6 +25,8 @@ def holder(held: Mapping[str, Any]) -> nn.Module:
             if not hasattr(owner, part):
                 owner.add_module(part, nn.Module())
             owner = getattr(owner, part)
+        if getattr(owner, last, None) is value:
+            continue  # in a module that is held whole
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             owner.register_buffer(last, value)
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +20,11 @@ from . import pytree
 from .errors import UntraceableError
 from .holder import attribute, holder
 from .ir import Options, Program
+from .symbolic import symbolic_trace
+from .watch import backward_hooks, custom_functions, quiet, refuse_custom, untouched, untraceable
 
 PREFIX = "model."
-CHECKED_INPUTS = (  # their forward branches on the rank of the input, which has none under symbolic tracing
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-)
-# What torch says of its own nn.LSTM, nn.GRU and nn.RNN, whose list of weights is put back after the capture.
-RECURRENT = r"The tensor attributes (self\.[\w.]+\._flat_weights\[\d+\](, )?)+ were assigned during export"
+ASSIGNED = r"The tensor attributes? .* assigned during export"  # torch's words; `untouched` sees it, too
 
 
 @dataclass(frozen=True)
@@ -37,13 +33,15 @@ class Capture:
 
     flatten: (args, kwargs) -> the values of the graph's placeholders, in order.
     unflatten: the value of the graph's output node -> what the model returns.
-    holds: whether the capture is valid for these placeholder values (shape guards).
+    holds: whether the capture is valid for these (args, kwargs): shape guards, values that were baked in.
+    effects: what forward does that the graph does not, as in "sets memory.last".
     """
 
     program: Program
     flatten: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]
     unflatten: Callable[[Any], Any]
-    holds: Callable[[tuple[Any, ...]], bool]
+    holds: Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
+    effects: tuple[str, ...] = ()
 
 
 def capture(
@@ -57,8 +55,16 @@ def capture(
     """Trace `model`. Raises UntraceableError, naming the module and the line where torch gave up."""
     options, layers = options or Options(), layers or {}
     if args is None and not kwargs:
-        return symbolic(model, options, layers)
+        return by_fx(model, options, layers)
     return exported(model, args or (), kwargs or {}, options, layers)
+
+
+def by_fx(model: nn.Module, options: Options, layers: Mapping[str, Any]) -> Capture:
+    """Arguments with defaults are taken to be left out: nobody gave others."""
+    traced = symbolic_trace(model)
+    parameters, aliases = named_parameters(model)
+    program = Program(traced.graph, traced.root, parameters, aliases, options, layers)
+    return Capture(program, traced.flatten, lambda output: output, traced.holds, traced.effects)
 
 
 def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
@@ -90,7 +96,13 @@ class _Flat(nn.Module):
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.unflatten(leaves, self.spec)
-        return self.model(*args, **kwargs)
+        held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in owner._buffers.items()]
+        result = self.model(*args, **kwargs)
+        for owner, name, buffer in held:  # a buffer that was assigned, which torch.export overlooks in submodules
+            value = owner._buffers[name]
+            if value is not buffer and value is not None and buffer is not None and value.shape == buffer.shape:
+                owner._buffers[name] = buffer.copy_(value)
+        return result
 
 
 def exported(
@@ -103,19 +115,16 @@ def exported(
     # A size of 1 is static: torch specializes it anyway, and says so on stderr.
     shapes = tuple({d: Dim.AUTO for d, size in enumerate(t.shape) if size > 1} for t in tensors)
     names = input_names(model, args, kwargs)
-    with custom_functions() as custom:
+    with untouched(model) as assigned, custom_functions() as custom, quiet():
         try:
             with torch.enable_grad(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=RECURRENT)
-                program = torch.export.export(flat, tensors, dynamic_shapes={"tensors": shapes}, strict=False)
+                warnings.filterwarnings("ignore", message=ASSIGNED)
+                dynamic = {"tensors": shapes} if tensors else {}
+                program = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
         except Exception as error:
+            refuse_custom(model, custom)
             raise UntraceableError(untraceable(model, error)) from error
-    if custom:
-        raise UntraceableError(
-            f"{type(model).__name__} uses {', '.join(sorted(custom))}, an autograd.Function with its own backward, "
-            "which the graph would differentiate differently.\n"
-            "Write it with ordinary operations, or register it with torch.library.custom_op and register_autograd."
-        )
+    refuse_custom(model, custom)
     module = program.module()
     guards = getattr(module, "_guards_fn", None)
     graph, root = flat_graph(module, names)
@@ -124,18 +133,19 @@ def exported(
     def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(leaf for leaf in pytree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
 
-    def holds(values: tuple[Any, ...]) -> bool:
+    def holds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if guards is None:
             return True
         try:
-            guards(*values)
+            guards(*bind(args, kwargs))
         except AssertionError:
             return False
         return True
 
     parameters, aliases = named_parameters(model)
     captured = Program(graph, root, parameters, aliases, options, layers)
-    return Capture(captured, bind, lambda output: pytree.unflatten(list(output), out_spec), holds)
+    effects = (*(f"sets {name}" for name in assigned), *backward_hooks(model))
+    return Capture(captured, bind, lambda output: pytree.unflatten(list(output), out_spec), holds, effects)
 
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:
@@ -184,69 +194,3 @@ def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
             base = order.get(id(leaf), "x")
             names.append(base if base not in names else f"{base}_{len(names)}")
     return names
-
-
-class _Tracer(fx.Tracer):
-    """Traces into torch's own modules, so that one spelling of an operation is left; buffers stay visible."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.record_stack_traces = True  # errors and the report name the user's line
-
-    def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
-        return isinstance(module, CHECKED_INPUTS)
-
-
-def symbolic(model: nn.Module, options: Options, layers: Mapping[str, Any]) -> Capture:
-    signature = inspect.signature(model.forward)
-    try:
-        graph = _Tracer().trace(model)
-    except Exception as error:
-        raise UntraceableError(untraceable(model, error)) from error
-    names = [str(node.target).lstrip("*") for node in graph.nodes if node.op == "placeholder"]
-
-    def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return tuple(bound.arguments[name] for name in names)
-
-    parameters, aliases = named_parameters(model)
-    program = Program(graph, model, parameters, aliases, options, layers)
-    return Capture(program, bind, lambda output: output, lambda values: True)
-
-
-def untraceable(model: nn.Module, error: Exception) -> str:
-    """What failed and where: the innermost line of the traceback that is not torch's own."""
-    place, frame = "", error.__traceback__
-    while frame is not None:
-        path = frame.tb_frame.f_code.co_filename
-        owner = frame.tb_frame.f_locals.get("self")
-        if "/torch/" not in path and isinstance(owner, nn.Module) and not isinstance(owner, _Flat):
-            name = next((n for n, m in model.named_modules() if m is owner), "")
-            place = f" in {name or type(owner).__name__} ({path.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
-        frame = frame.tb_next
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return (
-        f"{type(model).__name__} could not be captured as a graph{place}: {first}\n"
-        "Replace what depends on the values of tensors (if, while, .item()) by tensor operations such as torch.where."
-    )
-
-
-@contextmanager
-def custom_functions() -> Any:
-    """Names of the autograd.Functions applied inside: their own backward would be lost without a word."""
-    seen: set[str] = set()
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def spy(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__name__.startswith("GeneratedBackwardFor_"):  # torch.library operators, differentiated correctly
-            seen.add(cls.__name__)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment, method-assign]
-    try:
-        yield seen
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]

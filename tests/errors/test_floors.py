@@ -19,7 +19,8 @@ FLOORS = [
     "passes.layers",
     # Tools that several passes share.
     "passes.approximation passes.holder passes.labels passes.pytree",
-    "passes.spelling",
+    "passes.spelling passes.watch",
+    "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.normalize passes.losses passes.match passes.link passes.resolve passes.check passes.rewrite "
     "passes.verify",

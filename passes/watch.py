@@ -1,0 +1,162 @@
+"""What is watched while a model is traced: what it does to itself, which backward functions it brings, where it fails.
+
+Tracing runs forward with stand-ins for tensors. Whatever forward assigns is put back, so that no stand-in stays behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import linecache
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .errors import UntraceableError
+from .ir import OWN_FOLDER
+
+CONTAINERS = (dict, list, set)
+TORCH_SPEAKS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")  # torch's words
+OWN_KINDS = ("GeneratedBackwardFor_", "BackwardHookFunction")  # of torch.library's operators, and an identity
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[list[str]]:
+    """Attributes of all modules, and what is in their lists and dictionaries, as they were; yields a list that is
+    filled at the end with the names of those that held a tensor in between."""
+    saved = [
+        (f"{path}." if path else "", module, dict(module.__dict__), containers(module))
+        for path, module in model.named_modules()
+    ]
+    assigned: list[str] = []
+    try:
+        yield assigned
+    finally:
+        for prefix, module, attributes, held in saved:
+            assigned += [prefix + name for name in new_tensors(module, attributes, held)]
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, content in held.values():
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def containers(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Every container among the module's attributes, and a copy of it."""
+    return {name: (value, copy.copy(value)) for name, value in module.__dict__.items() if isinstance(value, CONTAINERS)}
+
+
+def new_tensors(module: nn.Module, attributes: dict[str, Any], held: dict[str, tuple[Any, Any]]) -> list[str]:
+    """Names of attributes, buffers and containers that hold another tensor than before."""
+    known = {name: {id(one) for one in items(content)} for name, (_, content) in held.items()}
+    found = []
+    for name, value in module.__dict__.items():
+        if name == "_buffers":
+            found += [key for key, one in value.items() if is_tensor(one) and id(one) not in known[name]]
+        elif name in known and name != "_flat_weights":  # torch's recurrent layers put their list in order
+            found += [name] * any(is_tensor(one) and id(one) not in known[name] for one in items(value))
+        elif is_tensor(value) and value is not attributes.get(name):
+            found.append(name)
+    return found
+
+
+def items(container: Any) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else list(container)
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, (Tensor, fx.Proxy))
+
+
+@contextmanager
+def custom_functions() -> Iterator[set[str]]:
+    """Names of the autograd.Functions applied inside: their own backward would be lost without a word."""
+    seen: set[str] = set()
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def spy(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__name__.startswith(OWN_KINDS):
+            seen.add(cls.__name__)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment, method-assign]
+    try:
+        yield seen
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def refuse_custom(model: nn.Module, custom: set[str]) -> None:
+    if custom:
+        raise UntraceableError(
+            f"{type(model).__name__} uses {', '.join(sorted(custom))}, an autograd.Function with its own backward, "
+            "which the graph would differentiate differently.\n"
+            "Write it with ordinary operations, or register it with torch.library.custom_op and register_autograd."
+        )
+
+
+def backward_hooks(model: nn.Module) -> list[str]:
+    """Modules whose backward hooks an emitted module would not call."""
+    return [
+        f"calls the backward hooks of {path or type(model).__name__}"
+        for path, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch prints about a failed capture: the error that follows says it."""
+    loggers = [logging.getLogger(name) for name in TORCH_SPEAKS]
+    levels = [one.level for one in loggers]
+    printed = io.StringIO()
+    for one in loggers:
+        one.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
+
+
+def untraceable(model: nn.Module, error: Exception) -> str:
+    """What failed and where: the innermost module, and the innermost line that is not torch's own."""
+    line, source = "", ""
+    path, frame = None, error.__traceback__
+    while frame is not None:
+        owner = first_argument(frame.tb_frame)
+        named = next((name for name, module in model.named_modules() if module is owner), None)
+        path = named if named is not None else path
+        file = frame.tb_frame.f_code.co_filename
+        if path is not None and "/torch/" not in file and OWN_FOLDER not in file:
+            line = f" ({file.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
+            source = linecache.getline(file, frame.tb_lineno).strip()
+        frame = frame.tb_next
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    place = "" if path is None else f"; torch gave up in {path or type(model).__name__}{line}"
+    shown = "".join(f"  {text}\n" for text in (source, f"{type(error).__name__}: {said}") if text)
+    if any(word in str(error) for word in VALUES):
+        advice = (
+            "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
+            "torch.where."
+        )
+    else:
+        advice = (
+            "See that the model runs on these inputs. If it does, write this line with other tensor operations, or "
+            "compile the parts of the model that torch.export accepts."
+        )
+    return f"{type(model).__name__} could not be captured as a graph{place}:\n{shown}{advice}"
+
+
+def first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if frame.f_code.co_argcount and names else None

@@ -1,0 +1,126 @@
+"""What tracing must not leave behind, and where it failed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.passes.watch import backward_hooks, custom_functions, quiet, untouched, untraceable
+
+
+class Memory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, [torch.zeros(1)]
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x)
+        self.last = x
+        self.mean = x.mean(0)
+        return x
+
+
+def test_what_forward_assigns_is_put_back_and_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), memory := Memory())
+    buffer = memory.mean
+    with untouched(model) as assigned:
+        model(torch.randn(2, 3))
+    assert sorted(assigned) == ["1.last", "1.mean", "1.seen"]
+    assert memory.mean is buffer and memory.calls == 0 and len(memory.seen) == 1 and not hasattr(memory, "last")
+
+
+def test_what_forward_assigned_is_put_back_after_an_error() -> None:
+    memory = Memory()
+    with pytest.raises(ZeroDivisionError), untouched(memory):
+        memory(torch.randn(2, 3))
+        memory.eval()
+        1 / 0  # noqa: B018
+    assert memory.calls == 0 and memory.training
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def test_custom_functions_are_seen_and_still_run() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with custom_functions() as seen:
+        Negated.apply(x).sum().backward()
+    assert seen == {"Negated"}
+    assert x.grad is not None and x.grad.tolist() == [-1, -1]
+    Negated.apply(x)
+    assert seen == {"Negated"}
+
+
+def test_backward_hooks_are_named_by_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    assert backward_hooks(model) == []
+    model[1].register_full_backward_hook(lambda module, before, after: None)
+    assert backward_hooks(model) == ["calls the backward hooks of 1"]
+
+
+def test_torch_is_quiet_about_a_failure_only(capsys: pytest.CaptureFixture[str]) -> None:
+    speaker = logging.getLogger("torch._subclasses.fake_tensor")
+    level = speaker.level
+    with pytest.raises(ValueError), quiet():
+        print("torch's graph", file=sys.stderr)
+        raise ValueError
+    assert capsys.readouterr().err == "" and speaker.level == level
+    with quiet():
+        print("a note", file=sys.stderr)
+    assert capsys.readouterr().err == "a note\n"
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            raise TypeError("symbolically traced variables cannot be used as inputs to control flow")
+        y: Tensor = self.inner(x)
+        return y
+
+
+def text(x: Tensor) -> str:
+    model = nn.Sequential(nn.Tanh(), Branches())
+    with pytest.raises(Exception) as failure:  # noqa: B017
+        model(x)
+    return untraceable(model, failure.value)
+
+
+def test_a_failure_names_module_line_and_source() -> None:
+    line = Branches.forward.__code__.co_firstlineno + 2
+    assert text(torch.ones(2, 2)).splitlines() == [
+        f"Sequential could not be captured as a graph; torch gave up in 1 (test_watch.py:{line}):",
+        '  raise TypeError("symbolically traced variables cannot be used as inputs to control flow")',
+        "  TypeError: symbolically traced variables cannot be used as inputs to control flow",
+        "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
+        "torch.where.",
+    ]
+
+
+def test_a_failure_inside_torch_names_the_users_line() -> None:
+    line = Branches.forward.__code__.co_firstlineno + 3
+    first, source, said, advice = text(-torch.ones(2, 3)).splitlines()
+    assert first.endswith(f"torch gave up in 1.inner (test_watch.py:{line}):")
+    assert source == "  y: Tensor = self.inner(x)"
+    assert said.startswith("  RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert advice.startswith("See that the model runs on these inputs.")
