@@ -3,6 +3,7 @@
 from kfac_fx import losses
 from kfac_fx.compiler import CompiledModule, compile
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.factors import NotRegisteredError
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
@@ -34,6 +35,7 @@ __all__ = [
     "LinkError",
     "LossError",
     "ModelChangedError",
+    "NotRegisteredError",
     "RegistrationError",
     "Report",
     "TargetsMissing",
