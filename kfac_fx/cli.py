@@ -121,13 +121,13 @@ def load(path: str) -> nn.Module:
         raise CommandError(f"module {module_name!r} has no {name!r}.{nearest(name, dir(found))}")
     make = getattr(found, name)
     if not callable(make):
-        raise CommandError(f"{path} is a {type(make).__name__}, not a callable that builds a model")
+        raise CommandError(f"{path} is of type {type(make).__name__}, not a callable that builds a model")
     try:
         model = make if isinstance(make, nn.Module) else make()
     except Exception as error:
         raise CommandError(f"{path}() failed: {type(error).__name__}: {error}", status=1) from error
     if not isinstance(model, nn.Module):
-        raise CommandError(f"{path}() returned a {type(model).__name__}, not an nn.Module")
+        raise CommandError(f"{path}() returned something of type {type(model).__name__}, not an nn.Module")
     return model
 
 

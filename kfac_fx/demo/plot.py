@@ -31,11 +31,19 @@ def draw(every: Mapping[str, Runs], path: Path) -> None:
         panel(by_second, runs, lambda point: point.seconds, "seconds of training")
         by_step.set_ylabel("loss of the training set", color=SOFT)
         by_step.set_title(name, loc="left", color=INK, fontweight="bold")
+        method, best = mark(runs)
+        text, above = f"{METHODS[method]}'s best, {best.loss:.4g}", {"xytext": (2, 4), "textcoords": "offset points"}
+        by_step.annotate(text, (0, best.loss), xycoords=("axes fraction", "data"), color=SOFT, fontsize=8, **above)
+    figure.align_ylabels(rows[:, 0])
+    lines, names = rows[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper right", ncols=len(lines), frameon=False, labelcolor=INK)
     figure.savefig(path, format="png")
 
 
 def panel(axes: Axes, runs: Runs, along: Callable[[Point], float], label: str) -> None:
     """One line a method, a dashed line at the best first-order loss and where K-FAC crosses it."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     method, best = mark(runs)
     for name, run in runs.items():
         points = [point for point in run.points if point.step and math.isfinite(point.loss)]
@@ -47,16 +55,18 @@ def panel(axes: Axes, runs: Runs, along: Callable[[Point], float], label: str) -
         if reached is not None:
             axes.plot(along(reached), reached.loss, "o", color=COLORS[name], markersize=5, clip_on=False)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label, color=SOFT)
-    scale(axes, runs)
+    scale(axes, runs, along)
     axes.tick_params(colors=SOFT, labelsize=9)
     axes.grid(axis="y", color="#e6e9ed", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b8bfc8")
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
-def scale(axes: Axes, runs: Runs) -> None:
+def scale(axes: Axes, runs: Runs, along: Callable[[Point], float]) -> None:
     """Show where the methods differ: a logarithmic axis for losses that go to zero, else cut off the first descent."""
     lows = [run.best.loss for run in runs.values()]
     starts = [run.points[0].loss for run in runs.values()]
@@ -64,4 +74,7 @@ def scale(axes: Axes, runs: Runs) -> None:
         axes.set_yscale("log")
         return
     room = max(lows) - min(lows) or 1.0
-    axes.set_ylim(min(lows) - 0.1 * room, min(max(starts), max(lows) + 2 * room))
+    top = min(max(starts), max(lows) + 2 * room)
+    axes.set_ylim(min(lows) - 0.1 * room, top)
+    entries = [along(point) for run in runs.values() for point in run.points if point.step and point.loss <= top]
+    axes.set_xlim(left=min(entries) / 1.5)

@@ -117,7 +117,10 @@ def kfac_step(task: Task, net: kfac_fx.CompiledModule, settings: Settings) -> St
     )
 
     def step(inputs: Tensor, targets: Tensor) -> None:
-        optimizer.step(lambda: task.loss(net(inputs), targets))
+        loss = task.loss(net(inputs), targets)
+        loss.backward()
+        optimizer.step(lambda: task.loss(net(inputs), targets), loss=loss)  # asked again at the new parameters
+        optimizer.zero_grad()
 
     return step
 

@@ -1,6 +1,7 @@
 """`kfac-fx report`: the formats, and a sentence and an exit status for everything that can be wrong."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -101,8 +102,8 @@ def test_the_other_formats_are_complete_documents(name: str, start: str, capsys:
         ("cli_nowhere.deeper:linear", 2, "there is no module 'cli_nowhere'"),
         ("torch.nowhere:linear", 2, "there is no module 'torch.nowhere'"),
         ("cli_models:liner", 2, "module 'cli_models' has no 'liner'. Did you mean 'linear'?"),
-        ("cli_models:number", 2, "cli_models:number is a int, not a callable that builds a model"),
-        ("cli_models:text", 2, "cli_models:text() returned a str, not an nn.Module"),
+        ("cli_models:number", 2, "cli_models:number is of type int, not a callable that builds a model"),
+        ("cli_models:text", 2, "cli_models:text() returned something of type str, not an nn.Module"),
         ("cli_models:broken", 1, "cli_models:broken() failed: OSError: no such checkpoint"),
         ("cli_broken:linear", 1, "importing cli_broken failed: ZeroDivisionError: division by zero"),
         ("cli_needs:linear", 1, "importing cli_needs failed: No module named 'a_package_nobody_has'"),
@@ -128,7 +129,7 @@ def test_a_model_that_refuses_its_input_is_no_traceback(capsys: pytest.CaptureFi
         ("2,x", "'2,x' is no shape: write sizes as in 2,3,224,224"),
         ("", "'' is no shape"),
         ("2,0", "'2,0' has a size below 1"),
-        ("2,3:int65", "'int65' is no dtype of torch. Did you mean 'int64'?"),
+        ("2,3:flaot32", "'flaot32' is no dtype of torch. Did you mean 'float32'?"),
         ("2,3:nn", "'nn' is no dtype of torch"),
     ],
 )
@@ -154,8 +155,9 @@ def test_example_inputs_have_the_shape_and_the_dtype(text: str, shape: Sequence[
 
 
 def test_the_command_runs_as_a_program_and_finds_models_in_the_working_folder() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     command = [sys.executable, "-m", "kfac_fx.cli", "report", "cli_models:linear", "--input", "4,5"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "12 of 12" in done.stdout
 

@@ -114,7 +114,7 @@ def test_a_run_is_repeatable_and_looks_at_the_loss_on_schedule(both: dict[str, T
 
 def test_a_run_ends_where_the_loss_is_no_number(both: dict[str, Task]) -> None:
     task = both["autoencoder"]
-    run = train("sgd", task, task.model(0), {"lr": 1e30}, steps=100, seed=0)
+    run = train("sgd", task, task.model(0), {"lr": math.inf}, steps=100, seed=0)
     assert run.final.step < 100 and not math.isfinite(run.final.loss)
     assert run.best == run.points[0]
 
@@ -150,7 +150,7 @@ def test_the_demo_prints_reports_and_tables_and_writes_its_files(
     assert cli.main(["demo", "--steps", "20", "--no-progress", "--json", str(data), "--png", str(picture)]) == 0
     out = capsys.readouterr().out
     assert out.count("kfac_fx registered") == 2
-    for layer in ("embedding", "conv2d", "depthwise", "scale_and_shift", "linear"):
+    for layer in ("embedding", "conv2d", "depthwise", "group_norm", "linear"):
         assert layer in out
     for title in METHODS.values():
         assert f"\n  {title} " in out
