@@ -37,7 +37,8 @@ class KFAC(Optimizer):
        7 of the paper), "qmodel_fixedmu" the same with the second coefficient given;
     4. if due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
 
-    Where the gradients or the update are not finite, nothing changes, and `skipped` counts it on the device.
+    Where the gradients or the update are not finite, nothing changes, and `skipped` counts it on the device; the host
+    never waits for that, except at the very first step, which is taken again.
     Parameters without a gradient stand still, and count as a zero gradient in their Fisher block; a step without any
     gradient does nothing. Parameters in no Fisher block follow AdamW, in a parameter group of their own.
     The forwards in training mode between two steps are the micro-batches of a step; their statistics, and the quadratic
@@ -240,6 +241,10 @@ class KFAC(Optimizer):
         self.estimator.fold(decay=1.0 if self._burning_in() else None, accept=ok)
         if self._burning_in():
             self.burned_in += 1
+            return
+        # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
+        if self.counter == 0 and not ok.item():
+            self.skipped += 1
             return
         if self.counter % self.options.invert_every == 0:
             self._update_inverses()

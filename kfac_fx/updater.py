@@ -82,7 +82,10 @@ class Updater:
         before: Tensor,
         ask: Callable[[], Tensor],
     ) -> Tensor:
-        """The same step, with the damping adapted to what came of it. before, ask(): the loss before and after."""
+        """The same step, with the damping adapted to what came of it.
+
+        before, ask(): the loss before and after, averaged over processes.
+        """
         made = [(work, self.propose(work, absent, calls))] if work.g else []
         change = self.predict(*made[0], absent, calls) if made else torch.zeros_like(before)
         if first_order.g:
@@ -94,7 +97,7 @@ class Updater:
             ok = ok & all_finite(proposal.moves)
         for one, proposal in made:
             one.commit(proposal.moves, proposal.state, ok)
-        damping, rho = self.options.damping_rule(self.damping, before, self.across_replicas(ask()), change)
+        damping, rho = self.options.damping_rule(self.damping, before, ask(), change)
         self.damping.copy_(torch.where(ok, damping, self.damping))
         self.predicted_change.copy_(change)
         self.rho.copy_(rho)

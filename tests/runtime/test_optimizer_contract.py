@@ -287,7 +287,8 @@ def test_a_step_that_is_not_finite_changes_nothing(options: dict[str, Any], wher
 
 
 def test_an_update_that_is_not_finite_is_not_made() -> None:
-    net, opt = made(lr=1e300, damping=1e-300, momentum=0.0)
+    net, opt = made(lr=1e300, momentum=0.0)
+    train(net, opt, range(0))
     before = values(net)
     backward(net, 0)
     for parameter in net.parameters():
@@ -296,6 +297,20 @@ def test_an_update_that_is_not_finite_is_not_made() -> None:
     opt.step()
     assert_same(before, values(net))
     assert opt.skipped.item() == 1
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_first_step_that_is_not_finite_is_taken_again(options: dict[str, Any]) -> None:
+    net, opt = made(**options)
+    x, y = batch(7)
+    (F.cross_entropy(net(x), y) * torch.nan).backward()
+    opt.step()
+    other, same = made(**options)
+    same.generator.set_state(opt.generator.get_state())
+    for one, optimizer in ((net, opt), (other, same)):
+        train(one, optimizer, range(2))
+    assert_same(values(net), values(other))
+    assert (opt.counter, opt.skipped.item()) == (2, 1)
 
 
 def test_the_damping_stays_where_the_step_is_skipped() -> None:
@@ -481,6 +496,23 @@ def test_a_compiled_step_is_the_eager_step(options: dict[str, Any]) -> None:
         scheduler.step()
         same.step()
     torch.testing.assert_close(values(other), values(net))
+
+
+def test_what_replicas_must_agree_on_is_averaged_over_them() -> None:
+    """As if the other replicas' losses and curvatures were three times as large."""
+    net, opt = made(**QUADRATIC, adapt_damping=True, damping_adaptation_interval=1)
+    other, same = made(**QUADRATIC, adapt_damping=True, damping_adaptation_interval=1)
+    averaged: list[tuple[int, ...]] = []
+
+    def average(tensor: Tensor) -> Tensor:
+        averaged.append(tuple(tensor.shape))
+        return 2 * tensor
+
+    opt.updater.across_replicas = average
+    for one, optimizer in ((net, opt), (other, same)):
+        train(one, optimizer, range(1))
+    assert averaged == [(), (2, 2), ()]  # the loss before, the quadratic model, the loss after
+    assert opt.qmodel_learning_rate < same.qmodel_learning_rate
 
 
 def test_the_sampled_targets_are_the_optimizer_s_own() -> None:
