@@ -20,7 +20,7 @@ from kfac_fx.passes.errors import RegistrationError, UntraceableError, table
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 
-from .recorder import Recorder
+from .recorder import Recorder, tree_map
 from .tap import BothRows, Tap
 
 Gradients = dict[tuple[str, ...], Tensor]
@@ -113,6 +113,7 @@ def compare_outputs(prover: Recorder, args: tuple[Any, ...], kwargs: Mapping[str
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with prover.isolated(), torch.no_grad():
         seed = torch.random.get_rng_state()
+        args, kwargs = tree_map(copied, (args, dict(kwargs)))  # forward may change its inputs
         expected = model(*args, **kwargs)
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
@@ -125,6 +126,10 @@ def compare_outputs(prover: Recorder, args: tuple[Any, ...], kwargs: Mapping[str
                 f"{float((one - other).abs().max()):.2g}.\nPython randomness, and values kept between calls, are "
                 "lost in a capture; compute them with torch, or hand them in as inputs."
             )
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gradients, Gradients]:

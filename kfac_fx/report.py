@@ -235,7 +235,7 @@ def elements_of(registration: Registration, program: Program) -> int:
 
 def edges_of(registration: Registration, program: Program) -> int:
     """In how many places the parameters of a generic registration, which has no uses, meet the data."""
-    label = labels(program.graph, program.parameters)
+    label = labels(program.graph, program.parameters, cases=program.cases)
     outputs = program.outputs or tuple(node for node in program.graph.nodes if node.op == "output")
     edges = use_edges(program.graph, label, outputs)
     return sum(not parameters_behind(source, label).isdisjoint(registration.parameters) for source, _ in edges)

@@ -42,6 +42,9 @@ RANDOM = {  # beside the ATen operations, which say so themselves
     "fractional_max_pool2d", "fractional_max_pool3d", "wrap_with_set_grad_enabled", "wrap_with_autocast",
     "tag_activation_checkpoint",
 }  # fmt: skip
+IN_PLACE = {  # Python's operators, whose names do not say it
+    "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
+}  # fmt: skip
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
 VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"}
@@ -67,10 +70,17 @@ def is_random(node: fx.Node) -> bool:
     return name.rstrip("_") in RANDOM or any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
 
 
-def has_effect(node: fx.Node) -> bool:
-    """Whether a node does more than compute its value: inputs, outputs, updates of buffers."""
+def changes_memory(node: fx.Node) -> bool:
+    """Whether the node writes into its first argument."""
     name = op_name(node)
-    return node.op in ("placeholder", "output") or name.endswith("_") or name.startswith("wrap_with")
+    return name in IN_PLACE or name.endswith("_") and not name.endswith("__") or node.kwargs.get("inplace") is True
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node does more than compute its value: inputs, outputs, updates of buffers, random numbers that nothing
+    reads but that move the stream."""
+    known = node.op in ("placeholder", "output") or op_name(node).startswith("wrap_with")
+    return known or changes_memory(node) or is_random(node)
 
 
 def no_grad_region(node: fx.Node) -> bool:

@@ -17,11 +17,13 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from .holder import attribute, holder
 from .ir import Program, Registration, Use
-from .labels import has_effect
+from .labels import changes_memory, has_effect
+from .spelling import memory
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 
@@ -45,6 +47,7 @@ def rewrite(program: Program, tap: TapFactory) -> fx.GraphModule:
             insert_tap(graph, name, number, use, copies, tapped, probes)
     fisher = tuple(tapped.get(copies[node], copies[node]) for node in program.outputs)
     graph.output((fx.map_arg(output, lambda node: tapped.get(node, node)), fisher))
+    protect(graph)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     graph.lint()
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
@@ -85,6 +88,27 @@ def insert_tap(
     for reader in readers:
         reader.replace_input_with(output, tap)
     tapped[original] = tap
+
+
+def protect(graph: fx.Graph) -> None:
+    """Copies of taps and inputs whose memory is changed in place: autograd forbids the one, and recording must not
+    change the batch that the model is about to see."""
+    order = {node: n for n, node in enumerate(graph.nodes)}
+    writes = [node for node in graph.nodes if changes_memory(node) and isinstance(next(iter(node.args), None), fx.Node)]
+    changed = dict.fromkeys(memory(node) for node in writes)
+    for owner in changed:
+        if owner.op not in ("placeholder", "call_module"):
+            continue
+        source = owner
+        while source.op == "call_module":
+            source = source.args[0]  # type: ignore[assignment]  # a tap's first argument is a node
+        readers = [user for one in (owner, source) for user in one.users if order[user] > order[owner]]
+        with graph.inserting_after(owner):
+            copy = graph.call_function(torch.clone, (owner,))
+        copy.meta = dict(owner.meta)
+        for reader in readers:
+            reader.replace_input_with(owner, copy)
+            reader.replace_input_with(source, copy)
 
 
 def tensor_attrs(use: Use) -> dict[str, fx.Node]:

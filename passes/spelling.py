@@ -7,14 +7,14 @@ their defaults. Values never change.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .labels import Label, labels, op_name
+from .labels import CASTS, Label, changes_memory, labels, op_name
 
 REQUIRED = object()
 SPELLED_OUT: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -123,7 +123,7 @@ INPLACE = {
 def functional(graph: fx.Graph) -> None:
     """In-place operations on activations become their pure twins; whoever reads the operand later reads the result.
 
-    Left alone where the operand is a view of something, a buffer, or where the result would not be the operand's twin.
+    Left alone where another view of the same memory is read later, on buffers, and without a pure twin.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     label = labels(graph, ())
@@ -133,7 +133,7 @@ def functional(graph: fx.Graph) -> None:
         if not wants or not node.args or not isinstance(node.args[0], fx.Node):
             continue
         operand = node.args[0]
-        if label[operand] is not Label.ACT or aliases_another(operand):
+        if label[operand] is not Label.ACT or seen_elsewhere(node, operand, order):
             continue
         if node.kwargs.get("inplace") is True:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
@@ -144,12 +144,28 @@ def functional(graph: fx.Graph) -> None:
                 user.replace_input_with(operand, node)
 
 
-def aliases_another(node: fx.Node) -> bool:
-    """Whether something else reads the memory of `node`, and would see it change."""
-    if op_name(node) not in SHARES_MEMORY:
+def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether what `node` does to the memory of `operand` is seen later through another view of it."""
+    others = [base := memory(operand)]
+    for other in others:
+        views = [user for user in other.users if shares_memory(user) and user.args[0] is other and user not in others]
+        others += [view for view in views if other is not operand or order[view] < order[node]]
+    later = [user for other in others if other is not operand for user in other.users if order[user] > order[node]]
+    return base.op == "get_attr" or any(user is not node for user in later)
+
+
+def memory(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` is a view of: itself if it has its own."""
+    while shares_memory(node):
+        node = node.args[0]  # type: ignore[assignment]  # shares_memory says that it is a node
+    return node
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether the node may be a view of its first argument; the result of an in-place operation is one."""
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    base = node.args[0]
-    return not isinstance(base, fx.Node) or len(base.users) > 1 or base.op != "call_function" or aliases_another(base)
+    return op_name(node) in SHARES_MEMORY | CASTS or changes_memory(node)
 
 
 def pure_twin(name: str) -> Callable[..., Any]:
@@ -188,7 +204,7 @@ def respell_python(node: fx.Node, name: str) -> None:
 
 
 def public(name: str) -> Callable[..., Any] | None:
-    """The built-in function that takes the very arguments of the ATen operation `name`: `torch.relu`, `torch.fft.rfft`."""
+    """The built-in function with the very arguments of the ATen operation `name`: `torch.relu`, `torch.fft.rfft`."""
     if not hasattr(torch.ops.aten, name):
         return None
     space, _, rest = name.partition("_")
@@ -244,7 +260,7 @@ def spell_out(node: fx.Node, name: str) -> None:
 
 
 def order_operands(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
-    """In sums and products: first what depends on the batch, then what depends on parameters, then constants, numbers."""
+    """In sums and products: what depends on the batch, then what depends on parameters, then constants, numbers."""
     label = labels(graph, parameters, pure)
     order = (Label.ACT, Label.PURE, Label.CONST)
 
