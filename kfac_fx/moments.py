@@ -60,7 +60,8 @@ class Ride:
                 for name, probe in probes.items()
             }
             statistics[one.parameters] = {
-                name: value * scale ** POWER_OF_GRADIENT[name] for name, value in sums.items()
+                name: value * scale**power if (power := POWER_OF_GRADIENT[name]) else value
+                for name, value in sums.items()
             }
         return Moments(statistics, self.cases)
 
