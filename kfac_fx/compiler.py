@@ -89,7 +89,7 @@ def compile(
         approximations=approximations or {},
         strict=strict,
         loss_given=loss is not None,
-        modules={name: type(module) for name, module in model.named_modules() if name},
+        modules={name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name},
         dense_limit=dense_limit,
     )
     declared = Declared(
@@ -145,9 +145,12 @@ class CompiledModule(nn.Module):
         key = capture_key(self.model, args, kwargs)
         known = self._captures.setdefault(key, [])
         self._captures.move_to_end(key)
-        for one in known:
+        for place, one in enumerate(known):
             if one.capture.holds(args, kwargs):
-                return one
+                if not one.proven:  # its first batch was not finite
+                    known[place] = self.proved(one, args, kwargs)
+                    self._first = known[place] if self._first is one else self._first
+                return known[place]
         made = self.first_symbolic(args, kwargs) if not self._captures_made() else None
         if made is None:
             traced = capture(self.model, args, kwargs, options=self.declared.options, layers=self.declared.layers)
@@ -183,12 +186,11 @@ class CompiledModule(nn.Module):
         return Recorder(traced, program, self.model, self.declared.loss, needs, self.backend)
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
-        if not self.declared.verify:
-            return recorder
-        verdict = prove(recorder, args, kwargs)
-        if verdict.program.registrations == recorder.program.registrations:
-            return recorder
-        return self.emit(recorder.capture, verdict.program)
+        verdict = prove(recorder, args, kwargs) if self.declared.verify else None
+        if verdict is not None and verdict.program.registrations != recorder.program.registrations:
+            recorder = self.emit(recorder.capture, verdict.program)
+        recorder.proven = verdict is None or verdict.conclusive
+        return recorder
 
     def must_agree(self, made: Recorder) -> None:
         """All captures feed the same Fisher blocks."""

@@ -41,8 +41,7 @@ class Ride:
 
     probes: list[dict[str, Tensor]]
     registrations: tuple[Registration, ...]
-    parameters: Mapping[str, Tensor]
-    before: dict[str, Tensor | None]
+    generic: Mapping[str, Tensor]  # views of the generic parameters, which keep this forward's gradient
     cases: int
 
     def moments(self, reduction: str = "mean") -> Moments:
@@ -66,8 +65,5 @@ class Ride:
         return Moments(statistics, self.cases)
 
     def gradient(self, name: str) -> Tensor:
-        """What this backward added to the gradient of a generic parameter."""
-        parameter, before = self.parameters[name], self.before[name]
-        if parameter.grad is None:
-            return torch.zeros_like(parameter)
-        return parameter.grad.detach() if before is None else parameter.grad.detach() - before
+        view = self.generic[name]
+        return torch.zeros_like(view) if view.grad is None else view.grad

@@ -59,6 +59,7 @@ class Verdict:
 
     program: Program
     failed: Mapping[tuple[str, ...], str]
+    conclusive: bool = True  # False: the batch has no finite gradients to compare with
 
 
 def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
@@ -68,6 +69,9 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     values = recorder.capture.flatten(args, kwargs)
     compare_outputs(prover, args, kwargs)
     wanted, got, bound = gradients(prover, values)
+    if not all(bool(one.isfinite().all()) for one in wanted.values()):
+        return Verdict(recorder.program, {}, conclusive=False)
+    relative = max(RELATIVE, 4 * coarsest(recorder, values))
     failed: dict[tuple[str, ...], str] = {}
     merged: set[tuple[str, ...]] = set()
     taps = tap_list(prover)
@@ -76,10 +80,12 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             continue
         reason = next((tap.failure for tap in taps[one.parameters] if tap.failure), None)
         if reason is None and one.matrix is not None:
-            error = (got[one.parameters] - wanted[one.parameters]).norm()
-            size = wanted[one.parameters].norm()
-            if not bool(error <= RELATIVE * size + ROUNDING * bound[one.parameters]):
-                reason = f"the proof failed: rows give another gradient than autograd ({float(error / size):.0%} apart)"
+            error = float((got[one.parameters] - wanted[one.parameters]).norm())
+            size, rounding = float(wanted[one.parameters].norm()), float(bound[one.parameters]) * ROUNDING
+            relative = max(RELATIVE, 4 * precision(wanted[one.parameters]))  # autograd's is rounded to the dtype
+            if not error <= relative * size + rounding:
+                apart = f"{error / size:.0%} apart" if size else "autograd's is zero"
+                reason = f"the proof failed: rows give another gradient than autograd ({apart})"
         if reason is not None:
             failed[one.parameters] = reason
         elif one.approximation in PER_CASE and any(
@@ -90,6 +96,15 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
         raise RegistrationError(f"{len(failed)} registrations failed the proof:\n{table(rows)}")
     return Verdict(demoted(recorder.program, failed, merged), failed)
+
+
+def coarsest(recorder: Recorder, values: tuple[Any, ...]) -> float:
+    """The rounding of the least exact type that takes part: a parameter's, an input's or autocast's."""
+    tensors = [*recorder.live_parameters().values(), *(value for value in values if isinstance(value, Tensor))]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    kinds = {tensor.device.type for tensor in tensors}
+    dtypes |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def replace_taps(recorder: Recorder) -> Recorder:
@@ -111,21 +126,29 @@ def compare_outputs(prover: Recorder, args: tuple[Any, ...], kwargs: Mapping[str
     model, capture = prover.model, prover.capture
     values = capture.flatten(args, kwargs)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    args, kwargs = tree_map(copied, (args, dict(kwargs)))  # forward may change its inputs
     with prover.isolated(), torch.no_grad():
-        seed = torch.random.get_rng_state()
-        args, kwargs = tree_map(copied, (args, dict(kwargs)))  # forward may change its inputs
         expected = model(*args, **kwargs)
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
-        torch.random.set_rng_state(seed)
-        got, _ = prover.outputs({}, values)
+    got, _ = prover.outputs({}, values)  # isolated too: both start from the same random stream
     for one, other in zip(pytree.leaves(expected), pytree.leaves(got), strict=True):
-        if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True):
+        if isinstance(one, Tensor) and not same(one, other):
             raise UntraceableError(
                 f"{type(model).__name__} computes something else than its graph: outputs differ by "
                 f"{float((one - other).abs().max()):.2g}.\nPython randomness, and values kept between calls, are "
                 "lost in a capture; compute them with torch, or hand them in as inputs."
             )
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=max(1e-4, 4 * precision(one)), atol=1e-5, equal_nan=True)
+
+
+def precision(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps
 
 
 def copied(value: Any) -> Any:

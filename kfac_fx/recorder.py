@@ -45,6 +45,7 @@ class Recorder:
     statistics: Mapping[Key, tuple[str, ...]]
     backend: str = "eager"
     make_tap: type[Tap] = Tap
+    proven: bool = False
     emitted: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -219,6 +220,11 @@ class Recorder:
     def ride(self, values: tuple[Any, ...]) -> tuple[Any, Ride]:
         """Forward of the emitted module in the place of the model's; the user's backward then fills the probes."""
         live = self.live_parameters()
+        generic = {name: live[name] for one in self.program.registrations if one.generic for name in one.parameters}
+        views = {name: parameter.view_as(parameter) for name, parameter in generic.items()}
+        for view in views.values():
+            view.retain_grad()  # this forward's part of the parameter's gradient, whatever becomes of `.grad`
+        live |= views
         buffers = {name: self.model.get_buffer(name) for name in self.buffer_names}
         examples = self.examples(values)
         probes = self.make_probes(examples, next(iter(live.values())))
@@ -228,9 +234,7 @@ class Recorder:
             if self.loss or self.program.losses
             else examples
         )
-        generic = [name for one in self.program.registrations if one.generic for name in one.parameters]
-        before = {name: None if live[name].grad is None else live[name].grad.clone() for name in generic}  # type: ignore[union-attr]
-        ride = Ride(probes, self.program.registrations, live, before, cases)
+        ride = Ride(probes, self.program.registrations, views, cases)
         return self.capture.unflatten(output), ride
 
     def outputs(self, parameters: Mapping[str, Tensor], values: tuple[Any, ...]) -> tuple[Any, tuple[Tensor, ...]]:
