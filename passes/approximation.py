@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from .errors import ApproximationError, table
-from .ir import KRONECKER, Program, Use
+from .ir import GENERIC, KRONECKER, Program, Use
 from .matrix import MatrixForm
 
 PER_CASE = ("full", "diagonal")
@@ -25,7 +25,7 @@ def choose(
     """(approximation, reason). What the user asks for by name wins over linked groups, those over module class and
     layer name, those over the layer's default; then sides that are too wide become diagonal."""
     parameters = names or (matrix.parameters if matrix is not None else ())
-    asked = requested(program, parameters, layer)
+    asked = next(iter(requested(program, parameters, layer)), None)
     if matrix is None:
         return (asked if asked in PER_CASE else "diagonal"), None
     default = program.layers[layer].default
@@ -60,27 +60,43 @@ def narrow(chosen: str, matrix: MatrixForm, limit: int) -> str:
     return chosen if sides == "kron" else sides
 
 
-def requested(program: Program, parameters: Iterable[str], layer: str) -> str | None:
-    parameters = list(parameters)
-    keys = program.options.approximations
-    exact = {keys[key] for key in keys if key in parameters}
-    pattern = {
-        value for key, value in keys.items()
-        if isinstance(key, str) and any(fnmatchcase(name, key) for p in parameters for name in (p, *owners(p)))
-    }  # fmt: skip
-    linked = {value for group, value in program.options.linked.items() if group == set(parameters) and value}
-    direct = [program.options.modules.get(owner, object) for p in parameters for owner in owners(p)[:1]]
-    modules = {
-        value for key, value in keys.items() if isinstance(key, type) and any(issubclass(kind, key) for kind in direct)
-    }
-    by_layer = {keys[layer]} if layer in keys else set()
-    for found in (exact, pattern, linked, modules, by_layer):
-        if len(found) > 1:
-            rows = [(", ".join(parameters), " and ".join(sorted(found)))]
-            raise ApproximationError(f"two keys of `approximations` ask for different things:\n{table(rows)}")
-        if found:
-            return next(iter(found))
-    return None
+def check_requests(program: Program, groups: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Raises ApproximationError for all (layer, parameters) that are asked to be two things, or what the layer has
+    not."""
+    rows: list[tuple[str, str]] = []
+    for layer, names in groups:
+        parameters = tuple(names)
+        asked = sorted(requested(program, parameters, layer))
+        known = (*program.layers[layer].approximations, GENERIC)
+        if len(asked) > 1:
+            rows.append((", ".join(parameters), f"is asked to be {' and '.join(asked)}"))
+        elif asked and asked[0] not in known:
+            rows.append((", ".join(parameters), f"{layer} has no {asked[0]!r}, but {', '.join(known)}"))
+    if rows:
+        raise ApproximationError(f"approximations that cannot be honored:\n{table(rows)}")
+
+
+def requested(program: Program, parameters: Iterable[str], layer: str) -> set[str]:
+    """What the most specific keys of `approximations` that name these parameters ask for; nothing, if none does.
+
+    Keys name parameters, under any of their names, then modules, the innermost first, then either with `*`, then
+    linked groups, then module classes, then layers.
+    """
+    canonical = set(parameters)
+    names = [name for name, first in program.aliases.items() if first in canonical]
+    paths = sorted({path for name in names for path in owners(name)}, key=lambda path: -path.count("."))
+    classes = [program.options.modules.get(path, object) for name in names for path in owners(name)[:1]]
+    asked = program.options.approximations
+    wild = {key for key in asked if isinstance(key, str) and any(fnmatchcase(one, key) for one in (*names, *paths))}
+    levels: list[set[str]] = [
+        {asked[name] for name in names if name in asked},
+        *({asked[path]} for path in paths if path in asked),
+        {asked[key] for key in wild},
+        {value for group, value in program.options.linked.items() if group == canonical and value},
+        {asked[key] for key in asked if isinstance(key, type) and any(issubclass(kind, key) for kind in classes)},
+        {asked[layer]} if layer in asked else set(),
+    ]
+    return next((found for found in levels if found), set())
 
 
 def owners(parameter: str) -> list[str]:

@@ -10,32 +10,37 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from .errors import RegistrationError, nearest, table
-from .ir import Program, Registration, where
+from .ir import WANTED, Program, Registration, where
 from .labels import Edge, labels, op_name, parameters_behind, use_edges
 
 
 def check(program: Program) -> Program:
-    """Demote what misses a use; raise under `strict`."""
-    if program.options.strict:
-        refuse_generic(program)
-        check_registration(program)
-        return program
+    """Demote what misses a use; raise for everything generic under `strict`."""
     found, registered = uses_found(program), uses_registered(program)
     kept: list[Registration] = []
     for one in program.registrations:
         wrong = [name for name in one.parameters if not one.generic and found[name] != registered[name]]
-        if not wrong:
-            kept.append(one)
-            continue
-        missing = [act for name in wrong for _, act in sorted(found[name] - registered[name], key=str)]
-        places = ", ".join(where(node) for node in dict.fromkeys(missing))
-        reason = (
-            f"{wrong[0]} has {len(found[wrong[0]])} uses, {len(registered[wrong[0]])} of them matched; missing {places}"
+        reason = "; ".join(too_few(name, found[name], registered[name]) for name in wrong)
+        kept += (
+            [Registration("generic", None, (n,), (), "diagonal", reason) for n in one.parameters] if wrong else [one]
         )
-        kept += [Registration("generic", None, (name,), (), "diagonal", reason) for name in one.parameters]
     program = program.but(registrations=tuple(kept))
+    if program.options.strict:
+        refuse_generic(program)
     check_registration(program)
     return program
+
+
+def too_few(name: str, found: set[Edge], registered: set[Edge]) -> str:
+    missing = dict.fromkeys(act for _, act in ordered(found - registered))
+    places = ", ".join(where(node) for node in missing)
+    return f"{name} has {len(found)} uses, {len(registered)} of them matched; missing {places}"
+
+
+def ordered(edges: set[Edge]) -> list[Edge]:
+    """In graph order."""
+    order = {node: n for _, act in edges for n, node in enumerate(act.graph.nodes)}
+    return sorted(edges, key=lambda edge: (order[edge[1]], order[edge[0]]))
 
 
 def uses_found(program: Program) -> dict[str, set[Edge]]:
@@ -95,31 +100,30 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
         raise RegistrationError(
             "found the following errors with the registration of parameters:\n"
             + "\n".join("  " + line for error in errors for line in error.splitlines())
-            + "\nA Fisher that leaves a use out is wrong, not approximate. Register every use, or make it generic."
+            + "\nA Fisher that leaves a use out is wrong, not approximate. Register every use, or make the parameter "
+            "generic."
         )
 
 
 def used_in(edges: set[Edge]) -> str:
-    places = ", ".join(sorted(where(act) for _, act in edges))
+    places = ", ".join(where(act) for _, act in ordered(edges))
     return f"; it is used in {places}" if places else "; the losses do not depend on it"
 
 
 def wrong_count(name: str, one: Registration, found: set[Edge], registered: set[Edge]) -> str:
     lines = [f"{name} has {len(found)} uses in the graph but {len(registered)} in its registration {one}:"]
-    lines += [f"  registered   {where(act)}" for _, act in sorted(registered, key=str)]
-    lines += [
-        f"  missing      {where(act)}: it enters {op_name(act)}" for _, act in sorted(found - registered, key=str)
-    ]
+    lines += [f"  registered   {where(act)}" for _, act in ordered(registered)]
+    lines += [f"  missing      {where(act)}: it enters {op_name(act)}" for _, act in ordered(found - registered)]
     return "\n".join(lines)
 
 
 def refuse_generic(program: Program) -> None:
-    generic = [one for one in program.registrations if one.generic]
+    generic = [one for one in program.registrations if one.generic and one.reason != WANTED]
     if generic:
-        total = len(program.parameters)
         rows = [(", ".join(one.parameters), one.reason or "") for one in generic]
         raise RegistrationError(
-            f"{len(generic)} of {total} trainable parameters are in no structured Fisher block:\n{table(rows)}\n"
+            f"{len(generic)} of {len(program.parameters)} trainable parameters are in no structured Fisher block:\n"
+            f"{table(rows)}\n"
             "Let them be generic with compile(..., strict=False), declare a layer of their form with layers=[...], "
             "or freeze them with requires_grad_(False)."
         )

@@ -19,6 +19,8 @@ Attrs = Mapping[str, Any]
 KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
 OWN_FOLDER = str(Path(__file__).parent)
 APPROXIMATIONS = (*KRONECKER, "kron_indep", "diagonal", "full")
+GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
+WANTED = "declared generic"  # the reason of what is
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from .errors import ApproximationError, LinkError, nearest, table
-from .ir import APPROXIMATIONS, Program
+from .ir import APPROXIMATIONS, GENERIC, Program
 
 
 def link(program: Program) -> Program:
@@ -30,19 +30,25 @@ def link(program: Program) -> Program:
 
 def check_linked_names(program: Program) -> None:
     unknown = sorted({name for group in program.options.linked for name in group if name not in program.aliases})
-    if not unknown:
-        return
-    if len(unknown) == 1:
-        (name,) = unknown
-        raise LinkError(f"linked parameter {name!r} is not a parameter of the model.{nearest(name, program.aliases)}")
-    rows = [(repr(name), nearest(name, program.aliases).strip()) for name in unknown]
-    raise LinkError(f"{len(unknown)} linked parameters are not trainable parameters of the model:\n{table(rows)}")
+    rows = [(repr(name), what_is(name, program)) for name in unknown]
+    if len(rows) == 1:
+        raise LinkError(f"linked parameter {' '.join(rows[0])}")
+    if rows:
+        raise LinkError(f"{len(rows)} linked parameters are no trainable parameters of the model:\n{table(rows)}")
+
+
+def what_is(name: str, program: Program) -> str:
+    if name in dict(program.root.named_parameters(remove_duplicate=False)):
+        return "is frozen: its requires_grad is False."
+    return f"is not a parameter of the model.{nearest(name, program.aliases)}"
 
 
 def check_disjoint(linked: Mapping[frozenset[str], str | None]) -> None:
     count = Counter(name for group in linked for name in group)
     if twice := [name for name, groups in count.items() if groups > 1]:
-        rows = [(name, " and ".join(str(tuple(sorted(g))) for g in linked if name in g)) for name in sorted(twice)]
+        rows = [
+            (name, " and ".join(f"({', '.join(sorted(g))})" for g in linked if name in g)) for name in sorted(twice)
+        ]
         raise LinkError(
             f"parameters linked in more than one group:\n{table(rows)}\nJoin the groups, or take the name out of one."
         )
@@ -50,24 +56,28 @@ def check_disjoint(linked: Mapping[frozenset[str], str | None]) -> None:
 
 def check_approximations(program: Program, linked: Mapping[frozenset[str], str | None]) -> None:
     rows: list[tuple[str, str]] = []
-    known = {*program.aliases, *program.options.modules, *program.layers, "generic"}
+    names = {*program.aliases, *program.options.modules, *program.layers}
+    values = (*APPROXIMATIONS, GENERIC)
     for key, value in program.options.approximations.items():
-        if value not in APPROXIMATIONS:
-            rows.append((repr(key), f"{value!r} is no approximation.{nearest(str(value), APPROXIMATIONS)}"))
+        if value not in values:
+            rows.append((shown(key), f"{value!r} is no approximation.{nearest(str(value), values)}"))
         elif not names_something(key, program):
-            shown = key.__name__ if isinstance(key, type) else str(key)
-            rows.append((shown, f"names no parameter, module or layer.{nearest(shown, known)}"))
+            rows.append((shown(key), f"names no parameter, module or layer of the model.{nearest(shown(key), names)}"))
     for group, asked in linked.items():
         if asked is not None and asked not in APPROXIMATIONS:
-            rows.append((str(tuple(sorted(group))), f"{asked!r} is no approximation.{nearest(asked, APPROXIMATIONS)}"))
+            rows.append((", ".join(sorted(group)), f"{asked!r} is no approximation.{nearest(asked, APPROXIMATIONS)}"))
     if rows:
         raise ApproximationError(
-            f"approximations that cannot be honored:\n{table(rows)}\nApproximations are {', '.join(APPROXIMATIONS)}."
+            f"approximations that cannot be honored:\n{table(rows)}\nApproximations are {', '.join(values)}."
         )
+
+
+def shown(key: Any) -> str:
+    return key.__name__ if isinstance(key, type) else str(key)
 
 
 def names_something(key: Any, program: Program) -> bool:
     if isinstance(key, type):
         return any(issubclass(kind, key) for kind in program.options.modules.values())
     named = [*program.aliases, *program.options.modules]
-    return key in program.layers or key == "generic" or any(fnmatchcase(name, key) for name in named)
+    return key in program.layers or key == GENERIC or any(fnmatchcase(name, key) for name in named)

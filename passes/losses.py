@@ -5,6 +5,9 @@ logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import fx
 
 from . import pytree
@@ -28,13 +31,18 @@ def find_losses(program: Program) -> Program:
 
 
 def loss_sites(program: Program, returned: list[fx.Node]) -> tuple[LossSite, ...]:
+    """The losses behind what the model returns whose inputs depend on parameters and on the batch."""
     label = labels(program.graph, program.parameters)
     behind = ancestors(returned)
     return tuple(
         site(node)
         for node in program.graph.nodes
-        if node in behind and op_name(node) in KINDS and label[node] is Label.ACT
+        if node in behind and op_name(node) in KINDS and label[node] is Label.ACT and learned(node.args[0], label)
     )
+
+
+def learned(inputs: Any, label: Mapping[fx.Node, Label]) -> bool:
+    return isinstance(inputs, fx.Node) and any(label[node] is Label.PURE for node in ancestors([inputs]))
 
 
 def case_size(graph: fx.Graph, outputs: tuple[fx.Node, ...]) -> str | None:
@@ -45,7 +53,17 @@ def case_size(graph: fx.Graph, outputs: tuple[fx.Node, ...]) -> str | None:
 
 
 def site(node: fx.Node) -> LossSite:
-    inputs, targets = node.args[:2]
-    assert isinstance(inputs, fx.Node) and isinstance(targets, fx.Node), "bug in kfac_fx: a loss of constants"
+    inputs, targets = (before_broadcast(arg) for arg in node.args[:2])
     reduction = next(arg for arg in node.args if arg in ("mean", "sum", "none"))
     return LossSite(KINDS[op_name(node)], inputs, targets, str(reduction), node)
+
+
+def before_broadcast(node: Any) -> fx.Node:
+    """F.mse_loss begins with `broadcast_tensors(inputs, targets)`; where that changes nothing, we look behind it."""
+    assert isinstance(node, fx.Node), "bug in kfac_fx: a loss of constants"
+    source = node.args[0] if op_name(node) == "getitem" else None
+    if not isinstance(source, fx.Node) or op_name(source) != "broadcast_tensors":
+        return node
+    operand = source.all_input_nodes[node.args[1]]  # type: ignore[index]  # getitem's index is a number here
+    same = str(operand.meta["val"].shape) == str(node.meta["val"].shape)
+    return operand if same else node

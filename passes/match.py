@@ -170,9 +170,10 @@ def binds(
     if not isinstance(given, fx.Node) or label[given] is Label.ACT:
         return False
     parameter = bound_parameter(given, shapes)
-    if parameter is not None:
-        binding.parameters[name] = parameter
-    return parameter is not None
+    if parameter is None or any(parameter[0] == other for other, _ in binding.parameters.values()):
+        return False
+    binding.parameters[name] = parameter
+    return True
 
 
 def with_batch_dim(use: Use, cases: str) -> Use:

@@ -1,7 +1,8 @@
 """Matches become registrations.
 
-Four rules, in this order:
+Rules, in this order:
 
+0. a match of parameters that the user wants generic goes;
 1. a match that splits a linked group goes;
 2. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
    stay and the composite goes;
@@ -20,9 +21,9 @@ from math import prod
 
 import torch
 
-from .approximation import choose
+from .approximation import check_requests, choose, requested
 from .errors import AmbiguousRegistrationError, LinkError, table
-from .ir import Note, Program, Registration, Use, where
+from .ir import GENERIC, WANTED, Note, Program, Registration, Use, where
 from .labels import Edge, labels, parameters_behind, use_edges
 from .matrix import Layout, MatrixForm
 
@@ -30,10 +31,13 @@ from .matrix import Layout, MatrixForm
 def resolve(program: Program) -> Program:
     """See the module's docstring. Raises AmbiguousRegistrationError and LinkError with all culprits."""
     notes: list[Note] = []
-    matches = drop_split_groups(program, program.matches, notes)
+    matches = drop_generic(program, program.matches, notes)
+    matches = drop_split_groups(program, matches, notes)
     matches = drop_contained(program, matches, notes)
     matches, reasons = split_shared(program, matches)
-    registrations = [registration(program, uses, reasons) for uses in grouped(matches)]
+    groups = grouped(matches)
+    check_requests(program, [(uses[0].layer, sorted(uses[0].parameter_set)) for uses in groups])
+    registrations = [registration(program, uses, reasons) for uses in groups]
     taken = {name for one in registrations for name in one.parameters}
     generics, unused = leftovers(program, taken)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -41,6 +45,20 @@ def resolve(program: Program) -> Program:
     return program.but(
         registrations=(*registrations, *generics), unused=unused, dropped=(*program.dropped, *notes), matches=()
     )
+
+
+def drop_generic(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
+    kept: list[Use] = []
+    for use in matches:
+        if declared_generic(program, use):
+            notes.append(Note(str(use), WANTED))
+        else:
+            kept.append(use)
+    return kept
+
+
+def declared_generic(program: Program, use: Use) -> bool:
+    return GENERIC in requested(program, use.parameter_set, use.layer)
 
 
 def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
@@ -103,20 +121,21 @@ def split_shared(program: Program, matches: list[Use]) -> tuple[list[Use], dict[
             result.append(replace(use, parameters={role: bound}))
             reasons[frozenset({bound.parameter})] = f"{', '.join(culprits)} is shared by uses with other parameters"
     merged: list[Use] = []
-    clashes: list[tuple[str, str]] = []
+    clashes: list[tuple[list[str], str]] = []
     for uses in grouped(result):
         aligned = align(uses)
         if aligned is None:
             places = " and ".join(dict.fromkeys(f"{use.layer} ({where(use.output)})" for use in uses))
-            clashes.append((", ".join(sorted(uses[0].parameter_set)), places))
+            clashes.append((sorted(uses[0].parameter_set), places))
         else:
             merged += aligned
     if clashes:
         many = "1 parameter is" if len(clashes) == 1 else f"{len(clashes)} parameters are"
+        choice = ", ".join(f'"{names[0]}": "{GENERIC}"' for names, _ in clashes)
         raise AmbiguousRegistrationError(
-            f"{many} matched by layers that lay them out differently:\n{table(clashes)}\n"
-            'Use separate parameters, or let them be generic: compile(..., approximations={"' + clashes[0][0] + '": '
-            '"generic"}).'
+            f"{many} matched by uses that lay them out differently:\n"
+            f"{table((', '.join(names), places) for names, places in clashes)}\n"
+            f"Use separate parameters, or let them be generic: compile(..., approximations={{{choice}}})."
         )
     return merged, reasons
 
@@ -183,6 +202,7 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
     for pure, act in use_edges(program.graph, label, program.outputs):
         for name in parameters_behind(pure, label):
             edges[name].append((pure, act))
+    wanted = {name: WANTED for use in program.matches if declared_generic(program, use) for name in use.parameter_set}
     generics: list[Registration] = []
     unmatched: list[tuple[str, str]] = []
     for name in program.parameters:
@@ -192,9 +212,8 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
         if group is not None:
             unmatched.append((name, f"linked with {', '.join(sorted(group - {name}))}; enters {enters(edges[name])}"))
         approximation, _ = choose(program, "generic", None, (), name)
-        generics.append(
-            Registration("generic", None, (name,), (), approximation, f"no layer has the form of {enters(edges[name])}")
-        )
+        unknown = f"no layer has the form of {enters(edges[name])}"
+        generics.append(Registration("generic", None, (name,), (), approximation, wanted.get(name, unknown)))
     if unmatched:
         raise LinkError(
             f"linked parameters that no layer matched as a group:\n{table(unmatched)}\n"

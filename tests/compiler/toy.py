@@ -45,7 +45,8 @@ class Toy(nn.Module):
 def before(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Program:
     """The program that the pass `name` is given; captured with `inputs`, or traced symbolically without."""
     options.setdefault("loss_given", True)
-    options.setdefault("modules", {path: type(module) for path, module in model.named_modules() if path})
+    paths = model.named_modules(remove_duplicate=False)
+    options.setdefault("modules", {path: type(module) for path, module in paths if path})
     traced = capture(model, inputs or None, options=Options(**options), layers=LAYERS)
     return run(traced.program, BEFORE[name])
 

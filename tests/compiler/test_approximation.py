@@ -1,0 +1,141 @@
+"""Which approximation a registration gets, and what wins over what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_fx import ApproximationError
+from kfac_fx.passes.approximation import narrow, owners
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.matrix import Layout, MatrixForm
+from kfac_fx.passes.resolve import resolve
+from tests.compiler.toy import Toy, before
+
+
+def net() -> nn.Module:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+            self.again = self.blocks[1]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    return Blocks()
+
+
+def registered(model: nn.Module, *inputs: Any, **options: Any) -> dict[str, Registration]:
+    """By the module of the first parameter."""
+    program = resolve(before("resolve", model, *inputs, **options))
+    return {owners(one.parameters[0])[0]: one for one in program.registrations}
+
+
+def chosen(**options: Any) -> list[str]:
+    return [one.approximation for one in registered(net(), **options).values()]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, ["kron", "kron", "kron", "kron"]),
+        ({"linear": "diagonal"}, ["diagonal"] * 4),
+        ({nn.Linear: "full", "linear": "diagonal"}, ["full"] * 4),
+        ({"blocks.1.*": "full", nn.Linear: "diagonal"}, ["diagonal", "diagonal", "full", "full"]),
+        ({"again.0": "full"}, ["kron", "kron", "full", "kron"]),  # another name of blocks.1.0
+        ({"blocks.0": "diagonal", "blocks.0.2": "full", "*": "kron"}, ["diagonal", "full", "kron", "kron"]),
+        ({"blocks.0.2.bias": "full", "blocks.0.2": "kron"}, ["kron", "full", "kron", "kron"]),
+        ({"blocks.0.0": "kron_out_diag"}, ["kron_out_diag", "kron", "kron", "kron"]),
+    ],
+)
+def test_the_more_specific_key_wins(asked: dict[Any, str], expected: list[str]) -> None:
+    assert chosen(approximations=asked) == expected
+
+
+def test_a_linked_group_may_have_one_and_keys_of_names_win_over_it() -> None:
+    group = frozenset({"blocks.0.0.weight", "blocks.0.0.bias"})
+    assert chosen(linked={group: "diagonal"})[0] == "diagonal"
+    assert chosen(linked={group: "diagonal"}, approximations={nn.Linear: "full"})[:2] == ["diagonal", "full"]
+    assert chosen(linked={group: "diagonal"}, approximations={"blocks.0.0": "full"})[0] == "full"
+
+
+def test_contradictions_and_what_a_layer_has_not_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LAYERS["layer_norm"], "approximations", ("full", "diagonal"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with pytest.raises(ApproximationError) as failure:
+        registered(model, approximations={"0.weight": "full", "0.bias": "diagonal", "1": "kron"})
+    assert str(failure.value).splitlines() == [
+        "approximations that cannot be honored:",
+        "  0.bias, 0.weight  is asked to be diagonal and full",
+        "  1.bias, 1.weight  layer_norm has no 'kron', but full, diagonal, generic",
+    ]
+
+
+def test_the_layers_own_default() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    found = registered(model)
+    assert [one.approximation for one in found.values()] == ["kron_in_diag", "full", "kron"]
+    assert all(one.reason is None for one in found.values())
+
+
+def test_several_uses_are_taken_as_independent() -> None:
+    model = nn.Sequential(first := nn.Linear(4, 4), nn.Tanh(), first)
+    assert registered(model)["0"].approximation == "kron_indep"
+
+
+def test_wide_sides_become_diagonal_and_say_so() -> None:
+    model = nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9), nn.Linear(9, 9), nn.LayerNorm(9))
+    found = registered(model, dense_limit=6)
+    assert [one.approximation for one in found.values()] == [
+        "kron_in_diag", "kron_out_diag", "kron_both_diag", "diagonal",
+    ]  # fmt: skip
+    assert {one.reason for one in found.values()} == {"a side is wider than dense_limit=6"}
+    asked = registered(model, dense_limit=6, approximations={nn.Linear: "kron", nn.LayerNorm: "full"})
+    assert [one.approximation for one in asked.values()] == ["kron", "kron", "kron", "full"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ("kron", "kron_in_diag"),
+        ("kron_indep", "kron_in_diag"),
+        ("kron_out_diag", "kron_both_diag"),
+        ("full", "diagonal"),
+        ("diagonal", "diagonal"),
+    ],
+)
+def test_narrowing_keeps_what_is_diagonal_already(chosen: str, expected: str) -> None:
+    matrix = MatrixForm(("w", Layout((1, 3, 9))), None)
+    assert narrow(chosen, matrix, 6) == expected
+    assert narrow(chosen, matrix, 30) == chosen
+
+
+def merged(x: Tensor, w: Tensor) -> Tensor:
+    return (x.reshape(-1, 3) @ w).view(x.shape[0], -1)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("full", "kron"), ("diagonal", "kron"), ("kron", "kron")])
+def test_cases_that_are_merged_with_positions_have_no_gradient_of_their_own(asked: str, expected: str) -> None:
+    program = before("resolve", Toy(merged, w=(3, 2)), torch.randn(5, 4, 3), approximations={"linear": asked})
+    (one,) = resolve(program).registrations
+    assert one.approximation == expected
+    assert one.reason == (
+        f"cases are merged with positions at its output, so not {asked!r}" if asked != "kron" else None
+    )
+
+
+def test_generics_are_diagonal_or_full() -> None:
+    model = Toy(lambda x, v, w: x * (v.exp() + w.exp()), v=(3,), w=(3,))
+    program = before("resolve", model, approximations={"w": "full", "v": "kron"})
+    assert [(one.parameters, one.approximation) for one in resolve(program).registrations] == [
+        (("v",), "diagonal"), (("w",), "full"),
+    ]  # fmt: skip
+    program = before("resolve", model, approximations={"generic": "full"})
+    assert {one.approximation for one in resolve(program).registrations} == {"full"}

@@ -1,0 +1,106 @@
+"""Where the Fisher's outputs are, and which of an output's sizes counts the cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx.passes.ir import Options, Program
+from kfac_fx.passes.losses import find_losses
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.trace import capture
+from tests.compiler.toy import Toy, before
+
+X = torch.randn(5, 3)
+
+
+class WithTargets(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.w = function, nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.function(x @ self.w, y)
+
+
+def program(
+    function: Callable[..., Any], x: Tensor, y: Tensor, loss_given: bool = False, exported: bool = True
+) -> Program:
+    traced = capture(WithTargets(function), (x, y) if exported else None, options=Options(loss_given=loss_given))
+    return find_losses(normalize(traced.program))
+
+
+def named(function: Callable[..., Any], reduction: str) -> Callable[..., Any]:
+    return lambda out, y: {"loss": function(out, y, reduction=reduction), "out": out}
+
+
+CLASSES = torch.randint(4, (5,))
+KINDS: list[tuple[Callable[..., Any], Tensor, Tensor, str, str]] = [
+    (lambda out, y: F.cross_entropy(out, y), X, CLASSES, "categorical", "mean"),
+    (named(F.cross_entropy, "sum"), X, CLASSES, "categorical", "sum"),
+    (lambda out, y: F.cross_entropy(out.mT, y), torch.randn(5, 2, 3), CLASSES.expand(2, 5).T, "categorical", "mean"),
+    (lambda out, y: (F.mse_loss(out, y), out), X, torch.randn(5, 4), "normal", "mean"),
+    (named(F.mse_loss, "none"), X, torch.randn(5, 4), "normal", "none"),
+    (F.binary_cross_entropy_with_logits, X, torch.rand(5, 4), "multi_bernoulli", "mean"),
+]
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(("function", "x", "y", "kind", "reduction"), KINDS)
+def test_a_loss_inside_forward_is_found(
+    function: Callable[..., Any], x: Tensor, y: Tensor, kind: str, reduction: str, exported: bool
+) -> None:
+    found = program(function, x, y, exported=exported)
+    (site,) = found.losses
+    assert (site.kind, site.reduction) == (kind, reduction)
+    assert found.outputs == (site.inputs,)
+    assert site.targets.name in ("y", "expand")
+    assert site.inputs.name in ("matmul", "getattr_1", "m_t")
+
+
+def test_a_named_loss_is_on_what_the_model_returns() -> None:
+    found = program(lambda out, y: (F.cross_entropy(out, y), out, out.argmax(-1)), X, CLASSES, loss_given=True)
+    assert [node.name for node in found.outputs] == ["cross_entropy_loss", "matmul"] and found.losses == ()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda out, y: out,
+        lambda out, y: (out, F.mse_loss(out.detach(), y).item())[0],
+        lambda out, y: out + 0 * F.mse_loss(y, y),  # of no output
+    ],
+)
+def test_without_a_loss_the_outputs_are_what_the_model_returns(function: Callable[..., Any]) -> None:
+    found = program(function, X, torch.randn(5, 4))
+    assert found.losses == () and len(found.outputs) == 1
+
+
+def test_two_losses_are_two_outputs() -> None:
+    found = program(lambda out, y: F.cross_entropy(out, y) + 0.1 * F.cross_entropy(out.exp(), y), X, CLASSES)
+    assert [node.name for node in found.outputs] == ["matmul", "exp"]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "axis"),
+    [
+        (lambda x, w: x @ w, (5, 7, 3), 0),
+        (lambda x, w: (x @ w).mean(0), (7, 5, 3), 1),  # sequences first
+        (lambda x, w: (x @ w).reshape(-1, 2), (5, 7, 3), 0),  # merged: the first size of the first input
+        (lambda x, w: (x @ w).sum(), (5, 7, 3), 0),
+    ],
+)
+def test_the_size_of_the_cases(function: Callable[..., Any], shape: tuple[int, ...], axis: int) -> None:
+    found = find_losses(before("losses", Toy(function, w=(3, 2)), torch.randn(shape)))
+    (x,) = (node for node in found.graph.nodes if node.op == "placeholder")
+    assert found.cases == str(x.meta["val"].shape[axis])
+
+
+def test_a_graph_without_sizes_has_no_cases() -> None:
+    assert find_losses(before("losses", nn.Linear(3, 2))).cases is None
+    assert find_losses(before("losses", nn.Linear(1, 2), torch.randn(1, 1))).cases is None
