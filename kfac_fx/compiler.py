@@ -74,7 +74,7 @@ def compile(
         layers: the user's own layer declarations.
         strict: a parameter that would become generic is an error.
         verify: prove on the first batch that rows reproduce the autograd gradient.
-        backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and the optimizer.
+        backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
         dense_limit: a factor side wider than this becomes diagonal, and the report says so.
 
     Raises UntraceableError, RegistrationError and its kinds, LossError, LayerError; each names all culprits.
@@ -279,7 +279,7 @@ class CompiledModule(nn.Module):
         """Tell `listener` about every training forward. Raises AlreadyAttachedError for a second one."""
         if self._listener is not None:
             raise AlreadyAttachedError(
-                f"a {type(self._listener).__name__} is attached to this module already: batches would be recorded twice."
+                f"a {type(self._listener).__name__} is attached to this module: batches would be recorded twice."
                 "\nUse net.detach() first, or compile the model again."
             )
         self._listener = listener
