@@ -71,7 +71,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     wanted, got, bound = gradients(prover, values)
     if not all(bool(one.isfinite().all()) for one in wanted.values()):
         return Verdict(recorder.program, {}, conclusive=False)
-    relative = max(RELATIVE, 4 * coarsest(recorder, values))
+    coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
     failed: dict[tuple[str, ...], str] = {}
     merged: set[tuple[str, ...]] = set()
     taps = tap_list(prover)
@@ -82,8 +82,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if reason is None and one.matrix is not None:
             error = float((got[one.parameters] - wanted[one.parameters]).norm())
             size, rounding = float(wanted[one.parameters].norm()), float(bound[one.parameters]) * ROUNDING
-            relative = max(RELATIVE, 4 * precision(wanted[one.parameters]))  # autograd's is rounded to the dtype
-            if not error <= relative * size + rounding:
+            if not error <= coarse * (RELATIVE * size + rounding):
                 apart = f"{error / size:.0%} apart" if size else "autograd's is zero"
                 reason = f"the proof failed: rows give another gradient than autograd ({apart})"
         if reason is not None:
