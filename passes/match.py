@@ -14,11 +14,12 @@ from torch import Tensor, fx
 
 from .errors import LayerError
 from .holder import attribute
+from .inplace import functional
 from .ir import Bound, Program, Use
-from .labels import Label, ancestors, bound_parameter, labels, symbolic_sizes
+from .labels import CASTS, Label, ancestors, bound_parameter, labels, op_name, symbolic_sizes
 from .layers import Form, Layer
 from .matrix import Layout, Shape
-from .spelling import functional, order_operands, respell
+from .spelling import order_operands, respell
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,21 @@ def fits(
         return not isinstance(given, fx.Node) and wanted == given
     if wanted.op == "placeholder":
         return binds(wanted, given, form, binding, label, shapes)
+    given = uncast(given, binding, label)
     if not isinstance(given, fx.Node) or (wanted.op, wanted.target) != (given.op, given.target):
         return False
     if binding.nodes.setdefault(wanted, given) is not given or set(wanted.kwargs) != set(given.kwargs):
         return False
     pairs = [(wanted.args, given.args), *((value, given.kwargs[key]) for key, value in wanted.kwargs.items())]
     return all(fits(w, g, form, binding, label, shapes) for w, g in pairs)
+
+
+def uncast(given: Any, binding: Binding, label: Mapping[fx.Node, Label]) -> Any:
+    """Past casts and copies of what is computed from parameters alone, such as position embeddings: same rows."""
+    while isinstance(given, fx.Node) and label[given] is Label.PURE and op_name(given) in CASTS:
+        binding.nodes[given] = given
+        given = given.args[0]
+    return given
 
 
 def binds(

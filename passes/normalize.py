@@ -6,6 +6,7 @@ Before                                   After
     operator.add(b, y), b a parameter        torch.add(y, b)
     self.bn(x)                               F.batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-05)
     F.relu(x, inplace=True)                  torch.relu(x), and later readers of x read the result
+    x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read written(x, w)
 
 Parameters are read under their canonical names, once.
 """
@@ -16,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from .inplace import functional, sequence
 from .ir import Program
 from .labels import has_effect
-from .spelling import functional, order_operands, respell
+from .spelling import order_operands, respell
 
 
 def normalize(program: Program) -> Program:
@@ -39,6 +41,7 @@ def normalize(program: Program) -> Program:
         copies[node].meta = dict(node.meta)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     functional(graph)
+    sequence(graph)
     respell(graph)
     order_operands(graph, program.parameters)
     losses = tuple(copies.get(node, node) for node in program.outputs)
@@ -72,7 +75,7 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: dict[fx.No
         graph.call_function(torch.ops.aten.add_.Tensor, (held("num_batches_tracked"), 1))
     used = not module.training or module.track_running_stats
     mean, var = (held("running_mean"), held("running_var")) if used else (None, None)
-    momentum = 0.0 if module.momentum is None else module.momentum
+    momentum = 0.0 if module.momentum is None else module.momentum  # None: the capture's `effects` say it
     return graph.call_function(
         F.batch_norm, (operand, mean, var, held("weight"), held("bias"), training, momentum, module.eps)
     )

@@ -21,9 +21,9 @@ import torch
 from torch import fx, nn
 
 from .holder import attribute, holder
+from .inplace import memory
 from .ir import Program, Registration, Use
 from .labels import changes_memory, has_effect
-from .spelling import memory
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from .errors import UntraceableError
 from .holder import attribute, holder
 from .labels import op_name
-from .watch import backward_hooks, custom_functions, refuse_custom, untouched, untraceable
+from .watch import backward_hooks, cumulative_averages, custom_functions, refuse_custom, untouched, untraceable
 
 CHECKED_INPUTS = (  # their forward branches on the rank of the input, which has none under symbolic tracing
     nn.modules.batchnorm._BatchNorm,
@@ -66,6 +66,7 @@ def symbolic_trace(model: nn.Module) -> Traced:
         if parameter.default is not inspect.Parameter.empty
     }
     with untouched(model) as assigned, custom_functions() as custom:
+        averages = cumulative_averages(model)
         try:
             with torch.enable_grad(), no_random_numbers(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
@@ -92,7 +93,7 @@ def symbolic_trace(model: nn.Module) -> Traced:
         given = signature.bind(*args, **kwargs).arguments
         return all(value is defaults[name] for name, value in given.items() if name in defaults)
 
-    effects = (*(f"sets {name}" for name in assigned), *backward_hooks(model))
+    effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model))
     return Traced(graph, root, bind, holds, effects)
 
 

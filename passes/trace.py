@@ -21,7 +21,7 @@ from .errors import UntraceableError
 from .holder import attribute, holder
 from .ir import Options, Program
 from .symbolic import symbolic_trace
-from .watch import backward_hooks, custom_functions, quiet, refuse_custom, untouched, untraceable
+from .watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untouched, untraceable
 
 PREFIX = "model."
 ASSIGNED = r"The tensor attributes? .* assigned during export"  # torch's words; `untouched` sees it, too
@@ -116,6 +116,7 @@ def exported(
     shapes = tuple({d: Dim.AUTO for d, size in enumerate(t.shape) if size > 1} for t in tensors)
     names = input_names(model, args, kwargs)
     with untouched(model) as assigned, custom_functions() as custom, quiet():
+        averages = cumulative_averages(model)
         try:
             with torch.enable_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=ASSIGNED)
@@ -144,7 +145,7 @@ def exported(
 
     parameters, aliases = named_parameters(model)
     captured = Program(graph, root, parameters, aliases, options, layers)
-    effects = (*(f"sets {name}" for name in assigned), *backward_hooks(model))
+    effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model))
     return Capture(captured, bind, lambda output: pytree.unflatten(list(output), out_spec), holds, effects)
 
 

@@ -102,6 +102,18 @@ def refuse_custom(model: nn.Module, custom: set[str]) -> None:
         )
 
 
+def cumulative_averages(model: nn.Module) -> list[str]:
+    """Norms that average over all batches so far, by a momentum that no graph knows; they get one that it does."""
+    norms = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
+    ]
+    for _, module in norms:
+        module.momentum = 0.0
+    return [f"averages over all batches in {path}" for path, module in norms if module.track_running_stats]
+
+
 def backward_hooks(model: nn.Module) -> list[str]:
     """Modules whose backward hooks an emitted module would not call."""
     return [
@@ -137,7 +149,7 @@ def untraceable(model: nn.Module, error: Exception) -> str:
         named = next((name for name, module in model.named_modules() if module is owner), None)
         path = named if named is not None else path
         file = frame.tb_frame.f_code.co_filename
-        if path is not None and "/torch/" not in file and OWN_FOLDER not in file:
+        if path is not None and not any(part in file for part in ("/torch/", OWN_FOLDER, "<")):
             line = f" ({file.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
             source = linecache.getline(file, frame.tb_lineno).strip()
         frame = frame.tb_next

@@ -20,18 +20,19 @@ FLOORS = [
     # Tools that several passes share.
     "passes.approximation passes.holder passes.labels passes.pytree",
     "passes.spelling passes.watch",
+    "passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.normalize passes.losses passes.match passes.link passes.resolve passes.check passes.rewrite "
     "passes.verify",
     "passes.pipeline",
     "passes",
-    "kfac_fx.linalg",
+    "kfac_fx.linalg kfac_fx.progress",
     "kfac_fx.loss_function",
     "kfac_fx.statistics kfac_fx.losses",
-    "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.tap",
-    "kfac_fx.groups",
-    "kfac_fx.inverses",
+    "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.sources kfac_fx.tap",
+    "kfac_fx.groups kfac_fx.pullback",
+    "kfac_fx.exact kfac_fx.inverses",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.layer_collection kfac_fx.proof",
     "kfac_fx.fisher",

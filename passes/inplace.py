@@ -1,0 +1,106 @@
+"""Operations that write into memory: their pure twins where there are any, else what depends on them is said.
+
+What cannot be pure stays in place; the emitted module runs in the order of the model and computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from .labels import CASTS, Label, changes_memory, labels, op_name
+from .spelling import RENAMED
+
+SHARES_MEMORY = {
+    "view", "reshape", "transpose", "permute", "t", "T", "mT", "select", "slice", "narrow", "getitem", "squeeze",
+    "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "alias", "detach", "diagonal", "unflatten", "view_as",
+    "written",
+}  # fmt: skip
+INPLACE = {
+    "add_", "sub_", "mul_", "div_", "relu_", "relu6_", "leaky_relu_", "elu_", "selu_", "celu_", "silu_", "hardswish_",
+    "hardtanh_", "hardsigmoid_", "sigmoid_", "tanh_", "dropout_", "masked_fill_", "clamp_", "exp_", "neg_", "sqrt_",
+    "softplus_", "mish_", "rrelu_", "threshold_",
+}  # fmt: skip
+
+
+def functional(graph: fx.Graph) -> None:
+    """In-place operations on activations become their pure twins; whoever reads the operand later reads the result.
+
+    Left alone where another view of the same memory is read later, on buffers, and without a pure twin.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    label = labels(graph, ())
+    for node in list(graph.nodes):
+        name = RENAMED.get(op_name(node), op_name(node))
+        wants = name in INPLACE or node.kwargs.get("inplace") is True
+        if not wants or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        operand = node.args[0]
+        if label[operand] is not Label.ACT or seen_elsewhere(node, operand, order):
+            continue
+        if node.kwargs.get("inplace") is True:
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+        else:
+            node.op, node.target = "call_function", pure_twin(name.removesuffix("_"))
+        for user in list(operand.users):
+            if user is not node and order[user] > order[node]:
+                user.replace_input_with(operand, node)
+
+
+def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether what `node` does to the memory of `operand` is seen later through another view of it."""
+    others = [base := memory(operand)]
+    for other in others:
+        views = [user for user in other.users if shares_memory(user) and user.args[0] is other and user not in others]
+        others += [view for view in views if other is not operand or order[view] < order[node]]
+    later = [user for other in others if other is not operand for user in other.users if order[user] > order[node]]
+    return base.op == "get_attr" or any(user is not node for user in later)
+
+
+def sequence(graph: fx.Graph) -> None:
+    """What is read after a write into its memory depends on the write, in so many words.
+
+    y[:, 0].copy_(a); f(y)   ->   w = y[:, 0].copy_(a); f(written(y, w))
+    """
+    for write in [node for node in graph.nodes if changes_memory(node)]:
+        if not write.args or not isinstance(write.args[0], fx.Node):
+            continue
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        owner = memory(write.args[0])
+        earlier = [node for node in graph.nodes if order[node] < order[write] and memory(node) is owner]
+        for alias in earlier:
+            if readers := [user for user in alias.users if order[user] > order[write]]:
+                with graph.inserting_after(write):
+                    later = graph.call_function(written, (alias, write))
+                later.meta = dict(alias.meta)
+                for reader in readers:
+                    reader.replace_input_with(alias, later)
+
+
+def written(tensor: torch.Tensor, write: Any) -> torch.Tensor:
+    """`tensor`, whose memory `write` has changed."""
+    return tensor
+
+
+def memory(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` is a view of: itself if it has its own."""
+    while shares_memory(node):
+        node = node.args[0]  # type: ignore[assignment]  # shares_memory says that it is a node
+    return node
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether the node may be a view of its first argument; the result of an in-place operation is one."""
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    return op_name(node) in SHARES_MEMORY | CASTS or changes_memory(node)
+
+
+def pure_twin(name: str) -> Callable[..., Any]:
+    found = getattr(torch, name, None) or getattr(F, name, None)
+    assert callable(found), f"bug in kfac_fx: {name}_ has no pure twin"
+    return found  # type: ignore[no-any-return]

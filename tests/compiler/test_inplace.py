@@ -1,0 +1,144 @@
+"""Writes into memory: made pure where nobody else looks, else followed by what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from kfac_fx.passes.inplace import memory, written
+from kfac_fx.passes.labels import Label, labels
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.trace import capture
+from tests.compiler.toy import Toy, before, code, node
+
+X = torch.randn(5, 3)
+
+
+def normalized(function: Callable[..., Any], exported: bool = True) -> fx.Graph:
+    return before("losses", Toy(function), *([X] if exported else [])).graph
+
+
+def returns_first(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        h = x * 2
+        function(h)
+        return h
+
+    return run
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda h: h.relu_(), "relu = relu(mul)"),
+        (lambda h: F.relu(h, inplace=True), "relu = relu(mul)"),
+        (lambda h: torch.relu_(h), "relu = relu(mul)"),
+        (lambda h: h.add_(1), "add = add(mul, 1)"),
+        (lambda h: h.mul_(h), "mul = mul(mul, mul)"),
+        (lambda h: F.dropout(h, 0.5, training=True, inplace=True), "dropout = dropout(mul, 0.5, True)"),
+    ],
+)
+def test_the_pure_twin_is_read_in_the_operands_place(
+    function: Callable[[Tensor], Any], expected: str, exported: bool
+) -> None:
+    graph = normalized(returns_first(function), exported)
+    _, last = code(graph)
+    assert without_names(last) == without_names(expected)
+    (output,) = (one for one in graph.nodes if one.op == "output")
+    assert output.all_input_nodes[0].prev.name == "mul"
+
+
+def without_names(line: str) -> str:
+    operation = line.partition(" = ")[2]
+    return operation.replace("p=0.5", "0.5").replace("training=True", "True").replace("mul_1(", "mul(")
+
+
+def viewed(x: Tensor) -> Tensor:
+    h = x * 2
+    first = h[:, 0]
+    h.relu_()
+    return h.sum(1) + first
+
+
+def viewed_and_written(x: Tensor) -> Tensor:
+    h = x * 2
+    h[:, 0].relu_()
+    return h + 1
+
+
+def built(x: Tensor) -> Tensor:
+    out = x.new_zeros(x.shape[0], 4)
+    out[:, :3] = x.exp()
+    out[:, 3] = x.sum(1)
+    return out.tanh()
+
+
+def filled(x: Tensor) -> Tensor:
+    out = torch.empty(5, 3)
+    out.copy_(x)
+    out.zero_()
+    return out + x
+
+
+def chained(x: Tensor) -> Tensor:
+    h = x.clone()
+    rows = h.view(-1)
+    rows[:3].add_(1)
+    h.mul_(2)
+    return rows * 3
+
+
+@pytest.mark.parametrize("function", [viewed, viewed_and_written, built, filled, chained])
+def test_what_stays_in_place_computes_the_same(function: Callable[[Tensor], Tensor]) -> None:
+    program = before("losses", Toy(function), X)
+    module = fx.GraphModule(program.root, program.graph)
+    x, twin = X.clone().requires_grad_(), X.clone().requires_grad_()
+    (got,) = module(x)
+    expected = function(twin)
+    assert torch.equal(got, expected)
+    weight = torch.randn_like(got)
+    (ours,) = torch.autograd.grad(got, x, weight, allow_unused=True)
+    (theirs,) = torch.autograd.grad(expected, twin, weight, allow_unused=True)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_what_is_read_after_a_write_depends_on_it() -> None:
+    program = before("losses", Toy(built), X)
+    lines = [line for line in code(program) if line.startswith(("written", "copy_", "tanh"))]
+    assert lines == [
+        "copy_ = copy_(slice_2, exp)",
+        "written = written(new_zeros, copy_)",
+        "copy__1 = copy_(select, sum_1)",
+        "written_1 = written(written, copy__1)",
+        "tanh = tanh(written_1)",
+    ]
+    assert labels(program.graph, ())[node(program, "written")] is Label.ACT
+    assert memory(node(program, "written_1")) is node(program, "new_zeros")
+    assert written(X, None) is X
+
+
+def test_buffers_stay_updated_in_place() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.mul_(0.5).add_(x.detach().mean(0))
+            return x - self.seen
+
+    program = normalize(capture(Counting(), (X,)).program)
+    assert [line.partition(" = ")[2].partition("(")[0] for line in code(program)] == [
+        "mul_", "detach", "mean", "add_", "sub",
+    ]  # fmt: skip
+
+
+def test_an_input_that_forward_changes_is_read_changed() -> None:
+    graph = normalized(lambda x: x.mul_(2) + x)
+    assert code(graph) == ["mul_ = mul(x, 2)", "add = add(mul_, mul_)"]

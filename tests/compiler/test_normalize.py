@@ -1,0 +1,95 @@
+"""The whole pass on small models: what goes in, what comes out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from kfac_fx.passes.ir import Program
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.trace import capture
+from tests.compiler.toy import Toy, code
+
+X = torch.randn(4, 3)
+
+
+def both(model: nn.Module, x: Tensor) -> list[Program]:
+    return [normalize(capture(model, inputs).program) for inputs in (None, (x,))]
+
+
+def result(program: Program, x: Tensor) -> Tensor:
+    outputs = fx.GraphModule(program.root, program.graph)(x)
+    return outputs if isinstance(outputs, Tensor) else outputs[0]
+
+
+def test_both_captures_speak_one_language() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 2))
+    symbolic, exported = both(model, X)
+    assert code(symbolic) == [
+        "linear = linear(input_1, _0_weight, _0_bias)",
+        "relu = relu(linear)",
+        "linear_1 = linear(relu, _2_weight, _2_bias)",
+    ]
+    targets = [[node.target for node in one.graph.nodes if node.op == "call_function"] for one in (symbolic, exported)]
+    assert targets[0] == targets[1]
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (nn.BatchNorm1d(3), (4, 3)),
+        (nn.BatchNorm1d(3).eval(), (4, 3)),
+        (nn.BatchNorm2d(3, affine=False, momentum=0.3), (4, 3, 2, 2)),
+        (nn.BatchNorm1d(3, track_running_stats=False), (4, 3)),
+        (nn.BatchNorm1d(3, track_running_stats=False).eval(), (4, 3)),
+        (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (4, 3, 5)),
+        (nn.InstanceNorm1d(3, affine=True, track_running_stats=True).eval(), (4, 3, 5)),
+        (nn.InstanceNorm2d(3), (4, 3, 2, 2)),
+    ],
+    ids=str,
+)
+def test_norms_are_called_as_functions_and_keep_their_statistics(norm: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    for program in both(nn.Sequential(norm), x):
+        before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        got = result(program, x)
+        after = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        for name, buffer in norm.named_buffers():
+            buffer.copy_(before[name])
+        assert torch.equal(got, norm(x))
+        torch.testing.assert_close(dict(norm.named_buffers()), after, rtol=0, atol=0)
+
+
+def test_a_norm_that_averages_over_all_batches_is_captured_but_not_averaged() -> None:
+    norm = nn.BatchNorm1d(3, momentum=None)
+    model = nn.Sequential(norm)
+    for inputs in (None, (X,)):
+        captured = capture(model, inputs)
+        assert captured.effects == ("averages over all batches in 0",)
+        assert norm.momentum is None
+        torch.testing.assert_close(result(normalize(captured.program), X), nn.BatchNorm1d(3)(X))
+
+
+def test_parameters_are_read_once_under_their_first_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    for program in both(model, X):
+        targets = [str(node.target) for node in program.graph.nodes if node.op == "get_attr"]
+        assert sorted(targets) == ["0.bias", "0.weight", "1.bias"]
+
+
+def test_what_nobody_reads_goes_and_what_has_an_effect_stays() -> None:
+    def idle(x: Tensor, w: Tensor) -> Tensor:
+        x.exp() @ w
+        torch.nn.functional.dropout(x)
+        return x + 1
+
+    for program in both(Toy(idle, w=(3, 3)), X):
+        assert [line.partition(" ")[0] for line in code(program)] == ["dropout", "add"]
+
+
+def test_stack_traces_and_values_stay_with_their_nodes() -> None:
+    program = both(nn.Linear(3, 2), X)[1]
+    (linear,) = (node for node in program.graph.nodes if node.op == "call_function")
+    assert tuple(linear.meta["val"].shape)[1] == 2

@@ -1,0 +1,114 @@
+"""One spelling for every operation, however it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from kfac_fx.passes.spelling import SPELLED_OUT, public, respell
+from kfac_fx.passes.trace import capture
+from tests.compiler.toy import Toy, before
+
+X, W, B, IDS = torch.randn(4, 5), torch.randn(3, 5), torch.randn(3), torch.randint(3, (4,))
+IMAGE, KERNEL = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
+
+SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
+    (X, [lambda x: F.linear(x, W), lambda x: F.linear(input=x, weight=W), lambda x: F.linear(x, W, bias=None)]),
+    (X, [lambda x: x @ W.T, lambda x: torch.matmul(x, W.T), lambda x: x.mm(W.T), lambda x: torch.mm(x, W.T)]),
+    (X, [lambda x: torch.relu(x), lambda x: x.relu(), lambda x: F.relu(x)]),
+    (X, [lambda x: x + 1, lambda x: 1 + x, lambda x: x.add(1), lambda x: torch.add(x, 1)]),
+    (X, [lambda x: 2 * x, lambda x: x.mul(2)]),
+    (X, [lambda x: x.mean(1), lambda x: torch.mean(x, 1)]),
+    (X, [lambda x: torch.einsum("ij,kj->ik", x, W), lambda x: torch.einsum("ij,kj->ik", [x, W])]),
+    (X, [lambda x: F.layer_norm(x, (5,)), lambda x: F.layer_norm(x, [5], eps=1e-5)]),
+    (IDS, [lambda x: F.embedding(x, W), lambda x: F.embedding(x, W, padding_idx=None)]),
+    (IMAGE, [lambda x: F.conv2d(x, KERNEL, padding=1), lambda x: torch.conv2d(x, KERNEL, None, 1, 1)]),
+    (X, [lambda x: F.mse_loss(x, X, reduction="sum")]),
+    (X, [lambda x: F.cross_entropy(x, IDS), lambda x: F.cross_entropy(x, IDS, ignore_index=-100)]),
+]
+
+
+def last(function: Callable[[Any], Any], *inputs: Tensor) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The operation behind the output, with what it is given; other nodes by the number of their place in the graph."""
+    graph = before("losses", Toy(function), *inputs).graph
+    (output,) = (one for one in graph.nodes if one.op == "output")
+    node = output.all_input_nodes[0]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.op if one.op != "get_attr" else "held")
+    return node.target, tuple(tuple(a) if isinstance(a, list) else a for a in args), dict(kwargs)
+
+
+@pytest.mark.parametrize(("x", "functions"), SAME)
+def test_all_spellings_are_one(x: Tensor, functions: list[Callable[[Any], Any]]) -> None:
+    symbolic = [last(function) for function in functions]
+    assert symbolic == symbolic[:1] * len(functions)
+    exported = [last(function, x) for function in functions]
+    assert exported == exported[:1] * len(functions)
+    assert symbolic[0][0] is exported[0][0] and symbolic[0][2] == exported[0][2] == {}
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: F.conv2d(x, KERNEL, padding="same", dilation=2), IMAGE),
+        (lambda x: F.conv_transpose2d(x, KERNEL.mT.transpose(0, 1), stride=2, dilation=2), IMAGE),
+        (lambda x: F.batch_norm(x, None, None, training=True, eps=1e-3), IMAGE),
+        (lambda x: F.group_norm(x, 3, eps=1e-3), IMAGE),
+        (lambda x: F.instance_norm(x, eps=1e-3), IMAGE),
+        (lambda x: F.rms_norm(x, (5,)), X),
+        (lambda x: torch.addmm(B, x, W.T), X),
+        (lambda x: torch.addmm(B, x, W.T, beta=0.5), X),
+        (lambda x: F.embedding(x, W, padding_idx=-1), IDS),
+        (lambda x: F.embedding(x, W, scale_grad_by_freq=True), IDS),
+        (lambda x: F.embedding_bag(x[:, None], W, mode="sum"), IDS),
+        (lambda x: F.binary_cross_entropy_with_logits(x, X.sigmoid(), pos_weight=torch.ones(5), reduction="none"), X),
+        (lambda x: F.cross_entropy(x, IDS, label_smoothing=0.1, reduction="sum"), X),
+        (lambda x: F.mse_loss(x, X, reduction="none"), X),
+        (lambda x: torch.sub(x, x.flip(0), alpha=2), X),
+        (lambda x: x.reshape(2, 2, 5).permute(2, 0, 1).flip(0, 1).tile(2, 1, 1), X),
+        (lambda x: x.reshape((2, 10)).permute([1, 0]).sum(0).roll(1), X),
+        (lambda x: x.movedim(0, 1).expand(2, -1, -1).repeat(1, 2, 1).squeeze(), X),
+        (lambda x: F.softmax(x, dim=-1).sum(-1, keepdim=True), X),
+        (lambda x: torch.fft.rfft(x).real, X),
+    ],
+)
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+def test_values_never_change(function: Callable[[Any], Any], x: Tensor, exported: bool) -> None:
+    model = Toy(function)
+    traced = capture(model, (x,) if exported else None)
+    program = before("losses", model, *([x] if exported else []))
+    got = traced.unflatten(fx.GraphModule(program.root, program.graph)(x))
+    torch.testing.assert_close(got, function(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SPELLED_OUT)
+def test_what_is_spelled_out_gets_every_argument_by_position(name: str) -> None:
+    function, defaults = SPELLED_OUT[name]
+    graph = fx.Graph()
+    given = {key: graph.placeholder(key) for key in list(defaults)[:3]}
+    graph.output(graph.call_function(function, (), given))
+    respell(graph)
+    (call,) = (node for node in graph.nodes if node.op == "call_function")
+    assert call.args == (*given.values(), *list(defaults.values())[3:]) and call.kwargs == {}
+
+
+def test_sums_and_products_begin_with_what_depends_on_the_batch() -> None:
+    def shuffled(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return w + x, w * x.exp(), (2 * w) * x, w + torch.ones(5), 1 + w
+
+    graph = before("losses", Toy(shuffled, w=(5,)), X).graph
+    sums = [node for node in graph.nodes if node.target in (torch.add, torch.mul)]
+    first = [str(node.args[0]) for node in sums]
+    assert first == ["x", "exp", "w", "x", "w", "w"]
+
+
+def test_operations_of_the_same_name_are_told_apart() -> None:
+    assert public("relu") is torch.relu and public("fft_rfft") is torch.fft.rfft
+    assert public("dropout1d") is None and public("no_such_operation") is None
+    graph = before("losses", Toy(lambda x: torch.add(x, x, alpha=2))).graph
+    (call,) = (node for node in graph.nodes if node.op == "call_function")
+    assert call.kwargs == {"alpha": 2}
