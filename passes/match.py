@@ -116,7 +116,8 @@ def lay_over(
         return None
     attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
     attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
-    trainable = {role: held for role, held in binding.parameters.items() if held[0] in trained}
+    roles = [role for role in form.roles if role in binding.parameters]
+    trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
     if not trainable or not form.where(attrs):
         return None
     bound: dict[str, Bound] = {}

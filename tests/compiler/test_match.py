@@ -1,0 +1,213 @@
+"""Every use of every layer, and nothing that only looks like one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx import LayerError
+from kfac_fx.passes.ir import Program, Use
+from kfac_fx.passes.layers import as_rows, collect, layer
+from kfac_fx.passes.match import match
+from tests.compiler.toy import Toy, before, uses
+
+SQUARE = {"w": (3, 3), "b": (3,)}
+X = torch.randn(5, 3)
+
+
+def matched(model: nn.Module, *inputs: Any) -> Program:
+    return match(before("match", model, *inputs))
+
+
+def largest(function: Callable[..., Any], exported: bool = False, **shapes: tuple[int, ...]) -> list[str]:
+    """Matches that no other match contains."""
+    program = matched(Toy(function, **shapes), *([X] if exported else []))
+    matches = program.matches
+    kept = [use for use in matches if not any(use.nodes < other.nodes for other in matches)]
+    return uses(program.but(matches=tuple(kept)))
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x, w, b: F.linear(x, w, b), ["linear(w, b): x -> linear"]),
+        (lambda x, w, b: x @ w, ["linear(w): x -> matmul"]),
+        (lambda x, w, b: x @ w + b, ["linear(w, b): x -> add"]),
+        (lambda x, w, b: b + x @ w, ["linear(w, b): x -> add"]),
+        (lambda x, w, b: F.linear(x, w) + b, ["linear(w, b): x -> add"]),
+        (lambda x, w, b: torch.addmm(b, x, w.t()), ["linear(w, b): x -> addmm"]),
+        (lambda x, w, b: w @ x.mT, ["linear(w): getattr_1 -> matmul", "linear(w): m_t -> matmul"]),
+        (lambda x, w, b: F.linear(x, w.to(torch.float64).float()), ["linear(w): x -> linear"]),
+        (lambda x, w, b: x * b, ["scale_and_shift(b): x -> mul"]),
+        (lambda x, w, b: F.layer_norm(x, (3,), b, b * 1), []),
+        (lambda x, w, b: x @ w.tanh(), []),  # a product with something made of w
+        (lambda x, w, b: x @ w.detach(), []),
+        (lambda x, w, b: (x @ w).detach() * x, []),
+        (lambda x, w, b: F.linear(x, w, b * 2), []),
+        (lambda x, w, b: torch.addmm(b, x, w, alpha=2), []),
+        (lambda x, w, b: torch.add(x @ w, b, alpha=2), ["linear(w): x -> matmul"]),
+    ],
+)
+def test_how_a_layer_is_written(function: Callable[..., Any], expected: list[str], exported: bool) -> None:
+    found = largest(function, exported, **SQUARE)
+    assert found == expected or (len(expected) == 2 and found == [expected[exported]])
+
+
+def shared(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.tanh(F.linear(x, w, b))
+    return x
+
+
+def test_every_use_is_a_match_of_its_own_in_graph_order() -> None:
+    assert largest(shared, **SQUARE) == [
+        "linear(w, b): x -> linear",
+        "linear(w, b): tanh -> linear_1",
+        "linear(w, b): tanh_1 -> linear_2",
+    ]
+
+
+def test_all_matches_are_kept_for_resolve() -> None:
+    program = matched(Toy(lambda x, w, b: x @ w + b, **SQUARE))
+    assert uses(program) == [
+        "linear(w): x -> matmul",
+        "linear(w, b): x -> add",
+        "scale_and_shift(b): matmul -> add",
+    ]
+
+
+def second_reader(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    h = x @ w
+    return torch.tanh(h + b) * h
+
+
+def returned(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    h = x @ w
+    return h + b, h
+
+
+@pytest.mark.parametrize("function", [second_reader, returned])
+def test_an_intermediate_that_is_read_elsewhere_is_not_swallowed(function: Callable[..., Any]) -> None:
+    assert largest(function, **SQUARE) == ["linear(w): x -> matmul", "scale_and_shift(b): matmul -> add"]
+
+
+def test_a_parameter_fills_one_role() -> None:
+    assert largest(lambda x, w, b: x * b + b, **SQUARE) == [
+        "scale_and_shift(b): x -> mul",
+        "scale_and_shift(b): mul -> add",
+    ]
+
+
+def test_a_frozen_parameter_fills_its_role_and_is_not_registered() -> None:
+    for frozen, left in (("weight", "bias"), ("bias", "weight")):
+        model = nn.Linear(3, 2)
+        model.get_parameter(frozen).requires_grad_(False)
+        (use,) = matched(model).matches
+        assert list(use.parameters) == [left] and use.attrs["weight"] == (2, 3) and use.attrs["bias"] == (2,)
+
+
+def test_what_the_losses_do_not_depend_on_is_not_matched() -> None:
+    assert largest(lambda x, w, b: (x * b, (x @ w).argmax(-1))[0], **SQUARE) == ["scale_and_shift(b): x -> mul"]
+
+
+def test_the_geometry_of_a_convolution_is_in_its_attributes() -> None:
+    model = nn.Conv2d(2, 4, 3, stride=2, padding=1, dilation=(2, 1), groups=2)
+    for inputs in ((), (torch.randn(5, 2, 9, 9),)):
+        (use,) = matched(model, *inputs).matches
+        attrs = {key: tuple(value) if isinstance(value, (list, tuple)) else value for key, value in use.attrs.items()}
+        assert attrs == {
+            "stride": (2, 2), "padding": (1, 1), "dilation": (2, 1), "groups": 2, "weight": (4, 1, 3, 3), "bias": (4,),
+        }  # fmt: skip
+        assert use.matrix.shape == (2, 2, 1 * 9 + 1)
+
+
+def test_depthwise_and_dense_convolutions_are_told_apart() -> None:
+    names = [matched(nn.Conv1d(4, out, 3, groups=groups)).matches[0].layer for out, groups in ((4, 4), (8, 4), (4, 2))]
+    assert names == ["depthwise_conv1d", "depthwise_conv1d", "conv1d"]
+
+
+# --- where the cases are --------------------------------------------------------------------------------------------
+
+
+def only(model: nn.Module, *inputs: Any) -> Use:
+    (use,) = matched(model, *inputs).matches
+    return use
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "expected"),
+    [
+        (lambda x, w: x @ w, (5, 7, 3), 0),
+        (lambda x, w: (x @ w).mean(0), (7, 5, 3), 1),
+        (lambda x, w: (x.reshape(-1, 3) @ w).view(*x.shape[:-1], 2), (5, 7, 3), None),
+        (lambda x, w: (x.transpose(0, 1) @ w).transpose(0, 1), (5, 7, 3), 1),
+        (lambda x, w: x.mean(0) @ w + x[:, :2] * 0, (5, 3), None),
+    ],
+)
+def test_the_dimension_of_the_cases(function: Callable[..., Any], shape: tuple[int, ...], expected: int | None) -> None:
+    assert only(Toy(function, w=(3, 2)), torch.randn(shape)).batch_dim == expected
+
+
+def test_without_sizes_the_cases_are_first() -> None:
+    assert only(Toy(lambda x, w: (x @ w).mean(0), w=(3, 2))).batch_dim == 0
+
+
+def test_zeros_with_a_row_a_case_are_an_input() -> None:
+    model = Toy(lambda x, w: torch.tanh(x.new_zeros(x.shape[0], 3) @ w + x) @ w, w=(3, 3))
+    assert [use.input.name for use in matched(model, X).matches] == ["new_zeros", "tanh"]
+
+
+# --- declarations that cannot be used -------------------------------------------------------------------------------
+
+
+def declared(function: Callable[..., Any], name: str = "mine") -> Any:
+    return layer(rows=as_rows, grad_rows=as_rows, name=name, example=lambda: (nn.Linear(2, 2), X))(function)
+
+
+def use_layers(*layers: Any) -> Program:
+    program = before("match", nn.Linear(3, 2))
+    return match(program.but(layers=collect(*layers)))
+
+
+def branching(x: Tensor, *, weight: Tensor) -> Tensor:
+    return x @ weight if x.sum() > 0 else x
+
+
+def identity(x: Tensor, *, weight: Tensor) -> Tensor:
+    return x
+
+
+def pair(x: Tensor, *, weight: Tensor) -> Any:
+    return x @ weight, x
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (branching, "cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
+        (identity, "must return one computed tensor"),
+        (pair, "must return one computed tensor"),
+    ],
+)
+def test_a_form_must_be_a_graph_with_one_output(function: Callable[..., Any], text: str) -> None:
+    with pytest.raises(LayerError) as failure:
+        use_layers(declared(function))
+    place = f"{__file__}:{function.__code__.co_firstlineno}"
+    assert str(failure.value).startswith(f"the form of layer 'mine' ({place}) {text}")
+
+
+def test_a_layer_of_ones_own_is_matched_like_the_others() -> None:
+    @layer(rows=as_rows, grad_rows=as_rows, example=lambda: (nn.Linear(2, 2), X))
+    def squared(x: Tensor, *, weight: Tensor) -> Tensor:
+        return F.linear(x, weight).square()
+
+    program = before("match", Toy(lambda x, w: F.linear(x, w) ** 2, w=(2, 3)))
+    assert match(program.but(layers=collect(squared))).matches == ()
+    program = before("match", Toy(lambda x, w: torch.square(F.linear(x, w)), w=(2, 3)))
+    assert uses(match(program.but(layers=collect(squared)))) == ["squared(w): x -> square"]

@@ -1,0 +1,95 @@
+"""The passes in their order, what each says of itself, and a Program as text."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx.passes
+from kfac_fx.passes.ir import Program, source_line, where
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.pipeline import PIPELINE, run
+from kfac_fx.passes.trace import capture
+from tests.compiler.toy import Toy, before, node
+
+
+def model() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    net[2].weight = net[0].weight
+    net.register_parameter("spare", nn.Parameter(torch.zeros(2)))
+    return net
+
+
+def test_every_pass_leaves_a_record() -> None:
+    program = run(capture(model(), layers=LAYERS).program)
+    assert [one.name for one in program.history] == [step.__name__ for step in PIPELINE]
+    assert [(one.nodes, one.summary) for one in program.history] == [
+        (8, "8 nodes"), (8, "1 outputs"), (8, "0 groups"), (8, "2 uses"), (8, "3 registrations, 0 dropped"), (8, "ok"),
+    ]  # fmt: skip
+    assert all(0 <= one.seconds < 60 for one in program.history)
+
+
+def test_one_pass_alone() -> None:
+    program = run(before("match", model()), PIPELINE[3:4])
+    assert [one.name for one in program.history][-1] == "match" and len(program.matches) == 2
+
+
+def test_a_pass_that_breaks_the_grammar_is_named() -> None:
+    def careless(program: Program) -> Program:
+        return program.but(unused=("0.weight",), registrations=before("check", model()).registrations)
+
+    with pytest.raises(AssertionError, match="bug in kfac_fx: careless"):
+        run(before("check", model()), (careless,))
+
+
+def test_a_program_is_readable() -> None:
+    line = Path(nn.modules.linear.__file__).name
+    lines = str(before("resolve", model())).splitlines()
+    assert lines[0] == "8 nodes, 4 parameters"
+    assert lines[1].startswith("match         linear(0.weight, 0.bias) at linear")
+    lines = str(run(capture(model(), layers=LAYERS).program)).splitlines()
+    assert lines[1:] == [
+        "registration  linear(0.weight) kron_indep, 2 uses",
+        "registration  linear(0.bias) kron, 1 uses",
+        "registration  linear(2.bias) kron, 1 uses",
+        "unused        spare",
+    ]
+    assert line not in "".join(lines)
+    dropped = run(capture(Toy(lambda x, w, b: x @ w + b, w=(3, 3), b=(3,)), layers=LAYERS).program)
+    assert "dropped       linear(w): part of linear(w, b)" in str(dropped).splitlines()
+
+
+def inner(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)
+
+
+def test_a_node_is_placed_at_the_users_own_line() -> None:
+    program = before("match", Toy(inner, w=(3, 3)))
+    place = f"test_pipeline.py:{inner.__code__.co_firstlineno + 1}"
+    assert source_line(node(program, "linear")) == place
+    assert where(node(program, "linear")) == f"linear ({place})"
+    node(program, "linear").meta.clear()
+    assert where(node(program, "linear")) == "linear"
+
+
+def test_torch_export_knows_the_lines_of_forward() -> None:
+    program = before("match", Toy(inner, w=(3, 3)), torch.randn(4, 3))
+    assert where(node(program, "linear")) == f"linear (toy.py:{Toy.forward.__code__.co_firstlineno + 1})"
+
+
+def test_both_names_of_the_package_are_one_set_of_modules() -> None:
+    import passes
+
+    assert passes is kfac_fx.passes and passes.pipeline.run is run
+
+
+def test_what_passes_say_to_each_other_is_data() -> None:
+    (one,) = before("match", nn.Linear(3, 2)).outputs
+    assert isinstance(one, torch.fx.Node)
+    record = run(before("match", nn.Linear(3, 2)), PIPELINE[3:4]).history[-1]
+    assert pickle.loads(pickle.dumps(record)) == record

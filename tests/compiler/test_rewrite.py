@@ -1,0 +1,203 @@
+"""The emitted module: a tap behind every use, and nothing else changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from kfac_fx.passes.ir import Program, Registration, Use
+from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.resolve import resolve
+from kfac_fx.passes.rewrite import fresh, rewrite, tap_name
+from kfac_fx.passes.trace import capture
+from tests.compiler.toy import Toy, before, code, node
+
+X = torch.randn(5, 3)
+
+
+class Seen(nn.Module):
+    """A tap that keeps what it is given. Its result is a view made by a function of its own, as the real one's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Tensor, ...]] = []
+
+    def forward(self, output: Tensor, input: Tensor, probes: Any, *tensors: Tensor) -> Tensor:
+        self.calls.append((output, input, probes, *tensors))
+        seen: Tensor = Identity.apply(output)
+        return seen
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def emitted(model: nn.Module, *inputs: Any, **options: Any) -> tuple[Program, fx.GraphModule]:
+    program = run(before("resolve", model, *inputs, **options), (resolve,))
+    return program, rewrite(program, lambda one, use: Seen())
+
+
+def values(module: fx.GraphModule, program: Program, *inputs: Any) -> Any:
+    """(what the model returns, flat; the Fisher's outputs); each registration's probes are its number."""
+    return module(*inputs, list(range(len(program.registrations))))
+
+
+def test_a_tap_stands_behind_every_use_with_output_input_and_probes() -> None:
+    model = nn.Sequential(first := nn.Linear(3, 3), nn.Tanh(), first)
+    program, module = emitted(model)
+    assert code(module.graph) == [
+        "linear = linear(input_1, _0_weight, _0_bias)",
+        "_0_probes = getitem(probes, 0)",
+        "_0_tap = taps.0(linear, input_1, _0_probes)",
+        "tanh = tanh(_0_tap)",
+        "linear_1 = linear(tanh, _0_weight, _0_bias)",
+        "_0_1_probes = getitem(probes, 0)",
+        "_0_1_tap = taps.0_1(linear_1, tanh, _0_1_probes)",
+    ]
+    returned, fisher = values(module, program, X)
+    assert torch.equal(returned, model(X)) and fisher == (returned,)
+    calls = [one.calls for one in module.taps.children()]
+    assert [len(each) for each in calls] == [1, 1] and calls[0][0][2] == calls[1][0][2] == 0
+    assert torch.equal(calls[1][0][1], torch.tanh(first(X)))
+
+
+def test_names_are_those_of_the_model_and_parameters_the_same_objects() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    _, module = emitted(model)
+    assert dict(module.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert all(module.get_parameter(name) is parameter for name, parameter in model.named_parameters())
+    assert module.get_buffer("1.running_mean") is model[1].running_mean
+
+
+def test_the_fishers_outputs_come_second_and_tapped() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.inner(x), y)
+
+    y = torch.randint(4, (5,))
+    program = run(capture(Loss(), (X, y), layers=before("match", Loss()).layers).program)
+    module = rewrite(program, lambda one, use: Seen())
+    (loss,), (logits,) = values(module, program, X, y)
+    assert logits.shape == (5, 4) and torch.equal(loss, F.cross_entropy(logits, y))
+    assert logits.grad_fn is not None and "Identity" in logits.grad_fn.name()
+
+
+def test_two_registrations_may_share_an_output() -> None:
+    """Biases split off a shared weight: one node, two taps, one behind the other."""
+    model = Toy(lambda x, w, b, c: F.linear(torch.tanh(F.linear(x, w, b)), w, c), w=(3, 3), b=(3,), c=(3,))
+    program, module = emitted(model)
+    returned, _ = values(module, program, X)
+    assert torch.equal(returned, model(X))
+    taps = [line for line in code(module.graph) if "taps." in line]
+    assert taps == [
+        "w_tap = taps.w(linear, x, w_probes)",
+        "b_tap = taps.b(w_tap, x, b_probes)",
+        "w_1_tap = taps.w_1(linear_1, tanh, w_1_probes)",
+        "c_tap = taps.c(w_1_tap, tanh, c_probes)",
+    ]
+
+
+def test_generic_parameters_have_no_tap_and_unused_ones_no_place() -> None:
+    program, module = emitted(Toy(lambda x, v, w, dead: x * v.exp() @ w, v=(3,), w=(3, 3), dead=(3,)))
+    assert [name for name, _ in module.taps.named_children()] == ["w"]
+    assert sorted(name for name, _ in module.named_parameters()) == ["v", "w"]
+    assert len(program.registrations) == 2
+
+
+def test_a_model_without_inputs_is_given_probes_only() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return 2 * self.w
+
+    program, module = emitted(Constant())
+    assert values(module, program)[0].tolist() == [2, 2, 2]
+
+
+def writes_to_a_tap(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    h[:, 0].zero_()
+    h.index_fill_(1, torch.tensor([1]), 3.0)
+    return torch.tanh(h)
+
+
+def writes_to_an_input(x: Tensor, w: Tensor) -> Tensor:
+    x[:, 0] = 1.0
+    return torch.tanh(x @ w)
+
+
+def builds_from_taps(x: Tensor, w: Tensor) -> Tensor:
+    out = x.new_zeros(x.shape[0], 4)
+    out[:, :3] = x @ w
+    return out * 2
+
+
+@pytest.mark.parametrize("function", [writes_to_a_tap, writes_to_an_input, builds_from_taps])
+def test_writes_neither_break_autograd_nor_change_inputs(function: Callable[..., Tensor]) -> None:
+    model = Toy(function, w=(3, 3))
+    program, module = emitted(model, X.clone())
+    given = X.clone()
+    (returned,), _ = values(module, program, given)
+    assert torch.equal(given, X)
+    expected = model(X.clone())
+    assert torch.equal(returned, expected)
+    weight = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad(out, model.w, weight)[0] for out in (returned, expected))
+    assert torch.equal(ours, theirs)
+
+
+def test_updates_of_buffers_stay() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), norm := nn.BatchNorm1d(3))
+    program, module = emitted(model, X)
+    values(module, program, X)
+    assert norm.num_batches_tracked == 1 and norm.running_mean.abs().sum() > 0
+
+
+def test_tensors_that_rows_need_are_handed_to_the_tap() -> None:
+    class Evaluated(nn.Sequential):
+        pass
+
+    program, module = emitted(Evaluated(nn.BatchNorm1d(3).eval()), X)
+    tap = node(module.graph, "_0_tap")
+    assert [str(one) for one in tap.args[3:]] == ["_0_running_mean", "_0_running_var"]
+
+
+def test_taps_are_named_after_modules_and_numbered() -> None:
+    _, module = emitted(nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)))
+    assert [name for name, _ in module.taps.named_children()] == ["0_0", "1"]
+    assert fresh("a", {}) == "a" and fresh("a", {"a": nn.Identity(), "a_1": nn.Identity()}) == "a_2"
+    assert tap_name(Registration("generic", None, ("w",), (), "diagonal")) == "w"
+
+
+def test_a_tap_is_made_for_its_registration_and_use() -> None:
+    program, _ = emitted(nn.Linear(3, 3))
+    made: list[tuple[Registration, Use]] = []
+
+    def make(one: Registration, use: Use) -> nn.Module:
+        made.append((one, use))
+        return Seen()
+
+    rewrite(program, make)
+    assert made == [(program.registrations[0], program.registrations[0].uses[0])]
