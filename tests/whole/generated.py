@@ -233,8 +233,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean(tuple(range(2, x.dim()))) if x.dim() == 4 else x.mean(1),
     "normalize": lambda x: x / (1 + x.detach().square().mean()),
     "first": lambda x: x[:, 0],
+    "wasted": lambda x: (torch.rand_like(x), x)[1],  # moves the random stream, and nothing reads it
 }
-ACTIVATIONS = ("relu", "relu_", "gelu", "tanh", "silu", "noise", "mask", "normalize")
+ACTIVATIONS = ("relu", "relu_", "gelu", "tanh", "silu", "noise", "mask", "normalize", "wasted")
 
 
 def shape_after(module: nn.Module, shape: Shape) -> Shape:

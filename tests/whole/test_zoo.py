@@ -1,0 +1,139 @@
+"""Every model of the zoo, compiled: what is registered, that the rows are right, that recording changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import kfac_fx
+from kfac_fx.compiler import CompiledModule
+from kfac_fx.moments import Moments
+from tests.models import CASES, ZOO, Case
+from tests.whole.training import differences, step
+
+
+def compiled(case: Case, **options: Any) -> CompiledModule:
+    torch.manual_seed(0)
+    model = case.make()
+    return kfac_fx.compile(model, case.inputs(), case.keywords(), loss=case.loss, layers=case.layers, **options)
+
+
+@cache
+def once(name: str) -> CompiledModule:
+    return compiled(ZOO[name])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_expected_registrations_are_found(case: Case) -> None:
+    """With the proof on: a registration whose rows are wrong would be generic."""
+    net = once(case.name)
+    found = [(one.layer, one.parameters, len(one.uses)) for one in net.registrations if not one.generic]
+    assert sorted(found) == sorted(case.expected), net.report
+    assert sorted(name for one in net.registrations if one.generic for name in one.parameters) == sorted(case.generic)
+    assert sorted(net.report.unused) == sorted(case.unused)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_registrations_are_in_the_order_of_the_graph(case: Case) -> None:
+    program = once(case.name).program
+    order = {node: n for n, node in enumerate(program.graph.nodes)}
+    first = [order[one.uses[0].output] for one in program.registrations if not one.generic]
+    assert first == sorted(first)
+    for one in program.registrations:
+        places = [order[use.output] for use in one.uses]
+        assert places == sorted(places)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_report_counts_every_element(case: Case) -> None:
+    net = once(case.name)
+    count = net.report.to_dict()["parameters"]
+    trainable = {name: p.numel() for name, p in net.model.named_parameters() if p.requires_grad}
+    assert count["total"] == sum(trainable.values())
+    assert count["generic"] == sum(trainable[name] for name in case.generic)
+    assert count["structured"] == count["total"] - count["generic"] - sum(trainable[name] for name in case.unused)
+    assert count["unused"] == list(case.unused)
+    assert str(net.report).splitlines()[0].startswith(f"kfac_fx registered {count['registered']:,} of")
+
+
+WHOLE = ("resnet18", "encoder_batch_first", "encoder_sequence_first", "encoder_by_hand", "gpt", "gpt_tied")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_standard_models_are_structured_to_the_last_element(name: str) -> None:
+    count = once(name).report.to_dict()["parameters"]
+    assert count["structured"] == count["total"]
+    assert "100 %" not in str(once(name).report).splitlines()[0]  # said only where something is generic
+
+
+@pytest.mark.parametrize("way", ["quiet", "recording", "riding"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_training_step_is_the_original_bit_for_bit(case: Case, way: str) -> None:
+    """Twice in a row: without recording, with one before each step, with the emitted module in the model's place."""
+    net = once(case.name)
+    twin = copy.deepcopy(net.model)
+    args, kwargs = case.inputs(), dict(case.keywords())
+    rides: list[Any] = []
+
+    def forward() -> Any:
+        if way != "riding":
+            return net(*args, **kwargs)
+        outputs, ride = net.ride(args, kwargs)
+        rides.append(ride)
+        return outputs
+
+    for _ in range(2):
+        if way == "recording":
+            all_finite(net, net.record(args, kwargs))
+        theirs = step(twin, lambda: twin(*args, **kwargs))
+        assert differences(theirs, step(net.model, forward)) == []
+    for ride in rides[-1:]:
+        all_finite(net, ride.moments())
+
+
+def all_finite(net: CompiledModule, moments: Moments) -> None:
+    """A statistic for every registration, and numbers in all of them."""
+    assert set(moments.statistics) == {one.parameters for one in net.registrations}
+    assert all(value.isfinite().all() for one in moments.statistics.values() for value in one.values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_recording_leaves_no_trace(case: Case) -> None:
+    """Neither compiling nor recording touches parameters, gradients, buffers, inputs or the random stream."""
+    torch.manual_seed(0)
+    model = case.make()
+    args, kwargs = case.inputs(), case.keywords()
+    before = copy.deepcopy((model.state_dict(), args, dict(kwargs)))
+    stream = torch.random.get_rng_state()
+    net = kfac_fx.compile(model, args, kwargs, loss=case.loss, layers=case.layers)
+    net.record(args, dict(kwargs), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.random.get_rng_state(), stream)
+    torch.testing.assert_close((model.state_dict(), args, dict(kwargs)), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+PRECISIONS = ("autocast", "bfloat16", "float64")
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # rms_norm under autocast
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["mlp", "conv_options", "norms", "gpt_tied", "recurrent_from_zero"])
+def test_every_precision_keeps_the_blocks_and_the_bits(name: str, precision: str) -> None:
+    case = ZOO[name]
+    torch.manual_seed(0)
+    model, args = case.make(), case.inputs()
+    if precision != "autocast":
+        dtype = getattr(torch, precision)
+        model, args = model.to(dtype), tuple(x.to(dtype) if x.is_floating_point() else x for x in args)
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
+        net = kfac_fx.compile(model, args, loss=case.loss)
+        moments = net.record(args, {})
+        assert differences(step(twin, lambda: twin(*args)), step(model, lambda: net.ride(args, {})[0])) == []
+    assert {(one.layer, one.parameters, len(one.uses)) for one in net.registrations} == set(case.expected)
+    dtypes = {value.dtype for statistics in moments.statistics.values() for value in statistics.values()}
+    assert dtypes == {torch.float64 if precision == "float64" else torch.float32}
