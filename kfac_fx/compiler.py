@@ -221,8 +221,8 @@ class CompiledModule(nn.Module):
 
     @property
     def report(self) -> Report:
-        """What was registered, why, and what it costs; print it."""
-        return Report(self.program)
+        """What was registered, why, what it costs, and what an attached optimizer counted; print it."""
+        return Report(self.program, getattr(self._listener, "counters", None))
 
     # --- running ----------------------------------------------------------------------------------------------------
 

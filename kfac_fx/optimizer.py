@@ -311,6 +311,16 @@ class KFAC(Optimizer):
     def damping(self, value: float | Tensor) -> None:
         self.updater.damping.copy_(torch.as_tensor(value))
 
+    def counters(self) -> dict[str, int]:
+        """What happened so far, for the report; waits for the device."""
+        failures = [block.failures for block in self.estimator.blocks.values()]
+        return {
+            "steps": self.counter,
+            "skipped steps": int(self.skipped),
+            "skipped updates": sum(one.updates for one in failures),
+            "inverses kept from before": sum(one.decompositions for one in failures),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """torch's entries, and under "kfac" everything else that the next step depends on."""
         updater = {name: getattr(self.updater, name) for name in ("damping", *SCALARS)}

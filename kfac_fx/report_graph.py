@@ -23,11 +23,12 @@ def dot(registrations: Sequence[Registration], captions: Sequence[str]) -> str:
         style = 'style="filled,rounded", fillcolor="#dbe9f6"' if not registration.generic else "style=dashed"
         lines.append(f"  r{number} [shape=box, {style}, label={label}];")
         for use in registration.uses:
-            name = f"u{len(drawn)}"
-            drawn[use.output] = name
-            line = source_line(use.output)
-            lines.append(f"  {name} [label={quote(use.output.name + (chr(10) + line if line else ''))}];")
-            lines.append(f"  r{number} -> {name} [style=dashed, arrowhead=none];")
+            if use.output not in drawn:  # registrations that were split may share an output
+                drawn[use.output] = f"u{len(drawn)}"
+                line = source_line(use.output)
+                text = f"{use.output.name}\n{line}" if line else use.output.name
+                lines.append(f"  {drawn[use.output]} [label={quote(text)}];")
+            lines.append(f"  r{number} -> {drawn[use.output]} [style=dashed, arrowhead=none];")
     if drawn:
         lines += flow(next(iter(drawn)).graph, registrations, drawn)
     return "\n".join([*lines, "}"]) + "\n"
@@ -35,13 +36,14 @@ def dot(registrations: Sequence[Registration], captions: Sequence[str]) -> str:
 
 def flow(graph: fx.Graph, registrations: Sequence[Registration], drawn: dict[fx.Node, str]) -> list[str]:
     """The arrows along the data, and the nodes where data meets."""
-    entered = {use.output: use.input for registration in registrations for use in registration.uses}
-    inside = {node for r in registrations for use in r.uses for node in use.nodes} - set(drawn)
+    uses = {use.output: use.nodes for registration in registrations for use in registration.uses}
+    inside = {node for nodes in uses.values() for node in nodes}
     origin: dict[fx.Node, str | None] = {}  # of the data in a node: the last thing drawn on its way
     nodes: list[str] = []
     arrows: list[str] = []
     for node in graph.nodes:
-        operands = [entered[node]] if node in entered else node.all_input_nodes
+        entered = sorted(uses.get(node, [node]))
+        operands = [n for one in entered for n in one.all_input_nodes if n not in uses.get(node, ())]
         origins = list(dict.fromkeys(found for n in operands if (found := origin.get(n)) is not None))
         if node in drawn:
             name = drawn[node]

@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, fx, nn
 
+import kfac_fx
 from kfac_fx.passes.ir import Bound, Note, Options, PassRecord, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
 from kfac_fx.report import Report, fold, percent, shorten, size
+from tests.models import ZOO
 
 
 class Small(nn.Module):
@@ -423,3 +425,66 @@ def test_the_graph_shows_registrations_uses_and_where_data_meets(program: Progra
 def test_the_graph_escapes_its_labels(program: Program) -> None:
     head = replace(program.registrations[4], layer='my "own"\\layer')
     assert r'label="0  my \"own\"\\layer\nhead' in Report(program.but(registrations=(head,))).to_dot()
+
+
+# --- of compiled models ---------------------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_compiled_model() -> None:
+    case = ZOO["two_biases"]
+    net = kfac_fx.compile(case.make(), case.inputs(), loss=case.loss)
+    reason = "weight is shared by uses with other parameters"
+    assert str(net.report).splitlines()[:-2] == [
+        "kfac_fx registered 24 of 24 trainable parameters in 3 Fisher blocks",
+        "",
+        "   layer   parameters  uses  Fisher block            factors",
+        "-  ------  ----------  ----  ----------------------  ----------------",
+        "0  linear  weight         2  kronecker, independent  A 4 x 4, G 4 x 4",
+        "1  linear  first          1  kronecker               A 1 x 1, G 4 x 4",
+        "2  linear  second         1  kronecker               A 1 x 1, G 4 x 4",
+        "",
+        "generic   none",
+        f"reasons   weight: {reason}",
+        f"          first: {reason}",
+        f"          second: {reason}",
+        "dropped   none",
+        "unused    none",
+        "memory    264 bytes of factors, 264 bytes of inverses (float32)",
+    ]
+
+
+def test_generic_parameters_say_where_they_are_used() -> None:
+    case = ZOO["generic"]
+    report = kfac_fx.compile(case.make(), case.inputs(), loss=case.loss).report
+    (line,) = [line for line in str(report).splitlines() if "temperature: " in line]
+    assert re.fullmatch(r" {10}temperature: no layer has the form of mul_\d \(odd.py:\d+\)", line)
+    assert {one.parameters: one.uses for one in report.rows if one.generic} == {
+        ("gate",): 1, ("width",): 1, ("temperature",): 1
+    }  # fmt: skip
+
+
+def test_split_registrations_share_the_node_of_their_use() -> None:
+    case = ZOO["two_biases"]
+    dot = kfac_fx.compile(case.make(), case.inputs(), loss=case.loss).report.to_dot()
+    assert re.findall(r"r\d -> u\d", dot) == ["r0 -> u0", "r0 -> u1", "r1 -> u0", "r2 -> u1"]
+    assert re.findall(r"u\d -> u\d", dot) == ["u0 -> u1"]
+
+
+def test_data_enters_a_use_on_every_side() -> None:
+    """A position's embedding is added to a token's: the sum is the position's use, and reads the token's."""
+    case = ZOO["gpt"]
+    net = kfac_fx.compile(case.make(), case.inputs(), loss=case.loss)
+    assert [one.layer for one in net.registrations[:2]] == ["embedding", "embedding"]
+    assert "u0 -> u1;" in net.report.to_dot()
+
+
+def test_the_report_counts_what_an_attached_optimizer_met() -> None:
+    case = ZOO["mlp"]
+    (x,) = case.inputs()
+    net = kfac_fx.compile(case.make(), (x,), loss=case.loss)
+    assert "runtime" not in str(net.report)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    net(x).square().mean().backward()
+    optimizer.step()
+    counted = "steps 1, skipped steps 0, skipped updates 0, inverses kept from before 0"
+    assert str(net.report).splitlines()[-1] == f"runtime   {counted}"
