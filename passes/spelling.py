@@ -112,8 +112,12 @@ COMMUTATIVE = {"add", "mul"}
 
 
 def respell(graph: fx.Graph) -> None:
+    numbers: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
+            continue
+        if is_number(node, numbers):  # torch.add of two sizes would be a tensor
+            numbers.add(node)
             continue
         name = RENAMED.get(op_name(node), op_name(node))
         if name in SPELLED_OUT and node.target is not F.embedding_bag:  # whose arguments are not torch.embedding_bag's
@@ -124,6 +128,17 @@ def respell(graph: fx.Graph) -> None:
             respell_aten(node, node.target, name)
         elif node.op == "call_method" or node.target is not getattr:
             respell_python(node, name)
+
+
+def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
+    """Whether a node computes a size, or with sizes only; `numbers` are those before it."""
+    value = node.meta.get("val")
+    if value is not None:
+        return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+    if op_name(node) in ("size", "shape", "dim", "ndim", "numel"):
+        return True
+    operands = node.all_input_nodes
+    return node.op == "call_function" and bool(operands) and numbers.issuperset(operands)
 
 
 IGNORED = {"inplace": False, "_stacklevel": 3}  # arguments of functions of torch.nn.functional that say nothing
