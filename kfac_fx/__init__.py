@@ -1,9 +1,15 @@
 """K-FAC for PyTorch: a torch.fx compiler that finds every use of every parameter, and the optimizer that it feeds."""
 
-from kfac_fx import losses
+from kfac_fx import fisher_blocks, losses
+from kfac_fx.captured import CapturedModel, capture
 from kfac_fx.compiler import CompiledModule, compile
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors import NotRegisteredError
+from kfac_fx.layer_collection import (
+    LayerCollection,
+    get_default_layer_collection,
+    set_default_layer_collection,
+)
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
@@ -15,22 +21,28 @@ from kfac_fx.passes.errors import (
     LossError,
     ModelChangedError,
     RegistrationError,
+    ReuseError,
     TargetsMissing,
     UntraceableError,
 )
 from kfac_fx.passes.layers import as_rows, by_group, layer
+from kfac_fx.registry import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.report import Report
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AUTO_REUSE",
     "KFAC",
+    "VARIABLE_SCOPE",
     "AlreadyAttachedError",
     "AmbiguousRegistrationError",
     "ApproximationError",
+    "CapturedModel",
     "CompiledModule",
     "FactorNotReady",
     "FisherEstimator",
+    "LayerCollection",
     "LayerError",
     "LinkError",
     "LossError",
@@ -38,11 +50,17 @@ __all__ = [
     "NotRegisteredError",
     "RegistrationError",
     "Report",
+    "ReuseError",
     "TargetsMissing",
     "UntraceableError",
     "as_rows",
     "by_group",
+    "capture",
     "compile",
+    "fisher_blocks",
+    "get_default_layer_collection",
     "layer",
     "losses",
+    "set_default_layer_collection",
+    "variable_scope",
 ]

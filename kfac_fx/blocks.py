@@ -125,8 +125,10 @@ def statistics_of(registration: Registration) -> tuple[str, ...]:
         return ()
     if right is not None:
         return "count", right.statistic, left.statistic
-    # The square of a sum over uses is not the sum of squares: several uses must add up first.
-    return (left.statistic,) if left.diagonal and len(registration.uses) == 1 else ("per_case",)
+    # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
+    if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
+        return (left.statistic,)
+    return ("per_case",)
 
 
 def make_groups(

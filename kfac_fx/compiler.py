@@ -18,10 +18,13 @@ from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import Capture, capture
 
 from .blocks import statistics_of
+from .captured import CapturedModel
+from .layer_collection import LayerCollection
 from .loss_spec import LossSpec, loss_from
 from .moments import Key, Moments, Ride
 from .proof import prove
 from .recorder import Recorder
+from .registered_losses import RegisteredLosses
 from .report import Report
 
 CAPTURES = 8  # kept for other shapes, dtypes, devices and training flags; the least recently used goes first
@@ -42,13 +45,14 @@ class Declared:
 
     options: Options
     layers: Mapping[str, Layer]
-    loss: LossSpec | None
+    loss: LossSpec | RegisteredLosses | None
     verify: bool
     backend: str
+    passes: Callable[[Program], Program] = run  # from a fresh capture to a program with registrations
 
 
 def compile(
-    model: nn.Module,
+    model: nn.Module | LayerCollection,
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
@@ -64,7 +68,7 @@ def compile(
     """Capture `model` and register every use of every parameter.
 
     Args:
-        model: any module; its parameters stay the same objects.
+        model: any module; its parameters stay the same objects. Or a LayerCollection, which says the rest, too.
         example_inputs, example_kwargs: inputs to capture with; without them the model is traced symbolically at once
             or, where that cannot see it whole, captured at its first training forward.
         loss: "categorical", "normal", "multi_bernoulli", a class of `kfac_fx.losses`, or a function of the model's
@@ -79,6 +83,8 @@ def compile(
 
     Raises UntraceableError, RegistrationError and its kinds, LossError, LayerError; each names all culprits.
     """
+    if isinstance(model, LayerCollection):
+        return compiled(model, verify=verify, backend=backend)
     if isinstance(model, CompiledModule):
         raise RegistrationError("the module is compiled already; hand kfac_fx.compile the original model")
     if backend not in BACKENDS:
@@ -98,6 +104,27 @@ def compile(
     return CompiledModule(model, declared, example_inputs, example_kwargs)
 
 
+def compiled(
+    collection: LayerCollection,
+    variables: Iterable[Any] | None = None,
+    *,
+    verify: bool = True,
+    backend: str = "eager",
+) -> CompiledModule:
+    """A module with the registrations and the losses of a collection, which becomes final.
+
+    variables: the parameters that must be registered, and no others; None: all that the losses depend on.
+    """
+    collection.finalize(variables)
+    captured = collection.captured
+    declared = Declared(
+        captured.program.options, collection.layers, collection.registered_losses, verify, backend, collection.on
+    )
+    net = CompiledModule(captured.model, declared, captured.args, captured.kwargs, captured.capture)
+    net._collection = collection
+    return net
+
+
 class CompiledModule(nn.Module):
     """A model that can record its Fisher statistics. Calls, parameters, buffers, state and modes are the model's own.
 
@@ -110,6 +137,7 @@ class CompiledModule(nn.Module):
         declared: Declared,
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
+        traced: Capture | None = None,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
@@ -120,14 +148,17 @@ class CompiledModule(nn.Module):
         self._listener: Listener | None = None
         self._captures: OrderedDict[Any, list[Recorder]] = OrderedDict()
         self._first: Recorder | None = None
+        self._collection: LayerCollection | None = None
         self._places = parameter_places(model)
         plain = model if self.backend == "eager" else compiled_model(model, self.backend)
         object.__setattr__(self, "_plain", plain)  # not a child either: it would be a child of itself
+        if traced is not None:
+            self._first = self.built(traced)
         if args is not None or kwargs:
             if isinstance(args, Tensor):
                 args = (args,)
             self.recorder(args or (), dict(kwargs or {}))
-        else:
+        elif traced is None:
             self.trace_symbolically()
 
     # --- capture ----------------------------------------------------------------------------------------------------
@@ -176,7 +207,7 @@ class CompiledModule(nn.Module):
             return None
 
     def built(self, traced: Capture) -> Recorder:
-        program = run(traced.program)
+        program = self.declared.passes(traced.program)
         return self.emit(traced, program)
 
     def emit(self, traced: Capture, program: Program) -> Recorder:
@@ -223,6 +254,16 @@ class CompiledModule(nn.Module):
     def report(self) -> Report:
         """What was registered, why, what it costs, and what an attached optimizer counted; print it."""
         return Report(self.program, getattr(self._listener, "counters", None))
+
+    @property
+    def layer_collection(self) -> LayerCollection:
+        """What is registered, as a collection that takes no more registrations."""
+        if self._collection is None:
+            program, loss = self.program, self.declared.loss
+            assert self._first is not None, "bug in kfac_fx: a program before the first capture"
+            captured = CapturedModel(self.model, self._first.capture, program, None, {})
+            self._collection = LayerCollection.of(captured, program, loss if isinstance(loss, LossSpec) else None)
+        return self._collection
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -279,8 +320,8 @@ class CompiledModule(nn.Module):
         """Tell `listener` about every training forward. Raises AlreadyAttachedError for a second one."""
         if self._listener is not None:
             raise AlreadyAttachedError(
-                f"a {type(self._listener).__name__} is attached to this module: batches would be recorded twice."
-                "\nUse net.detach() first, or compile the model again."
+                f"a {type(self._listener).__name__} is attached to this module already: it would record every batch"
+                " twice.\nUse net.detach() first, or compile the model again."
             )
         self._listener = listener
 

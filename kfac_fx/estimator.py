@@ -8,8 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.compiler import compiled
 from kfac_fx.factors import additive
 from kfac_fx.fisher import BlockDiagonalFisher
+from kfac_fx.layer_collection import LayerCollection
 from kfac_fx.linalg import Root, full_precision
 from kfac_fx.moments import Key, Moments
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
@@ -47,9 +49,9 @@ class FisherEstimator(BlockDiagonalFisher):
 
     def __init__(
         self,
-        net: Net,
+        net: Net | LayerCollection,
         *,
-        variables: Iterable[str] | None = None,
+        variables: Iterable[Any] | None = None,
         cov_ema_decay: float = 0.95,
         damping: float | Tensor = 1e-3,
         exps: Iterable[float] = (-1,),
@@ -61,8 +63,10 @@ class FisherEstimator(BlockDiagonalFisher):
     ) -> None:
         """
         Args:
-            net: a compiled module, or anything with its `registrations`, `named_parameters` and `record`.
+            net: a compiled module, or anything with its `registrations`, `named_parameters` and `record`; or a
+                LayerCollection, which serves no other estimator then.
             variables: the parameters to estimate, None for all; what shares a registration must be named together.
+                Of a LayerCollection: those that are registered, and no others.
             cov_ema_decay: weight of the factors' past at an update, 0 to 1.
             damping: λ of F + λ I. A 0-d tensor is kept as it is: writing into it is writing into `est.damping`.
             exps: the powers of F + λ I to keep for `multiply_matpower`; 1 always works.
@@ -76,6 +80,8 @@ class FisherEstimator(BlockDiagonalFisher):
         """
         if estimation_mode not in MODES:
             raise ValueError(f"unknown estimation_mode {estimation_mode!r}; known are {', '.join(map(repr, MODES))}.")
+        if isinstance(net, LayerCollection):
+            net.estimator, net, variables = self, compiled(net, variables), None
         if not 0 <= cov_ema_decay <= 1:
             raise ValueError(f"cov_ema_decay must be between 0 and 1, got {cov_ema_decay}.")
         if not 0 < fraction <= 1:

@@ -25,6 +25,7 @@ class LossSpec:
 
     make: Callable[[Any], Any]
     name: str
+    named: bool = False  # made of one output tensor
 
     def __call__(self, outputs: Any, targets: Any = None) -> WeightedLosses:
         """`targets`: one tensor, or a sequence of one a loss where there are several losses."""
@@ -56,9 +57,9 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
         if spec not in NAMES:
             known = ", ".join(repr(name) for name in NAMES)
             raise LossError(f"loss {spec!r} is none of {known}.{nearest(spec, NAMES)}")
-        return LossSpec(_of_one_tensor(NAMES[spec], spec), f"loss={spec!r}")
+        return LossSpec(_of_one_tensor(NAMES[spec], spec), f"loss={spec!r}", named=True)
     if isinstance(spec, type) and issubclass(spec, LossFunction):
-        return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}")
+        return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
     if isinstance(spec, LossFunction) or not callable(spec):
         raise LossError(
             f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "

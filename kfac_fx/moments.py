@@ -18,6 +18,7 @@ POWER_OF_GRADIENT = {
     "G": 2,
     "G_diag": 2,
     "square": 2,
+    "outer": 2,
     "per_case": 1,
     "gradient": 1,
 }  # of the output gradient

@@ -27,6 +27,7 @@ from .linalg import full_precision
 from .loss_spec import NAMES, LossSpec
 from .losses import LossFunction
 from .moments import Key, Moments, Ride
+from .registered_losses import RegisteredLosses
 from .tap import Tap, make_probes
 
 
@@ -35,13 +36,13 @@ class Recorder:
     """One capture, emitted, with the ways to run it.
 
     statistics: by registration (its parameters), the names of the statistics that its block needs.
-    loss: the user's, from the model's outputs; None if forward computes it.
+    loss: the user's, from the model's outputs or from nodes of the graph; None if forward computes it.
     """
 
     capture: Capture
     program: Program
     model: nn.Module
-    loss: LossSpec | None
+    loss: LossSpec | RegisteredLosses | None
     statistics: Mapping[Key, tuple[str, ...]]
     backend: str = "eager"
     make_tap: type[Tap] = Tap
@@ -118,6 +119,8 @@ class Recorder:
             output: what the model returned; the user's loss is built on it.
             fisher: the Fisher's outputs; a loss that the graph computes is built on them.
         """
+        if isinstance(self.loss, RegisteredLosses):
+            return self.loss.on(fisher, targets)
         if self.loss is None and not self.program.losses:
             raise LossError(
                 "no loss is known: the Fisher is that of an output distribution.\n"
@@ -129,6 +132,10 @@ class Recorder:
         given = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
         sites = zip(self.program.losses, fisher, given, strict=True)
         return [graph_loss(site.kind, site.reduction, inputs, target) for site, inputs, target in sites]
+
+    def cases(self, losses: list[tuple[float, LossFunction]]) -> int:
+        """Of a batch: how many terms the mean of the loss has."""
+        return self.loss.cases(losses) if isinstance(self.loss, RegisteredLosses) else losses[0][1].cases
 
     # --- recording --------------------------------------------------------------------------------------------------
 
@@ -178,7 +185,7 @@ class Recorder:
     ) -> tuple[list[Tensor | None], int]:
         """The gradient of the summed loss with respect to each of the Fisher's outputs, and the number of cases."""
         leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in fisher]
-        if mode == "empirical" and targets is None and self.loss is None:
+        if mode == "empirical" and targets is None and not isinstance(self.loss, LossSpec):
             targets = self.graph_targets(values)
         pairs = self.losses(self.rebuilt(output, fisher, leaves), tuple(leaves), targets)
         total = sum(
@@ -189,17 +196,18 @@ class Recorder:
         )
         grads = torch.autograd.grad(total, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)  # type: ignore[arg-type]
         found = iter(grads)
-        return [next(found) if leaf.requires_grad else None for leaf in leaves], pairs[0][1].cases
+        return [next(found) if leaf.requires_grad else None for leaf in leaves], self.cases(pairs)
 
     def rebuilt(self, output: Any, fisher: tuple[Tensor, ...], leaves: list[Tensor]) -> Any:
         """What the model returned, with the Fisher's outputs replaced by `leaves`."""
         by_id = {id(old): new for old, new in zip(fisher, leaves, strict=True)}
         return self.capture.unflatten(tree_map(lambda value: by_id.get(id(value), value), output))
 
-    def graph_targets(self, values: tuple[Any, ...]) -> list[Tensor]:
+    def graph_targets(self, values: tuple[Any, ...]) -> list[Any]:
         """The targets that forward hands to the losses it computes, which must be inputs of the model."""
         known = dict(zip(self.placeholders, values, strict=True))
-        return [evaluated(site.targets, known) for site in self.program.losses]
+        sites = self.loss.losses if isinstance(self.loss, RegisteredLosses) else self.program.losses
+        return [evaluated(s.targets, known) if isinstance(s.targets, fx.Node) else s.targets for s in sites]
 
     def gathered(self, probes: list[dict[str, Tensor]], leaves: list[Tensor], grads: Any, cases: int) -> Moments:
         got = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
@@ -230,7 +238,7 @@ class Recorder:
         probes = self.make_probes(examples, next(iter(live.values())))
         output, fisher = self.run(live, buffers, values, probes)
         cases = (
-            self.losses(self.capture.unflatten(output), fisher)[0][1].cases
+            self.cases(self.losses(self.capture.unflatten(output), fisher))
             if self.loss or self.program.losses
             else examples
         )

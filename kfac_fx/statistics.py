@@ -5,7 +5,7 @@ row `r` ([i], with the bias column 1 appended) and the gradient row `d` ([o]) of
 
     count     number of rows            A  Σ r rᵀ     A_diag  Σ r²
     gradient  Σ d rᵀ                    G  Σ d dᵀ     G_diag  Σ d²
-    per_case  p_n = Σ_s d rᵀ, flat      square  Σ_n p_n²
+    per_case  p_n = Σ_s d rᵀ, flat      square  Σ_n p_n²     outer   Σ_n p_n p_nᵀ
 
 with sums over all N·S rows. The one division of the project is in `factors`. Integer rows are one-hot and never
 materialized; a row of id -1 is no row at all, or, in a layer with a bias, the bias column alone. Everything is at least
@@ -184,6 +184,13 @@ def square(rows: Rows) -> Tensor:
         for x, d in zip(torch.split(rows.expanded(), step), torch.split(rows.d, step), strict=True):
             weight = weight + chunk(x, d, weight.shape[2])
     return with_bias(rows, weight, rows.d.sum(1).square().sum(0))
+
+
+@statistic(shape=lambda g, o, i, n: (g * o * i, g * o * i))
+def outer(rows: Rows) -> Tensor:
+    """One use a case only, as `square`."""
+    p = per_case.compute(rows.x, rows.d, rows.bias, rows.matrix)
+    return p.mT @ p
 
 
 def squares_of_sums(x: Tensor, d: Tensor, inputs: int) -> Tensor:

@@ -19,6 +19,13 @@ class LinkError(RegistrationError):
     """A linked-parameter declaration that does not fit the model."""
 
 
+class ReuseError(RegistrationError, KeyError):
+    """`reuse` does not fit: nothing of this name is registered yet, or something is. Also a KeyError."""
+
+    def __str__(self) -> str:  # KeyError would print its argument's repr
+        return str(self.args[0])
+
+
 class ApproximationError(RegistrationError):
     """An `approximations` key that names nothing, or a value that the layer does not have."""
 
@@ -55,6 +62,7 @@ PUBLIC = (
     RegistrationError,
     AmbiguousRegistrationError,
     LinkError,
+    ReuseError,
     ApproximationError,
     LayerError,
     UntraceableError,

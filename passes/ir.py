@@ -55,6 +55,7 @@ class Use:
     batch_dim: int | None = 0  # of the output; None: the cases are merged with other positions
     transposed: bool = False  # the roles of input and output gradient are swapped (a tied output layer)
     part_of: str | None = None  # the composite layer that this use is a part of
+    tower: int = 0  # which of the mini-batches that the graph computes at once
 
     @property
     def parameter_set(self) -> frozenset[str]:
@@ -83,6 +84,11 @@ class Registration:
     @property
     def generic(self) -> bool:
         return self.matrix is None
+
+    @property
+    def one_use_a_case(self) -> bool:
+        """Whether the gradient of a case comes from a single use: every tower has cases of its own."""
+        return len(self.uses) == 1 or len({use.tower for use in self.uses}) == len(self.uses)
 
     def __str__(self) -> str:
         return f"{self.layer}({', '.join(self.parameters)})"

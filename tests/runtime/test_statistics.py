@@ -81,6 +81,7 @@ def defined(name: str, case: Case) -> Tensor:
         "G_diag": torch.einsum("nsgo,nsgo->go", d, d),
         "gradient": p.sum(0),
         "per_case": p.flatten(1),
+        "outer": p.flatten(1).mT @ p.flatten(1),
         "square": p.square().sum(0),
     }[name]
 

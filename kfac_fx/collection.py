@@ -1,0 +1,286 @@
+"""What all registrations share: blocks by parameters, linked groups, approximations, `reuse`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from kfac_fx.captured import CapturedModel
+from kfac_fx.find_use import Finder, Nodes, listed
+from kfac_fx.fisher_blocks import (
+    CONVOLUTIONS,
+    DEPTHWISE,
+    EMBEDDINGS,
+    LINEAR,
+    SCALES,
+    FisherBlock,
+    block_class,
+)
+from kfac_fx.fisher_factor import FisherFactor, factor_keys
+from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError, ReuseError, nearest
+from kfac_fx.passes.ir import APPROXIMATIONS, GENERIC, Use
+from kfac_fx.passes.layers import Layer
+from kfac_fx.registry import VARIABLE_SCOPE, Key, LayerParametersDict, resolved
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one register function takes. approximations: the seed's names of them -> ours."""
+
+    layers: tuple[str, ...]
+    approximations: Mapping[str, str]
+    default: str
+    multi: bool = False
+
+    def own(self, approx: str) -> str | None:
+        ours = self.approximations.get(approx)
+        return ours if ours in APPROXIMATIONS else None
+
+
+def same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+KRON = same("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
+INDEP = {"kron_indep": "kron_indep"} | {
+    f"kron_indep_{sides}": f"kron_{sides}" for sides in ("in_diag", "out_diag", "both_diag")
+}
+EMBEDDED = {"kron_in_diag": "kron_in_diag", "kron_both_diag": "kron_both_diag", "diagonal": "diagonal"}
+KINDS: Mapping[str, Kind] = {
+    "generic": Kind((), same("diagonal", "full"), "diagonal"),
+    "fully_connected": Kind(LINEAR, KRON | same("diagonal"), "kron"),
+    "conv2d": Kind(CONVOLUTIONS, same("kron", "diagonal", "kron_sua"), "kron"),
+    "depthwise_conv2d": Kind(DEPTHWISE, same("kron", "diagonal"), "diagonal"),
+    "embedding": Kind(EMBEDDINGS, {"kron": "kron_in_diag"} | EMBEDDED, "kron"),
+    "scale_and_shift": Kind(SCALES, same("full", "diagonal"), "full"),
+    "fully_connected_multi": Kind(LINEAR, INDEP | same("kron_series_1", "kron_series_2"), "kron_indep", multi=True),
+    "conv2d_multi": Kind(CONVOLUTIONS, same("kron_indep"), "kron_indep", multi=True),
+    "embedding_multi": Kind(
+        EMBEDDINGS, {"kron_indep": "kron_in_diag", "kron_indep_in_diag": "kron_in_diag"}, "kron_indep", multi=True
+    ),
+}
+
+
+class BaseCollection:
+    """fisher_blocks: by their parameters, in the order of registration. estimator: the one built on it, if any.
+
+    Parameters are given as names, under any of their aliases, or as the objects; keys hold canonical names.
+    """
+
+    def __init__(self, graph: CapturedModel, name: str = "LayerCollection") -> None:
+        self.captured, self.name = graph, name
+        self.finder = Finder(graph)
+        self._by_object = {id(parameter): key for key, parameter in graph.program.parameters.items()}
+        self.fisher_blocks: LayerParametersDict[FisherBlock] = LayerParametersDict(self.name_of)
+        self.fisher_factors: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._linked: dict[frozenset[str], str | None] = {}
+        self._defaults = {kind: one.default for kind, one in KINDS.items()}
+        self.estimator: Any = None
+        self.finalized = False
+
+    def __repr__(self) -> str:
+        return f"{self.name}({len(self.fisher_blocks)} blocks)"
+
+    # --- the graph --------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.captured.graph
+
+    @property
+    def model(self) -> nn.Module:
+        return self.captured.model
+
+    @property
+    def layers(self) -> Mapping[str, Layer]:
+        return self.captured.program.layers
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        return self.captured.program.parameters
+
+    def node(self, name: str | fx.Node) -> fx.Node:
+        """A node of the graph by its name. Raises RegistrationError if there is none."""
+        return self.captured.node(name)
+
+    def inputs_of(self, module: str) -> fx.Node | list[fx.Node]:
+        """What the call of a submodule reads; a list with one node a call if it is called several times."""
+        return self.captured.inputs_of(module)
+
+    def outputs_of(self, module: str) -> fx.Node | list[fx.Node]:
+        """What the call of a submodule computes; a list with one node a call if it is called several times."""
+        return self.captured.outputs_of(module)
+
+    # --- names ------------------------------------------------------------------------------------------------------
+
+    def name_of(self, parameter: Any) -> str:
+        """The canonical name. Raises RegistrationError for what is no trainable parameter of the model."""
+        aliases = self.captured.program.aliases
+        if isinstance(parameter, str) and parameter in aliases:
+            return aliases[parameter]
+        if id(parameter) in self._by_object:
+            return self._by_object[id(parameter)]
+        if isinstance(parameter, str):
+            raise RegistrationError(
+                f"{parameter!r} is not a trainable parameter of the model.{nearest(parameter, aliases)}"
+            )
+        raise RegistrationError(f"a {type(parameter).__name__} that is not a trainable parameter of the model")
+
+    def names_of(self, params: Any) -> Key:
+        return self.fisher_blocks.names(params)
+
+    @property
+    def registered_variables(self) -> Key:
+        """The names of all registered parameters, in the order of registration."""
+        return tuple(name for key in self.fisher_blocks for name in key)
+
+    # --- linked parameters and approximations -----------------------------------------------------------------------
+
+    @property
+    def linked_parameters(self) -> dict[frozenset[str], str | None]:
+        return dict(self._linked)
+
+    def define_linked_parameters(self, params: Any, approximation: str | None = None) -> None:
+        """These parameters belong in one block, of this approximation unless the registration asks for another.
+
+        Raises LinkError if some are registered in a block of other parameters, or are linked already.
+        """
+        names = frozenset(self.names_of(params))
+        said = ", ".join(sorted(names))
+        if taken := self.fisher_blocks.overlapping(names):
+            raise LinkError(f"({said}) cannot be linked: registered already in {', '.join(map(str, taken))}")
+        if groups := [group for group in self._linked if group & names]:
+            others = " and ".join(f"({', '.join(sorted(group))})" for group in groups)
+            raise LinkError(f"({said}) cannot be linked: already part of the linked group {others}")
+        self._linked[names] = approximation
+
+    def default_approximation(self, kind: str) -> str:
+        return self._defaults[kind]
+
+    def set_default_approximation(self, kind: str, value: str) -> None:
+        """Raises ApproximationError for what the kind of layer has not."""
+        if KINDS[kind].own(value) is None:
+            raise ApproximationError(f"{value!r} is not a valid approximation for {kind}; valid are {known(kind)}")
+        self._defaults[kind] = value
+
+    def chosen(self, kind: str, names: Key, approx: str | None) -> str:
+        """What is asked for here, else for exactly these linked parameters, else for the kind; in our names."""
+        asked = approx or self._linked.get(frozenset(names)) or self._defaults[kind]
+        own = KINDS[kind].own(asked)
+        if own is None:
+            raise ApproximationError(f"Bad value {asked!r} for approx of {', '.join(names)}; {kind} has {known(kind)}")
+        return own
+
+    # --- registration -----------------------------------------------------------------------------------------------
+
+    def find_uses(self, layers: Sequence[str], params: Key, inputs: Nodes, outputs: Nodes) -> tuple[Use, ...]:
+        return self.finder.find(layers, params, inputs, outputs)
+
+    def register(
+        self,
+        kind: str,
+        params: Any,
+        inputs: Nodes,
+        outputs: Nodes,
+        approx: str | None,
+        reuse: bool | str | None,
+        num_uses: int | None = None,
+        layers: Sequence[str] = (),
+    ) -> FisherBlock:
+        """Find the uses, then file them: a new block, or a tower of an old one. On an error nothing has changed."""
+        names, single = self.names_of(params), not isinstance(outputs, (list, tuple))
+        if KINDS[kind].multi:
+            check_num_uses(names, num_uses, None if single else len(listed(outputs)))
+        elif not single:
+            raise RegistrationError(f"{', '.join(names)}: several outputs; register them with the _multi function")
+        uses = self.find_uses(layers or KINDS[kind].layers, names, inputs, outputs)
+        chosen = self.chosen(kind, names, approx)
+        made = block_class(uses[0].layer, chosen, KINDS[kind].multi)
+        block = made(self, names, chosen, num_uses=num_uses if single else None)
+        block.add_tower(uses)
+        return self.filed(names, block, reuse)
+
+    def filed(self, names: Key, block: FisherBlock, reuse: bool | str | None) -> FisherBlock:
+        """`register_block`; a block that is there already gets the towers of the new one."""
+        kept = self.register_block(names, block, reuse)
+        if kept is not block:
+            for tower in block.towers:
+                kept.add_tower(tower)
+        return kept
+
+    def register_block(
+        self, layer_key: Any, fisher_block: FisherBlock, reuse: bool | str | None = VARIABLE_SCOPE
+    ) -> FisherBlock:
+        """File a block under its parameters; returns the one that is there if `reuse` allows it.
+
+        Raises ReuseError, a ValueError and a KeyError, if there is one and `reuse` is False, or none and it is True;
+        RegistrationError for a block of another type or approximation, and for parameters in another block.
+        """
+        self.check_open()
+        reuse, names = resolved(reuse), self.names_of(layer_key)
+        said = f"({', '.join(names)})"
+        if names in self.fisher_blocks:
+            if reuse is False:
+                raise ReuseError(f"FisherBlock for {said} is already in LayerCollection; reuse=True adds a tower")
+            kept = self.fisher_blocks[names]
+            old, new = (f"{type(one).__name__} ({one.approximation})" for one in (kept, fisher_block))
+            if old != new:
+                raise RegistrationError(f"Attempted to register FisherBlock of type {new} for {said}, which has {old}")
+            return kept
+        if reuse is True:
+            raise ReuseError(f"reuse=True, but no FisherBlock for {said} was registered")
+        if taken := self.fisher_blocks.overlapping(names):
+            shared = [(name, key) for key in taken for name in key if name in names]
+            rows = "; ".join(f"variable {name} was already registered in key {key}" for name, key in shared)
+            raise RegistrationError(f"FisherBlock for {said}: {rows}")
+        self.fisher_blocks[names] = fisher_block
+        return fisher_block
+
+    def check_open(self) -> None:
+        if self.finalized:
+            raise RegistrationError("this LayerCollection serves an estimator already; nothing more can be registered")
+
+    # --- factors ----------------------------------------------------------------------------------------------------
+
+    def make_or_get_factor(self, cls: type[Any], args: tuple[Any, ...]) -> Any:
+        """`cls(*args)`, made once for equal arguments. Raises TypeError if they cannot be hashed."""
+        key = (cls, args)
+        if key not in self.fisher_factors:
+            self.fisher_factors[key] = cls(*args)
+        return self.fisher_factors[key]
+
+    def get_factors(self) -> list[Any]:
+        """All factors, in the order of the blocks; one that several blocks have in common once."""
+        for block in self.fisher_blocks.values():
+            for key in factor_keys(block.registration):
+                factor: FisherFactor = self.make_or_get_factor(FisherFactor, key)
+                if block not in factor.blocks:
+                    factor.blocks.append(block)
+        return list(self.fisher_factors.values())
+
+    def get_blocks(self) -> Iterable[FisherBlock]:
+        return self.fisher_blocks.values()
+
+
+def known(kind: str) -> str:
+    return ", ".join(name for name in KINDS[kind].approximations if KINDS[kind].own(name))
+
+
+def check_num_uses(names: Key, num_uses: int | None, uses: int | None) -> None:
+    """uses: the length of the lists, None for a single tensor."""
+    said = ", ".join(names)
+    if uses is None and num_uses is None:
+        raise RegistrationError(
+            f"{said}: You must supply a value for num_uses with inputs and outputs that are single nodes"
+        )
+    if num_uses is not None and num_uses < 1:
+        raise RegistrationError(f"{said}: num_uses={num_uses} must be at least 1")
+    if uses is not None and num_uses not in (None, uses):
+        raise RegistrationError(f"{said}: num_uses={num_uses}, but the lists hold {uses} uses")
+
+
+assert GENERIC in KINDS, "bug in kfac_fx: generic parameters have no kind"

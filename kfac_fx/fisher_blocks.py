@@ -1,0 +1,175 @@
+"""The Fisher blocks under the names that they have in TF K-FAC; they differ in what they may be registered for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.factors import additive
+from kfac_fx.passes.ir import GENERIC, Registration
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.registered_block import FisherBlock as FisherBlock
+from kfac_fx.registered_block import Nodes, flattened
+
+LINEAR = ("linear",)
+EMBEDDINGS = ("embedding", "embedding_bag")
+CONVOLUTIONS = tuple(name for name in LAYERS if name.startswith("conv"))
+DEPTHWISE = tuple(name for name in LAYERS if name.startswith("depthwise"))
+SCALES = ("scale_and_shift", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
+
+
+# --- by the kind of approximation -----------------------------------------------------------------------------------
+
+
+class FullFB(FisherBlock):
+    default = "full"
+
+
+class DiagonalFB(FisherBlock):
+    default = "diagonal"
+
+
+class KroneckerProductFB(FisherBlock):
+    """c A ⊗ G."""
+
+    @property
+    def diagonal_approx_for_input(self) -> bool:
+        return self.approximation in ("kron_in_diag", "kron_both_diag")
+
+    @property
+    def diagonal_approx_for_output(self) -> bool:
+        return self.approximation in ("kron_out_diag", "kron_both_diag")
+
+
+# --- generic --------------------------------------------------------------------------------------------------------
+
+
+class NaiveFB(FisherBlock):
+    """From the gradient of a batch's summed loss, squared: unbiased under sampled targets, of high variance."""
+
+    default = "diagonal"
+
+    def register_additional_tower(self, inputs: Nodes = None, outputs: Nodes = None) -> None:
+        """One more mini-batch; what it is, the gradient knows."""
+        self.towers.append(())
+
+    @property
+    def registration(self) -> Registration:
+        return Registration(GENERIC, None, self.params, (), self.approximation, self.reason)
+
+    def tensors_to_compute_grads(self) -> tuple[str, ...]:
+        return self.params
+
+    def instantiate_factors(
+        self, grads_list: Sequence[Any], damping: float | Tensor, inputs: Sequence[Any] = (), cases: int | None = None
+    ) -> None:
+        """grads_list: for every source the gradients of the parameters, of the loss summed over `cases` cases."""
+        flat = [torch.cat([grad.flatten() for grad in flattened(grads)]) for grads in grads_list]
+        if cases is None:
+            raise ValueError(f"{self}: how many cases were summed over is not in a parameter's gradient; pass cases=")
+        self.take(additive(self.approximation, {"gradient": torch.stack(flat)}), cases, damping)
+
+
+class NaiveFullFB(NaiveFB, FullFB):
+    default = "full"
+
+
+class NaiveDiagonalFB(NaiveFB, DiagonalFB):
+    default = "diagonal"
+
+
+# --- by layer -------------------------------------------------------------------------------------------------------
+
+
+class FullyConnectedKFACBasicFB(KroneckerProductFB):
+    layers = LINEAR
+
+
+class FullyConnectedDiagonalFB(DiagonalFB):
+    layers = LINEAR
+
+
+class FullyConnectedMultiIndepFB(KroneckerProductFB):
+    """Several uses of one weight, taken to be independent."""
+
+    layers = LINEAR
+    default = "kron_indep"
+
+
+class FullyConnectedSeriesFB(KroneckerProductFB):
+    """Uses in the order of time, `kron_series_1` or `kron_series_2`."""
+
+    layers = LINEAR
+    default = "kron_series_1"
+
+
+class ConvKFCBasicFB(KroneckerProductFB):
+    layers = CONVOLUTIONS
+
+
+class ConvDiagonalFB(DiagonalFB):
+    layers = CONVOLUTIONS
+
+
+class ConvKFCBasicMultiIndepFB(KroneckerProductFB):
+    layers = CONVOLUTIONS
+    default = "kron_indep"
+
+
+class DepthwiseConvKFCBasicFB(KroneckerProductFB):
+    """A Kronecker product for every channel."""
+
+    layers = DEPTHWISE
+
+
+class DepthwiseConvDiagonalFB(DiagonalFB):
+    layers = DEPTHWISE
+
+
+class EmbeddingKFACFB(KroneckerProductFB):
+    """With a diagonal input factor, which is exact for one id a case."""
+
+    layers = EMBEDDINGS
+    default = "kron_in_diag"
+
+
+class EmbeddingKFACMultiIndepFB(KroneckerProductFB):
+    layers = EMBEDDINGS
+    default = "kron_in_diag"
+
+
+class ScaleAndShiftFullFB(FullFB):
+    layers = SCALES
+
+
+class ScaleAndShiftDiagonalFB(DiagonalFB):
+    layers = SCALES
+
+
+KRON, MULTI = "kron", "multi"
+CLASSES: Mapping[tuple[str, ...], Mapping[str, type[FisherBlock]]] = {
+    LINEAR: {
+        KRON: FullyConnectedKFACBasicFB,
+        MULTI: FullyConnectedMultiIndepFB,
+        "diagonal": FullyConnectedDiagonalFB,
+        "series": FullyConnectedSeriesFB,
+    },
+    EMBEDDINGS: {KRON: EmbeddingKFACFB, MULTI: EmbeddingKFACMultiIndepFB},
+    CONVOLUTIONS: {KRON: ConvKFCBasicFB, MULTI: ConvKFCBasicMultiIndepFB, "diagonal": ConvDiagonalFB},
+    DEPTHWISE: {KRON: DepthwiseConvKFCBasicFB, "diagonal": DepthwiseConvDiagonalFB},
+    SCALES: {"full": ScaleAndShiftFullFB, "diagonal": ScaleAndShiftDiagonalFB},
+    (GENERIC,): {"full": NaiveFullFB, "diagonal": NaiveDiagonalFB},
+}
+OTHERS: Mapping[str, type[FisherBlock]] = {"full": FullFB, "diagonal": DiagonalFB}
+
+
+def block_class(layer: str, approximation: str, multi: bool) -> type[FisherBlock]:
+    """The class that TF K-FAC has for this, or the plain one of the approximation's kind if it has none."""
+    named = next((classes for layers, classes in CLASSES.items() if layer in layers), {})
+    if approximation in OTHERS:
+        return named.get(approximation, OTHERS[approximation])
+    kind = "series" if "series" in approximation else MULTI if multi else KRON
+    return named.get(kind, KroneckerProductFB)

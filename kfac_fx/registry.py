@@ -1,0 +1,83 @@
+"""What a registration is filed under, and when one may be filed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
+
+from kfac_fx.passes.errors import RegistrationError
+
+Value = TypeVar("Value")
+Key = tuple[str, ...]
+VARIABLE_SCOPE = "VARIABLE_SCOPE"  # what the innermost `variable_scope` says; False outside of any
+AUTO_REUSE = "AUTO_REUSE"  # a tower if there is a registration, else a new one
+_scope: ContextVar[bool | str] = ContextVar("reuse", default=False)
+
+
+@contextmanager
+def variable_scope(reuse: bool | str) -> Iterator[None]:
+    """Inside, `reuse=VARIABLE_SCOPE`, the default of all register functions, means this `reuse`."""
+    token = _scope.set(resolved(reuse))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def resolved(reuse: bool | str | None) -> bool | str:
+    """True, False or AUTO_REUSE. Raises ValueError for anything else."""
+    if reuse == VARIABLE_SCOPE:
+        return _scope.get()
+    if reuse is None:
+        return False
+    if reuse is True or reuse is False or reuse == AUTO_REUSE:
+        return reuse
+    raise ValueError(f"reuse={reuse!r} is none of True, False, AUTO_REUSE and VARIABLE_SCOPE")
+
+
+class LayerParametersDict(MutableMapping[Any, Value], Generic[Value]):
+    """Values by parameters: one, or a tuple or list of them in any order. No parameter is in two keys.
+
+    name_of: from a parameter, as users write it, to its name. Keys are tuples of names in the order of insertion.
+    """
+
+    def __init__(self, name_of: Callable[[Any], str] = str) -> None:
+        self.name_of = name_of
+        self._values: dict[Key, Value] = {}
+        self._keys: dict[frozenset[str], Key] = {}
+
+    def names(self, key: Any) -> Key:
+        parts = key if isinstance(key, (tuple, list, set, frozenset)) else (key,)
+        return tuple(self.name_of(part) for part in parts)
+
+    def overlapping(self, key: Any) -> list[Key]:
+        """Keys that share a parameter with `key` and are not equal to it."""
+        wanted = frozenset(self.names(key))
+        return [known for parts, known in self._keys.items() if parts & wanted and parts != wanted]
+
+    def __getitem__(self, key: Any) -> Value:
+        return self._values[self._keys[frozenset(self.names(key))]]
+
+    def __setitem__(self, key: Any, value: Value) -> None:
+        """Raises RegistrationError if another key has one of the parameters."""
+        names = self.names(key)
+        if taken := self.overlapping(names):
+            raise RegistrationError(f"key {names} shares parameters with Key(s) already present: {taken}")
+        self._values[self._keys.setdefault(frozenset(names), names)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._values[self._keys.pop(frozenset(self.names(key)))]
+
+    def __contains__(self, key: Any) -> bool:
+        return frozenset(self.names(key)) in self._keys
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"LayerParametersDict({self._values})"

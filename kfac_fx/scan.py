@@ -1,0 +1,136 @@
+"""Automatic registration: the compiler's passes over the graph behind the registered losses, minus what is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from torch import fx
+
+from kfac_fx.collection import INDEP, KINDS
+from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
+from kfac_fx.passes.check import check
+from kfac_fx.passes.errors import LinkError, RegistrationError
+from kfac_fx.passes.ir import APPROXIMATIONS, Program, Registration, Use, where
+from kfac_fx.passes.labels import ancestors
+from kfac_fx.passes.link import link
+from kfac_fx.passes.match import match
+from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.resolve import resolve
+from kfac_fx.register_losses import LossRegistrations
+from kfac_fx.registry import Key
+
+SCAN = (link, match, resolve, check)
+
+
+class Scan:
+    """One scan of a collection's graph for blocks of the parameters `wanted`."""
+
+    def __init__(self, collection: LossRegistrations, wanted: Sequence[str], batch_size: int | None) -> None:
+        self.collection, self.wanted, self.batch_size = collection, frozenset(wanted), batch_size
+
+    def blocks(self) -> dict[Key, FisherBlock]:
+        """See `LayerCollection.auto_register_layers`."""
+        behind = self.towers()
+        found = run(self.program(), SCAN)
+        return {one.parameters: self.block(one, behind) for one in found.registrations}
+
+    def towers(self) -> list[set[fx.Node]]:
+        """The graph behind every tower, which the order in which losses were registered tells apart."""
+        by_loss = self.collection.towers_by_loss
+        if len({len(towers) for towers in by_loss}) > 1:
+            rows = ", ".join(f"{one[0].name}: {len(one)}" for one in by_loss)
+            raise RegistrationError(f"every loss must be registered for the same number of towers, not {rows}")
+        return [ancestors([node for one in tower for node in one.inputs]) for tower in zip(*by_loss, strict=True)]
+
+    def program(self) -> Program:
+        """Where only the parameters that are still to be registered count as such."""
+        bare = self.collection.bare_program
+        kinds = [kind for kind in KINDS if not KINDS[kind].multi]
+        defaults = {
+            layer: own
+            for kind in kinds
+            for layer in KINDS[kind].layers or (kind,)
+            if self.collection.default_approximation(kind) != KINDS[kind].default
+            and (own := KINDS[kind].own(self.collection.default_approximation(kind)))
+        }
+        options = replace(bare.options, strict=False, linked=self.linked(), approximations=defaults)
+        return bare.but(
+            parameters={name: value for name, value in bare.parameters.items() if name in self.wanted},
+            aliases={alias: name for alias, name in bare.aliases.items() if name in self.wanted},
+            options=options,
+        )
+
+    def linked(self) -> dict[frozenset[str], str | None]:
+        """Groups to keep together. Raises LinkError for one that is registered in part."""
+        groups: dict[frozenset[str], str | None] = {}
+        for group, approximation in self.collection.linked_parameters.items():
+            if group <= self.wanted:
+                groups[group] = approximation if approximation in APPROXIMATIONS else INDEP.get(approximation or "")
+            elif group & self.wanted:
+                whole = ", ".join(sorted(group))
+                rest = ", ".join(sorted(group & self.wanted))
+                raise LinkError(f"{rest} in linked group ({whole}) was not matched: the others are registered already")
+        return groups
+
+    def block(self, one: Registration, behind: Sequence[set[fx.Node]]) -> FisherBlock:
+        towers: list[tuple[Use, ...]] = [
+            tuple(use for use in one.uses if tower_of(use, behind) == number) for number in range(len(behind))
+        ]
+        if not one.generic:
+            towers = [tower for tower in towers if tower]
+        num_uses = self.folded(one)
+        multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
+        return block_of(self.collection, replace(one, approximation=self.approximation(one, multi)), towers, num_uses)
+
+    def approximation(self, one: Registration, multi: bool) -> str:
+        """Towers are no uses: one use in each is a plain layer. Several take the default of the kind's multi form."""
+        family = next((layers for layers in CLASSES if one.layer in layers), ())
+        kind = next((name for name in KINDS if KINDS[name].multi and KINDS[name].layers == family), None)
+        linked = self.collection.linked_parameters.get(frozenset(one.parameters))
+        if not multi:
+            return "kron" if one.approximation == "kron_indep" and linked is None else one.approximation
+        if kind is None or linked is not None or one.approximation not in ("kron", "kron_indep", "diagonal"):
+            return one.approximation
+        return KINDS[kind].own(self.collection.default_approximation(kind)) or one.approximation
+
+    def folded(self, one: Registration) -> int | None:
+        """How many uses one after another are in the rows of an output, if batch_size tells."""
+        outputs = [shape_of(use) for use in one.uses] if one.layer in ("linear", "embedding", "conv2d") else []
+        if self.batch_size is None or not outputs or not outputs[0]:
+            return None
+        rows = outputs[0][:1] if one.layer == "conv2d" else outputs[0][:-1]
+        if self.batch_size in rows:
+            return prod(rows) // self.batch_size if prod(rows) > self.batch_size else None
+        if rows and rows[0] % self.batch_size == 0:
+            return rows[0] // self.batch_size
+        raise RegistrationError(
+            f"{one} at {where(one.uses[0].output)} has {list(rows)} rows, which is no multiple of "
+            f"batch_size={self.batch_size}"
+        )
+
+
+def block_of(
+    collection: LossRegistrations, one: Registration, towers: Sequence[tuple[Use, ...]], num_uses: int | None = None
+) -> FisherBlock:
+    """The block of a registration that the compiler made."""
+    multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
+    made = block_class(one.layer, one.approximation, multi)
+    block = made(collection, one.parameters, one.approximation, num_uses=num_uses, reason=one.reason)
+    for tower in towers:
+        if one.generic:
+            block.register_additional_tower()
+        else:
+            block.add_tower(tower)
+    return block
+
+
+def tower_of(use: Use, behind: Sequence[set[fx.Node]]) -> int:
+    return next((number for number, nodes in enumerate(behind) if use.output in nodes), 0)
+
+
+def shape_of(use: Use) -> list[int]:
+    """Of the output, on the captured example; empty if the graph knows no sizes."""
+    value = use.output.meta.get("val")
+    return [] if value is None else [int(size) for size in value.shape]
