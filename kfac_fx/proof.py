@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.passes import pytree
-from kfac_fx.passes.errors import RegistrationError, UntraceableError, table
+from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 
-from .recorder import Recorder, tree_map
+from .likeness import coarsest, compare
+from .recorder import Recorder
 from .tap import BothRows, Tap
 
 Gradients = dict[tuple[str, ...], Tensor]
@@ -44,6 +44,7 @@ class ProofTap(Tap):
         def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             try:
                 rows, grad_rows = both(output_grad, input, *tensors)
+                check_shapes(rows, grad_rows, (g, o, inputs))
                 self.cases = grad_rows.shape[0]
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 self.failure = f"its rows could not be made: {str(error).splitlines()[0]}"
@@ -51,6 +52,22 @@ class ProofTap(Tap):
             return rows, grad_rows
 
         return guarded
+
+
+def check_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -> None:
+    """Raises ValueError if these are no rows of a matrix [g, o, i]."""
+    g, o, i = sizes
+    cases, positions = grad_rows.shape[:2]
+    wanted = [cases, positions, g, o] if grad_rows.dim() == 4 else [cases, positions, o]
+    if list(grad_rows.shape) != wanted or (grad_rows.dim() == 3 and g > 1):
+        raise ValueError(f"gradient rows of shape {list(grad_rows.shape)}, wanted [N, S, {g}, {o}]")
+    if rows.is_floating_point():
+        ends = ([g, i], [i]) if g == 1 else ([g, i],)
+        right = rows.shape[1] == positions and list(rows.shape[2:]) in ends
+    else:
+        right = rows.shape[1:] == grad_rows.shape[1:2] and g == 1
+    if not right or rows.shape[0] not in (1, cases):
+        raise ValueError(f"rows of shape {list(rows.shape)}, wanted [{cases}, {positions}, {g}, {i}]")
 
 
 @dataclass(frozen=True)
@@ -63,11 +80,12 @@ class Verdict:
 
 
 def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
-    """Run the proof. Raises UntraceableError if the graph's outputs are not the model's, RegistrationError under
-    `strict` if a registration fails."""
+    """Run the proof. Raises UntraceableError if the graph is not the model, RegistrationError under `strict` if a
+    registration fails."""
     prover = replace_taps(recorder)
     values = recorder.capture.flatten(args, kwargs)
-    compare_outputs(prover, args, kwargs)
+    compare(prover, args, kwargs)
+    recorder.capture = prover.capture
     wanted, got, bound = gradients(prover, values)
     if not all(bool(one.isfinite().all()) for one in wanted.values()):
         return Verdict(recorder.program, {}, conclusive=False)
@@ -97,15 +115,6 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return Verdict(demoted(recorder.program, failed, merged), failed)
 
 
-def coarsest(recorder: Recorder, values: tuple[Any, ...]) -> float:
-    """The rounding of the least exact type that takes part: a parameter's, an input's or autocast's."""
-    tensors = [*recorder.live_parameters().values(), *(value for value in values if isinstance(value, Tensor))]
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    kinds = {tensor.device.type for tensor in tensors}
-    dtypes |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-
-
 def replace_taps(recorder: Recorder) -> Recorder:
     needed = {
         one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.program.registrations if not one.generic
@@ -120,40 +129,6 @@ def tap_list(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
     return {one.parameters: [next(taps) for _ in one.uses] for one in prover.program.registrations if not one.generic}
 
 
-def compare_outputs(prover: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """The graph must compute what the model computes: Python randomness or values kept between calls show here."""
-    model, capture = prover.model, prover.capture
-    values = capture.flatten(args, kwargs)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    args, kwargs = tree_map(copied, (args, dict(kwargs)))  # forward may change its inputs
-    with prover.isolated(), torch.no_grad():
-        expected = model(*args, **kwargs)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
-    got, _ = prover.outputs({}, values)  # isolated too: both start from the same random stream
-    for one, other in zip(pytree.leaves(expected), pytree.leaves(got), strict=True):
-        if isinstance(one, Tensor) and not same(one, other):
-            raise UntraceableError(
-                f"{type(model).__name__} computes something else than its graph: outputs differ by "
-                f"{float((one - other).abs().max()):.2g}.\nPython randomness, and values kept between calls, are "
-                "lost in a capture; compute them with torch, or hand them in as inputs."
-            )
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=max(1e-4, 4 * precision(one)), atol=1e-5, equal_nan=True)
-
-
-def precision(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps
-
-
-def copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gradients, Gradients]:
     """(autograd's gradients, the rows' gradients, bounds on both) for random cotangents, as matrices."""
     registrations = [one for one in prover.program.registrations if not one.generic]
@@ -166,7 +141,10 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
         cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out) for out in outputs]
         names = [name for one in registrations for name in one.parameters]
         leaves = [live[name] for name in names] + [probe for one in probes for probe in one.values()]
-        grads = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+        recorded = bool(outputs) and bool(leaves)
+        grads = (
+            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True) if recorded else [None] * len(leaves)
+        )
     found = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
     by_name = dict(zip(names, found, strict=False))
     statistics = iter(found[len(names) :])

@@ -1,0 +1,143 @@
+"""Whether a graph is the model: one batch through both, with the same random numbers.
+
+Outputs and gradients must agree, or nothing that is recorded would be true. What forward does beside that, to its
+buffers and attributes, a recording need not do; a ride must, since it runs in the model's place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.passes import pytree
+from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.watch import untouched
+
+from .recorder import Recorder, tree_map
+
+RELATIVE = 1e-3
+Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outputs, gradients, buffers
+
+
+def compare(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises UntraceableError if outputs or gradients differ; buffers that do join the capture's effects."""
+    name = type(recorder.model).__name__
+    outputs, gradients, buffers = of_model(recorder, args, kwargs)
+    values = recorder.capture.flatten(args, kwargs)
+    try:
+        its_outputs, its_gradients, its_buffers = of_graph(recorder, values)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise UntraceableError(
+            f"the graph of {name} does not run on these inputs: {str(error).splitlines()[0]}\n"
+            "Give kfac_fx.compile example inputs, so that torch.export captures it."
+        ) from error
+    pairs = zip(outputs, its_outputs, strict=True)
+    apart = [difference(one, other) for one, other in pairs if isinstance(one, Tensor) and not same(one, other)]
+    if apart:
+        raise UntraceableError(
+            f"{name} computes something else than its graph: outputs differ by {max(apart):.2g}.\n"
+            "Python randomness, and values kept between calls, are lost in a capture; compute them with torch, or hand "
+            "them in as inputs."
+        )
+    coarse = max(RELATIVE, 4 * coarsest(recorder, values))
+    largest = max((float(one.norm()) for one in gradients.values() if one is not None), default=0.0)
+    wrong = [
+        key for key, one in gradients.items() if not close(one, its_gradients[key], coarse, 1e-2 * coarse * largest)
+    ]
+    if wrong:
+        raise UntraceableError(
+            f"{name} has other gradients than its graph, in {', '.join(wrong)}.\n"
+            "Hooks that change gradients, and backward functions of one's own, are lost in a capture; write them with "
+            "ordinary operations, or register them with torch.library.custom_op and register_autograd."
+        )
+    updated = [f"updates the buffer {key}" for key, one in buffers.items() if not same(one, its_buffers.get(key))]
+    if updated:
+        effects = dict.fromkeys((*recorder.capture.effects, *updated))
+        recorder.capture = dataclasses.replace(recorder.capture, effects=tuple(effects))
+
+
+def of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
+    model = recorder.model
+    held = dict(model.named_buffers(remove_duplicate=False))
+    before = {name: buffer.clone() for name, buffer in held.items()}
+    args, kwargs = tree_map(copied, (args, dict(kwargs)))  # forward may change its inputs
+    with recorder.isolated(), untouched(model):
+        outputs = pytree.leaves(model(*args, **kwargs))
+        after = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+        found = gradients(outputs, recorder.program.parameters)
+    with torch.no_grad():
+        for name, buffer in held.items():
+            buffer.copy_(before[name])
+    return detached(outputs), found, after
+
+
+def of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
+    live = recorder.live_parameters()
+    live = {name: value.detach().requires_grad_(value.requires_grad) for name, value in live.items()}
+    buffers = recorder.copied_buffers()
+    with recorder.isolated():
+        output, _ = recorder.call(live, buffers, values, [None] * len(recorder.program.registrations))
+        outputs = pytree.leaves(recorder.capture.unflatten(output))
+        found = gradients(outputs, {name: live[name] for name in recorder.program.parameters if name in live})
+    return detached(outputs), {name: found.get(name) for name in recorder.program.parameters}, buffers
+
+
+def coarsest(recorder: Recorder, values: tuple[Any, ...]) -> float:
+    """The rounding of the least exact type that takes part: a parameter's, an input's or autocast's."""
+    tensors = [*recorder.live_parameters().values(), *(value for value in values if isinstance(value, Tensor))]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    kinds = {tensor.device.type for tensor in tensors}
+    dtypes |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+
+def gradients(outputs: list[Any], parameters: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """With random cotangents, the same at every call."""
+    roots = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad and not one.is_complex()]
+    if not roots or not parameters:
+        return dict.fromkeys(parameters)
+    generator = torch.Generator().manual_seed(0)
+    cotangents = [torch.randn(one.shape, generator=generator, dtype=torch.float32).to(one) for one in roots]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")  # the user's, which are welcome
+        found = torch.autograd.grad(roots, list(parameters.values()), cotangents, allow_unused=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def detached(values: list[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, Tensor) else value for value in values]
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def same(one: Tensor, other: Any) -> bool:
+    if not isinstance(other, Tensor) or one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=max(1e-4, 4 * torch.finfo(one.dtype).eps), atol=1e-5, equal_nan=True)
+
+
+def difference(one: Tensor, other: Any) -> float:
+    comparable = isinstance(other, Tensor) and one.shape == other.shape
+    return float((one.double() - other.double()).abs().max()) if comparable else float("inf")
+
+
+def close(one: Tensor | None, other: Tensor | None, relative: float, absolute: float) -> bool:
+    """A gradient that is not finite is compared with nothing."""
+    if one is None and other is None:
+        return True
+    mine = torch.zeros_like(other) if one is None else one  # type: ignore[arg-type]  # not both are None
+    its = torch.zeros_like(mine) if other is None else other
+    if not bool(mine.isfinite().all() & its.isfinite().all()):
+        return True
+    return float((mine - its).norm()) <= relative * float(mine.norm()) + absolute
