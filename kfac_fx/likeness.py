@@ -7,6 +7,7 @@ buffers and attributes, a recording need not do; a ride must, since it runs in t
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -47,7 +48,8 @@ def compare(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             "them in as inputs."
         )
     coarse = max(RELATIVE, 4 * coarsest(recorder, values))
-    largest = max((float(one.norm()) for one in gradients.values() if one is not None), default=0.0)
+    norms = [float(one.norm()) for one in gradients.values() if one is not None]
+    largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     wrong = [
         key for key, one in gradients.items() if not close(one, its_gradients[key], coarse, 1e-2 * coarse * largest)
     ]

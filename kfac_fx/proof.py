@@ -111,7 +111,11 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             merged.add(one.parameters)
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
-        raise RegistrationError(f"{len(failed)} registrations failed the proof:\n{table(rows)}")
+        many = "1 registration" if len(failed) == 1 else f"{len(failed)} registrations"
+        raise RegistrationError(
+            f"{many} failed the proof:\n{table(rows)}\n"
+            "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
+        )
     return Verdict(demoted(recorder.program, failed, merged), failed)
 
 

@@ -1,0 +1,160 @@
+"""Rows against autograd: what is right stays, what is wrong becomes generic with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx import RegistrationError
+from kfac_fx.passes.ir import Options
+from kfac_fx.passes.layers import LAYERS, Layer, as_rows, layer
+from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.trace import capture
+from kfac_fx.proof import Verdict, check_shapes, prove
+from kfac_fx.recorder import Recorder
+
+X = torch.randn(5, 3)
+
+
+def proved(model: nn.Module, *inputs: Tensor, layers: tuple[Layer, ...] = (), **options: Any) -> Verdict:
+    inputs = inputs or (X,)
+    declared = {one.name: one for one in layers} or LAYERS
+    traced = capture(model, inputs, options=Options(loss_given=True, **options), layers=declared)
+    return prove(Recorder(traced, run(traced.program), model, None, {}), inputs, {})
+
+
+def wrong(rows: Callable[..., Tensor] = as_rows, grad_rows: Callable[..., Tensor] = as_rows) -> Layer:
+    """A linear layer whose rows are not what they should be."""
+
+    @layer(rows=rows, grad_rows=grad_rows, example=lambda: (nn.Linear(3, 2), X))
+    def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    return linear
+
+
+def test_what_is_right_stays() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2))
+    verdict = proved(model)
+    assert verdict.failed == {} and verdict.conclusive
+    assert [one.layer for one in verdict.program.registrations] == ["linear", "layer_norm", "linear"]
+
+
+def raises(x: Tensor, attrs: Any) -> Tensor:
+    raise IndexError("no such axis\nsecond line")
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        (
+            wrong(rows=lambda x, attrs: 2 * as_rows(x, attrs)),
+            r"the proof failed: rows give another gradient than autograd",
+        ),
+        (wrong(grad_rows=lambda x, attrs: as_rows(x, attrs).flip(-1)), r"rows give another .* \(\d+% apart\)"),
+        (wrong(rows=raises), "its rows could not be made: no such axis$"),
+        (wrong(rows=lambda x, attrs: x), r"its rows could not be made: rows of shape \[5, 3\], wanted \[5, 1, 1, 3\]"),
+        (
+            wrong(grad_rows=lambda x, attrs: as_rows(x, attrs)[..., :1]),
+            r"its rows could not be made: gradient rows of shape \[5, 1, 1\], wanted \[N, S, 1, 2\]",
+        ),
+    ],
+)
+def test_what_is_wrong_becomes_generic_with_its_reason(declared: Layer, reason: str) -> None:
+    verdict = proved(nn.Linear(3, 2), layers=(declared,))
+    assert list(verdict.failed) == [("weight", "bias")]
+    (text,) = verdict.failed.values()
+    assert re.search(reason, text)
+    assert [(one.layer, one.parameters, one.approximation) for one in verdict.program.registrations] == [
+        ("generic", ("weight",), "diagonal"), ("generic", ("bias",), "diagonal"),
+    ]  # fmt: skip
+    assert {one.reason for one in verdict.program.registrations} == {f"linear: {text}"}
+
+
+def test_under_strict_every_failure_is_in_one_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with pytest.raises(RegistrationError) as failure:
+        proved(model, layers=(wrong(rows=raises),), strict=True)
+    assert str(failure.value).splitlines() == [
+        "2 registrations failed the proof:",
+        "  0.weight, 0.bias  its rows could not be made: no such axis",
+        "  1.weight, 1.bias  its rows could not be made: no such axis",
+        "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False).",
+    ]
+
+
+def test_a_gradient_that_cancels_to_nothing_is_no_failure() -> None:
+    """A bias in front of a norm has a gradient of rounding errors alone."""
+    assert proved(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))).failed == {}
+
+
+def test_rows_against_a_gradient_of_zero() -> None:
+    class Zero(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 0 * self.inner(x)
+
+    assert proved(Zero()).failed == {}
+
+
+def test_a_batch_that_is_not_finite_proves_nothing() -> None:
+    model = nn.Linear(3, 2)
+    verdict = proved(model, torch.full((5, 3), torch.inf), layers=(wrong(rows=raises),))
+    assert not verdict.conclusive and verdict.failed == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_proof_allows_for_the_dtypes_rounding(dtype: torch.dtype) -> None:
+    assert proved(nn.Linear(3, 2).to(dtype), X.to(dtype)).failed == {}
+
+
+def test_cases_that_turn_out_merged_are_told_apart_from_cases() -> None:
+    """Known only when it runs: the graph was traced without sizes."""
+
+    class Merged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.reshape(-1, 3)).view(x.shape)
+
+    model = Merged()
+    traced = capture(model, layers=LAYERS, options=Options(loss_given=True))
+    program = run(traced.program)
+    assert program.registrations[0].approximation == "full"
+    (one,) = prove(Recorder(traced, program, model, None, {}), (torch.randn(5, 4, 3),), {}).program.registrations
+    assert (one.layer, one.approximation) == ("layer_norm", "kron")
+    assert one.reason == "cases are merged with positions at its output, so not 'full'"
+
+
+def test_what_nothing_trains_is_proved() -> None:
+    assert proved(nn.Linear(3, 2).requires_grad_(False)).program.registrations == ()
+
+
+@pytest.mark.parametrize(
+    ("rows", "grads", "sizes"),
+    [((5, 2, 3), (5, 2, 4), (1, 4, 3)), ((1, 2, 3), (5, 2, 1, 4), (1, 4, 3)), ((5, 2, 6, 3), (5, 2, 6, 4), (6, 4, 3))],
+)
+def test_rows_of_the_right_shape(rows: Any, grads: Any, sizes: Any) -> None:
+    check_shapes(torch.zeros(rows), torch.zeros(grads), sizes)
+    if sizes[0] == 1:
+        check_shapes(torch.zeros(rows[:2], dtype=torch.long), torch.zeros(grads), sizes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "grads", "sizes"),
+    [((5, 3, 3), (5, 2, 4), (1, 4, 3)), ((2, 2, 3), (5, 2, 4), (1, 4, 3)), ((5, 2, 3), (5, 2, 6, 4), (6, 4, 3))],
+)
+def test_rows_of_a_wrong_shape(rows: Any, grads: Any, sizes: Any) -> None:
+    with pytest.raises(ValueError, match="rows of shape .*, wanted"):
+        check_shapes(torch.zeros(rows), torch.zeros(grads), sizes)
