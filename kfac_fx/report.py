@@ -9,69 +9,24 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kfac_fx.passes.ir import Note, PassRecord, Program, Registration
-from kfac_fx.passes.labels import labels, parameters_behind, use_edges
+from kfac_fx.passes.ir import Note, PassRecord, Program
 from kfac_fx.report_graph import dot
 from kfac_fx.report_html import page
+from kfac_fx.report_rows import Row, factor_dtype, rows, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Counters = Callable[[], Mapping[str, int]]
-Shapes = dict[str, tuple[int, ...]]
 COLUMNS = ("", "layer", "parameters", "uses", "Fisher block", "factors")
 WIDTH = 101  # of wrapped lines; the table is as wide as it must be
 NAME_WIDTH = 44
 LISTED = 8  # lines of one section before it says how many more there are
-
-
-@dataclass(frozen=True)
-class Row:
-    """One registration. `factors`: the shape of each factor, diagonal sides without their last dimension:
-    A [g, i, i] or [g, i], G [g, o, o] or [g, o], F [p, p] or [p]."""
-
-    layer: str
-    parameters: tuple[str, ...]
-    uses: int
-    block: str
-    approximation: str
-    factors: Shapes
-    reason: str | None
-    generic: bool
-    elements: int
-    bytes: int
-
-    @property
-    def names(self) -> str:
-        return fold(self.parameters)
-
-    @property
-    def factors_text(self) -> str:
-        """`"A 28 x 28, G 16 x 16"`, `"16 of (A 10 x 10, G 1 x 1)"`, `"A diag 50, G 8 x 8"`, `"F diag 320"`."""
-        if "F" in self.factors:
-            return side("F", self.factors["F"])
-        groups = self.factors["A"][0]
-        text = ", ".join(side(name, shape[1:]) for name, shape in self.factors.items())
-        return text if groups == 1 else f"{groups:,} of ({text})"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "layer": self.layer,
-            "parameters": list(self.parameters),
-            "uses": self.uses,
-            "block": self.block,
-            "approximation": self.approximation,
-            "factors": {name: list(shape) for name, shape in self.factors.items()},
-            "reason": self.reason,
-        }
 
 
 class Report:
@@ -88,7 +43,7 @@ class Report:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        return tuple(row(registration, self.program) for registration in self.program.registrations)
+        return rows(self.program)
 
     @property
     def dropped(self) -> tuple[Note, ...]:
@@ -196,98 +151,20 @@ class Report:
         """One self-contained page, light or dark as the reader's system is."""
         share = {name: self.elements[name] for name in ("structured", "generic")}
         share["unused"] = self.elements["total"] - self.elements["registered"]
-        rows = [
+        cells = [
             (one.layer, one.names, f"{one.uses:,}", one.block, one.factors_text, f"{one.elements:,}", size(one.bytes))
             for one in self.rows
         ]
         passes = [(one.name, f"{one.nodes:,}", one.summary, f"{one.seconds:.3f}") for one in self.history]
         sections = [(title, lines) for title, lines in self.sections() if title != "passes"]
-        return page(self.headline, share, rows, sections, passes)
+        return page(self.headline, share, cells, sections, passes)
 
     def to_dot(self) -> str:
         """The registrations, their uses and how data flows between these, in Graphviz' language."""
         return dot(self.program.registrations, [f"{one.names}\n{one.block}: {one.factors_text}" for one in self.rows])
 
 
-# --- one registration -----------------------------------------------------------------------------------------------
-
-
-def row(registration: Registration, program: Program) -> Row:
-    shapes = factor_shapes(registration, program)
-    dtype = factor_dtype(registration, program)
-    return Row(
-        layer=registration.layer,
-        parameters=registration.parameters,
-        uses=len(registration.uses) or edges_of(registration, program),
-        block=block_words(registration, program),
-        approximation=registration.approximation,
-        factors=shapes,
-        reason=registration.reason,
-        generic=registration.generic,
-        elements=elements_of(registration, program),
-        bytes=sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize,
-    )
-
-
-def elements_of(registration: Registration, program: Program) -> int:
-    return sum(program.parameters[name].numel() for name in registration.parameters)
-
-
-def edges_of(registration: Registration, program: Program) -> int:
-    """In how many places the parameters of a generic registration, which has no uses, meet the data."""
-    label = labels(program.graph, program.parameters, cases=program.cases)
-    outputs = program.outputs or tuple(node for node in program.graph.nodes if node.op == "output")
-    edges = use_edges(program.graph, label, outputs)
-    return sum(not parameters_behind(source, label).isdisjoint(registration.parameters) for source, _ in edges)
-
-
-def factor_dtype(registration: Registration, program: Program) -> torch.dtype:
-    """Factors are never narrower than float32, whatever the parameters are."""
-    dtype = torch.float32
-    for name in registration.parameters:
-        dtype = torch.promote_types(dtype, program.parameters[name].dtype)
-    return dtype
-
-
-def factor_shapes(registration: Registration, program: Program) -> Shapes:
-    approximation = registration.approximation
-    if registration.matrix is None or not approximation.startswith("kron"):
-        count = elements_of(registration, program)
-        return {"F": (count, count) if approximation == "full" else (count,)}
-    groups, outputs, inputs = registration.matrix.shape
-    a_diagonal = approximation in ("kron_in_diag", "kron_both_diag")
-    g_diagonal = approximation in ("kron_out_diag", "kron_both_diag")
-    return {
-        "A": (groups, inputs) if a_diagonal else (groups, inputs, inputs),
-        "G": (groups, outputs) if g_diagonal else (groups, outputs, outputs),
-    }
-
-
-def block_words(registration: Registration, program: Program) -> str:
-    """`"kronecker"`, `"kronecker per channel"`, `"kronecker, independent"`, `"diagonal"`, `"full (linked)"`, ..."""
-    words = registration.approximation
-    if registration.matrix is not None and words.startswith("kron"):
-        groups, outputs, _ = registration.matrix.shape
-        words = "kronecker"
-        if groups > 1:
-            words += " per channel" if outputs == 1 else " per group"
-        if len(registration.uses) > 1:
-            words += ", independent"
-    elif registration.generic:
-        words = f"generic {words}"
-    return f"{words} (linked)" if frozenset(registration.parameters) in program.options.linked else words
-
-
 # --- words ----------------------------------------------------------------------------------------------------------
-
-
-def fold(names: Iterable[str]) -> str:
-    """`("stem.weight", "stem.bias")` -> `"stem.{weight, bias}"`."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        prefix, dot, last = name.rpartition(".")
-        groups.setdefault(prefix + dot, []).append(last)
-    return ", ".join(p + (lasts[0] if len(lasts) == 1 else f"{{{', '.join(lasts)}}}") for p, lasts in groups.items())
 
 
 def shorten(text: str, width: int = NAME_WIDTH) -> str:
@@ -296,21 +173,6 @@ def shorten(text: str, width: int = NAME_WIDTH) -> str:
         return text
     tail = (width - 3) * 2 // 3
     return f"{text[: width - 3 - tail]}...{text[-tail:]}"
-
-
-def side(name: str, shape: tuple[int, ...]) -> str:
-    return f"{name} diag {shape[0]:,}" if len(shape) == 1 else f"{name} {shape[0]:,} x {shape[1]:,}"
-
-
-def size(count: float) -> str:
-    """`"36.2 KiB"`; bytes below one KiB."""
-    if count < 1024:
-        return f"{count:.0f} bytes"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:,.1f} {unit}"
-    return f"{count / 1024:,.1f} TiB"
 
 
 def percent(part: int, whole: int) -> str:

@@ -44,7 +44,7 @@ FLOORS = [
     "kfac_fx.default_approximations kfac_fx.register_losses",
     "kfac_fx.register_layers kfac_fx.scan",
     "kfac_fx.layer_collection",
-    "kfac_fx.report_graph kfac_fx.report_html",
+    "kfac_fx.report_rows kfac_fx.report_graph kfac_fx.report_html",
     "kfac_fx.report",
     "kfac_fx.compiler",
     "kfac_fx.fisher",

@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx.passes.ir import Bound, Note, Options, PassRecord, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.report import Report, fold, percent, shorten, size
+from kfac_fx.report import Report, percent, shorten
+from kfac_fx.report_rows import fold, size
 from tests.models import ZOO
 
 

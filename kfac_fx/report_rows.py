@@ -1,0 +1,155 @@
+"""The rows of the report: what one registration is, in numbers and in words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.labels import labels, parameters_behind, use_edges
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One registration. `factors`: the shape of each factor, diagonal sides without their last dimension:
+    A [g, i, i] or [g, i], G [g, o, o] or [g, o], F [p, p] or [p]."""
+
+    layer: str
+    parameters: tuple[str, ...]
+    uses: int
+    block: str
+    approximation: str
+    factors: Shapes
+    reason: str | None
+    generic: bool
+    elements: int
+    bytes: int
+
+    @property
+    def names(self) -> str:
+        return fold(self.parameters)
+
+    @property
+    def factors_text(self) -> str:
+        """`"A 28 x 28, G 16 x 16"`, `"16 of (A 10 x 10, G 1 x 1)"`, `"A diag 50, G 8 x 8"`, `"F diag 320"`."""
+        if "F" in self.factors:
+            return side("F", self.factors["F"])
+        groups = self.factors["A"][0]
+        text = ", ".join(side(name, shape[1:]) for name, shape in self.factors.items())
+        return text if groups == 1 else f"{groups:,} of ({text})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layer": self.layer,
+            "parameters": list(self.parameters),
+            "uses": self.uses,
+            "block": self.block,
+            "approximation": self.approximation,
+            "factors": {name: list(shape) for name, shape in self.factors.items()},
+            "reason": self.reason,
+        }
+
+
+def rows(program: Program) -> tuple[Row, ...]:
+    places = generic_places(program) if any(one.generic for one in program.registrations) else Counter()
+    return tuple(row(one, program, places) for one in program.registrations)
+
+
+def row(registration: Registration, program: Program, places: Counter[str]) -> Row:
+    shapes = factor_shapes(registration, program)
+    dtype = factor_dtype(registration, program)
+    return Row(
+        layer=registration.layer,
+        parameters=registration.parameters,
+        uses=len(registration.uses) or max(places[name] for name in registration.parameters),
+        block=block_words(registration, program),
+        approximation=registration.approximation,
+        factors=shapes,
+        reason=registration.reason,
+        generic=registration.generic,
+        elements=elements_of(registration, program),
+        bytes=sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize,
+    )
+
+
+def elements_of(registration: Registration, program: Program) -> int:
+    return sum(program.parameters[name].numel() for name in registration.parameters)
+
+
+def generic_places(program: Program) -> Counter[str]:
+    """In how many places each parameter meets the data: the uses of generic registrations, which list none."""
+    label = labels(program.graph, program.parameters, cases=program.cases)
+    outputs = program.outputs or tuple(node for node in program.graph.nodes if node.op == "output")
+    edges = use_edges(program.graph, label, outputs)
+    return Counter(name for source, _ in edges for name in parameters_behind(source, label))
+
+
+def factor_dtype(registration: Registration, program: Program) -> torch.dtype:
+    """Factors are never narrower than float32, whatever the parameters are."""
+    dtype = torch.float32
+    for name in registration.parameters:
+        dtype = torch.promote_types(dtype, program.parameters[name].dtype)
+    return dtype
+
+
+def factor_shapes(registration: Registration, program: Program) -> Shapes:
+    approximation = registration.approximation
+    if registration.matrix is None or not approximation.startswith("kron"):
+        count = elements_of(registration, program)
+        return {"F": (count, count) if approximation == "full" else (count,)}
+    groups, outputs, inputs = registration.matrix.shape
+    a_diagonal = approximation in ("kron_in_diag", "kron_both_diag")
+    g_diagonal = approximation in ("kron_out_diag", "kron_both_diag")
+    return {
+        "A": (groups, inputs) if a_diagonal else (groups, inputs, inputs),
+        "G": (groups, outputs) if g_diagonal else (groups, outputs, outputs),
+    }
+
+
+def block_words(registration: Registration, program: Program) -> str:
+    """`"kronecker"`, `"kronecker per channel"`, `"kronecker, independent"`, `"diagonal"`, `"full (linked)"`, ..."""
+    words = registration.approximation
+    if registration.matrix is not None and words.startswith("kron"):
+        groups, outputs, _ = registration.matrix.shape
+        words = "kronecker"
+        if groups > 1:
+            words += " per channel" if outputs == 1 else " per group"
+        if len(registration.uses) > 1:
+            words += ", independent"
+    elif registration.generic:
+        words = f"generic {words}"
+    return f"{words} (linked)" if frozenset(registration.parameters) in program.options.linked else words
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def fold(names: Iterable[str]) -> str:
+    """`("stem.weight", "stem.bias")` -> `"stem.{weight, bias}"`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        prefix, dot, last = name.rpartition(".")
+        groups.setdefault(prefix + dot, []).append(last)
+    return ", ".join(p + (lasts[0] if len(lasts) == 1 else f"{{{', '.join(lasts)}}}") for p, lasts in groups.items())
+
+
+def side(name: str, shape: tuple[int, ...]) -> str:
+    return f"{name} diag {shape[0]:,}" if len(shape) == 1 else f"{name} {shape[0]:,} x {shape[1]:,}"
+
+
+def size(count: float) -> str:
+    """`"36.2 KiB"`; bytes below one KiB."""
+    if count < 1024:
+        return f"{count:.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:,.1f} {unit}"
+    return f"{count / 1024:,.1f} TiB"
