@@ -33,14 +33,14 @@ Grid = Mapping[str, Sequence[Any]]
 # No weight decay is what the training loss asks for; AdamW's own default is there to be beaten.
 GRIDS: dict[str, dict[str, Grid]] = {
     "autoencoder": {
-        "sgd": {"lr": [0.003, 0.01, 0.03], "momentum": [0.9, 0.95]},
+        "sgd": {"lr": [0.01, 0.03, 0.1], "momentum": [0.9, 0.95]},
         "adamw": {"lr": [0.003, 0.01, 0.03], "weight_decay": [0.0, 0.01]},
-        "kfac": {"damping": [0.1, 1.0, 10.0], "invert_every": [5, 20]},  # 0.01 fails from some starts
+        "kfac": {"damping": [1.0, 10.0, 100.0], "invert_every": [5, 20]},
     },
     "classifier": {
         "sgd": {"lr": [0.1, 0.3, 1.0], "momentum": [0.9, 0.95]},
         "adamw": {"lr": [0.01, 0.03, 0.1], "weight_decay": [0.0, 0.01]},
-        "kfac": {"damping": [0.0001, 0.001, 0.01], "invert_every": [5, 20]},
+        "kfac": {"damping": [0.001, 0.01, 0.1], "invert_every": [5, 20]},
     },
 }
 

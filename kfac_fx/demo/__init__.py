@@ -102,7 +102,7 @@ def bars(console: Console, shown: bool) -> Iterator[Progress]:
         rich.TextColumn("{task.description:<6}"),
         rich.BarColumn(),
         rich.MofNCompleteColumn(),
-        rich.TextColumn("loss {task.fields[loss]:.4g}"),
+        rich.TextColumn("loss {task.fields[loss]:#.4g}"),
         rich.TimeElapsedColumn(),
         rich.TextColumn("left"),
         rich.TimeRemainingColumn(),

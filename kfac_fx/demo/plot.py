@@ -32,7 +32,7 @@ def draw(every: Mapping[str, Runs], path: Path) -> None:
         by_step.set_ylabel("loss of the training set", color=SOFT)
         by_step.set_title(name, loc="left", color=INK, fontweight="bold")
         method, best = mark(runs)
-        text, above = f"{METHODS[method]}'s best, {best.loss:.4g}", {"xytext": (2, 4), "textcoords": "offset points"}
+        text, above = f"{METHODS[method]}'s best, {best.loss:#.4g}", {"xytext": (2, 4), "textcoords": "offset points"}
         by_step.annotate(text, (0, best.loss), xycoords=("axes fraction", "data"), color=SOFT, fontsize=8, **above)
     figure.align_ylabels(rows[:, 0])
     lines, names = rows[0, 0].get_legend_handles_labels()

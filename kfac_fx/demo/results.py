@@ -47,7 +47,7 @@ def results(runs: Runs) -> dict[str, dict[str, Any]]:
 def table(name: str, runs: Runs) -> Table:
     """One line a method; the mark is the best first-order loss."""
     best_method, best = mark(runs)
-    title = Text(f"{name}: the mark is {METHODS[best_method]}'s best loss, {best.loss:.4g}")
+    title = Text(f"{name}: the mark is {METHODS[best_method]}'s best loss, {best.loss:#.4g}")
     shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
     for column in ("method", "settings"):
         shown.add_column(column)
@@ -58,8 +58,8 @@ def table(name: str, runs: Runs) -> Table:
         shown.add_row(
             METHODS[method],
             ", ".join(f"{key} {value:g}" for key, value in run.settings.items()),
-            f"{final.loss:.4g}",
-            f"{run.best.loss:.4g}",
+            f"{final.loss:#.4g}",
+            f"{run.best.loss:#.4g}",
             f"{reached.step:,}" if reached else NONE,
             f"{reached.seconds:.1f}" if reached else NONE,
             f"{1000 * final.seconds / final.step:.1f}",
@@ -69,12 +69,13 @@ def table(name: str, runs: Runs) -> Table:
 
 
 def verdict(name: str, runs: Runs) -> str:
-    """One sentence on how far K-FAC needed to get where AdamW got."""
-    adamw, steps = runs["adamw"].best, runs["kfac"].final.step
-    reached = runs["kfac"].reached(adamw.loss)
-    if reached is None:
-        return f"{name}: K-FAC did not reach AdamW's best loss in {steps:,} steps."
-    return (
-        f"{name}: K-FAC reached AdamW's best loss in {reached.step:,} steps and {reached.seconds:.1f} s; "
-        f"AdamW took {adamw.step:,} steps and {adamw.seconds:.1f} s."
-    )
+    """One sentence: how far K-FAC needed to get where AdamW got, or else AdamW to get where K-FAC got."""
+    kfac, adamw = runs["kfac"], runs["adamw"]
+    if reached := kfac.reached(adamw.best.loss):
+        return f"{name}: K-FAC reached AdamW's best loss in {amount(reached)}; AdamW took {amount(adamw.best)}."
+    passed = adamw.reached(kfac.best.loss) or adamw.best
+    return f"{name}: K-FAC did not reach AdamW's best loss in {amount(kfac.final)}; AdamW reached K-FAC's in {amount(passed)}."
+
+
+def amount(point: Point) -> str:
+    return f"{point.step:,} steps and {point.seconds:.1f} s"

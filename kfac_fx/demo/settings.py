@@ -9,13 +9,13 @@ Settings = dict[str, Any]
 
 SETTINGS: dict[str, dict[str, Settings]] = {
     "autoencoder": {
-        "sgd": {"lr": 0.01, "momentum": 0.9},
-        "adamw": {"lr": 0.01, "weight_decay": 0.0},
-        "kfac": {"damping": 0.01, "invert_every": 5},
+        "sgd": {"lr": 0.03, "momentum": 0.9},
+        "adamw": {"lr": 0.01, "weight_decay": 0.01},
+        "kfac": {"damping": 10.0, "invert_every": 5},
     },
     "classifier": {
-        "sgd": {"lr": 0.1, "momentum": 0.9},
-        "adamw": {"lr": 0.01, "weight_decay": 0.0},
+        "sgd": {"lr": 0.3, "momentum": 0.9},
+        "adamw": {"lr": 0.03, "weight_decay": 0.0},
         "kfac": {"damping": 0.01, "invert_every": 5},
     },
 }

@@ -139,7 +139,10 @@ def test_a_mark_that_kfac_missed_is_none_and_said() -> None:
     runs = {"sgd": run_of("sgd", 9, 4), "adamw": run_of("adamw", 9, 2), "kfac": run_of("kfac", 9, math.nan)}
     found = results(runs)["kfac"]
     assert found["steps_to_adamw_best"] is None and found["seconds_to_adamw_best"] is None
-    assert "did not reach AdamW's best loss in 10 steps" in verdict("toy", runs)
+    expected = (
+        "toy: K-FAC did not reach AdamW's best loss in 10 steps and 1.0 s; AdamW reached K-FAC's in 0 steps and 0.0 s."
+    )
+    assert verdict("toy", runs) == expected
 
 
 def test_the_demo_prints_reports_and_tables_and_writes_its_files(
