@@ -74,7 +74,8 @@ def verdict(name: str, runs: Runs) -> str:
     if reached := kfac.reached(adamw.best.loss):
         return f"{name}: K-FAC reached AdamW's best loss in {amount(reached)}; AdamW took {amount(adamw.best)}."
     passed = adamw.reached(kfac.best.loss) or adamw.best
-    return f"{name}: K-FAC did not reach AdamW's best loss in {amount(kfac.final)}; AdamW reached K-FAC's in {amount(passed)}."
+    missed = f"{name}: K-FAC did not reach AdamW's best loss in {amount(kfac.final)}"
+    return f"{missed}; AdamW reached K-FAC's in {amount(passed)}."
 
 
 def amount(point: Point) -> str:
