@@ -30,6 +30,13 @@ class Defaults(BaseCollection):
         self.set_default_approximation("conv2d", value)
 
     @property
+    def default_depthwise_conv2d_approximation(self) -> str:
+        return self.default_approximation("depthwise_conv2d")
+
+    def set_default_depthwise_conv2d_approximation(self, value: str) -> None:
+        self.set_default_approximation("depthwise_conv2d", value)
+
+    @property
     def default_embedding_approximation(self) -> str:
         return self.default_approximation("embedding")
 

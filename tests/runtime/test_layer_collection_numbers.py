@@ -1,0 +1,274 @@
+"""The Fisher of what was registered by hand: towers, formats of several uses, golden numbers, other captures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import LayerCollection
+from kfac_fx.fisher_blocks import (
+    DiagonalFB,
+    FullFB,
+    FullyConnectedKFACBasicFB,
+    KroneckerProductFB,
+    NaiveDiagonalFB,
+    NaiveFullFB,
+    ScaleAndShiftDiagonalFB,
+    ScaleAndShiftFullFB,
+    block_class,
+)
+from kfac_fx.passes.errors import FactorNotReady, ModelChangedError, RegistrationError
+from tests.runtime.collections_of_toys import affine, collection, towers
+
+
+def t(*rows: Any) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def same_fisher(one: kfac_fx.FisherEstimator, other: kfac_fx.FisherEstimator) -> None:
+    for mine, its in zip(one.blocks.values(), other.blocks.values(), strict=True):
+        torch.testing.assert_close(mine.full_fisher_block(), its.full_fisher_block())
+
+
+def empirical(net: Any, *inputs: Tensor, targets: Any) -> kfac_fx.FisherEstimator:
+    est = kfac_fx.FisherEstimator(net, estimation_mode="empirical", damping=0.1)
+    est.update_covariances(*inputs, targets=targets)
+    return est
+
+
+# --- one batch, several ways ----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(torch.tanh(self.norm(self.fc1(x))))
+        return y
+
+
+def registered(model: nn.Module, x: Tensor) -> LayerCollection:
+    lc = LayerCollection(kfac_fx.capture(model, (x,)))
+    for name in ("fc1", "fc2"):
+        lc.register_fully_connected((f"{name}.weight", f"{name}.bias"), lc.inputs_of(name), lc.outputs_of(name))
+    lc.register_scale_and_shift(("norm.weight", "norm.bias"), lc.inputs_of("norm"), lc.outputs_of("norm"), "diagonal")
+    lc.register_categorical_predictive_distribution(lc.outputs_of("fc2"))
+    return lc
+
+
+def test_registered_by_hand_or_compiled_the_fisher_is_the_same() -> None:
+    model, x, y = Net(), torch.randn(6, 3), torch.randint(5, (6,))
+    lc = registered(model, x)
+    net = kfac_fx.compile(model, (x,), loss="categorical", approximations={"layer_norm": "diagonal"})
+    by_key = empirical(net, x, targets=y).blocks
+    est = empirical(lc, x, targets=y)
+    for key, block in est.blocks.items():
+        torch.testing.assert_close(block.full_fisher_block(), by_key[key].full_fisher_block())
+    assert list(net.layer_collection.fisher_blocks) == [("fc1.weight", "fc1.bias"), ("norm.weight", "norm.bias"),
+                                                       ("fc2.weight", "fc2.bias")]  # fmt: skip
+    with pytest.raises(RegistrationError, match="nothing more can be registered"):
+        net.layer_collection.register_generic("fc1.bias")
+
+
+def test_a_collection_can_be_compiled_and_other_batches_captured() -> None:
+    model, x = Net(), torch.randn(6, 3)
+    lc = registered(model, x)
+    net = kfac_fx.compile(lc)
+    assert net.layer_collection is lc and net.registrations == lc.registrations
+    est = kfac_fx.FisherEstimator(net)
+    model.eval()
+    est.update_covariances(torch.randn(9, 3))
+    model.double()
+    est.update_covariances(torch.randn(4, 3, dtype=torch.float64))
+
+
+def test_inputs_on_another_path_are_refused() -> None:
+    class Branch(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.dim() == 2 else x.flatten(0, 1))
+
+    est = kfac_fx.FisherEstimator(registered(Branch(), torch.randn(6, 3)))
+    with pytest.raises(
+        ModelChangedError, match="these inputs take another path through Branch than those that the LayerCollection"
+    ):
+        est.update_covariances(torch.randn(2, 3, 3))
+
+
+def test_multiplying_through_the_collection_is_multiplying_by_the_estimator() -> None:
+    model, x = Net(), torch.randn(6, 3)
+    lc = registered(model, x)
+    est = empirical(lc, x, targets=torch.randint(5, (6,)))
+    est.update_inverses()
+    key = "fc1.weight", "fc1.bias"
+    vector = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+    whole = est.multiply_inverse(vector)
+    weight, bias = lc.fisher_blocks[key].multiply_inverse((vector[key[0]], vector[key[1]]))
+    torch.testing.assert_close((weight, bias), (whole[key[0]], whole[key[1]]))
+    (first,) = (factor for factor in lc.get_factors() if factor.name == "A" and lc.fisher_blocks[key] in factor.blocks)
+    assert first.value.shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize("approx", ["kron", "diagonal"])
+def test_towers_are_the_whole_batch(approx: str) -> None:
+    x, y = torch.randn(6, 2, 3), torch.randint(4, (6, 2))
+    split = towers(x)
+    for tower, output in enumerate(("add", "add_1")):
+        split.register_fully_connected(("w", "b"), None, output, approx, reuse=tower > 0)
+        split.register_categorical_predictive_distribution(output, name="loss", reuse=tower > 0)
+    whole = collection(lambda x, w, b: x @ w + b, x.flatten(0, 1), w=(3, 4), b=(4,))
+    whole.register_fully_connected(("w", "b"), None, "add", approx)
+    whole.register_categorical_predictive_distribution("add")
+    whole.model.load_state_dict(split.model.state_dict())
+    same_fisher(empirical(split, x, targets=(y[:, 0], y[:, 1])), empirical(whole, x.flatten(0, 1), targets=y.flatten()))
+
+
+def test_full_blocks_of_towers_are_those_of_the_whole_batch() -> None:
+    x, y = torch.randn(6, 2, 3), torch.randint(3, (6, 2))
+
+    def each(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return x * w + b
+
+    split = collection(lambda x, w, b: (each(x[:, 0], w, b), each(x[:, 1], w, b)), x, w=(3,), b=(3,))
+    for tower, output in enumerate(("add", "add_1")):
+        split.register_scale_and_shift(("w", "b"), None, output, reuse=tower > 0)
+        split.register_categorical_predictive_distribution(output, name="loss", reuse=tower > 0)
+    whole = collection(each, x.flatten(0, 1), w=(3,), b=(3,))
+    whole.register_scale_and_shift(("w", "b"), None, "add")
+    whole.register_categorical_predictive_distribution("add")
+    whole.model.load_state_dict(split.model.state_dict())
+    same_fisher(empirical(split, x, targets=(y[:, 0], y[:, 1])), empirical(whole, x.flatten(0, 1), targets=y.flatten()))
+
+
+def test_uses_in_a_list_and_in_one_tensor_are_the_same() -> None:
+    x, y = torch.randn(3, 5, 2), torch.randn(5, 4)
+    listed = collection(lambda x, w: x[0] @ w + x[1] @ w + x[2] @ w, x, w=(2, 4))
+    listed.register_fully_connected_multi("w", None, ["matmul", "matmul_1", "matmul_2"])
+    listed.register_normal_predictive_distribution("add_1")
+    folded = collection(lambda x, w: (x.reshape(-1, 2) @ w).reshape(3, -1, 4).sum(0), x, w=(2, 4))
+    folded.register_fully_connected_multi("w", None, "matmul", num_uses=3)
+    folded.register_normal_predictive_distribution("sum_1")
+    folded.model.load_state_dict(listed.model.state_dict())
+    one, other = empirical(listed, x, targets=y), empirical(folded, x, targets=y)
+    same_fisher(one, other)
+    assert one.blocks[("w",)].factors["positions"].value == 3
+
+
+def test_coefficients_scale_the_fisher() -> None:
+    x, y = torch.randn(6, 10), torch.randn(6, 5)
+    plain, scaled = affine(x), affine(x)
+    scaled.model.load_state_dict(plain.model.state_dict())
+    for lc, coeff in ((plain, 1.0), (scaled, 3.0)):
+        lc.register_normal_predictive_distribution("add", coeff=coeff)
+        lc.auto_register_layers()
+    one, other = (empirical(lc, x, targets=y).blocks[("w", "b")] for lc in (plain, scaled))
+    torch.testing.assert_close(other.full_fisher_block(), 9 * one.full_fisher_block())
+
+
+def test_a_scanned_tied_embedding_has_its_roles_swapped() -> None:
+    x, y = torch.randint(7, (6,)), torch.randint(7, (6,))
+    lc = collection(lambda x, w: torch.matmul(torch.tanh(F.embedding(x, w)), w.t()), x, w=(7, 4))
+    lc.register_categorical_predictive_distribution("matmul", targets=y)
+    lc.auto_register_layers()
+    assert [use.transposed for use in lc.fisher_blocks["w"].registration.uses] == [False, True]
+    empirical(lc, x, targets=None)
+
+
+# --- blocks on tensors of one's own ---------------------------------------------------------------------------------
+
+EYE = torch.eye(2, dtype=torch.float64)
+
+
+def golden(cases: int = 1) -> FullyConnectedKFACBasicFB:
+    """A = [[5, 7], [7, 10]] and G = [[2, 1], [1, 3]], of two rows that span them."""
+    lc = collection(lambda x, w: F.linear(x, w), w=(2, 2))
+    block = lc.register_fully_connected("w", None, "linear")
+    assert isinstance(block, FullyConnectedKFACBasicFB)
+    for root in (block.register_inverse, block.register_cholesky, block.register_cholesky_inverse):
+        root()
+    block.register_matpower(-0.5)
+    block.register_matpower(1)
+    a, g = t([5, 7], [7, 10]), t([2, 1], [1, 3])
+    rows, grads = (torch.linalg.cholesky(2 * matrix).mT for matrix in (a, g))
+    block.instantiate_factors([[grads]], 0.5, [rows], cases)
+    return block
+
+
+# In the order [in, out] of TensorFlow's weights.
+GOLDEN = {
+    "multiply_inverse": [[-0.184568, -0.023875], [0.192038, 0.096872]],
+    "multiply": [[106.013435, 165.086649], [156.852635, 241.416581]],
+    "multiply_cholesky": [[3.871787, 10.240382], [12.878801, 27.727057]],
+    "multiply_cholesky_inverse": [[0.258279, 0.367154], [0.659999, 0.306878]],
+}
+
+
+@pytest.mark.parametrize("method", GOLDEN)
+def test_the_golden_products(method: str) -> None:
+    product = getattr(golden(2), method)(t([1, 2], [3, 4]).mT)
+    torch.testing.assert_close(product.mT, t(*GOLDEN[method]), rtol=1e-5, atol=1e-6)
+
+
+def test_the_golden_transpose_and_power() -> None:
+    block, w = golden(2), t([1, 2], [3, 4]).mT
+    transposed = block.multiply_cholesky((w,), transpose=True)[0].mT
+    torch.testing.assert_close(transposed, t([27.381012, 28.048282], [13.244589, 12.671459]), rtol=1e-5, atol=1e-6)
+    power = block.multiply_matpower({"w": w}, -0.5)["w"].mT
+    torch.testing.assert_close(power, t([-0.166943, 0.110973], [0.593170, 0.582450]), rtol=1e-5, atol=1e-6)
+
+
+def test_sources_add_up_and_inputs_count_once() -> None:
+    lc = collection(lambda x, w: F.linear(x, w), w=(3, 2))
+    block = lc.register_fully_connected("w", None, "linear")
+    x, d = torch.randn(5, 2), torch.randn(2, 5, 3)
+    block.instantiate_factors([[d[0]], [d[1]]], 0.0, [x])
+    a, g = x.mT @ x / 5, (d[0].mT @ d[0] + d[1].mT @ d[1]) / 5
+    torch.testing.assert_close(block.full_fisher_block(), torch.kron(g, a))
+    with pytest.raises(ValueError, match="has 1 uses in its towers, and got 2 tensors"):
+        block.instantiate_factors([[d[0]]], 0.0, [x, x])
+
+
+@pytest.mark.parametrize(("approx", "kind"), [("full", ScaleAndShiftFullFB), ("diagonal", ScaleAndShiftDiagonalFB)])
+def test_the_golden_scale_and_shift(approx: str, kind: type) -> None:
+    lc = collection(lambda x, w, b: x * w + b, w=(3,), b=(3,))
+    block = lc.register_scale_and_shift(("w", "b"), None, "add", approx)
+    x, d = t([1, 2, 3], [4, 5, 6]), t([1, 0, -1], [2, 1, 0])
+    block.instantiate_factors([[d]], 0.0, [x])
+    p = t([1, 0, -3, 1, 0, -1], [8, 5, 0, 2, 1, 0]).view(2, 2, 3).mT.flatten(1)  # a scale, its shift, ...
+    full = p.mT @ p / 2
+    expected = full if approx == "full" else full.diag().diag()
+    torch.testing.assert_close(block.full_fisher_block(), expected)
+    assert isinstance(block, kind)
+
+
+def test_the_golden_generic_blocks() -> None:
+    lc = collection(lambda x, w: x * torch.exp(w), w=(2,))
+    full, diagonal = NaiveFullFB(lc, "w"), NaiveDiagonalFB(lc, "w")
+    gradient = t(1, 2)
+    for block, expected in ((full, t([0.5, 1], [1, 2])), (diagonal, t([0.5, 0], [0, 2]))):
+        block.register_additional_tower()
+        assert block.tensors_to_compute_grads() == ("w",)
+        with pytest.raises(ValueError, match="how many cases were summed over .* pass cases="):
+            block.instantiate_factors([gradient], 0.5)
+        block.instantiate_factors([gradient], 0.5, cases=2)
+        torch.testing.assert_close(block.full_fisher_block(), expected)
+
+
+def test_a_block_without_factors_says_what_to_do() -> None:
+    lc = affine()
+    block = lc.register_fully_connected(("w", "b"), None, "add")
+    with pytest.raises(FactorNotReady, match="has no factors yet: build a FisherEstimator on its layer collection"):
+        block.multiply((torch.zeros(10, 5), torch.zeros(5)))
+
+
+def test_what_tf_kfac_has_no_class_for_gets_one_of_its_kind() -> None:
+    assert block_class("linear", "full", False) is FullFB
+    assert block_class("embedding", "diagonal", False) is DiagonalFB
+    assert block_class("layer_norm", "kron", False) is KroneckerProductFB
+    assert block_class("a user's", "kron_indep", True) is KroneckerProductFB
