@@ -95,9 +95,7 @@ def test_inputs_on_another_path_are_refused() -> None:
             return super().forward(x if x.dim() == 2 else x.flatten(0, 1))
 
     est = kfac_fx.FisherEstimator(registered(Branch(), torch.randn(6, 3)))
-    with pytest.raises(
-        ModelChangedError, match="these inputs take another path through Branch than those that the LayerCollection"
-    ):
+    with pytest.raises(ModelChangedError, match="these inputs take another path through Branch"):
         est.update_covariances(torch.randn(2, 3, 3))
 
 

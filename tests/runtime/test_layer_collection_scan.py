@@ -48,7 +48,8 @@ ROWS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], str, Block
         lambda x, w: F.conv2d(x, w, dilation=2), {"w": (4, 3, 3, 3)}, "conv2d", {("w",): ("ConvKFCBasic", "kron", 1)},
     ),
     "embedding": (
-        lambda x, w: F.embedding(x.long(), w), {"w": (7, 4)}, "embedding", {("w",): ("EmbeddingKFAC", "kron_in_diag", 1)},
+        lambda x, w: F.embedding(x.long(), w), {"w": (7, 4)}, "embedding",
+        {("w",): ("EmbeddingKFAC", "kron_in_diag", 1)},
     ),
     "layer norm": (
         lambda x, w, b: F.layer_norm(x, (3,), w, b), {"w": (3,), "b": (3,)}, "layer_norm",

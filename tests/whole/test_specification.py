@@ -1,0 +1,107 @@
+"""docs/specification.md against the code, and against the names of TF K-FAC's documentation."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kfac_fx
+
+PAGE = Path(__file__).parents[2] / "docs" / "specification.md"
+ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|(.*)\|$", re.MULTILINE)
+ROWS: list[tuple[str, str, str]] = ROW.findall(PAGE.read_text(encoding="utf-8"))
+
+LAYER = "params inputs outputs approx reuse"
+CONV2D = "params strides padding inputs outputs data_format dilations approx reuse"
+PLAIN = """
+    fisher_blocks fisher_factors losses loss_colocation_ops graph linked_parameters registered_variables subgraph
+    towers_by_loss as_default create_subgraph eval_losses eval_losses_on_samples get_blocks get_factors
+    total_loss total_sampled_loss default_conv2d_approximation default_conv2d_multi_approximation
+    default_embedding_approximation default_embedding_multi_approximation default_generic_approximation
+    default_fully_connected_approximation default_fully_connected_multi_approximation num_registered_towers
+    num_registered_minibatches full_fisher_block register_cholesky register_cholesky_inverse register_inverse
+    tensors_to_compute_grads FisherBlock KroneckerProductFB FullyConnectedKFACBasicFB NaiveDiagonalFB
+    FisherFactor LossFunction VARIABLE_SCOPE
+"""
+SPECIFICATION = {  # name: arguments
+    **dict.fromkeys(PLAIN.split(), ""),
+    "LayerCollection": "graph name",
+    "check_registration": "variables",
+    "define_linked_parameters": "params approximation",
+    "make_or_get_factor": "cls args",
+    "register_block": "layer_key fisher_block reuse",
+    "register_loss_function": "loss colocation_op base_name name reuse",
+    "register_categorical_predictive_distribution": "logits seed targets name reuse",
+    "register_multi_bernoulli_predictive_distribution": "logits seed targets name reuse",
+    "register_normal_predictive_distribution": "mean var seed targets name reuse",
+    "register_conv2d": CONV2D,
+    "register_conv2d_multi": f"{CONV2D} num_uses",
+    "register_convolution": f"{LAYER} padding strides dilation_rate data_format",
+    "register_depthwise_conv2d": f"{LAYER} strides padding rate data_format",
+    "register_separable_conv2d": "depthwise_params pointwise_params inputs depthwise_outputs pointwise_outputs strides "
+    "padding rate data_format approx reuse",
+    "register_embedding": LAYER,
+    "register_embedding_multi": f"{LAYER} num_uses",
+    "register_fully_connected": LAYER,
+    "register_fully_connected_multi": f"{LAYER} num_uses",
+    "register_generic": "params batch_size approx reuse",
+    "set_default_conv2d_approximation": "value",
+    "set_default_embedding_approximation": "value",
+    "set_default_fully_connected_approximation": "value",
+    "set_default_fully_connected_multi_approximation": "value",
+    "set_default_generic_approximation": "value",
+    "ConvKFCBasicFB": "layer_collection params padding strides dilation_rate data_format extract_patches_fn",
+    "ConvDiagonalFB": "layer_collection params strides padding",
+    "EmbeddingKFACFB": "layer_collection vocab_size",
+    "instantiate_factors": "grads_list damping",
+    "multiply": "vector",
+    "multiply_inverse": "vector",
+    "multiply_matpower": "vector exp",
+    "multiply_cholesky": "vector transpose",
+    "multiply_cholesky_inverse": "vector transpose",
+    "register_additional_tower": "inputs outputs",
+    "register_additional_minibatch": "inputs outputs",
+    "register_matpower": "exp",
+    "FisherEstimator": "variables cov_ema_decay damping layer_collection exps estimation_mode compute_cholesky "
+    "colocate_gradients_with_ops name compute_cholesky_inverse compute_params_stats batch_size",
+}
+
+
+def parsed(cell: str) -> tuple[str, list[str]]:
+    """`"f(a, b)"` -> `("f", ["a", "b"])`."""
+    name, _, arguments = cell.rstrip(")").partition("(")
+    return name, [argument.strip() for argument in arguments.split(",") if argument.strip()]
+
+
+def named(path: str) -> Any:
+    """What a dotted path below kfac_fx stands for; a module on the way is imported."""
+    found: Any = kfac_fx
+    for part in path.split("."):
+        if not hasattr(found, part):
+            importlib.import_module(f"{found.__name__}.{part}")
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", SPECIFICATION)
+def test_every_name_of_the_specification_has_a_row(name: str) -> None:
+    rows = [(theirs, ours, difference) for theirs, ours, difference in ROWS if parsed(theirs)[0] == name]
+    assert rows, f"{name} is not in {PAGE.name}"
+    theirs, ours, difference = rows[0]
+    assert set(parsed(theirs)[1]) == set(SPECIFICATION[name].split())
+    unsaid = set(SPECIFICATION[name].split()) - set(parsed(ours)[1]) - set(re.findall(r"`(\w+)`", difference))
+    assert not unsaid, f"{PAGE.name} does not say what became of {sorted(unsaid)} of {name}"
+
+
+@pytest.mark.parametrize("ours", dict.fromkeys(ours for _, ours, _ in ROWS))
+def test_every_name_of_ours_exists(ours: str) -> None:
+    path, arguments = parsed(ours)
+    found = named(path)
+    if arguments:
+        missing = [name for name in arguments if name not in inspect.signature(found).parameters]
+        assert not missing, f"{path} has no {missing}"
