@@ -26,7 +26,7 @@ PLAIN = """
     default_fully_connected_approximation default_fully_connected_multi_approximation num_registered_towers
     num_registered_minibatches full_fisher_block register_cholesky register_cholesky_inverse register_inverse
     tensors_to_compute_grads FisherBlock KroneckerProductFB FullyConnectedKFACBasicFB NaiveDiagonalFB
-    FisherFactor LossFunction VARIABLE_SCOPE
+    FisherFactor LossFunction VARIABLE_SCOPE LayersParamsDict LayerParametersDict KfacOptimizer
 """
 SPECIFICATION = {  # name: arguments
     **dict.fromkeys(PLAIN.split(), ""),
