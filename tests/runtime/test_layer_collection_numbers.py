@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -176,6 +177,71 @@ def test_a_scanned_tied_embedding_has_its_roles_swapped() -> None:
     lc.auto_register_layers()
     assert [use.transposed for use in lc.fisher_blocks["w"].registration.uses] == [False, True]
     empirical(lc, x, targets=None)
+
+
+def test_every_use_of_a_convolution_has_its_own_geometry_and_all_its_locations_count() -> None:
+    x = torch.randn(4, 2, 9, 9)
+
+    def function(x: Tensor, c: Tensor) -> Tensor:
+        wide = F.conv2d(x, c, dilation=3)
+        return wide.sum((2, 3)) + F.conv2d(x, c, stride=2, padding=1).sum((2, 3))
+
+    lc = collection(function, x, c=(3, 2, 3, 3))
+    lc.register_conv2d_multi("c", None, None, None, ["conv2d", "conv2d_1"])
+    lc.register_normal_predictive_distribution("add")
+    block = empirical(lc, x, targets=torch.zeros(4, 3)).blocks[("c",)]
+    assert block.factors["positions"].value == 3 * 3 + 5 * 5  # per case: every pixel of both outputs, none sampled away
+
+
+def test_a_convolution_of_three_dimensions_works() -> None:
+    x = torch.randn(4, 2, 5, 4, 3)
+    lc = collection(lambda x, c: F.conv3d(x, c, stride=(2, 1, 1)).flatten(2).sum(2), x, c=(3, 2, 3, 2, 1))
+    lc.register_convolution("c", None, "conv3d", 0, [2, 1, 1])
+    lc.register_normal_predictive_distribution("sum_1")
+    block = empirical(lc, x, targets=torch.zeros(4, 3)).blocks[("c",)]
+    assert block.factors["positions"].value == 2 * 3 * 3 and block.factors["A"].value.shape == (1, 12, 12)
+
+
+def test_an_optimizer_trains_on_a_compiled_collection() -> None:
+    model, x = Net(), torch.randn(16, 3)
+    y = x.argmax(1)
+    net = kfac_fx.compile(registered(model, x))
+    optimizer = kfac_fx.KFAC(net, lr=0.3, damping=1e-2, cov_update_every=1, invert_every=1)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_loss_that_forward_computes_is_in_the_collection() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return F.cross_entropy(super().forward(x), y)
+
+    model, x, y = Model(), torch.randn(6, 3), torch.randint(5, (6,))
+    lc = kfac_fx.compile(model, (x, y)).layer_collection
+    assert [one.name for one in lc.losses] == ["cross_entropy_loss"]
+    torch.testing.assert_close(lc.total_loss(x, y) / 6, model(x, y).detach())
+
+
+def test_a_squared_error_that_forward_computes_keeps_its_mean() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return F.mse_loss(super().forward(x), y)
+
+    model, x, y = Model(), torch.randn(6, 3), torch.randn(6, 5)
+    lc = kfac_fx.compile(model, (x, y)).layer_collection
+    constant = 0.5 * math.log(math.pi)  # of the normal density with variance 0.5
+    torch.testing.assert_close(lc.total_loss(x, y) / 6, model(x, y).detach() + constant)
+
+
+def test_a_loss_that_is_any_function_of_the_outputs_is_not_shown() -> None:
+    net = kfac_fx.compile(Net(), (torch.randn(6, 3),), loss=lambda y: kfac_fx.losses.Categorical(y))
+    assert net.layer_collection.losses == () and len(net.layer_collection.fisher_blocks) == 3
 
 
 # --- blocks on tensors of one's own ---------------------------------------------------------------------------------
