@@ -138,7 +138,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
     registrations = [one for one in prover.program.registrations if not one.generic]
     with prover.isolated():
         live = {name: value.detach().requires_grad_() for name, value in prover.live_parameters().items()}
-        probes = prover.make_probes(prover.examples(values), next(iter(live.values())))
+        probes = prover.make_probes(prover.examples(values), next(iter(live.values()), torch.empty(())))
         _, fisher = prover.call(live, prover.copied_buffers(), values, probes)
         generator = torch.Generator().manual_seed(0)
         outputs = [out for out in fisher if out.requires_grad]
