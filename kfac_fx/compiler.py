@@ -84,6 +84,8 @@ def compile(
     Raises UntraceableError, RegistrationError and its kinds, LossError, LayerError; each names all culprits.
     """
     if isinstance(model, LayerCollection):
+        if example_inputs or example_kwargs or loss or linked or approximations or layers:
+            raise RegistrationError("a LayerCollection has its own inputs, losses and layers; give none of them")
         return compiled(model, verify=verify, backend=backend)
     if isinstance(model, CompiledModule):
         raise RegistrationError("the module is compiled already; hand kfac_fx.compile the original model")

@@ -179,7 +179,9 @@ NO_LAYER: dict[str, Example] = {
     "embedding that scales its gradient": lambda: (nn.Embedding(5, 3, scale_grad_by_freq=True), ids()),
     "largest of a bag": lambda: (nn.EmbeddingBag(5, 3, mode="max"), ids()),
     "bag with weights": lambda: (
-        Written(lambda x, w: F.embedding_bag(x, w, mode="sum", per_sample_weights=torch.full((4, 7), 0.5)), {"w": (5, 3)}),
+        Written(
+            lambda x, w: F.embedding_bag(x, w, mode="sum", per_sample_weights=torch.full((4, 7), 0.5)), {"w": (5, 3)}
+        ),
         ids(),
     ),
     "einsum that sums the weight": written(lambda x, w: torch.einsum("ni,ijo->no", x, w), (4, 5), w=(5, 2, 3)),

@@ -1,4 +1,4 @@
-"""On a GPU: the statistics of the CPU, training of every momentum type, and the compiled backends. Run by run_cuda.sh."""
+"""On a GPU: the statistics of the CPU, training with every momentum type, the compiled backends. See run_cuda.sh."""
 
 from __future__ import annotations
 
