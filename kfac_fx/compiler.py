@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes import pytree
-from kfac_fx.passes.errors import AlreadyAttachedError, ModelChangedError, RegistrationError, UntraceableError
+from kfac_fx.passes.errors import AlreadyAttachedError, RegistrationError, nearest
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer, collect
-from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.trace import Capture
 
-from .blocks import statistics_of
 from .captured import CapturedModel
+from .captures import Captures, Declared
 from .layer_collection import LayerCollection
 from .loss_spec import LossSpec, loss_from
-from .moments import Key, Moments, Ride
-from .proof import prove
+from .moments import Moments, Ride
 from .recorder import Recorder
-from .registered_losses import RegisteredLosses
 from .report import Report
 
-CAPTURES = 8  # kept for other shapes, dtypes, devices and training flags; the least recently used goes first
 BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 
 
@@ -37,18 +31,6 @@ class Listener(Protocol):
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called before every forward in training mode with gradients enabled; returns the outputs, or None to let
         the model compute them."""
-
-
-@dataclass(frozen=True)
-class Declared:
-    """The arguments of `compile`, checked."""
-
-    options: Options
-    layers: Mapping[str, Layer]
-    loss: LossSpec | RegisteredLosses | None
-    verify: bool
-    backend: str
-    passes: Callable[[Program], Program] = run  # from a fresh capture to a program with registrations
 
 
 def compile(
@@ -88,9 +70,16 @@ def compile(
             raise RegistrationError("a LayerCollection has its own inputs, losses and layers; give none of them")
         return compiled(model, verify=verify, backend=backend)
     if isinstance(model, CompiledModule):
-        raise RegistrationError("the module is compiled already; hand kfac_fx.compile the original model")
+        raise RegistrationError("the module is compiled already; hand kfac_fx.compile the original model, net.model")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"kfac_fx.compile takes a torch.nn.Module, not a {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise RegistrationError(
+            "the model is an output of torch.compile, whose parameters have other names. Hand kfac_fx.compile the "
+            'original and let it compile: kfac_fx.compile(model, backend="inductor").'
+        )
     if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}")
+        raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}.{nearest(backend, BACKENDS)}")
     groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
     options = Options(
         linked={frozenset([group] if isinstance(group, str) else group): value for group, value in groups.items()},
@@ -145,108 +134,25 @@ class CompiledModule(nn.Module):
         object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
-        self.declared = declared
         self.backend = declared.backend
+        self.captures = Captures(model, declared)
         self._listener: Listener | None = None
-        self._captures: OrderedDict[Any, list[Recorder]] = OrderedDict()
-        self._first: Recorder | None = None
         self._collection: LayerCollection | None = None
-        self._places = parameter_places(model)
         plain = model if self.backend == "eager" else compiled_model(model, self.backend)
         object.__setattr__(self, "_plain", plain)  # not a child either: it would be a child of itself
         if traced is not None:
-            self._first = self.built(traced)
+            self.captures.take(traced)
         if args is not None or kwargs:
-            if isinstance(args, Tensor):
-                args = (args,)
-            self.recorder(args or (), dict(kwargs or {}))
+            self.recorder((args,) if isinstance(args, Tensor) else tuple(args or ()), dict(kwargs or {}))
         elif traced is None:
-            self.trace_symbolically()
-
-    # --- capture ----------------------------------------------------------------------------------------------------
-
-    def trace_symbolically(self) -> None:
-        """Without inputs: at once if torch.fx sees the whole model, else at the first training forward."""
-        try:
-            traced = capture(self.model, options=self.declared.options, layers=self.declared.layers)
-        except UntraceableError:
-            return
-        self._first = self.built(traced)
-
-    def recorder(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
-        """The capture for these inputs, made and proved if there is none yet."""
-        key = capture_key(self.model, args, kwargs)
-        known = self._captures.setdefault(key, [])
-        self._captures.move_to_end(key)
-        for place, one in enumerate(known):
-            if one.capture.holds(args, kwargs):
-                if not one.proven:  # its first batch was not finite
-                    known[place] = self.proved(one, args, kwargs)
-                    self._first = known[place] if self._first is one else self._first
-                return known[place]
-        made = self.first_symbolic(args, kwargs) if not self._captures_made() else None
-        if made is None:
-            traced = capture(self.model, args, kwargs, options=self.declared.options, layers=self.declared.layers)
-            made = self.proved(self.built(traced), args, kwargs)
-        if self._first is None or not self._captures_made():
-            self._first = made
-        self.must_agree(made)
-        known.append(made)
-        if len(self._captures) > CAPTURES:
-            self._captures.popitem(last=False)
-        return made
-
-    def _captures_made(self) -> int:
-        return sum(len(known) for known in self._captures.values())
-
-    def first_symbolic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder | None:
-        """The symbolic trace, if it holds on real inputs; else None, and torch.export decides."""
-        if self._first is None:
-            return None
-        try:
-            return self.proved(self._first, args, kwargs)
-        except UntraceableError:
-            return None
-
-    def built(self, traced: Capture) -> Recorder:
-        program = self.declared.passes(traced.program)
-        return self.emit(traced, program)
-
-    def emit(self, traced: Capture, program: Program) -> Recorder:
-        needs: dict[Key, tuple[str, ...]] = {
-            one.parameters: statistics_of(one) for one in program.registrations if not one.generic
-        }
-        return Recorder(traced, program, self.model, self.declared.loss, needs, self.backend)
-
-    def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder:
-        verdict = prove(recorder, args, kwargs) if self.declared.verify else None
-        if verdict is not None and verdict.program.registrations != recorder.program.registrations:
-            recorder = self.emit(recorder.capture, verdict.program)
-        recorder.proven = verdict is None or verdict.conclusive
-        return recorder
-
-    def must_agree(self, made: Recorder) -> None:
-        """All captures feed the same Fisher blocks."""
-        assert self._first is not None, "bug in kfac_fx: a capture before the first"
-        first = {one.parameters: (one.layer, one.approximation) for one in self._first.program.registrations}
-        other = {one.parameters: (one.layer, one.approximation) for one in made.program.registrations}
-        if first != other:
-            apart = dict.fromkeys(", ".join(names) for names, _ in set(first.items()) ^ set(other.items()))
-            raise ModelChangedError(
-                f"these inputs take another path through {type(self.model).__name__}, with other registrations: "
-                f"{'; '.join(sorted(apart))}.\nCompile one module for each path."
-            )
+            self.captures.trace_symbolically()
+        self._sealed = True
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
     @property
     def program(self) -> Program:
-        if self._first is None:
-            raise UntraceableError(
-                f"{type(self.model).__name__} is captured at its first training forward: torch.fx alone cannot see it "
-                "whole.\nGive kfac_fx.compile example inputs to capture it now."
-            )
-        return self._first.program
+        return self.captures.program
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
@@ -261,18 +167,18 @@ class CompiledModule(nn.Module):
     def layer_collection(self) -> LayerCollection:
         """What is registered, as a collection that takes no more registrations."""
         if self._collection is None:
-            program, loss = self.program, self.declared.loss
-            assert self._first is not None, "bug in kfac_fx: a program before the first capture"
-            captured = CapturedModel(self.model, self._first.capture, program, None, {})
+            program, loss = self.program, self.captures.declared.loss
+            assert self.captures.first is not None, "bug in kfac_fx: a program before the first capture"
+            captured = CapturedModel(self.model, self.captures.first.capture, program, None, {})
             self._collection = LayerCollection.of(captured, program, loss if isinstance(loss, LossSpec) else None)
         return self._collection
 
     # --- running ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled():
-            self.check_unchanged()
-            if self._first is None or not self._captures:
+        if self.model.training and torch.is_grad_enabled():
+            self.captures.structure.check()
+            if not self.captures.known:
                 self.recorder(args, kwargs)
             if self._listener is not None:
                 outputs = self._listener.on_forward(args, kwargs)
@@ -284,6 +190,10 @@ class CompiledModule(nn.Module):
         """The original forward."""
         return self.model(*args, **kwargs)
 
+    def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+        """The capture for these inputs, made and proved if there is none yet."""
+        return self.captures.recorder(args, kwargs)
+
     def record(
         self,
         args: tuple[Any, ...],
@@ -293,11 +203,12 @@ class CompiledModule(nn.Module):
         targets: Any = None,
         fraction: float = 1.0,
         generator: torch.Generator | None = None,
+        **options: Any,
     ) -> Moments:
-        """Statistics of one batch, from a forward and backward that touch nothing of the model."""
+        """Statistics of one batch, from a forward and backward that touch nothing of the model; see Recorder."""
         recorder = self.recorder(args, kwargs)
         values = recorder.capture.flatten(args, kwargs)
-        return recorder.record(values, mode=mode, targets=targets, fraction=fraction, generator=generator)
+        return recorder.record(values, mode=mode, targets=targets, fraction=fraction, generator=generator, **options)
 
     def ride(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Ride]:
         """The model's outputs, with taps that record during the user's own backward (the empirical Fisher)."""
@@ -313,8 +224,8 @@ class CompiledModule(nn.Module):
 
     def losses(self, outputs: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> list[tuple[float, Any]]:
         """(coefficient, loss) for each output distribution, on what `functional` returned."""
-        assert self._first is not None, "bug in kfac_fx: losses before the first capture"
-        return self._first.losses(outputs, fisher, targets)
+        assert self.captures.first is not None, "bug in kfac_fx: losses before the first capture"
+        return self.captures.first.losses(outputs, fisher, targets)
 
     # --- attachment and change --------------------------------------------------------------------------------------
 
@@ -329,18 +240,6 @@ class CompiledModule(nn.Module):
 
     def detach(self) -> None:
         self._listener = None
-
-    def check_unchanged(self) -> None:
-        """Raises ModelChangedError if a parameter was replaced since `compile`."""
-        changed = [
-            name for name, module, key, parameter in self._places if module._parameters.get(key) is not parameter
-        ]
-        if changed:
-            raise ModelChangedError(
-                f"{len(changed)} parameters were replaced after kfac_fx.compile: {', '.join(changed)}.\n"
-                "The factors and the optimizer still hold the old ones. Compile again, or change values in place with "
-                "parameter.data.copy_(...) or load_state_dict."
-            )
 
     # --- the model's own behavior -----------------------------------------------------------------------------------
 
@@ -361,29 +260,25 @@ class CompiledModule(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["model"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the model has is set on the model."""
+        own = name in self.__dict__ or hasattr(type(self), name) or "_sealed" not in self.__dict__
+        super().__setattr__(name, value) if own else setattr(self.model, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        """A copy of the model, compiled anew with the same declarations; without an optimizer."""
+        if self._collection is not None:
+            raise TypeError("a module of a LayerCollection is not copied: its registrations are of this model's graph")
+        return CompiledModule(copy.deepcopy(self.model, memo), self.captures.declared, None, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a compiled module is not pickled: it holds graphs and functions. Save net.state_dict(), or net.model, and "
+            "compile what you load."
+        )
+
     def __repr__(self) -> str:
         return f"kfac_fx.compile({self.model!r})"
-
-
-def parameter_places(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    return [
-        (f"{path}.{key}" if path else key, module, key, parameter)
-        for path, module in model.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None
-    ]
-
-
-def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a capture is specialized to beside shapes: modes, trainability, dtypes, devices, autocast, structure."""
-    leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
-    kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    parameters = tuple((p.requires_grad, p.dtype, p.device) for p in model.parameters())
-    modes = tuple(module.training for module in model.modules())
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    )
-    return hash((modes, parameters)), autocast, str(spec), kinds
 
 
 def compiled_model(model: nn.Module, backend: str) -> Callable[..., Any]:

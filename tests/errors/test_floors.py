@@ -27,7 +27,7 @@ FLOORS = [
     "passes.verify",
     "passes.pipeline",
     "passes",
-    "kfac_fx.linalg kfac_fx.progress",
+    "kfac_fx.linalg kfac_fx.progress kfac_fx.structure",
     "kfac_fx.loss_function",
     "kfac_fx.statistics kfac_fx.losses",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.registered_losses kfac_fx.sources kfac_fx.tap",
@@ -36,6 +36,7 @@ FLOORS = [
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.likeness",
     "kfac_fx.captured kfac_fx.proof kfac_fx.registry",
+    "kfac_fx.captures",
     # The layer collection, from what it holds to what users call.
     "kfac_fx.find_use kfac_fx.registered_block",
     "kfac_fx.fisher_blocks",

@@ -1,0 +1,186 @@
+"""The captures of one model: one for every kind of call, made and proved when first met, all for one set of blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.passes import pytree
+from kfac_fx.passes.errors import ModelChangedError, UntraceableError, table
+from kfac_fx.passes.ir import Options, Program, Registration
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.trace import Capture, capture
+
+from .blocks import statistics_of
+from .loss_spec import LossSpec
+from .moments import Key
+from .proof import prove
+from .recorder import Recorder
+from .registered_losses import RegisteredLosses
+from .structure import Structure
+
+KINDS = 8  # of calls that are kept: modes, dtypes, devices, structures; the least recently used goes first
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The arguments of `compile`, checked."""
+
+    options: Options
+    layers: Mapping[str, Layer]
+    loss: LossSpec | RegisteredLosses | None
+    verify: bool
+    backend: str
+    passes: Callable[[Program], Program] = run  # from a fresh capture to a program with registrations
+
+
+class Captures:
+    """first: what the blocks are made for; None as long as nothing could be captured without inputs."""
+
+    def __init__(self, model: nn.Module, declared: Declared) -> None:
+        self.model, self.declared = model, declared
+        self.structure = Structure(model)
+        self.first: Recorder | None = None
+        self.refusal = ""  # of torch.fx, if it did not see the whole model
+        self.known: OrderedDict[Any, list[Recorder]] = OrderedDict()
+
+    def trace_symbolically(self) -> None:
+        """Without inputs: at once if torch.fx sees the whole model, else at the first training forward."""
+        try:
+            traced = capture(self.model, options=self.declared.options, layers=self.declared.layers)
+        except UntraceableError as error:
+            self.refusal = str(error)
+            return
+        self.first = self.built(traced)
+
+    def take(self, traced: Capture) -> None:
+        """A capture that was made elsewhere is the first."""
+        self.first = self.built(traced)
+
+    @property
+    def program(self) -> Program:
+        if self.first is None:
+            raise UntraceableError(
+                f"{type(self.model).__name__} is captured at its first training forward, for torch.fx alone cannot see "
+                f"it whole. Give kfac_fx.compile example inputs to capture it now. What torch.fx says:\n{self.refusal}"
+            )
+        return self.first.program
+
+    def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+        """The capture for these inputs, made and proved if there is none yet."""
+        self.structure.check()
+        key = capture_key(self.model, args, kwargs)
+        known = self.known.get(key, [])
+        for place, one in enumerate(known):
+            if one.capture.holds(args, kwargs):
+                self.known.move_to_end(key)
+                if not one.proven:  # its first batch was not finite
+                    known[place] = self.proved(one, args, kwargs)
+                    self.first = known[place] if self.first is one else self.first
+                return known[place]
+        made = (self.first_symbolic(args, kwargs) if not self.known else None) or self.exported(args, kwargs)
+        if self.first is None or not self.known:
+            self.first = made
+        made = self.agreeing(made)
+        self.known.setdefault(key, []).append(made)
+        if len(self.known) > KINDS:
+            self.known.popitem(last=False)
+        return made
+
+    def first_symbolic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
+        """What was captured without inputs, if it holds on real ones; else None, and torch.export decides."""
+        if self.first is None or not self.first.capture.holds(args, kwargs):
+            return None
+        try:
+            return self.proved(self.first, args, kwargs)
+        except UntraceableError:
+            return None
+
+    def exported(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+        traced = capture(self.model, args, kwargs, options=self.declared.options, layers=self.declared.layers)
+        return self.proved(self.built(traced), args, kwargs)
+
+    def built(self, traced: Capture) -> Recorder:
+        return self.emit(traced, self.declared.passes(traced.program))
+
+    def emit(self, traced: Capture, program: Program) -> Recorder:
+        needs: dict[Key, tuple[str, ...]] = {
+            one.parameters: statistics_of(one) for one in program.registrations if not one.generic
+        }
+        return Recorder(traced, program, self.model, self.declared.loss, needs, self.declared.backend)
+
+    def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+        verdict = prove(recorder, args, kwargs) if self.declared.verify else None
+        if verdict is not None and verdict.program.registrations != recorder.program.registrations:
+            recorder = self.emit(recorder.capture, verdict.program)
+        recorder.proven = verdict is None or verdict.conclusive
+        return recorder
+
+    # --- all captures feed the same blocks --------------------------------------------------------------------------
+
+    def agreeing(self, made: Recorder) -> Recorder:
+        """`made` with the first capture's approximations. Raises ModelChangedError if its registrations are others."""
+        assert self.first is not None, "bug in kfac_fx: a capture before the first"
+        if made is self.first:
+            return made
+        first = {one.parameters: one for one in self.first.program.registrations}
+        other = {one.parameters: one for one in made.program.registrations}
+        self.check_trained(made)
+        keys = dict.fromkeys((*first, *other))
+        rows = [(", ".join(key), other_path(first.get(key), other.get(key))) for key in keys]
+        if apart := [row for row in rows if row[1]]:
+            raise ModelChangedError(
+                f"these inputs take another path through {type(self.model).__name__} than the first:\n{table(apart)}\n"
+                "Compile one module for each path."
+            )
+        adopted = tuple(
+            replace(one, approximation=first[one.parameters].approximation) for one in made.program.registrations
+        )
+        if adopted == made.program.registrations:
+            return made
+        emitted = self.emit(made.capture, made.program.but(registrations=adopted))
+        emitted.proven = made.proven
+        return emitted
+
+    def check_trained(self, made: Recorder) -> None:
+        assert self.first is not None, "bug in kfac_fx: a capture before the first"
+        before, now = self.first.program.parameters, made.program.parameters
+        if changed := [name for name in dict.fromkeys((*before, *now)) if (name in before) != (name in now)]:
+            raise ModelChangedError(
+                f"requires_grad was changed after kfac_fx.compile: {', '.join(changed)}.\nCompile again."
+            )
+
+
+def other_path(first: Registration | None, other: Registration | None) -> str:
+    """How two registrations of the same parameters differ in what a block is made of; "" if they do not."""
+    if first is None or other is None:
+        return f"{said(first)} at first, {said(other)} here"
+    approximated = replace(other, approximation=first.approximation)
+    if first.layer == other.layer and statistics_of(first) == statistics_of(approximated):
+        return ""
+    return f"{said(first)} at first, {said(other)} here"
+
+
+def said(one: Registration | None) -> str:
+    if one is None:
+        return "no block of its own"
+    uses = "" if one.generic else f" with {len(one.uses)} use{'s' * (len(one.uses) != 1)}"
+    return f"{one.layer}{uses}{f' ({one.reason})' if one.reason else ''}"
+
+
+def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a capture is specialized to beside shapes: modes, trainability, dtypes, devices, autocast, structure."""
+    leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
+    kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    parameters = tuple((p.requires_grad, p.dtype, p.device) for p in model.parameters())
+    modes = tuple(module.training for module in model.modules())
+    autocast = tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    )
+    return hash((modes, parameters)), autocast, str(spec), kinds
