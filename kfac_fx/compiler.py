@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.errors import AlreadyAttachedError, RegistrationError, nearest
+from kfac_fx.passes.errors import AlreadyAttachedError, LinkError, RegistrationError, nearest
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.passes.trace import Capture
@@ -80,6 +80,8 @@ def compile(
         )
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}.{nearest(backend, BACKENDS)}")
+    if isinstance(linked, str) or (not isinstance(linked, Mapping) and any(isinstance(group, str) for group in linked)):
+        raise LinkError('linked takes groups of names, as in linked=[("fc.weight", "fc.bias")]; names were given')
     groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
     options = Options(
         linked={frozenset([group] if isinstance(group, str) else group): value for group, value in groups.items()},

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from . import pytree
-from .ir import LossSite, Program
+from .ir import LossSite, Note, Program, where
 from .labels import Label, ancestors, has_gradient, labels, op_name, symbolic_sizes
 
 KINDS = {
@@ -27,7 +27,24 @@ def find_losses(program: Program) -> Program:
     returned = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node)]
     sites = () if program.options.loss_given else loss_sites(program, returned)
     outputs = tuple(one.inputs for one in sites) or tuple(node for node in returned if has_gradient(node))
-    return program.but(losses=sites, outputs=outputs, cases=case_size(program.graph, outputs))
+    return program.but(
+        losses=sites,
+        outputs=outputs,
+        cases=case_size(program.graph, outputs),
+        dropped=(*program.dropped, *left_out(sites)),
+    )
+
+
+def left_out(sites: tuple[LossSite, ...]) -> tuple[Note, ...]:
+    """What the losses have beside a predictive distribution."""
+    places = {"cross_entropy": (2, 7), "binary_cross_entropy_with_logits": (2, 6)}  # of weights and smoothing
+    notes = []
+    for one in sites:
+        extra = [one.node.args[place] for place in places.get(op_name(one.node), ())]
+        if any(value not in (None, 0.0) for value in extra):
+            reason = "its weights and label smoothing are no part of the Fisher, which is that of its distribution"
+            notes.append(Note(f"{op_name(one.node)} at {where(one.node)}", reason))
+    return tuple(notes)
 
 
 def loss_sites(program: Program, returned: list[fx.Node]) -> tuple[LossSite, ...]:

@@ -211,6 +211,8 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
         group = next((g for g in program.options.linked if name in g and len(g) > 1), None)
         if group is not None:
             unmatched.append((name, f"linked with {', '.join(sorted(group - {name}))}; enters {enters(edges[name])}"))
+        if GENERIC in requested(program, (name,), "generic"):
+            wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)
         unknown = f"no layer has the form of {enters(edges[name])}"
         generics.append(Registration("generic", None, (name,), (), approximation, wanted.get(name, unknown)))

@@ -120,6 +120,7 @@ def exported(
         try:
             with torch.enable_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=ASSIGNED)
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 dynamic = {"tensors": shapes} if tensors else {}
                 program = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False)
         except Exception as error:

@@ -87,6 +87,28 @@ def test_two_losses_are_two_outputs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("function", "y", "noted"),
+    [
+        (lambda out, y: F.cross_entropy(out, y), CLASSES, False),
+        (lambda out, y: F.cross_entropy(out, y, weight=torch.ones(4)), CLASSES, True),
+        (lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1), CLASSES, True),
+        (lambda out, y: F.mse_loss(out, y), torch.randn(5, 4), False),
+        (lambda out, y: F.binary_cross_entropy_with_logits(out, y), torch.rand(5, 4), False),
+        (lambda out, y: F.binary_cross_entropy_with_logits(out, y, pos_weight=torch.ones(4)), torch.rand(5, 4), True),
+    ],
+)
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+def test_what_a_loss_has_beside_its_distribution_is_noted(
+    function: Callable[..., Any], y: Tensor, noted: bool, exported: bool
+) -> None:
+    notes = program(function, X, y, exported=exported).dropped
+    assert [note.reason for note in notes] == noted * [
+        "its weights and label smoothing are no part of the Fisher, which is that of its distribution"
+    ]
+    assert all("_losses.py:" in note.subject for note in notes)
+
+
+@pytest.mark.parametrize(
     ("function", "shape", "axis"),
     [
         (lambda x, w: x @ w, (5, 7, 3), 0),

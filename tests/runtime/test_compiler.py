@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from kfac_fx import (
     AlreadyAttachedError,
+    LayerCollection,
+    LinkError,
     LossError,
     ModelChangedError,
     RegistrationError,
     UntraceableError,
+    capture,
 )
 from kfac_fx.captures import KINDS
 from kfac_fx.compiler import CompiledModule, compile
@@ -416,10 +419,50 @@ def test_arguments_of_compile_are_checked() -> None:
         compile(lambda x: x)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"backend='inductr' is none of eager, .*\. Did you mean 'inductor'\?"):
         compile(mlp(), backend="inductr")
+    for names in ("0.weight", ("0.weight", "0.bias")):
+        with pytest.raises(LinkError, match=r"linked takes groups of names, .*; names were given"):
+            compile(mlp(), linked=names)
     with pytest.raises(LossError, match=r"loss 'categoricl' is none of .* Did you mean 'categorical'\?"):
         compile(mlp(), loss="categoricl")
     with pytest.raises(RegistrationError, match=r'output of torch.compile.*\n?.*backend="inductor"'):
         compile(torch.compile(mlp(), backend="eager"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "linked",
+    [[("4.weight", "4.bias")], [["4.weight", "4.bias"]], {("4.weight", "4.bias"): "diagonal"}],
+)
+def test_linked_parameters_in_every_notation(linked: Any) -> None:
+    head = [one for one in net_of(mlp(), X, linked=linked).registrations if one.parameters[0] == "4.weight"]
+    assert [one.approximation for one in head] == ["diagonal" if isinstance(linked, dict) else "kron"]
+
+
+def test_strict_refuses_what_would_be_generic_at_once_or_at_the_first_step() -> None:
+    class Tempered(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 3))
+            self.t = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.t.exp()
+
+    place = f"mul (test_compiler.py:{Tempered.forward.__code__.co_firstlineno + 1})"
+    for inputs in ((), (X,)):
+        with pytest.raises(RegistrationError) as failure:
+            net_of(Tempered(), *inputs, strict=True)
+        assert str(failure.value).splitlines()[:2] == [
+            "1 of 3 trainable parameters are in no structured Fisher block:",
+            f"  t  no layer has the form of {place}",
+        ]
+    assert len(net_of(Tempered(), X, strict=True, approximations={"t": "generic"}).registrations) == 2
+
+
+def test_the_module_of_a_layer_collection_is_not_copied() -> None:
+    collection = LayerCollection(capture(nn.Sequential(nn.Linear(4, 3)), (X,)))
+    collection.register_categorical_predictive_distribution(collection.captured.outputs_of("0"))
+    collection.auto_register_layers()
+    with pytest.raises(TypeError, match="a module of a LayerCollection is not copied"):
+        copy.deepcopy(compile(collection))
 
 
 def test_losses_of_the_outputs() -> None:
