@@ -39,7 +39,8 @@ def too_few(name: str, found: set[Edge], registered: set[Edge]) -> str:
 
 def ordered(edges: set[Edge]) -> list[Edge]:
     """In graph order."""
-    order = {node: n for _, act in edges for n, node in enumerate(act.graph.nodes)}
+    graphs = {act.graph for _, act in edges}  # one, or none
+    order = {node: n for graph in graphs for n, node in enumerate(graph.nodes)}
     return sorted(edges, key=lambda edge: (order[edge[1]], order[edge[0]]))
 
 

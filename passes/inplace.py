@@ -70,10 +70,12 @@ def sequence(graph: fx.Graph) -> None:
         if not write.args or not isinstance(write.args[0], fx.Node):
             continue
         order = {node: i for i, node in enumerate(graph.nodes)}
-        owner = memory(write.args[0])
-        earlier = [node for node in graph.nodes if order[node] < order[write] and memory(node) is owner]
-        for alias in earlier:
-            if readers := [user for user in alias.users if order[user] > order[write]]:
+        aliases = [memory(write.args[0])]
+        for alias in aliases:
+            aliases += [user for user in alias.users if shares_memory(user) and user.args[0] is alias]
+        for alias in aliases:
+            readers = [user for user in alias.users if order.get(user, 0) > order[write]]
+            if readers and order[alias] < order[write]:
                 with graph.inserting_after(write):
                     later = graph.call_function(written, (alias, write))
                 later.meta = dict(alias.meta)
