@@ -16,8 +16,7 @@ from kfac_fx.linalg import Root, full_precision
 from kfac_fx.moments import Key, Moments
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
-
-MODES = ("gradients", "empirical")
+from kfac_fx.sources import check_mode
 
 
 class Net(Protocol):
@@ -35,6 +34,7 @@ class Net(Protocol):
         targets: Any,
         fraction: float,
         generator: torch.Generator | None,
+        **options: Any,
     ) -> Moments: ...
 
 
@@ -45,6 +45,9 @@ class FisherEstimator(BlockDiagonalFisher):
     est.update_covariances(x)        # on every batch, or every tenth
     est.update_inverses()            # more rarely
     step = est.multiply_inverse({name: p.grad for name, p in net.named_parameters()})
+
+    params_stats: with `compute_params_stats`, of the last batch the gradient of its mean loss ("empirical"), or of what
+        the mode sends back in its place, summed over sources; by parameter.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class FisherEstimator(BlockDiagonalFisher):
         estimation_mode: str = "gradients",
         compute_cholesky: bool = False,
         compute_cholesky_inverse: bool = False,
+        compute_params_stats: bool = False,
         fraction: float = 1.0,
         seed: int | None = None,
+        memory: int | None = None,
     ) -> None:
         """
         Args:
@@ -71,15 +76,17 @@ class FisherEstimator(BlockDiagonalFisher):
             damping: λ of F + λ I. A 0-d tensor is kept as it is: writing into it is writing into `est.damping`.
             exps: the powers of F + λ I to keep for `multiply_matpower`; 1 always works.
             estimation_mode: "gradients" samples targets from the model's own distribution (the Fisher), "empirical"
-                takes the true ones (the empirical Fisher).
+                takes the true ones (the empirical Fisher), "curvature_prop" sends random signs back, "exact" every
+                coordinate of the outputs; the last two with "_GGN" for the generalized Gauss-Newton matrix.
             compute_cholesky, compute_cholesky_inverse: keep what `multiply_cholesky` and its inverse need.
+            compute_params_stats: keep `params_stats`.
             fraction: the part of every batch that is recorded.
-            seed: of the sampled targets; None: torch's own generator.
+            seed: of the sampled targets and signs; None: torch's own generator.
+            memory: bytes that the exact modes may take for a chunk of their sources; None: 1 GiB.
 
         Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables`.
         """
-        if estimation_mode not in MODES:
-            raise ValueError(f"unknown estimation_mode {estimation_mode!r}; known are {', '.join(map(repr, MODES))}.")
+        check_mode(estimation_mode)
         if isinstance(net, LayerCollection):
             net.estimator, net, variables = self, compiled(net, variables), None
         if not 0 <= cov_ema_decay <= 1:
@@ -105,6 +112,10 @@ class FisherEstimator(BlockDiagonalFisher):
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
         self._pending: dict[Key, dict[str, Tensor]] = {}
         self._pending_cases = 0
+        self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
+        self._options |= {} if memory is None else {"memory": memory}
+        self._pending_gradients: dict[str, Tensor] = {}
+        self.params_stats: dict[str, Tensor] = {}
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
         registrations, parameters = self.net.registrations, dict(self.net.named_parameters())
@@ -125,6 +136,7 @@ class FisherEstimator(BlockDiagonalFisher):
             targets=targets,
             fraction=self.fraction,
             generator=self._generator,
+            **self._options,
         )
         self.accumulate(moments)
         self.fold(decay=None if should_decay else 1.0)
@@ -140,6 +152,8 @@ class FisherEstimator(BlockDiagonalFisher):
                 sums = additive(block.registration.approximation, moments.statistics[key])
                 before = self._pending.get(key)
                 self._pending[key] = sums if before is None else {n: before[n] + sums[n] for n in sums}
+            for name, gradient in moments.gradients.items():
+                self._pending_gradients[name] = gradient + self._pending_gradients.get(name, 0)
         self._pending_cases += moments.cases
 
     def follow_registrations(self) -> None:
@@ -168,7 +182,8 @@ class FisherEstimator(BlockDiagonalFisher):
             for group in self.groups:
                 sums = [self._pending[one.parameters] for one in group.registrations]
                 group.update(sums, self._pending_cases, decay=decay, accept=accept)
-        self._pending, self._pending_cases = {}, 0
+        self.params_stats = {name: gradient / self._pending_cases for name, gradient in self._pending_gradients.items()}
+        self._pending, self._pending_gradients, self._pending_cases = {}, {}, 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """See BlockDiagonalFisher; with a seed, the state of the random stream is in it, too."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,10 +30,12 @@ class Moments:
 
     statistics: by the registrations' parameters; for a generic one {"gradient": flat gradient of the loss's sum}.
     cases: how many terms the loss's mean has; what the statistics are to be divided by.
+    gradients: of the parameters by name, summed over sources, if asked for.
     """
 
     statistics: dict[Key, dict[str, Tensor]]
     cases: int
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Ride:
         for one, probes in zip(self.registrations, self.probes, strict=True):
             if one.generic:
                 grads = [self.gradient(name) for name in one.parameters]
-                statistics[one.parameters] = {"gradient": torch.cat([g.reshape(-1) for g in grads]) * scale}
+                statistics[one.parameters] = {"gradient": flat(grads) * scale}
                 continue
             sums = {
                 name: probe.grad if probe.grad is not None else torch.zeros_like(probe)
@@ -68,3 +70,9 @@ class Ride:
     def gradient(self, name: str) -> Tensor:
         view = self.generic[name]
         return torch.zeros_like(view) if view.grad is None else view.grad
+
+
+def flat(gradients: Sequence[Tensor]) -> Tensor:
+    """One vector, in float32 at least, as all statistics are."""
+    vector = torch.cat([one.reshape(-1) for one in gradients])
+    return vector.to(torch.promote_types(vector.dtype, torch.float32))

@@ -37,6 +37,7 @@ class CompiledNet(Protocol):
         targets: Any = None,
         fraction: float,
         generator: torch.Generator | None,
+        **options: Any,
     ) -> Moments: ...
     def ride(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Ride]: ...
     def functional(

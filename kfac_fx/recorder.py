@@ -7,8 +7,8 @@ random stream; a ride returns the very outputs of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +17,20 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from kfac_fx.passes import pytree
-from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.errors import LossError, UntraceableError
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.labels import is_random, symbolic_sizes
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
 
+from .exact import ExactPass
 from .linalg import full_precision
 from .loss_spec import NAMES, LossSpec
 from .losses import LossFunction
-from .moments import Key, Moments, Ride
+from .moments import Key, Moments, Ride, flat
+from .pullback import MEMORY, SavedBytes
 from .registered_losses import RegisteredLosses
+from .sources import check_mode, is_exact, one_source
 from .tap import Tap, make_probes
 
 
@@ -48,6 +51,7 @@ class Recorder:
     make_tap: type[Tap] = Tap
     proven: bool = False
     emitted: Any = field(init=False)
+    loop_reason: str | None = field(default=None, init=False)  # of the last exact pass; see `Pullback`
 
     def __post_init__(self) -> None:
         self.emitted = rewrite(self.program, lambda one, use: self.make_tap(one, use, self.program.layers[use.layer]))
@@ -95,7 +99,10 @@ class Recorder:
 
     def examples(self, values: tuple[Any, ...]) -> int:
         axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))
-        return next((value.shape[axis] for value, axis in axes if axis is not None), 1)
+        found = [value.shape[axis] for value, axis in axes if axis is not None]
+        if not found and self.program.cases is None:  # torch.fx takes lists and dictionaries of tensors as one input
+            found = [leaf.shape[0] for leaf in pytree.leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+        return found[0] if found else 1
 
     def part(self, values: tuple[Any, ...], fraction: float) -> tuple[Any, ...]:
         """The first `fraction` of the examples of every input that has them."""
@@ -109,6 +116,16 @@ class Recorder:
             return value if axis is None or value.shape[axis] != total else value.narrow(axis, 0, kept)
 
         return tuple(cut(position, value) for position, value in enumerate(values))
+
+    def part_of_targets(self, targets: Any, values: tuple[Any, ...], fraction: float) -> Any:
+        """What belongs to `part(values, fraction)`: cases are first in targets."""
+        total, kept = self.examples(values), self.examples(self.part(values, fraction))
+
+        def cut(value: Any) -> Any:
+            has_all = isinstance(value, Tensor) and value.dim() and value.shape[0] == total
+            return value[:kept] if has_all else value
+
+        return targets if kept == total else tree_map(cut, targets)
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
@@ -147,26 +164,45 @@ class Recorder:
         targets: Any = None,
         fraction: float = 1.0,
         generator: torch.Generator | None = None,
+        params_stats: bool = False,
+        memory: int = MEMORY,
     ) -> Moments:
         """Statistics of one batch from a forward and a backward of our own.
 
         mode: "gradients" samples the targets from the model's own distribution (Martens & Grosse 2015, §5);
-            "empirical" takes the true ones, from `targets` or, where forward computes the loss, from its inputs.
+            "empirical" takes the true ones, from `targets` or, where forward computes the loss, from its inputs;
+            "curvature_prop", "exact" and either with "_GGN": see `sources`. The exact modes run without a compiler.
+        params_stats: sum the parameters' gradients, too.
+        memory: bytes that a chunk of the exact modes' sources may take.
         """
-        values = self.part(values, fraction)
+        check_mode(mode)
+        targets = self.part_of_targets(targets, values, fraction)
+        values, saved = self.part(values, fraction), SavedBytes()
+        run, watched = (self.call, saved.watched) if is_exact(mode) else (self.run, nullcontext)
         with self.isolated(), full_precision():
             live = {name: value.detach() for name, value in self.live_parameters().items()}
             generic = [name for one in self.program.registrations if one.generic for name in one.parameters]
-            live |= {name: live[name].requires_grad_() for name in generic}
-            probes = self.make_probes(self.examples(values), next(iter(live.values())))
-            output, fisher = self.run(live, self.copied_buffers(), values, probes)
-            cotangents, cases = self.cotangents(output, fisher, values, mode, targets, generator)
-            leaves = [probe for one in probes for probe in one.values()] + [live[name] for name in generic]
-            live_outputs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None]
-            grads = torch.autograd.grad(
-                [o for o, _ in live_outputs], leaves, [c for _, c in live_outputs], allow_unused=True
-            )
-        return self.gathered(probes, leaves, grads, cases)
+            named = {
+                name: live[name].requires_grad_() for name in (self.program.parameters if params_stats else generic)
+            }
+            probes = self.make_probes(self.examples(values), next(iter(live.values()), torch.empty(())))
+            with watched():
+                output, fisher = run(live | named, self.copied_buffers(), values, probes)
+            constants, losses = self.losses_of_constants(output, fisher, values, mode, targets)
+            if is_exact(mode):
+                registrations = self.program.registrations
+                exact = ExactPass(mode, registrations, fisher, constants, losses, probes, named, saved.total, memory)
+                statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
+                self.loop_reason = exact.loop_reason
+                return Moments(statistics, self.cases(losses), gradients)
+            cotangents = one_source(mode, losses, constants, generator)
+            leaves = [*(probe for one in probes for probe in one.values()), *named.values()]
+            pairs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None and o.requires_grad]
+            grads = pulled(pairs, leaves)
+        found = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+        gradients = dict(zip(named, found[len(leaves) - len(named) :], strict=True))
+        moments = self.gathered(probes, iter(found), gradients)
+        return Moments(moments, self.cases(losses), gradients if params_stats else {})
 
     def make_probes(self, examples: int, like: Tensor) -> list[dict[str, Tensor]]:
         return [
@@ -174,29 +210,14 @@ class Recorder:
             for one in self.program.registrations
         ]
 
-    def cotangents(
-        self,
-        output: Any,
-        fisher: tuple[Tensor, ...],
-        values: tuple[Any, ...],
-        mode: str,
-        targets: Any,
-        generator: torch.Generator | None,
-    ) -> tuple[list[Tensor | None], int]:
-        """The gradient of the summed loss with respect to each of the Fisher's outputs, and the number of cases."""
+    def losses_of_constants(
+        self, output: Any, fisher: tuple[Tensor, ...], values: tuple[Any, ...], mode: str, targets: Any
+    ) -> tuple[list[Tensor], list[tuple[float, LossFunction]]]:
+        """The Fisher's outputs as leaves of a graph of their own, and the losses made of those."""
         leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in fisher]
         if mode == "empirical" and targets is None and not isinstance(self.loss, LossSpec):
             targets = self.graph_targets(values)
-        pairs = self.losses(self.rebuilt(output, fisher, leaves), tuple(leaves), targets)
-        total = sum(
-            coefficient * loss.evaluate()
-            if mode == "empirical"
-            else math.sqrt(coefficient) * loss.evaluate_on_sample(generator)
-            for coefficient, loss in pairs
-        )
-        grads = torch.autograd.grad(total, [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)  # type: ignore[arg-type]
-        found = iter(grads)
-        return [next(found) if leaf.requires_grad else None for leaf in leaves], self.cases(pairs)
+        return leaves, self.losses(self.rebuilt(output, fisher, leaves), tuple(leaves), targets)
 
     def rebuilt(self, output: Any, fisher: tuple[Tensor, ...], leaves: list[Tensor]) -> Any:
         """What the model returned, with the Fisher's outputs replaced by `leaves`."""
@@ -209,24 +230,31 @@ class Recorder:
         sites = self.loss.losses if isinstance(self.loss, RegisteredLosses) else self.program.losses
         return [evaluated(s.targets, known) if isinstance(s.targets, fx.Node) else s.targets for s in sites]
 
-    def gathered(self, probes: list[dict[str, Tensor]], leaves: list[Tensor], grads: Any, cases: int) -> Moments:
-        got = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
+    def gathered(
+        self, probes: list[dict[str, Tensor]], found: Iterator[Tensor], gradients: Mapping[str, Tensor]
+    ) -> dict[Key, dict[str, Tensor]]:
+        """Statistics by registration. found: of all probes in their order; gradients: of generic parameters."""
         statistics: dict[Key, dict[str, Tensor]] = {}
-        parameters = iter(leaves[sum(len(one) for one in probes) :])
         for one, mine in zip(self.program.registrations, probes, strict=True):
             if one.generic:
-                parts = [(leaf, got[id(leaf)]) for leaf in (next(parameters) for _ in one.parameters)]
-                flat = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in parts]
-                statistics[one.parameters] = {"gradient": torch.cat([g.reshape(-1) for g in flat])}
+                statistics[one.parameters] = {"gradient": flat([gradients[name] for name in one.parameters])}
             else:
-                statistics[one.parameters] = {
-                    name: torch.zeros_like(probe) if got[id(probe)] is None else got[id(probe)]
-                    for name, probe in mine.items()
-                }
-        return Moments(statistics, cases)
+                statistics[one.parameters] = {name: next(found) for name in mine}
+        return statistics
 
     def ride(self, values: tuple[Any, ...]) -> tuple[Any, Ride]:
-        """Forward of the emitted module in the place of the model's; the user's backward then fills the probes."""
+        """Forward of the emitted module in the place of the model's; the user's backward then fills the probes.
+
+        Raises UntraceableError if forward does more than the emitted module would.
+        """
+        if self.capture.effects:
+            done = "\n".join(f"  {effect}" for effect in self.capture.effects)
+            raise UntraceableError(
+                f"a ride runs in the place of {type(self.model).__name__}, whose forward does more than its graph:\n"
+                f"{done}\n"
+                'Record in a pass of its own, with estimation_mode="gradients" or net.record(...), or return what '
+                "forward keeps."
+            )
         live = self.live_parameters()
         generic = {name: live[name] for one in self.program.registrations if one.generic for name in one.parameters}
         views = {name: parameter.view_as(parameter) for name, parameter in generic.items()}
@@ -235,7 +263,7 @@ class Recorder:
         live |= views
         buffers = {name: self.model.get_buffer(name) for name in self.buffer_names}
         examples = self.examples(values)
-        probes = self.make_probes(examples, next(iter(live.values())))
+        probes = self.make_probes(examples, next(iter(live.values()), torch.empty(())))
         output, fisher = self.run(live, buffers, values, probes)
         cases = (
             self.cases(self.losses(self.capture.unflatten(output), fisher))
@@ -261,6 +289,13 @@ def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple
     if kind == "categorical" or reduction != "mean":
         return 1.0, loss
     return loss.cases / inputs.numel(), loss  # F.mse_loss and the like also average over a case's elements
+
+
+def pulled(pairs: list[tuple[Tensor, Tensor]], leaves: list[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients of all leaves from (output, cotangent) pairs."""
+    if not pairs or not leaves:
+        return [None] * len(leaves)
+    return torch.autograd.grad([o for o, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:

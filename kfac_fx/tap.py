@@ -100,11 +100,12 @@ def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autog
             number, found = len(ctx.names), iter(tensors)
             values = [next(found) if size is None else size for size in ctx.sizes]
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
-            rows, grad_rows = both(output_grad.detach(), input.detach(), *values)
-            sums = [
-                STATISTICS[name].compute(rows, grad_rows, bias, matrix) if want else None
-                for name, want in zip(ctx.names, wanted, strict=True)
-            ]
+            with torch.no_grad():  # not `detach`, which vmap over several cotangents does not know
+                rows, grad_rows = both(output_grad, input, *values)
+                sums = [
+                    STATISTICS[name].compute(rows, grad_rows, bias, matrix) if want else None
+                    for name, want in zip(ctx.names, wanted, strict=True)
+                ]
             return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in values))
 
     return TapFunction

@@ -225,7 +225,7 @@ def test_memory_is_counted_in_bytes() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"estimation_mode": "exakt"}, r"unknown estimation_mode 'exakt'; known are 'gradients', 'empirical'\."),
+        ({"estimation_mode": "exakt"}, r"unknown estimation_mode 'exakt'; known are 'gradients', .*'exact_GGN'\."),
         ({"cov_ema_decay": 1.5}, r"cov_ema_decay must be between 0 and 1, got 1\.5\."),
         ({"fraction": 0}, r"fraction must be above 0 and at most 1, got 0\."),
         ({"damping": -1.0}, r"damping must not be negative, got -1\.0\."),

@@ -1,0 +1,249 @@
+"""Every estimation mode against the Fisher differentiated case by case, which knows nothing of graphs and factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import kfac_fx
+from kfac_fx import losses
+from kfac_fx.blocks import FisherBlock
+from kfac_fx.loss_function import LossFunction
+
+Losses = Callable[[Any], list[tuple[float, LossFunction]]]
+MONTE_CARLO = ("gradients", "curvature_prop", "curvature_prop_GGN")
+
+
+@pytest.fixture(autouse=True)
+def _double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Heads(nn.Module):
+    """A convolution, a normalization, a shared layer, a parameter of no layer, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv1d(2, 3, 2), nn.LayerNorm(3), nn.Linear(3, 3)
+        self.odd = nn.Parameter(torch.rand(3))
+        self.classes, self.values = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.norm(self.conv(x).mean(-1))
+        h = torch.tanh(self.fc(torch.tanh(self.fc(h)))) * torch.sin(self.odd)
+        return self.classes(h), self.values(h)
+
+
+def two_losses(outputs: Any) -> list[tuple[float, LossFunction]]:
+    return [(0.5, losses.Categorical(outputs[0])), (2.0, losses.Normal(outputs[1], var=0.3))]
+
+
+def one_loss(kind: Callable[[Tensor], LossFunction], coefficient: float = 1.0) -> Losses:
+    return lambda outputs: [(coefficient, kind(outputs[0]))]
+
+
+def variance(outputs: Any) -> list[tuple[float, LossFunction]]:
+    return [(1.5, losses.NormalMeanVariance(outputs[0], outputs[0].square() + 0.5))]
+
+
+LOSSES: dict[str, Losses] = {
+    "two": two_losses,
+    "categorical": one_loss(losses.Categorical, 3.0),
+    "onehot": one_loss(losses.OnehotCategorical),
+    "bernoulli": one_loss(losses.MultiBernoulli, 0.25),
+    "normal": one_loss(losses.Normal),
+    "mean and variance": variance,
+}
+
+
+def dense_fisher(model: nn.Module, x: Tensor, make: Losses, blocks: dict[Any, FisherBlock]) -> dict[Any, Tensor]:
+    """(1/N) Σ_n J_nᵀ F_n J_n of every block, one case at a time, with F_n from the definition, E[∇ log p ∇ log pᵀ]."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    total: dict[Any, Tensor] = {}
+    for n in range(len(x)):
+        for number in range(len(make(model(x[:1])))):
+
+            def inputs(at: dict[str, Tensor], n: int = n, number: int = number) -> Tensor:
+                return make(functional_call(model, at, (x[n : n + 1],)))[number][1].inputs.flatten()
+
+            jacobian: dict[str, Tensor] = torch.func.jacrev(inputs)(parameters)  # type: ignore[assignment]
+            coefficient, loss = make(model(x[n : n + 1]))[number]
+            fisher = coefficient * output_fisher(loss)
+            for key, block in blocks.items():
+                form = block.group.forms[block.member.start]
+                j = torch.stack([form.pack({k: jacobian[k][row] for k in key}).flatten() for row in range(len(fisher))])
+                total[key] = total.get(key, 0) + j.mT @ fisher @ j / len(x)
+    return total
+
+
+def output_fisher(loss: LossFunction) -> Tensor:
+    z = loss.inputs.detach().flatten()
+    if isinstance(loss, losses.Categorical):
+        p = z.softmax(0)
+        return torch.diag(p) - torch.outer(p, p)
+    if isinstance(loss, losses.MultiBernoulli):
+        return torch.diag(z.sigmoid() * (1 - z.sigmoid()))
+    if isinstance(loss, losses.Normal):
+        return torch.eye(len(z)) / loss.var
+    v = z[len(z) // 2 :]
+    return torch.diag(torch.cat([1 / v, 1 / (2 * v**2)]))
+
+
+def case() -> tuple[Heads, Tensor]:
+    torch.manual_seed(0)
+    return Heads(), torch.randn(4, 2, 5)
+
+
+def estimator(model: nn.Module, x: Tensor, make: Losses, approximation: str, mode: str, **more: Any) -> Any:
+    net = kfac_fx.compile(model, (x,), loss=make, approximations={"*": approximation})
+    return kfac_fx.FisherEstimator(net, estimation_mode=mode, **more)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("approximation", ["full", "diagonal"])
+def test_exact_is_the_dense_fisher_in_every_block(name: str, approximation: str) -> None:
+    """Also of generic parameters, whose sources are coordinates of single cases."""
+    model, x = case()
+    est = estimator(model, x, LOSSES[name], approximation, "exact")
+    est.update_covariances(x)
+    dense = dense_fisher(model, x, LOSSES[name], est.blocks)
+    assert any(block.registration.generic for block in est.blocks.values())
+    for key, block in est.blocks.items():
+        found, expected = block.full_fisher_block(), dense[key]
+        torch.testing.assert_close(found, expected if approximation == "full" else torch.diag(expected.diagonal()))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "mean and variance"])
+def test_the_gauss_newton_matrix_is_the_fisher_for_natural_parameters(name: str) -> None:
+    model, x = case()
+    one, other = (estimator(model, x, LOSSES[name], "kron", mode) for mode in ("exact", "exact_GGN"))
+    for est in (one, other):
+        est.update_covariances(x)
+    assert_same(one, other)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for key, block in one.blocks.items():
+        for name, factor in block.factors.items():
+            torch.testing.assert_close(other.blocks[key].factors[name].moment, factor.moment)
+
+
+@pytest.mark.parametrize("mode", ["exact_GGN", "curvature_prop_GGN"])
+def test_a_distribution_without_natural_parameters_has_no_gauss_newton_modes(mode: str) -> None:
+    model, x = case()
+    with pytest.raises(kfac_fx.LossError, match="NormalMeanVariance has no generalized Gauss-Newton factor"):
+        estimator(model, x, variance, "kron", mode).update_covariances(x)
+
+
+def test_one_layer_under_a_softmax_has_the_kronecker_factors_of_the_formula() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 4), torch.randn(5, 3)
+    net = kfac_fx.compile(model, (x,), loss=lambda logits: (2.0, losses.Categorical(logits)))
+    est = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    est.update_covariances(x)
+    (block,) = est.blocks.values()
+    p, ones = model(x).softmax(-1), torch.cat([x, torch.ones(5, 1)], 1)
+    torch.testing.assert_close(block.factors["A"].value[0], ones.mT @ ones / 5)
+    torch.testing.assert_close(
+        block.factors["G"].value[0], 2 * (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
+    )
+
+
+@pytest.mark.parametrize("mode", MONTE_CARLO)
+@pytest.mark.parametrize("approximation", ["full", "kron", "diagonal"])
+def test_monte_carlo_modes_agree_with_exact(mode: str, approximation: str) -> None:
+    """The mean over rounds is held to five of its own standard errors, in the norm of every factor."""
+    model, x = case()
+    exact = estimator(model, x, two_losses, approximation, "exact")
+    exact.update_covariances(x)
+    net, generator, rounds = exact.net, torch.Generator().manual_seed(0), 150
+    samples: dict[Any, list[Tensor]] = {}
+    for _ in range(rounds):
+        est = kfac_fx.FisherEstimator(net, estimation_mode=mode)
+        est.accumulate(net.record((x,), {}, mode=mode, generator=generator))
+        est.fold()
+        for key, block in est.blocks.items():
+            for name, factor in block.factors.items():
+                samples.setdefault((key, name), []).append(factor.value)
+    for (key, name), values in samples.items():
+        drawn = torch.stack(values)
+        error = (drawn.var(0).sum() / rounds).sqrt()
+        expected = exact.blocks[key].factors[name].value
+        assert (drawn.mean(0) - expected).norm() <= 5 * error + 1e-9 * expected.norm(), (key, name)
+        assert error < 0.3 * expected.norm()  # the bound means something
+
+
+def test_chunks_of_any_size_give_the_same_sums() -> None:
+    model, x = case()
+    found = [estimator(model, x, two_losses, "diagonal", "exact", memory=memory) for memory in (1, 1 << 13, 1 << 30)]
+    for est in found:
+        est.update_covariances(x)
+    for est in found[1:]:
+        assert_same(found[0], est)
+    assert found[0].net.captures.first.loop_reason is None
+
+
+def test_where_vmap_fails_sources_go_one_by_one_and_the_reason_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = case()
+    expected, est = (estimator(model, x, two_losses, "full", "exact") for _ in range(2))
+    expected.update_covariances(x)
+
+    def no_rule(function: Any) -> Any:
+        raise RuntimeError("there is no rule for this operation\nand more")
+
+    monkeypatch.setattr(torch, "vmap", no_rule)
+    est.update_covariances(x)
+    assert est.net.captures.first.loop_reason == "vmap is not possible here: there is no rule for this operation"
+    assert_same(expected, est)
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    model, x = case()
+    net = kfac_fx.compile(model, (x,), loss=two_losses)
+    text = r"unknown estimation_mode 'exakt'; known are 'gradients', .*'exact_GGN'\. Did you mean 'exact'"
+    with pytest.raises(ValueError, match=text):
+        net.record((x,), {}, mode="exakt")
+
+
+# --- the parameters' gradients ----------------------------------------------------------------------------------------
+
+
+def test_empirical_params_stats_are_the_gradient_of_the_mean_loss() -> None:
+    model, x = case()
+    targets = (torch.tensor([0, 2, 1, 1]), torch.randn(4, 2))
+    est = estimator(model, x, two_losses, "kron", "empirical", compute_params_stats=True)
+    assert est.params_stats == {}
+    est.update_covariances(x, targets=targets)
+    pairs = zip(two_losses(model(x)), targets, strict=True)
+    total = sum(c * loss.with_targets(y).evaluate() for (c, loss), y in pairs) / len(x)
+    total.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(est.params_stats[name], parameter.grad)
+
+
+def test_exact_params_stats_sum_over_sources() -> None:
+    model, x = case()
+    est = estimator(model, x, one_loss(losses.Normal, 4.0), "kron", "exact", compute_params_stats=True)
+    est.update_covariances(x)
+    (2 * model(x)[0].sum() / 0.5**0.5 / len(x)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(est.params_stats[name], parameter.grad)
+
+
+@pytest.mark.parametrize("mode", ["exact", "curvature_prop_GGN"])
+def test_the_optimizer_takes_the_mode(mode: str) -> None:
+    model, x = case()
+    net = kfac_fx.compile(model, (x,), loss=two_losses)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, estimation_mode=mode)
+    before = losses.Normal(net(x)[1], targets=torch.zeros(4, 2)).evaluate() / 4
+    before.backward()
+    optimizer.step()
+    assert losses.Normal(model(x)[1], targets=torch.zeros(4, 2)).evaluate() / 4 < before
