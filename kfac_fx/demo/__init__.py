@@ -48,11 +48,13 @@ def run(options: Options, console: Console) -> dict[str, Runs]:
     from kfac_fx.demo.plot import draw
     from kfac_fx.demo.results import results, table, verdict
     from kfac_fx.demo.tasks import tasks
+    from kfac_fx.demo.training import one_thread
 
     every: dict[str, Runs] = {}
     for task in tasks(options.device):
         console.rule(f"[bold]{task.name}")
-        every[task.name] = compare(task, options, console)
+        with one_thread():
+            every[task.name] = compare(task, options, console)
     for name, runs in every.items():
         console.print(table(name, runs))
     for name, runs in every.items():

@@ -11,12 +11,12 @@ SETTINGS: dict[str, dict[str, Settings]] = {
     "autoencoder": {
         "sgd": {"lr": 0.03, "momentum": 0.9},
         "adamw": {"lr": 0.01, "weight_decay": 0.01},
-        "kfac": {"damping": 10.0, "invert_every": 5},
+        "kfac": {"damping": 10.0, "min_damping": 1e-05, "invert_every": 5},
     },
     "classifier": {
         "sgd": {"lr": 0.3, "momentum": 0.9},
         "adamw": {"lr": 0.03, "weight_decay": 0.0},
-        "kfac": {"damping": 0.01, "invert_every": 5},
+        "kfac": {"damping": 0.01, "min_damping": 1e-05, "invert_every": 5},
     },
 }
 METHODS = {"sgd": "SGD", "adamw": "AdamW", "kfac": "K-FAC"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -129,3 +130,15 @@ def synchronize(device: torch.device) -> None:
     """Let the clock see the end of what the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The matrices are small: on a processor, more threads wait for each other longer than they work, and much longer
+    on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

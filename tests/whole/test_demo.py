@@ -12,7 +12,7 @@ from kfac_fx import cli, demo
 from kfac_fx.demo.results import mark, results, verdict
 from kfac_fx.demo.settings import FEWER, METHODS, SETTINGS, steps_of
 from kfac_fx.demo.tasks import Task, tasks
-from kfac_fx.demo.training import Point, Run, train
+from kfac_fx.demo.training import Point, Run, one_thread, train
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def run_of(method: str, *losses: float) -> Run:
 
 
 def swept() -> dict[str, dict[str, dict[str, object]]]:
-    return json.loads(sweep.OUT.read_text(encoding="utf-8"))["tasks"]
+    return json.loads(sweep.OUT.read_text(encoding="utf-8"))
 
 
 def test_the_demo_trains_with_what_the_sweep_chose() -> None:
@@ -67,9 +67,10 @@ def test_the_sweep_writes_what_it_tried_and_keeps_the_rest(tmp_path: Path, monke
     sweep.main([*common, "--method", "sgd"])
     sweep.main([*common, "--method", "adamw"])
     written = json.loads(path.read_text(encoding="utf-8"))
-    assert written["tasks"]["classifier"]["sgd"]["chosen"] == {"lr": 0.1}
-    assert written["tasks"]["classifier"]["adamw"]["chosen"] == {"lr": 1e-3}
-    assert "benchmarks.sweep --task classifier" in written["command"] and written["versions"]["torch"]
+    sgd, adamw = written["classifier"]["sgd"], written["classifier"]["adamw"]
+    assert (sgd["chosen"], adamw["chosen"]) == ({"lr": 0.1}, {"lr": 1e-3})
+    assert sgd["command"].endswith("--method sgd") and adamw["command"].endswith("--method adamw")
+    assert sgd["versions"]["torch"] == torch.__version__
 
 
 # --- the tasks ------------------------------------------------------------------------------------------------------
@@ -117,6 +118,13 @@ def test_a_run_ends_where_the_loss_is_no_number(both: dict[str, Task]) -> None:
     run = train("sgd", task, task.model(0), {"lr": math.inf}, steps=100, seed=0)
     assert run.final.step < 100 and not math.isfinite(run.final.loss)
     assert run.best == run.points[0]
+
+
+def test_the_threads_are_afterwards_what_they_were() -> None:
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
 
 
 # --- what is printed and written ------------------------------------------------------------------------------------
