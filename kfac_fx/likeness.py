@@ -88,7 +88,10 @@ def of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
         output, _ = recorder.call(live, buffers, values, [None] * len(recorder.program.registrations))
         outputs = pytree.leaves(recorder.capture.unflatten(output))
         found = gradients(outputs, {name: live[name] for name in recorder.program.parameters if name in live})
-    return detached(outputs), {name: found.get(name) for name in recorder.program.parameters}, buffers
+    by_buffer = {id(recorder.model.get_buffer(name)): value for name, value in buffers.items()}  # under every alias
+    held = recorder.model.named_buffers(remove_duplicate=False)
+    after = {name: by_buffer.get(id(buffer), buffer) for name, buffer in held}
+    return detached(outputs), {name: found.get(name) for name in recorder.program.parameters}, after
 
 
 def coarsest(recorder: Recorder, values: tuple[Any, ...]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -74,7 +75,9 @@ CASES = [
 
 
 def register(form: Form, approximation: str, uses: int = 1) -> Registration:
-    return Registration("layer", form.matrix, tuple(form.shapes), (cast(Use, None),) * uses, approximation)
+    return Registration(
+        "layer", form.matrix, tuple(form.shapes), (cast(Use, SimpleNamespace(tower=0)),) * uses, approximation
+    )
 
 
 def draw(registration: Registration, form: Form, cases: int, positions: int = 2) -> dict[str, Tensor]:

@@ -31,6 +31,18 @@ def test_a_recipe_is_the_model() -> None:
     assert "relu_" not in repr(recipe.out_of_place())
 
 
+def a_ride_is_the_original(
+    net: kfac_fx.CompiledModule, model: torch.nn.Module, twin: torch.nn.Module, x: torch.Tensor
+) -> None:
+    """Bit for bit, but for generic parameters: their uses are summed in a view first, which may round differently."""
+    theirs, ours = step(twin, lambda: twin(x)), step(model, lambda: net.ride((x,), {})[0])
+    generic = {f"gradient of {name}" for one in net.registrations if one.generic for name in one.parameters}
+    rounded = set(differences(theirs, ours))
+    assert rounded <= generic
+    for name in rounded:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
 def is_the_original(recipe: Recipe, example: tuple[torch.Tensor] | None) -> None:
     """Two steps with a recording before each, then one on the emitted module itself."""
     model, twin, x = recipe.model(), recipe.model(), recipe.inputs()
@@ -38,7 +50,7 @@ def is_the_original(recipe: Recipe, example: tuple[torch.Tensor] | None) -> None
     for _ in range(2):
         net.record((x,), {})
         assert differences(step(twin, lambda: twin(x)), step(model, lambda: net(x))) == []
-    assert differences(step(twin, lambda: twin(x)), step(model, lambda: net.ride((x,), {})[0])) == []
+    a_ride_is_the_original(net, model, twin, x)
 
 
 @settings(max_examples=25)
@@ -67,4 +79,4 @@ def test_another_batch_size_is_the_original_too(recipe: Recipe, size: int) -> No
     net = kfac_fx.compile(model, (recipe.inputs(),), loss="normal")
     x = torch.randn(size, *recipe.start)
     net.record((x,), {})
-    assert differences(step(twin, lambda: twin(x)), step(model, lambda: net.ride((x,), {})[0])) == []
+    a_ride_is_the_original(net, model, twin, x)
