@@ -8,8 +8,8 @@ from math import prod
 
 from torch import fx
 
-from kfac_fx.collection import INDEP, KINDS
 from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
+from kfac_fx.kinds import INDEP, KINDS
 from kfac_fx.passes.check import check
 from kfac_fx.passes.errors import LinkError, RegistrationError
 from kfac_fx.passes.ir import APPROXIMATIONS, Program, Registration, Use, where

@@ -40,7 +40,7 @@ FLOORS = [
     # The layer collection, from what it holds to what users call.
     "kfac_fx.find_use kfac_fx.registered_block",
     "kfac_fx.fisher_blocks",
-    "kfac_fx.fisher_factor",
+    "kfac_fx.fisher_factor kfac_fx.kinds",
     "kfac_fx.collection",
     "kfac_fx.default_approximations kfac_fx.register_losses",
     "kfac_fx.register_layers kfac_fx.scan",
