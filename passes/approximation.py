@@ -82,11 +82,13 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
     Keys name parameters, under any of their names, then modules, the innermost first, then either with `*`, then
     linked groups, then module classes, then layers.
     """
+    asked = program.options.approximations
+    if not asked and not program.options.linked:
+        return set()
     canonical = set(parameters)
-    names = [name for name, first in program.aliases.items() if first in canonical]
+    names = [name for parameter in sorted(canonical) for name in program.names.get(parameter, ())]
     paths = sorted({path for name in names for path in owners(name)}, key=lambda path: -path.count("."))
     classes = [program.options.modules.get(path, object) for name in names for path in owners(name)[:1]]
-    asked = program.options.approximations
     wild = {key for key in asked if isinstance(key, str) and any(fnmatchcase(one, key) for one in (*names, *paths))}
     levels: list[set[str]] = [
         {asked[name] for name in names if name in asked},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,14 @@ class Program:
     unused: tuple[str, ...] = ()
     dropped: tuple[Note, ...] = ()
     history: tuple[PassRecord, ...] = ()
+
+    @cached_property
+    def names(self) -> Mapping[str, tuple[str, ...]]:
+        """Canonical name -> all of a parameter's names."""
+        names: dict[str, list[str]] = {}
+        for alias, name in self.aliases.items():
+            names.setdefault(name, []).append(alias)
+        return {name: tuple(all_) for name, all_ in names.items()}
 
     def but(self, **changes: Any) -> Program:
         return replace(self, **changes)

@@ -20,6 +20,7 @@ from dataclasses import replace
 from math import prod
 
 import torch
+from torch import fx
 
 from .approximation import check_requests, choose, requested
 from .errors import AmbiguousRegistrationError, LinkError, table
@@ -73,10 +74,10 @@ def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note
 
 
 def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
-    by_parameter: dict[str, list[Use]] = defaultdict(list)
+    by_node: dict[fx.Node, list[Use]] = defaultdict(list)
     for use in matches:
-        for name in use.parameter_set:
-            by_parameter[name].append(use)
+        for node in use.nodes:
+            by_node[node].append(use)
     kept: list[Use] = []
     for use in matches:
         parts = program.layers[use.layer].parts
@@ -85,9 +86,9 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
             continue
         larger = [
             other
-            for name in use.parameter_set
-            for other in by_parameter[name]
-            if use.nodes < other.nodes or (use.nodes == other.nodes and use.parameter_set < other.parameter_set)
+            for other in by_node[use.output]
+            if use.parameter_set & other.parameter_set
+            and (use.nodes < other.nodes or (use.nodes == other.nodes and use.parameter_set < other.parameter_set))
         ]
         whole = next((other for other in larger if program.layers[other.layer].parts), None)
         if whole is not None and use.layer in program.layers[whole.layer].parts:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,12 +47,12 @@ class Form:
     leading: bool
     examples: tuple[Example, ...]
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY)
 
-    @property
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
