@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from .loss_spec import LossSpec, loss_from
 from .moments import Moments, Ride
 from .recorder import Recorder
 from .report import Report
+from .wrappers import compiled_model, refuse_scripted, unwrapped
 
 BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 
@@ -50,7 +51,8 @@ def compile(
     """Capture `model` and register every use of every parameter.
 
     Args:
-        model: any module; its parameters stay the same objects. Or a LayerCollection, which says the rest, too.
+        model: any module; its parameters stay the same objects. In a wrapper of data parallelism or torch.compile,
+            names are those of the module inside. Or a LayerCollection, which says the rest, too.
         example_inputs, example_kwargs: inputs to capture with; without them the model is traced symbolically at once
             or, where that cannot see it whole, captured at its first training forward.
         loss: "categorical", "normal", "multi_bernoulli", a class of `kfac_fx.losses`, or a function of the model's
@@ -73,11 +75,8 @@ def compile(
         raise RegistrationError("the module is compiled already; hand kfac_fx.compile the original model, net.model")
     if not isinstance(model, nn.Module):
         raise TypeError(f"kfac_fx.compile takes a torch.nn.Module, not a {type(model).__name__}")
-    if hasattr(model, "_orig_mod"):
-        raise RegistrationError(
-            "the model is an output of torch.compile, whose parameters have other names. Hand kfac_fx.compile the "
-            'original and let it compile: kfac_fx.compile(model, backend="inductor").'
-        )
+    wrapper, model = model, unwrapped(model)
+    refuse_scripted(model)
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}.{nearest(backend, BACKENDS)}")
     if isinstance(linked, str) or (not isinstance(linked, Mapping) and any(isinstance(group, str) for group in linked)):
@@ -94,7 +93,7 @@ def compile(
     declared = Declared(
         options, collect(*LAYERS.values(), *layers), None if loss is None else loss_from(loss), verify, backend
     )
-    return CompiledModule(model, declared, example_inputs, example_kwargs)
+    return CompiledModule(model, declared, example_inputs, example_kwargs, wrapper=wrapper)
 
 
 def compiled(
@@ -121,7 +120,9 @@ def compiled(
 class CompiledModule(nn.Module):
     """A model that can record its Fisher statistics. Calls, parameters, buffers, state and modes are the model's own.
 
-    model: the original module; registrations: one a Fisher block; program: the compiler's last word on the capture.
+    model: the original module, without the wrappers of data parallelism and torch.compile that it came in, through
+        which training forwards still go; registrations: one a Fisher block; program: the compiler's last word on the
+        capture.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class CompiledModule(nn.Module):
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
         traced: Capture | None = None,
+        wrapper: nn.Module | None = None,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
@@ -140,7 +142,9 @@ class CompiledModule(nn.Module):
         self.captures = Captures(model, declared)
         self._listener: Listener | None = None
         self._collection: LayerCollection | None = None
-        plain = model if self.backend == "eager" else compiled_model(model, self.backend)
+        outer = model if wrapper is None else wrapper
+        object.__setattr__(self, "_wrapper", outer)
+        plain = outer if self.backend == "eager" else compiled_model(outer, self.backend)
         object.__setattr__(self, "_plain", plain)  # not a child either: it would be a child of itself
         if traced is not None:
             self.captures.take(traced)
@@ -189,8 +193,8 @@ class CompiledModule(nn.Module):
         return self._plain(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward."""
-        return self.model(*args, **kwargs)
+        """The original forward, through the wrappers that the model came in."""
+        return self._wrapper(*args, **kwargs)
 
     def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The capture for these inputs, made and proved if there is none yet."""
@@ -246,7 +250,7 @@ class CompiledModule(nn.Module):
     # --- the model's own behavior -----------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> CompiledModule:
-        self.model.train(mode)
+        self._wrapper.train(mode)
         self.training = mode
         return self
 
@@ -271,7 +275,8 @@ class CompiledModule(nn.Module):
         """A copy of the model, compiled anew with the same declarations; without an optimizer."""
         if self._collection is not None:
             raise TypeError("a module of a LayerCollection is not copied: its registrations are of this model's graph")
-        return CompiledModule(copy.deepcopy(self.model, memo), self.captures.declared, None, None)
+        wrapper = copy.deepcopy(self._wrapper, memo)
+        return CompiledModule(unwrapped(wrapper), self.captures.declared, None, None, wrapper=wrapper)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -281,10 +286,3 @@ class CompiledModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"kfac_fx.compile({self.model!r})"
-
-
-def compiled_model(model: nn.Module, backend: str) -> Callable[..., Any]:
-    """The training forward under torch.compile; graph breaks are allowed here, the recording has none."""
-    if backend == "cudagraphs":
-        return torch.compile(model, mode="reduce-overhead")
-    return torch.compile(model, backend=backend)

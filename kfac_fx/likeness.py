@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.passes.watch import untouched
+from kfac_fx.passes.watch import custom_functions, untouched
 
 from .recorder import Recorder, tree_map
 
@@ -70,7 +70,7 @@ def of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any
     held = dict(model.named_buffers(remove_duplicate=False))
     before = {name: buffer.clone() for name, buffer in held.items()}
     args, kwargs = tree_map(copied, (args, dict(kwargs)))  # forward may change its inputs
-    with recorder.isolated(), untouched(model):
+    with recorder.isolated(), untouched(model), custom_functions():  # reentrant checkpoints have no autograd.grad
         outputs = pytree.leaves(model(*args, **kwargs))
         after = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         found = gradients(outputs, recorder.program.parameters)

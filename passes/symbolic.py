@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .border import python_random, refuse_drawn
 from .errors import UntraceableError
 from .holder import attribute, holder
 from .labels import op_name
@@ -68,7 +69,7 @@ def symbolic_trace(model: nn.Module) -> Traced:
     with untouched(model) as assigned, custom_functions() as custom:
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), no_random_numbers(), warnings.catch_warnings():
+            with torch.enable_grad(), no_random_numbers(), python_random() as drawn, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
                 graph = _Tracer().trace(model, concrete_args=defaults)
         except Exception as error:
@@ -77,6 +78,7 @@ def symbolic_trace(model: nn.Module) -> Traced:
         targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
         root = holder({target: attribute(model, target) for target in sorted(targets)})
     refuse_custom(model, custom)
+    refuse_drawn(type(model).__name__, drawn)
     if assigned_buffers := sorted({name for name, _ in model.named_buffers(remove_duplicate=False)} & set(assigned)):
         raise UntraceableError(
             f"{type(model).__name__} assigns a new tensor to its buffer {assigned_buffers[0]}, which torch.fx does not "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from . import pytree
+from .border import python_random, refuse_drawn, refuse_hidden_tensors, with_left_out, without_objects
 from .errors import UntraceableError
 from .holder import attribute, holder
 from .ir import Options, Program
@@ -81,6 +82,15 @@ def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[st
     return parameters, aliases
 
 
+@dataclass
+class _Returned:
+    """What a traced forward told beside its tensors; an object of its own, for torch.export puts attributes back."""
+
+    spec: pytree.TreeSpec | None = None
+    left_out: dict[int, str] = field(default_factory=dict)
+    drawn: list[str] = field(default_factory=list)
+
+
 class _Flat(nn.Module):
     """The model behind a signature of tensors only; everything else is baked in."""
 
@@ -90,6 +100,7 @@ class _Flat(nn.Module):
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.spec = spec
+        self.returned = _Returned()
 
     def forward(self, *tensors: Tensor) -> Any:
         leaves = list(self.leaves)
@@ -97,18 +108,23 @@ class _Flat(nn.Module):
             leaves[position] = tensor
         args, kwargs = pytree.unflatten(leaves, self.spec)
         held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in owner._buffers.items()]
-        result = self.model(*args, **kwargs)
+        with python_random() as drawn:
+            result = self.model(*args, **kwargs)
+        self.returned.drawn += drawn
         for owner, name, buffer in held:  # a buffer that was assigned, which torch.export overlooks in submodules
             value = owner._buffers[name]
             if value is not buffer and value is not None and buffer is not None and value.shape == buffer.shape:
                 owner._buffers[name] = buffer.copy_(value)
-        return result
+        returned, self.returned.spec = pytree.flatten(result)
+        kept, self.returned.left_out = without_objects(returned)
+        return kept
 
 
 def exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, layers: Mapping[str, Any]
 ) -> Capture:
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
+    refuse_hidden_tensors(type(model).__name__, leaves)
     flat = _Flat(model, leaves, spec)
     flat.training = model.training  # its own flag only: submodules may be in other modes
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -127,10 +143,14 @@ def exported(
             refuse_custom(model, custom)
             raise UntraceableError(untraceable(model, error)) from error
     refuse_custom(model, custom)
+    refuse_drawn(type(model).__name__, flat.returned.drawn)
     module = program.module()
     guards = getattr(module, "_guards_fn", None)
     graph, root = flat_graph(module, names)
-    out_spec = module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # no public accessor
+
+    def unflatten(output: Any) -> Any:
+        assert flat.returned.spec is not None, "bug in kfac_fx: a graph of a forward that did not return"
+        return pytree.unflatten(with_left_out(list(output), flat.returned.left_out), flat.returned.spec)
 
     def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(leaf for leaf in pytree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
@@ -146,8 +166,9 @@ def exported(
 
     parameters, aliases = named_parameters(model)
     captured = Program(graph, root, parameters, aliases, options, layers)
-    effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model))
-    return Capture(captured, bind, lambda output: pytree.unflatten(list(output), out_spec), holds, effects)
+    returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
+    effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model), *returned)
+    return Capture(captured, bind, unflatten, holds, effects)
 
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import UntraceableError
 from .ir import OWN_FOLDER
@@ -78,11 +79,17 @@ def is_tensor(value: Any) -> bool:
 
 @contextmanager
 def custom_functions() -> Iterator[set[str]]:
-    """Names of the autograd.Functions applied inside: their own backward would be lost without a word."""
+    """Names of the autograd.Functions applied inside: their own backward would be lost without a word.
+
+    Reentrant checkpoints are one; what they wrap is run as it is, which has the same gradients.
+    """
     seen: set[str] = set()
     original = torch.autograd.Function.__dict__["apply"]
 
     def spy(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            function, _, *inputs = args
+            return function(*inputs)
         if not cls.__name__.startswith(OWN_KINDS):
             seen.add(cls.__name__)
         return original.__get__(None, cls)(*args, **kwargs)

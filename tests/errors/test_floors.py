@@ -19,7 +19,7 @@ FLOORS = [
     "passes.layers",
     # Tools that several passes share.
     "passes.approximation passes.holder passes.labels passes.pytree",
-    "passes.spelling passes.watch",
+    "passes.border passes.spelling passes.watch",
     "passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
@@ -27,7 +27,7 @@ FLOORS = [
     "passes.verify",
     "passes.pipeline",
     "passes",
-    "kfac_fx.linalg kfac_fx.progress kfac_fx.structure",
+    "kfac_fx.linalg kfac_fx.progress kfac_fx.structure kfac_fx.wrappers",
     "kfac_fx.loss_function",
     "kfac_fx.statistics kfac_fx.losses",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.registered_losses kfac_fx.sources kfac_fx.tap",

@@ -1,0 +1,135 @@
+"""What crosses the border of a captured module, and what is left out or refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import kfac_fx
+from kfac_fx import UntraceableError
+from kfac_fx.passes.border import holds_tensor, python_random
+from kfac_fx.passes.trace import capture
+from tests.whole.training import differences, step
+
+X = torch.randn(5, 3)
+
+
+class Cache:
+    """Keys of past positions, of a class that torch does not know."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Attention(nn.Module):
+    """Fills a cache on the way, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> dict[str, Any]:
+        cache = Cache() if cache is None else cache
+        cache.keys.append(self.key(x))
+        return {"logits": self.head(cache.keys[-1].tanh()), "cache": cache}
+
+
+def test_a_returned_cache_is_left_out_of_the_graph() -> None:
+    net = kfac_fx.compile(Attention(), (X,), loss=lambda out: kfac_fx.losses.Categorical(out["logits"]))
+    assert [str(one) for one in net.registrations] == ["linear(key.weight, key.bias)", "linear(head.weight, head.bias)"]
+    assert net.record((X,), {}).cases == 5
+    assert isinstance(net(X)["cache"], Cache)
+    outputs, _ = net.functional({}, (X,), {})
+    assert repr(outputs["cache"]) == "<Cache, left out of the graph>"
+    with pytest.raises(UntraceableError, match=r"a graph returns no Cache, so that its 'keys' cannot be read.\nBuild"):
+        _ = outputs["cache"].keys
+    with pytest.raises(UntraceableError, match="a ride runs in the place of Attention(.|\n)*returns a Cache"):
+        net.ride((X,), {})
+
+
+@dataclass
+class Batch:
+    features: Tensor
+    names: tuple[str, ...] = ()
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def test_tensors_inside_of_objects_are_found() -> None:
+    assert holds_tensor(Batch(X)) and holds_tensor(Slotted({"a": [Batch(X)]})) and holds_tensor(Slotted(X))
+    assert not holds_tensor(Slotted(3)) and not holds_tensor("x") and not holds_tensor(nn.Linear(2, 2))
+    assert not holds_tensor(Batch) and not holds_tensor(torch.float32) and not holds_tensor(F.relu)
+
+
+def test_an_argument_that_hides_tensors_is_no_constant() -> None:
+    class Model(nn.Linear):
+        def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(batch.features)
+
+    with pytest.raises(UntraceableError) as failure:
+        capture(Model(3, 2), (Batch(X),))
+    first, advice = str(failure.value).splitlines()
+    assert first == "Model takes Batch, objects that hold tensors, which a graph would take for constants."
+    assert "in tuples, lists or dictionaries, or register the class" in advice
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.inner, self.draw = nn.Linear(3, 2), draw
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) * (1 if self.draw() < 0.5 else 2)
+
+
+@pytest.mark.parametrize("inputs", [None, (X,)], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "random"), (np.random.rand, r"numpy\.random")])
+def test_numbers_drawn_by_python_are_no_constants(draw: Any, name: str, inputs: Any) -> None:
+    stream, array = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
+    with pytest.raises(UntraceableError, match=rf"Drawing draws random numbers from {name}, .*\nDraw them with torch"):
+        capture(Drawing(draw), inputs)
+    assert random.getstate() == stream and np.random.get_state()[1].tolist() == array  # type: ignore[index, union-attr]
+
+
+def test_the_streams_of_python_are_put_back_after_an_error() -> None:
+    stream = random.getstate()
+    with pytest.raises(ZeroDivisionError), python_random() as drawn:
+        random.random()
+        1 / 0  # noqa: B018
+    assert random.getstate() == stream and drawn == ["random"]
+
+
+class Checkpointed(nn.Module):
+    """Its first segment needs an input with a gradient, as all reentrant checkpoints do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h = checkpoint(lambda t: F.dropout(torch.tanh(self.inner(t)), 0.3), self.first(x), use_reentrant=True)
+        return self.last(h)
+
+
+def test_what_a_reentrant_checkpoint_wraps_is_captured() -> None:
+    model = Checkpointed()
+    twin = copy.deepcopy(model)
+    net = kfac_fx.compile(model, (X,), loss="normal")
+    assert [one.parameters[0] for one in net.registrations] == ["first.weight", "inner.weight", "last.weight"]
+    net.record((X,), {})
+    assert differences(step(twin, lambda: twin(X)), step(model, lambda: net(X))) == []
+    assert differences(step(twin, lambda: twin(X)), step(model, lambda: net.ride((X,), {})[0])) == []
