@@ -15,7 +15,8 @@ from kfac_fx.factors import SIDES, Factor, Failures, additive
 from kfac_fx.groups import BlockGroup, Form, Vector
 from kfac_fx.inverses import Inverter
 from kfac_fx.linalg import Root
-from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.ir import SUA, Registration
+from kfac_fx.sua import UncorrelatedGroup
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class FisherBlock:
         for name, stack in group.factors.items():
             state |= {f"{name}/moment": stack.moment[index], f"{name}/total_weight": stack.total_weight[index]}
         for root, operators in group.roots.items():
-            state |= {f"{side.factor}/{root}": op[index] for side, op in zip(group.sides, operators, strict=True)}
+            state |= {f"{side}/{root}": op[index] for side, op in zip(group.sides, operators, strict=True)}
         return state
 
     def full_fisher_block(self) -> Tensor:
@@ -148,7 +149,8 @@ def make_groups(
     def key(one: Registration) -> tuple[object, ...]:
         example = parameters[one.parameters[0]]
         place = dtype or torch.promote_types(example.dtype, torch.float32), device or example.device
-        return SIDES[one.approximation], one.generic, form_of(one, parameters).shape, place
+        kernel = one.kernel if one.approximation == SUA else None
+        return SIDES[one.approximation], kernel, one.generic, form_of(one, parameters).shape, place
 
     found: dict[tuple[object, ...], list[Registration]] = {}
     for registration in registrations:
@@ -156,7 +158,7 @@ def make_groups(
     groups = []
     for members in found.values():
         example = parameters[members[0].parameters[0]]
-        group = BlockGroup(
+        group = group_class(members[0])(
             members,
             [form_of(one, parameters) for one in members],
             roots=roots,
@@ -166,6 +168,10 @@ def make_groups(
         )
         groups.append(group)
     return groups
+
+
+def group_class(registration: Registration) -> type[BlockGroup]:
+    return UncorrelatedGroup if registration.approximation == SUA else BlockGroup
 
 
 def make_block(

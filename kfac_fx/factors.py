@@ -8,6 +8,8 @@ for a shared layer), the sums of `statistics` become
     F = Σ_n p_n p_nᵀ / N (full) or its diagonal, from per-case gradients p_n;
     F = g gᵀ / N (full) or its diagonal for generic parameters, from the gradient g of the summed loss.
 
+For "kron_sua" the rows of A are the input's pixels with a 1 appended, and A is their mean (`kfac_fx.sua`).
+
 Every factor is a running average of these values over batches with weights 1, decay, decay², ...: it is free of bias
 from the start, and equals the first batch's value after the first update.
 """
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from kfac_fx.linalg import Root, spread
 from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.ir import SUA
 
 Shape = tuple[int, ...]
 
@@ -122,6 +125,7 @@ class Side:
     factor: str
     statistic: str
     diagonal: bool
+    part: str = ""  # of a factor that is decomposed in parts
 
     def shape(self, matrix: tuple[int, int, int]) -> Shape:
         """The factor's: [g, i, i] of A, [g, o, o] of G, [p, p] of F; if diagonal [g, i], [g, o] and [g, o, i]."""
@@ -135,6 +139,9 @@ class Side:
         g, o, i = matrix
         return {"F": g * o * i, "A": i, "G": o}[self.factor]
 
+    def __str__(self) -> str:
+        return f"{self.factor} {self.part}" if self.part else self.factor
+
 
 INPUTS, INPUTS_DIAGONAL = Side("A", "A", False), Side("A", "A_diag", True)
 OUTPUTS, OUTPUTS_DIAGONAL = Side("G", "G", False), Side("G", "G_diag", True)
@@ -144,6 +151,7 @@ SIDES: dict[str, tuple[Side, Side | None]] = {  # of an approximation: left and 
     "kron_in_diag": (OUTPUTS, INPUTS_DIAGONAL),
     "kron_out_diag": (OUTPUTS_DIAGONAL, INPUTS),
     "kron_both_diag": (OUTPUTS_DIAGONAL, INPUTS_DIAGONAL),
+    SUA: (OUTPUTS, INPUTS),  # of pixels
     "diagonal": (Side("F", "square", True), None),
     "full": (Side("F", "outer", False), None),
 }
@@ -169,6 +177,8 @@ def batch_values(approximation: str, sums: Mapping[str, Tensor], cases: int) -> 
     if right is not None:
         rows = sums["count"].clamp(min=1)  # no rows: the sums are zero, and the update is not accepted
         sides = {side.factor: sums[side.statistic] / spread(rows, sums[side.statistic]) for side in (left, right)}
+        if approximation == SUA:  # pixels are not as many as output positions; their number is in the corner
+            sides["A"] = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
         return {**sides, "positions": sums["count"] / cases}
     if "gradient" in sums:
         g = sums["gradient"]  # [L, p], or [L, k, p] of k cotangents

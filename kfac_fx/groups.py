@@ -68,10 +68,11 @@ class BlockGroup:
         self.shape = forms[0].shape
         self.approximation = registrations[0].approximation
         self.left, self.right = SIDES[self.approximation]
-        self.sides = [side for side in (self.left, self.right) if side is not None]
+        whole = [side for side in (self.left, self.right) if side is not None]
+        self.sides = [part for side in whole for part in self.parts(side)]
         self.damping, self.dtype, self.device = damping, dtype, device
         blocks = len(forms)
-        self.factors = {side.factor: Stack.zeros(blocks, side.shape(self.shape), dtype, device) for side in self.sides}
+        self.factors = {side.factor: Stack.zeros(blocks, self.factor_shape(side), dtype, device) for side in whole}
         if self.right is not None:
             self.factors["positions"] = Stack.zeros(blocks, (), dtype, device)
         # Zero until the first decomposition: a block without an inverse stands still.
@@ -85,6 +86,19 @@ class BlockGroup:
 
     def __len__(self) -> int:
         return len(self.forms)
+
+    # --- sides ------------------------------------------------------------------------------------------------------
+
+    def parts(self, side: Side) -> tuple[Side, ...]:
+        """What is decomposed in the place of a side."""
+        return (side,)
+
+    def factor_shape(self, side: Side) -> tuple[int, ...]:
+        return side.shape(self.shape)
+
+    def size(self, side: Side) -> int:
+        """d of one of its matrices [d, d]."""
+        return side.size(self.shape)
 
     def as_operator(self, side: Side, factor: Tensor) -> Tensor:
         """[L, groups, d, d], or [L, groups, d] if diagonal; F has one group, of all parameters."""
@@ -154,7 +168,7 @@ class BlockGroup:
             return {self.left: damping.expand(len(self), 1)}
         inputs, outputs = (self.mean_eigenvalue(side) for side in (self.right, self.left))
         pi, root = pi_correction(inputs, outputs), (damping / self.positions()).sqrt().unsqueeze(-1)
-        return {self.right: pi * root, self.left: root / pi}
+        return {**dict.fromkeys(self.sides[1:], pi * root), self.left: root / pi}
 
     def failures(self, members: slice = ALL) -> Failures:
         """Waits for the device."""
@@ -167,9 +181,15 @@ class BlockGroup:
         left, *right = (operator[members] for operator in self.operators(root))
         rows = matrix if right else matrix.reshape(matrix.shape[0], 1, -1, 1)
         rows = multiply_left(left.mT if transpose and not self.left.diagonal else left, rows, self.left.diagonal)
-        for operator, side in zip(right, self.sides[1:], strict=True):
-            rows = multiply_right(rows, operator if transpose or side.diagonal else operator.mT, side.diagonal)
+        if right:
+            as_is = [transpose or side.diagonal for side in self.sides[1:]]
+            rows = self.multiply_inputs(rows, [x if same else x.mT for x, same in zip(right, as_is, strict=True)])
         return rows.reshape(matrix.shape)
+
+    def multiply_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """W X with the X of every part of the input side: [L, g, o, i] -> the same."""
+        (operator,), (_, side) = operators, self.sides
+        return multiply_right(rows, operator, side.diagonal)
 
     def operators(self, root: Root) -> list[Tensor]:
         """The roots of all sides; c is in the left one.
@@ -206,10 +226,15 @@ class BlockGroup:
         self.check_updated()
         values = [(side, self.value(side)[index]) for side in self.sides]
         left, *right = (torch.diag_embed(value) if side.diagonal else value for side, value in values)
-        a = right[0] if right else torch.ones_like(left[:, :1, :1])
+        a = self.joined(right) if right else torch.ones_like(left[:, :1, :1])
         same_group = torch.eye(left.shape[0], dtype=self.dtype, device=self.device)
         block = torch.einsum("gop,gij,gh->goihpj", left, a, same_group).flatten(0, 2).flatten(1)
         return block * self.positions()[index]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The input side [groups, i, i] of one block from its parts, dense."""
+        (a,) = parts
+        return a
 
     # --- roots ------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class Inverter:
         for g, group in enumerate(groups):
             for side in group.sides:
                 if not side.diagonal:
-                    self.batches[side.size(group.shape), group.dtype, group.device].append((g, side))
+                    self.batches[group.size(side), group.dtype, group.device].append((g, side))
         self.watches = {key: Watch(key[2].type == "cuda" if deferred is None else deferred) for key in self.batches}
 
     @torch.no_grad()

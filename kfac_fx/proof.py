@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError, table
-from kfac_fx.passes.ir import Program, Registration, Use
+from kfac_fx.passes.ir import SUA, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 
 from .likeness import coarsest, compare
@@ -124,11 +124,17 @@ def replace_taps(recorder: Recorder) -> Recorder:
         one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.program.registrations if not one.generic
     }
     return Recorder(
-        recorder.capture, recorder.program, recorder.model, recorder.loss, needed, backend="eager", make_tap=ProofTap
+    program = recorder.program.but(registrations=tuple(map(with_patches, recorder.program.registrations)))
+        recorder.capture, program, recorder.model, recorder.loss, needed, backend="eager", make_tap=ProofTap
     )
 
 
 def tap_list(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
+def with_patches(one: Registration) -> Registration:
+    """What is proved are the rows of the matrix."""
+    return replace(one, approximation="kron") if one.approximation == SUA else one
+
+
     taps = iter(list(prover.emitted.taps.children()) if hasattr(prover.emitted, "taps") else [])
     return {one.parameters: [next(taps) for _ in one.uses] for one in prover.program.registrations if not one.generic}
 

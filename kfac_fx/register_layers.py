@@ -124,7 +124,7 @@ class LayerRegistrations(Defaults):
         approx: str | None = None,
         reuse: Reuse = VARIABLE_SCOPE,
     ) -> FisherBlock:
-        """approx: "kron" (KFC) or "diagonal"."""
+        """approx: "kron" (KFC), "kron_sua" (pixels in the place of patches) or "diagonal"."""
         self.check_geometry(params, CONVOLUTIONS, inputs, outputs, strides, padding, dilations, data_format)
         return self.register("conv2d", params, inputs, outputs, approx, reuse, layers=("conv2d", "conv_transpose2d"))
 

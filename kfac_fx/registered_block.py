@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from kfac_fx import blocks
 from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError
-from kfac_fx.passes.ir import APPROXIMATIONS, Registration, Use
+from kfac_fx.passes.ir import APPROXIMATIONS, SUA, Registration, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.resolve import align
 from kfac_fx.registry import Key
@@ -96,11 +96,21 @@ class FisherBlock:
     register_additional_minibatch = register_additional_tower
 
     def add_tower(self, uses: Iterable[Use]) -> None:
-        """Raises RegistrationError if the uses lay out the parameters differently."""
+        """Raises RegistrationError if the uses lay out the parameters differently, ApproximationError if one is of a
+        layer that has not the block's approximation."""
         tower = tuple(uses)
-        if align([use for one in (*self.towers, tower) for use in one]) is None:
-            places = ", ".join(use.output.name for use in tower)
+        places = ", ".join(use.output.name for use in tower)
+        aligned = align([use for one in (*self.towers, tower) for use in one])
+        if aligned is None:
             raise RegistrationError(f"{', '.join(self.params)}: the use at {places} lays them out differently")
+        for use in aligned:
+            known = self.layer_collection.layers[use.layer].approximations
+            if self.approximation not in known or (self.approximation == SUA and use.transposed):
+                kind = f"a transposed {use.layer}" if use.transposed else use.layer
+                raise ApproximationError(
+                    f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "
+                    f"{', '.join(name for name in known if name != self.approximation)}"
+                )
         self.towers.append(tower)
         self._own = None
 
@@ -235,9 +245,9 @@ def summed(
     total: dict[str, Tensor] = {}
     for use, grad, value in zip(registration.uses, grads, inputs, strict=True):
         rows, grad_rows = both_rows(registration, use, layers[use.layer])(grad, value)
+        matrix, bias = registration.rows
         for name in blocks.statistics_of(registration):
-            bias = registration.matrix.bias is not None
-            found = STATISTICS[name].compute(rows, grad_rows, bias, registration.matrix.shape)
+            found = STATISTICS[name].compute(rows, grad_rows, bias, matrix)
             total[name] = total[name] + found if name in total else found
     return total
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.ir import SUA, Program, Registration
 from kfac_fx.passes.labels import labels, parameters_behind, use_edges
 
 Shapes = dict[str, tuple[int, ...]]
@@ -104,7 +104,7 @@ def factor_shapes(registration: Registration, program: Program) -> Shapes:
     if registration.matrix is None or not approximation.startswith("kron"):
         count = elements_of(registration, program)
         return {"F": (count, count) if approximation == "full" else (count,)}
-    groups, outputs, inputs = registration.matrix.shape
+    (groups, outputs, inputs), _ = registration.rows
     a_diagonal = approximation in ("kron_in_diag", "kron_both_diag")
     g_diagonal = approximation in ("kron_out_diag", "kron_both_diag")
     return {
@@ -123,6 +123,8 @@ def block_words(registration: Registration, program: Program) -> str:
             words += " per channel" if outputs == 1 else " per group"
         if len(registration.uses) > 1:
             words += ", independent"
+        if registration.approximation == SUA:
+            words += ", uncorrelated places"
     elif registration.generic:
         words = f"generic {words}"
     return f"{words} (linked)" if frozenset(registration.parameters) in program.options.linked else words

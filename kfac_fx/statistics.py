@@ -140,9 +140,9 @@ def total(rows: Rows) -> Tensor:
 
 
 def corner(rows: Rows) -> Tensor:
-    """Σ 1, [g]."""
+    """Σ 1 over the rows, [g]; `count` is over the gradient rows, which are others where rows are pixels."""
     g = rows.matrix[0]
-    return rows.d.new_full((g,), rows.d.shape[0] * rows.d.shape[1])
+    return rows.d.new_full((g,), rows.repeats * rows.x.shape[0] * rows.x.shape[1])
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.ir import Registration, Use
+from kfac_fx.passes.ir import SUA, Registration, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.rewrite import tensor_attrs
 
@@ -30,10 +30,8 @@ class Tap(nn.Module):
     def __init__(self, registration: Registration, use: Use, layer: Layer) -> None:
         super().__init__()
         assert registration.matrix is not None, "bug in kfac_fx: a tap on a generic registration"
-        self.matrix = registration.matrix.shape
-        self.function = tap_function(
-            self.both_rows(registration, use, layer), self.matrix, registration.matrix.bias is not None
-        )
+        self.matrix, bias = registration.rows
+        self.function = tap_function(self.both_rows(registration, use, layer), self.matrix, bias)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
@@ -55,6 +53,9 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
     form = layer.forms[use.form]
     make_rows, make_grad_rows = form.rows, form.grad_rows
+    if registration.approximation == SUA:
+        assert form.pixels is not None, f"bug in kfac_fx: {registration} has no pixels"
+        make_rows = form.pixels
     literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
     names = tuple(tensor_attrs(use))
     batch_dim = (use.batch_dim or 0) if form.leading else 0
@@ -114,7 +115,7 @@ def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autog
 def make_probes(registration: Registration, names: tuple[str, ...], cases: int, like: Tensor) -> dict[str, Tensor]:
     """A leaf for every statistic; zeros without memory, since only their shape is looked at."""
     assert registration.matrix is not None, "bug in kfac_fx: probes for a generic registration"
-    matrix = registration.matrix.shape
+    matrix, _ = registration.rows
     dtype = torch.promote_types(like.dtype, torch.float32)
     zero = torch.zeros((), dtype=dtype, device=like.device)
     return {name: zero.expand(STATISTICS[name].shape(matrix, cases)).requires_grad_() for name in names}

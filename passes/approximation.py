@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from .errors import ApproximationError, table
-from .ir import GENERIC, KRONECKER, Program, Use
+from .ir import GENERIC, KRONECKER, SUA, Program, Use, where
 from .matrix import MatrixForm
 
 PER_CASE = ("full", "diagonal")
@@ -34,6 +34,8 @@ def choose(
     if chosen in PER_CASE and not all(cases_apart(program, use) for use in uses):
         reason = f"cases are merged with positions at its output, so not {chosen!r}"
         chosen = "kron"
+    if chosen == SUA and (other := next((use for use in uses if not has_pixels(program, use)), None)):
+        reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {SUA!r}", "kron"
     if len(uses) > 1 and chosen == "kron":
         chosen = "kron_indep"
     limited = narrow(chosen, matrix, program.options.dense_limit)
@@ -45,6 +47,10 @@ def choose(
 
 def cases_apart(program: Program, use: Use) -> bool:
     return use.batch_dim == 0 or (use.batch_dim is not None and program.layers[use.layer].forms[use.form].leading)
+
+
+def has_pixels(program: Program, use: Use) -> bool:
+    return SUA in program.layers[use.layer].approximations and not use.transposed
 
 
 def narrow(chosen: str, matrix: MatrixForm, limit: int) -> str:

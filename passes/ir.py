@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from .matrix import Layout, MatrixForm
 Attrs = Mapping[str, Any]
 KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
 OWN_FOLDER = str(Path(__file__).parent)
-APPROXIMATIONS = (*KRONECKER, "kron_indep", "diagonal", "full")
+EVERY_LAYER = (*KRONECKER, "kron_indep", "diagonal", "full")
+SUA = "kron_sua"  # of layers that declare pixels
+APPROXIMATIONS = (*EVERY_LAYER, SUA)
 GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
 WANTED = "declared generic"  # the reason of what is
 
@@ -102,6 +105,19 @@ class Note:
     subject: str
     reason: str
 
+
+    @property
+    def kernel(self) -> int:
+        """How many places of the input meet in one row: the size of the kernel of a weight [o, c, *kernel]."""
+        return prod(self.uses[0].attrs["weight"][2:])
+
+    @property
+    def rows(self) -> tuple[tuple[int, int, int], bool]:
+        """((groups, outputs, inputs), bias) of the rows that statistics are summed over: those of the matrix; for
+        "kron_sua" the pixels of the input, [c], with a column of ones."""
+        assert self.matrix is not None, "bug in kfac_fx: rows of a generic registration"
+        (g, o, i), bias = self.matrix.shape, self.matrix.bias is not None
+        return ((g, o, (i - bias) // self.kernel + 1), True) if self.approximation == SUA else ((g, o, i), bias)
 
 @dataclass(frozen=True)
 class LossSite:

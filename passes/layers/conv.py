@@ -60,7 +60,7 @@ def transposed_patches(x: Tensor, attrs: Attrs) -> Tensor:
 
 
 def positions(dy: Tensor, attrs: Attrs) -> Tensor:
-    """[N, g o, ...] -> [N, S, g, o]."""
+    """[N, g o, ...] -> [N, S, g, o]: of an output, or of an input without patches."""
     return torch.unflatten(batched(dy, attrs).flatten(2).mT, 2, (attrs["groups"], -1))
 
 
@@ -151,7 +151,7 @@ def convolution(function: Function, axes: str, module: Module, size: Size) -> tu
     common: dict[str, Any] = {"rows": patches, "grad_rows": positions, "layouts": layouts, "sizes": groups}
     name = function.__name__
     return (
-        layer(name=name, where=dense, example=examples(module, size, *DENSE), **common)(form),
+        layer(name=name, where=dense, pixels=positions, example=examples(module, size, *DENSE), **common)(form),
         layer(name=f"depthwise_{name}", where=depthwise, example=examples(module, size, *DEPTHWISE), **common)(form),
     )
 

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import LayerError
-from ..ir import APPROXIMATIONS, Attrs
+from ..ir import EVERY_LAYER, SUA, Attrs
 from ..matrix import Layout
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
@@ -42,6 +42,7 @@ class Form:
     layouts: Mapping[str, LayoutSpec]
     rows: RowsFn
     grad_rows: RowsFn
+    pixels: RowsFn | None
     where: Callable[[Attrs], bool]
     sizes: Callable[[Attrs], dict[str, int]]
     leading: bool
@@ -106,7 +107,8 @@ def layer(
     where: Callable[[Attrs], bool] = lambda attrs: True,
     leading: bool = False,
     default: str = "kron",
-    approximations: tuple[str, ...] = APPROXIMATIONS,
+    approximations: tuple[str, ...] = EVERY_LAYER,
+    pixels: RowsFn | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
     """Declare a layer; see the module's docstring for the form and for what rows are.
@@ -122,6 +124,8 @@ def layer(
         leading: the layer treats all dimensions in front alike, so that any of them may be moved to the front as the
             one that counts cases.
         default: the Fisher block's approximation when the user asks for none.
+        pixels: [N, pixels, g, c], the input without patches, where the rows are patches of it in the order (c, kernel)
+            and the weight is [o, c, *kernel]; such a layer has the approximation "kron_sua", too.
 
     Raises LayerError for a form without parameters or with other roles than `weight` and `bias`.
     """
@@ -132,6 +136,7 @@ def layer(
             layouts={"weight": "o i -> o i", "bias": "o -> o", **(layouts or {})},
             rows=rows,
             grad_rows=grad_rows,
+            pixels=pixels,
             where=where,
             sizes=sizes,
             leading=leading,
@@ -139,7 +144,8 @@ def layer(
         )
         chosen = name or function.__name__
         check_roles(chosen, form)
-        return Layer(chosen, [form], default, approximations, (), location(function))
+        known = approximations if pixels is None else (*approximations, SUA)
+        return Layer(chosen, [form], default, known, (), location(function))
 
     return declare
 
@@ -157,7 +163,7 @@ def composite(
     """
 
     def declare(function: Callable[..., Any]) -> Layer:
-        form = Form(function, {}, no_rows, no_rows, where, lambda attrs: {}, False, several(example))
+        form = Form(function, {}, no_rows, no_rows, None, where, lambda attrs: {}, False, several(example))
         return Layer(name or function.__name__, [form], "", (), parts, location(function))
 
     return declare

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks import FisherBlock, make_block
+from kfac_fx.passes.ir import SUA
 from tests.runtime.fisher_cases import CASES, FORMS, draw, register, trained
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
@@ -17,15 +18,36 @@ def matrix(side: Tensor) -> Tensor:
     return side if side.dim() == 3 else torch.diag_embed(side)
 
 
+def patches_of(pixels: Tensor, kernel: int, bias: bool) -> Tensor:
+    """A of a patch whose places are uncorrelated, Σ ⊗ I + m mᵀ, from the second moment of pixels with a 1 appended."""
+    mean = pixels[:-1, -1:]
+    covariance = pixels[:-1, :-1] - mean @ mean.mT
+    spread = torch.kron(covariance, torch.eye(kernel, dtype=pixels.dtype))
+    m = mean.repeat_interleave(kernel, dim=0)
+    if bias:
+        spread = torch.block_diag(spread, spread.new_zeros(1, 1))
+        m = torch.cat([m, m.new_ones(1, 1)])
+    return spread + m @ m.mT
+
+
+def input_side(block: FisherBlock) -> Tensor:
+    """A as dense matrices [g, i, i]."""
+    one, value = block.registration, block.factors["A"].value
+    if one.approximation != SUA:
+        return matrix(value)
+    assert one.matrix is not None
+    return torch.stack([patches_of(pixels, one.kernel, one.matrix.bias is not None) for pixels in value])
+
+
 def damped(block: FisherBlock, damping: float) -> Tensor:
     """F + λ I as one dense matrix, written as in the paper: c (G + √(λ/c)/π I) ⊗ (A + π √(λ/c) I), group by group."""
     if "F" in block.factors:
         f = block.factors["F"].value
         full = f if f.dim() == 2 else torch.diag(f.flatten())
         return full + damping * torch.eye(len(full), dtype=full.dtype)
-    a_all, g_all, c = (block.factors[name].value for name in ("A", "G", "positions"))
+    g_all, c = (block.factors[name].value for name in ("G", "positions"))
     blocks = []
-    for a, g in zip(matrix(a_all), matrix(g_all), strict=True):
+    for a, g in zip(input_side(block), matrix(g_all), strict=True):
         pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
         a = a + pi * (damping / c).sqrt() * torch.eye(len(a), dtype=a.dtype)
         g = g + (damping / c).sqrt() / pi * torch.eye(len(g), dtype=g.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kfac_fx.blocks import FisherBlock, make_block, statistics_of
 from kfac_fx.linalg import Root
-from kfac_fx.passes.ir import Registration, Use
+from kfac_fx.passes.ir import SUA, Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.statistics import STATISTICS
 
@@ -63,6 +63,12 @@ FORMS = {
     "shift": Form(MatrixForm(None, ("bias", Layout((4,)).reshape((4, 1)))), {"bias": (4,)}),
     "generic": Form(None, {"weight": (2, 3), "bias": ()}),
 }
+CONVOLUTIONS = {
+    "convolution": FORMS["convolution"],
+    "grouped convolution": FORMS["grouped convolution"],
+    "pointwise convolution": Form(MatrixForm(weight((3, 2, 1), "o c k -> o (c k)"), None), {"weight": (3, 2, 1)}),
+    "wide convolution": Form(MatrixForm(weight((2, 2, 3, 3), "o c h w -> o (c h w)"), None), {"weight": (2, 2, 3, 3)}),
+}
 APPROXIMATIONS = (
     "kron", "kron_in_diag", "kron_out_diag", "kron_both_diag", "kron_indep", "diagonal", "full",
 )  # fmt: skip
@@ -72,25 +78,25 @@ CASES = [
     for approximation in APPROXIMATIONS
     if form != "generic" or approximation in ("diagonal", "full")
 ]
+CASES += [(form, SUA) for form in CONVOLUTIONS]
+FORMS |= CONVOLUTIONS
 
 
 def register(form: Form, approximation: str, uses: int = 1) -> Registration:
-    return Registration(
-        "layer", form.matrix, tuple(form.shapes), (cast(Use, SimpleNamespace(tower=0)),) * uses, approximation
-    )
+    use = cast(Use, SimpleNamespace(tower=0, attrs=form.shapes))
+    return Registration("layer", form.matrix, tuple(form.shapes), (use,) * uses, approximation)
 
 
 def draw(registration: Registration, form: Form, cases: int, positions: int = 2) -> dict[str, Tensor]:
     """The statistics that the registration needs, of random rows."""
     if registration.matrix is None:
         return {"gradient": torch.randn(sum(t.numel() for t in form.parameters.values()), dtype=torch.float64)}
-    g, o, i = registration.matrix.shape
-    has_bias = registration.matrix.bias is not None
+    (g, o, i), has_bias = registration.rows
     d = torch.randn(cases, positions, g, o, dtype=torch.float64)
     x = torch.randn(cases, positions, g, i - has_bias, dtype=torch.float64)
     rows = torch.randint(i, (cases, positions)) if form.ids else x
     names = statistics_of(registration)
-    return {name: STATISTICS[name].compute(rows, d, has_bias, registration.matrix.shape) for name in names}
+    return {name: STATISTICS[name].compute(rows, d, has_bias, (g, o, i)) for name in names}
 
 
 def trained(
