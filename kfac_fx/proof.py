@@ -123,18 +123,18 @@ def replace_taps(recorder: Recorder) -> Recorder:
     needed = {
         one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.program.registrations if not one.generic
     }
-    return Recorder(
     program = recorder.program.but(registrations=tuple(map(with_patches, recorder.program.registrations)))
+    return Recorder(
         recorder.capture, program, recorder.model, recorder.loss, needed, backend="eager", make_tap=ProofTap
     )
 
 
-def tap_list(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
 def with_patches(one: Registration) -> Registration:
     """What is proved are the rows of the matrix."""
     return replace(one, approximation="kron") if one.approximation == SUA else one
 
 
+def tap_list(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
     taps = iter(list(prover.emitted.taps.children()) if hasattr(prover.emitted, "taps") else [])
     return {one.parameters: [next(taps) for _ in one.uses] for one in prover.program.registrations if not one.generic}
 

@@ -94,18 +94,6 @@ class Registration:
         """Whether the gradient of a case comes from a single use: every tower has cases of its own."""
         return len(self.uses) == 1 or len({use.tower for use in self.uses}) == len(self.uses)
 
-    def __str__(self) -> str:
-        return f"{self.layer}({', '.join(self.parameters)})"
-
-
-@dataclass(frozen=True)
-class Note:
-    """A match or a declaration that did not become a registration, and why."""
-
-    subject: str
-    reason: str
-
-
     @property
     def kernel(self) -> int:
         """How many places of the input meet in one row: the size of the kernel of a weight [o, c, *kernel]."""
@@ -118,6 +106,18 @@ class Note:
         assert self.matrix is not None, "bug in kfac_fx: rows of a generic registration"
         (g, o, i), bias = self.matrix.shape, self.matrix.bias is not None
         return ((g, o, (i - bias) // self.kernel + 1), True) if self.approximation == SUA else ((g, o, i), bias)
+
+    def __str__(self) -> str:
+        return f"{self.layer}({', '.join(self.parameters)})"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A match or a declaration that did not become a registration, and why."""
+
+    subject: str
+    reason: str
+
 
 @dataclass(frozen=True)
 class LossSite:
