@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,21 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return isinstance(module, CHECKED_INPUTS)
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The first name of every parameter and buffer, by id."""
+        named = (*self.root.named_parameters(), *self.root.named_buffers())
+        return {id(tensor): name for name, tensor in reversed(named)}
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """As torch.fx does, which searches all of the model's tensors whenever one is read: quadratic in its depth."""
+        name = self.names.get(id(attr_val))
+        if name is None:
+            return super().getattr(attr, attr_val, parameter_proxy_cache)
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         if modes() != self.modes:
