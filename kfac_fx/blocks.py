@@ -14,7 +14,7 @@ from torch import Tensor
 from kfac_fx.factors import SIDES, Factor, Failures, additive
 from kfac_fx.groups import BlockGroup, Form, Vector
 from kfac_fx.inverses import Inverter
-from kfac_fx.linalg import Root
+from kfac_fx.linalg import Root, dense
 from kfac_fx.passes.ir import SUA, Registration
 from kfac_fx.sua import UncorrelatedGroup
 
@@ -96,6 +96,7 @@ class FisherBlock:
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
+        vector = {name: dense(vector[name]) for name in self.parameters}
         product = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
         return self.group.unpack(product, vector, self.member)
 

@@ -47,6 +47,7 @@ def compile(
     verify: bool = True,
     backend: str = "eager",
     dense_limit: int = 4096,
+    variables: Iterable[Any] | None = None,
 ) -> CompiledModule:
     """Capture `model` and register every use of every parameter.
 
@@ -64,13 +65,20 @@ def compile(
         verify: prove on the first batch that rows reproduce the autograd gradient.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
         dense_limit: a factor side wider than this becomes diagonal, and the report says so.
+        variables: of a LayerCollection, the parameters that must be registered, and no others; None: all that its
+            losses depend on. What is left out follows KFAC's first-order rule.
 
     Raises UntraceableError, RegistrationError and its kinds, LossError, LayerError; each names all culprits.
     """
     if isinstance(model, LayerCollection):
         if example_inputs or example_kwargs or loss or linked or approximations or layers:
             raise RegistrationError("a LayerCollection has its own inputs, losses and layers; give none of them")
-        return compiled(model, verify=verify, backend=backend)
+        return compiled(model, variables, verify=verify, backend=backend)
+    if variables is not None:
+        raise RegistrationError(
+            "variables belong to a LayerCollection; of a model every parameter is registered, but for those that are "
+            "frozen with requires_grad_(False)"
+        )
     if isinstance(model, CompiledModule):
         raise RegistrationError("the module is compiled already; hand kfac_fx.compile the original model, net.model")
     if not isinstance(model, nn.Module):

@@ -13,7 +13,7 @@ from kfac_fx.blocks import FisherBlock, make_groups
 from kfac_fx.factors import Failures, NotRegisteredError
 from kfac_fx.groups import BlockGroup, Vector
 from kfac_fx.inverses import Inverter
-from kfac_fx.linalg import Root
+from kfac_fx.linalg import Root, dense
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
 
@@ -28,7 +28,8 @@ class Memory(NamedTuple):
 
 
 class BlockDiagonalFisher(ABC):
-    """F + λ I, by blocks. Vectors are dicts of tensors shaped as the parameters, by name, over all of `parameters`.
+    """F + λ I, by blocks. Vectors are dicts of tensors shaped as the parameters, by name, over all of `parameters`;
+    sparse ones are taken, and products are dense.
 
     Products do not wait for the device, and compile without graph breaks. Powers other than 1 are those of the last
     `update_inverses`, with the damping of that time; the power 1 takes the present factors and damping.
@@ -117,6 +118,7 @@ class BlockDiagonalFisher(ABC):
         groups = self.groups
         if vector.keys() != self._names:
             raise NotRegisteredError(misfit(vector, self._names))
+        vector = {name: dense(tensor) for name, tensor in vector.items()}
         product: dict[str, Tensor] = {}
         for group in groups:
             product |= group.unpack(group.multiply(group.pack(vector), root, transpose), vector)

@@ -19,6 +19,7 @@ from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.watch import custom_functions, untouched
 
+from .linalg import dense
 from .recorder import Recorder, tree_map
 
 RELATIVE = 1e-3
@@ -113,7 +114,7 @@ def gradients(outputs: list[Any], parameters: Mapping[str, Tensor]) -> dict[str,
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Full backward hook is firing")  # the user's, which are welcome
         found = torch.autograd.grad(roots, list(parameters.values()), cotangents, allow_unused=True)
-    return dict(zip(parameters, found, strict=True))
+    return {name: None if one is None else dense(one) for name, one in zip(parameters, found, strict=True)}
 
 
 def detached(values: list[Any]) -> list[Any]:

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+
+def dense(tensor: Tensor) -> Tensor:
+    """Sparse gradients, as those of `nn.Embedding(sparse=True)`, as ordinary tensors."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 # --- products -------------------------------------------------------------------------------------------------------
 
 

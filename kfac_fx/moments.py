@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg import dense
 from kfac_fx.passes.ir import Registration
 
 Key = tuple[str, ...]
@@ -69,7 +70,7 @@ class Ride:
 
     def gradient(self, name: str) -> Tensor:
         view = self.generic[name]
-        return torch.zeros_like(view) if view.grad is None else view.grad
+        return torch.zeros_like(view) if view.grad is None else dense(view.grad)
 
 
 def flat(gradients: Sequence[Tensor]) -> Tensor:

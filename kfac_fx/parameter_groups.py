@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.first_order import FirstOrder, Tensors, new_state
+from kfac_fx.linalg import dense
 from kfac_fx.loss_function import LossFunction, precise
 from kfac_fx.moments import Moments, Ride
 from kfac_fx.passes.ir import Registration
@@ -125,7 +126,7 @@ class Members:
     def gradients(self) -> Tensors:
         """Of all parameters that have one, in float32 at least."""
         present = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        return {name: precise(grad.to_dense() if grad.is_sparse else grad) for name, grad in present.items()}
+        return {name: precise(dense(grad)) for name, grad in present.items()}
 
     def work(self, gradients: Tensors, states: Mapping[Any, Any], decays: bool) -> tuple[Work, Work]:
         """What K-FAC moves, and what the first-order rule moves.

@@ -20,6 +20,7 @@ from kfac_fx.passes.ir import SUA, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 
 from .likeness import coarsest, compare
+from .linalg import dense
 from .recorder import Recorder
 from .tap import BothRows, Tap
 
@@ -155,7 +156,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
         grads = (
             torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True) if recorded else [None] * len(leaves)
         )
-    found = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+    found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
     by_name = dict(zip(names, found, strict=False))
     statistics = iter(found[len(names) :])
     wanted: Gradients = {}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg import dense
 from kfac_fx.sources import Cotangents
 
 MEMORY = 1 << 30  # bytes that a chunk of cotangents may take
@@ -57,7 +58,8 @@ class Pullback:
         def grad(*one: Tensor) -> tuple[Tensor, ...]:
             grads = torch.autograd.grad(outputs, self.leaves, one, retain_graph=True, allow_unused=True)
             return tuple(
-                torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(self.leaves, grads, strict=True)
+                torch.zeros_like(leaf) if grad is None else dense(grad)
+                for leaf, grad in zip(self.leaves, grads, strict=True)
             )
 
         if self.loop_reason is None:

@@ -24,7 +24,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
 
 from .exact import ExactPass
-from .linalg import full_precision
+from .linalg import dense, full_precision
 from .loss_spec import NAMES, LossSpec
 from .losses import LossFunction
 from .moments import Key, Moments, Ride, flat
@@ -199,7 +199,9 @@ class Recorder:
             leaves = [*(probe for one in probes for probe in one.values()), *named.values()]
             pairs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None and o.requires_grad]
             grads = pulled(pairs, leaves)
-        found = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+        found = [
+            torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)
+        ]
         gradients = dict(zip(named, found[len(leaves) - len(named) :], strict=True))
         moments = self.gathered(probes, iter(found), gradients)
         return Moments(moments, self.cases(losses), gradients if params_stats else {})
@@ -257,7 +259,7 @@ class Recorder:
             )
         live = self.live_parameters()
         generic = {name: live[name] for one in self.program.registrations if one.generic for name in one.parameters}
-        views = {name: parameter.view_as(parameter) for name, parameter in generic.items()}
+        views = {name: parameter[...] for name, parameter in generic.items()}  # not `view_as`: sparse gradients pass
         for view in views.values():
             view.retain_grad()  # this forward's part of the parameter's gradient, whatever becomes of `.grad`
         live |= views

@@ -415,6 +415,8 @@ def test_arguments_of_compile_are_checked() -> None:
     net = net_of(mlp(), X)
     with pytest.raises(RegistrationError, match="compiled already; hand kfac_fx.compile the original model, net.model"):
         compile(net)
+    with pytest.raises(RegistrationError, match="variables belong to a LayerCollection; of a model every parameter"):
+        compile(mlp(), variables=["0.weight"])
     with pytest.raises(TypeError, match="takes a torch.nn.Module, not a function"):
         compile(lambda x: x)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"backend='inductr' is none of eager, .*\. Did you mean 'inductor'\?"):
