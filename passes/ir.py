@@ -6,7 +6,7 @@ holds a function: a layer is a name, so a Program prints, compares and pickles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -15,14 +15,16 @@ from typing import Any
 
 from torch import fx, nn
 
-from .matrix import Layout, MatrixForm
+from .matrix import Layout, MatrixForm, Shape
+from .pieces import Made, Piece, Region
 
 Attrs = Mapping[str, Any]
 KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
 OWN_FOLDER = str(Path(__file__).parent)
 EVERY_LAYER = (*KRONECKER, "kron_indep", "diagonal", "full")
+SERIES = ("kron_series_1", "kron_series_2")  # of layers whose rows are no ids
 SUA = "kron_sua"  # of layers that declare pixels
-APPROXIMATIONS = (*EVERY_LAYER, SUA)
+APPROXIMATIONS = (*EVERY_LAYER, *SERIES, SUA)
 GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
 WANTED = "declared generic"  # the reason of what is
 
@@ -30,11 +32,13 @@ WANTED = "declared generic"  # the reason of what is
 @dataclass(frozen=True)
 class Bound:
     """A parameter in a role of a use; `used` leads from the parameter to the tensor that enters the operation,
-    `canonical` from there to the layer's matrix ([g, o, i] for a weight, [g, o] for a bias)."""
+    `canonical` from there to the layer's matrix ([g, o, i] for a weight, [g, o] for a bias). The operation sees
+    `scale` times it, and perhaps a constant more."""
 
     parameter: str
     used: Layout
     canonical: Layout
+    scale: float = 1.0
 
     @property
     def layout(self) -> Layout:
@@ -60,6 +64,10 @@ class Use:
     transposed: bool = False  # the roles of input and output gradient are swapped (a tied output layer)
     part_of: str | None = None  # the composite layer that this use is a part of
     tower: int = 0  # which of the mini-batches that the graph computes at once
+    steps: int = 1  # how many uses its rows hold one after another
+    steps_in_positions: bool = False  # time-major along the positions, not along the cases
+    made: Mapping[str, tuple[Made, Layout]] = field(default_factory=dict)  # until `cut`: roles that are expressions
+    region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
 
     @property
     def parameter_set(self) -> frozenset[str]:
@@ -84,6 +92,13 @@ class Registration:
     uses: tuple[Use, ...]
     approximation: str
     reason: str | None = None  # why this and not the obvious choice
+    pieces: tuple[Piece, ...] = ()  # those of `parameters` that are pieces of parameters
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The model's own names of `parameters`, each once."""
+        whole = {piece.name: piece.parameter for piece in self.pieces}
+        return tuple(dict.fromkeys(whole.get(name, name) for name in self.parameters))
 
     @property
     def generic(self) -> bool:
@@ -93,6 +108,12 @@ class Registration:
     def one_use_a_case(self) -> bool:
         """Whether the gradient of a case comes from a single use: every tower has cases of its own."""
         return len(self.uses) == 1 or len({use.tower for use in self.uses}) == len(self.uses)
+
+    @property
+    def steps(self) -> int:
+        """How many uses a case goes through one after another."""
+        tower = [use for use in self.uses if use.tower == self.uses[0].tower]
+        return sum(use.steps for use in tower)
 
     @property
     def kernel(self) -> int:
@@ -171,6 +192,9 @@ class Program:
     losses: tuple[LossSite, ...] = ()
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
     cases: str | None = None  # the symbolic size of the cases; None if the graph knows no sizes
+    made: Mapping[fx.Node, Made] = field(default_factory=dict)  # expressions of parameters that layers may be made of
+    pieces: Mapping[str, Piece] = field(default_factory=dict)  # of parameters that are used in pieces, by their names
+    behind: Mapping[fx.Node, frozenset[str]] = field(default_factory=dict)  # the pieces that a node is made of
     matches: tuple[Use, ...] = ()
     registrations: tuple[Registration, ...] = ()
     unused: tuple[str, ...] = ()
@@ -184,6 +208,31 @@ class Program:
         for alias, name in self.aliases.items():
             names.setdefault(name, []).append(alias)
         return {name: tuple(all_) for name, all_ in names.items()}
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Of what is registered: parameters, and pieces in the place of those that are used in pieces."""
+        found: dict[str, Shape] = {}
+        for name, parameter in self.parameters.items():
+            whole = tuple(parameter.shape)
+            for part in self.parts(name):
+                found[part] = self.pieces[part].shape(whole) if part in self.pieces else whole
+        return found
+
+    def owner(self, name: str) -> str:
+        """The parameter that a name in `shapes` belongs to."""
+        return self.pieces[name].parameter if name in self.pieces else name
+
+    def parts(self, parameter: str) -> tuple[str, ...]:
+        """The names in `shapes` of a parameter: those of its pieces in their order, or its own."""
+        pieces = tuple(name for name, piece in self.pieces.items() if piece.parameter == parameter)
+        return pieces or (parameter,)
+
+    def generic(self, name: str, reason: str | None, approximation: str = "diagonal") -> Registration:
+        return Registration("generic", None, (name,), (), approximation, reason, self.pieces_among([name]))
+
+    def pieces_among(self, names: Iterable[str]) -> tuple[Piece, ...]:
+        return tuple(self.pieces[name] for name in names if name in self.pieces)
 
     def but(self, **changes: Any) -> Program:
         return replace(self, **changes)
@@ -215,3 +264,9 @@ def source_line(node: fx.Node) -> str | None:
             path, _, rest = frame.removeprefix('File "').partition('", line ')
             found = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
     return found
+
+
+def tensor_attrs(use: Use) -> dict[str, fx.Node]:
+    """Attributes that are tensors at run time and that rows may need; `other` and `_...` are only there to match."""
+    nodes = {key: value for key, value in use.attrs.items() if isinstance(value, fx.Node)}
+    return {key: value for key, value in nodes.items() if key != "other" and not key.startswith("_")}

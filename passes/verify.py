@@ -16,7 +16,7 @@ def verify(program: Program, after: str) -> Program:
     seen: set[str] = set()
     for one in program.registrations:
         for name in one.parameters:
-            assert name in program.parameters, f"bug in kfac_fx: {after} registered {name}, no parameter of the model"
+            assert name in program.shapes, f"bug in kfac_fx: {after} registered {name}, no parameter of the model"
             assert name not in seen, f"bug in kfac_fx: {after} registered {name} twice"
             seen.add(name)
         assert one.generic == (not one.uses), f"bug in kfac_fx: {after} left {one} with the wrong number of uses"
@@ -33,11 +33,12 @@ def check_use(use: Use, program: Program, nodes: set[fx.Node], after: str) -> No
     assert use.layer in program.layers, f"bug in kfac_fx: {after} left a use of the unknown layer {use.layer}"
     assert use.input in nodes, f"bug in kfac_fx: {after} left {use} without its input {use.input.name}"
     assert use.output in nodes, f"bug in kfac_fx: {after} left {use} without its output {use.output.name}"
-    assert use.parameters, f"bug in kfac_fx: {after} left {use.layer} at {use.output.name} without parameters"
+    some = use.parameters or use.made
+    assert some, f"bug in kfac_fx: {after} left {use.layer} at {use.output.name} without parameters"
     for bound in use.parameters.values():
         name = bound.parameter
-        assert name in program.parameters, f"bug in kfac_fx: {after} bound {name}, no parameter of the model"
-        shape = tuple(program.parameters[name].shape)
+        assert name in program.shapes, f"bug in kfac_fx: {after} bound {name}, no parameter of the model"
+        shape = program.shapes[name]
         assert bound.used.shape == shape, (
             f"bug in kfac_fx: {after} lays out {name} from {bound.used.shape}, it is {shape}"
         )

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = [
     "passes.errors",
     "passes.matrix",
+    "passes.pieces",
     "passes.ir",
     "passes.layers.declaration",
     "passes.layers.contraction passes.layers.rows",
@@ -23,7 +24,8 @@ FLOORS = [
     "passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
-    "passes.trace passes.normalize passes.losses passes.match passes.link passes.resolve passes.check passes.rewrite "
+    "passes.trace passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
+    "passes.resolve passes.check passes.rewrite "
     "passes.verify",
     "passes.pipeline",
     "passes",
@@ -85,7 +87,7 @@ NUMERICAL = {
         "curvature",
     )
 }
-SHARED_WORDS = {"passes.errors", "passes.matrix", "passes.ir"}
+SHARED_WORDS = {"passes.errors", "passes.matrix", "passes.pieces", "passes.ir"}
 
 # passes/__init__.py imports itself by its installed name, to be one package under both names.
 ALIAS = ("passes", "kfac_fx.passes")

@@ -1,0 +1,265 @@
+"""What tensors that are computed from parameters alone are made of, as long as elements are only moved and scaled.
+
+    w[:, :4].t()        split, chunk, unbind, select       a part of a parameter, in another order
+    torch.cat([q_bias, zeros, v_bias])                     parts of several, and constants
+    b = q_bias.clone(); b[4:8].zero_()                     parts of one
+    1 - 0.5 * w                                            a multiple, and a constant
+
+Nothing is computed: a part of a parameter is a view of a tensor without data, whose strides are the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .holder import attribute
+from .inplace import shares_memory
+from .ir import Program
+from .labels import CASTS, PERMUTES, SHAPE_ONLY, Label, ancestors, labels, op_name, reads_values
+from .matrix import Shape
+from .pieces import Box, Made, Slab, narrowed, ranges, slab_of, view_of, whole
+
+RESHAPES = {"reshape", "flatten", "view", "unflatten"}
+VIEWS = PERMUTES | {
+    "squeeze", "unsqueeze", "select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind",
+    "expand", "expand_as", "view_as",
+}  # fmt: skip
+SUMS = {"add", "sub", "rsub"}
+PRODUCTS = {"mul", "div", "neg"}
+WRITES = {"zero_", "fill_", "setitem"}  # of what is no parameter
+Value = Any  # Made, a tuple of Made, or a number
+
+
+def express(program: Program) -> Program:
+    """Note the expression of every such tensor that something else than moving and scaling reads."""
+    known, behind = Expressions(program).known, ancestors(program.outputs)
+    made: dict[fx.Node, Made] = {}
+    for node, value in known.items():
+        readers = [user for user in node.users if user in behind and user not in known and reads_values(user, node)]
+        read = any(op_name(user) not in WRITES for user in readers)
+        if isinstance(value, Made) and (read or node in program.outputs):
+            made[node] = value
+    return program.but(made=made)
+
+
+class Expressions:
+    """known: the value of every node that has one."""
+
+    def __init__(self, program: Program) -> None:
+        self.root = program.root
+        self.label = labels(program.graph, program.parameters, cases=program.cases)
+        self.known: dict[fx.Node, Value] = {}
+        for node in program.graph.nodes:
+            value = self.value(node)
+            if value is not None:
+                self.known[node] = value
+
+    def value(self, node: fx.Node) -> Value | None:
+        if node.op == "get_attr" and self.label[node] is Label.PURE:
+            view = whole(tuple(attribute(self.root, str(node.target)).shape))
+            return Made(tuple(view.shape), (slab_of(str(node.target), view),))
+        if node.op not in ("call_function", "call_method") or self.label[node] not in (Label.PURE, Label.CONST):
+            return None
+        try:
+            return self.number(node) if self.label[node] is Label.CONST else self.tensor(node)
+        except (RuntimeError, TypeError, IndexError, ValueError, AttributeError, NotImplementedError):
+            return None  # arguments that are no numbers here
+
+    def number(self, node: fx.Node) -> Value | None:
+        """A size of a parameter, or what is computed from sizes."""
+        if not node.all_input_nodes or any(operand not in self.known for operand in node.all_input_nodes):
+            return None
+        if op_name(node) in SHAPE_ONLY or not any(isinstance(self.known[n], Made) for n in node.all_input_nodes):
+            args = fx.map_arg(node.args, lambda n: self.stand_in(self.known[n]))
+            result = called(node, args)
+            return None if isinstance(result, Tensor) else result
+        return None
+
+    def stand_in(self, value: Value) -> Any:
+        return whole(value.shape) if isinstance(value, Made) else value
+
+    def tensor(self, node: fx.Node) -> Value | None:
+        name, first = op_name(node), node.args[0] if node.args else None
+        if name in ("cat", "concat", "concatenate", "stack"):
+            return self.joined(node, name == "stack")
+        if name == "rsub" or (name == "sub" and not isinstance(first, fx.Node)):
+            return self.shifted(node.args[1 if name == "sub" else 0], first if name == "sub" else node.args[1], -1.0)
+        if not isinstance(first, fx.Node) or first not in self.known:
+            return None
+        value = self.known[first]
+        if isinstance(value, tuple):
+            return value[node.args[1]] if name == "getitem" else None  # type: ignore[index]
+        if name == "written":
+            return self.overwritten(first, node.args[1])
+        if name in CASTS:
+            return value
+        if name in RESHAPES | VIEWS:
+            return self.viewed(node, value)
+        if name in SUMS:
+            return self.shifted(first, node.args[1], 1.0)
+        return scaled(value, factor(name, node)) if name in PRODUCTS else None
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def viewed(self, node: fx.Node, value: Made) -> Value | None:
+        if op_name(node) == "getitem" and not basic(node.args[1]):
+            return None
+        rest = fx.map_arg(node.args[1:], lambda n: self.stand_in(self.known[n]))
+        found = self.seen(node, value.slabs[0], rest) if is_one_slab(value) else None
+        if found is None and op_name(node) in PERMUTES:
+            order = dims_after(node, len(value.shape), rest)
+            turned = [permuted(one, order) for one in value.slabs]
+            return Made(tuple(value.shape[d] for d in order), tuple(turned))
+        return found
+
+    def seen(self, node: fx.Node, slab: Slab, rest: Any) -> Value | None:
+        view = view_of(slab)
+        result = called(node, (view, *rest))
+        if op_name(node) in RESHAPES:
+            result = view.view(result.shape)  # raises where the elements had to be copied
+        if isinstance(result, (list, tuple)):
+            return tuple(made_of(slab.parameter, one, slab.scale) for one in result)
+        return made_of(slab.parameter, result, slab.scale)
+
+    def joined(self, node: fx.Node, stack: bool) -> Made | None:
+        operands: Any = node.args[0]
+        dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        assert isinstance(operands, (list, tuple)), "bug in kfac_fx: cat of something else than a list"
+        parts = [self.operand(one) for one in operands]
+        if stack:
+            parts = [unsqueezed(one, dim) for one in parts]
+        dim %= len(parts[0].shape)
+        slabs: list[Slab] = []
+        at = 0
+        for one in parts:
+            slabs += [replace(slab, box=moved(slab.box, dim, at)) for slab in one.slabs]
+            at += one.shape[dim]
+        shape = parts[0].shape
+        return Made((*shape[:dim], at, *shape[dim + 1 :]), tuple(slabs)) if slabs else None
+
+    def operand(self, node: fx.Node) -> Made:
+        """A value, or a constant. Raises ValueError for anything else."""
+        if isinstance(self.known.get(node), Made):
+            return self.known[node]  # type: ignore[no-any-return]
+        if not isinstance(node, fx.Node) or self.label[node] is not Label.CONST:
+            raise ValueError
+        return Made(self.shape_of(node), ())
+
+    def shape_of(self, node: fx.Node) -> Shape:
+        """Of a constant. Raises ValueError if it is not known."""
+        value = attribute(self.root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+        if value is None and all(operand in self.known for operand in node.all_input_nodes):
+            value = called(node, fx.map_arg(node.args, lambda n: self.stand_in(self.known[n])))
+        if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+            raise ValueError
+        return tuple(value.shape)
+
+    def shifted(self, operand: Any, constant: Any, sign: float) -> Value | None:
+        """A multiple of the operand and a constant that makes no new elements."""
+        value = self.known.get(operand)
+        if not isinstance(value, Made):
+            return None
+        if isinstance(constant, fx.Node):
+            if self.label[constant] is not Label.CONST:
+                return None
+            if torch.broadcast_shapes(value.shape, self.shape_of(constant)) != value.shape:
+                return None
+        return scaled(value, sign)
+
+    def overwritten(self, base: Any, write: Any) -> Made | None:
+        """A tensor after numbers were written into a slab of a copy: of itself, or of what it was copied from."""
+        value, target = self.known[base], write.args[0]
+        copy = target
+        while shares_memory(copy) and op_name(copy) != "clone":
+            copy = copy.args[0]
+        if op_name(copy) != "clone" or op_name(write) not in WRITES or not is_one_slab(value):
+            return None
+        if copy is not base:
+            return value if base.op == "get_attr" else None  # not what was written into
+        like = whole(value.shape)
+        if op_name(write) == "setitem" and target is base and isinstance(write.args[2], (int, float)):
+            view = like[fx.map_arg(write.args[1], lambda n: self.known[n])]
+        elif op_name(write) != "setitem" and target.args[0] is base and not is_node(write.args[1:]):
+            view = called(target, (like, *fx.map_arg(target.args[1:], lambda n: self.known[n])))
+        else:
+            return None
+        dim, (start, stop) = next(iter(ranges(view, value.shape).items()))
+        ends = [(first, last) for first, last in ((0, start), (stop, value.shape[dim])) if first < last]
+        return Made(value.shape, tuple(narrowed(value.slabs[0], dim, *one) for one in ends))
+
+
+def called(node: fx.Node, args: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **node.kwargs)
+    assert callable(node.target), "bug in kfac_fx: an operation that is neither a function nor a method"
+    return node.target(*args, **node.kwargs)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def is_one_slab(value: Made) -> bool:
+    return len(value.slabs) == 1 and value.slabs[0].shape == value.shape
+
+
+def made_of(parameter: str, view: Tensor, scale: float) -> Made:
+    """Raises ValueError where elements are repeated."""
+    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.stride(), strict=True)):
+        raise ValueError
+    return Made(tuple(view.shape), (slab_of(parameter, view, scale),))
+
+
+def scaled(value: Made | None, by: float | None) -> Made | None:
+    if value is None or by is None:
+        return None
+    return Made(value.shape, tuple(replace(slab, scale=by * slab.scale) for slab in value.slabs))
+
+
+def factor(name: str, node: fx.Node) -> float | None:
+    """Of a product with a number; None for another product."""
+    if name == "neg":
+        return -1.0
+    by = node.args[1]
+    if node.kwargs or not isinstance(by, (int, float)) or by == 0:
+        return None
+    return 1.0 / by if name == "div" else float(by)
+
+
+def unsqueezed(value: Made, dim: int) -> Made:
+    dim = dim % (len(value.shape) + 1)
+    slabs = [view_of(slab).unsqueeze(dim).stride() for slab in value.slabs]
+    boxes = [(*slab.box[:dim], (0, 1), *slab.box[dim:]) for slab in value.slabs]
+    new = [replace(old, box=box, strides=by) for old, box, by in zip(value.slabs, boxes, slabs, strict=True)]
+    return Made((*value.shape[:dim], 1, *value.shape[dim:]), tuple(new))
+
+
+def permuted(slab: Slab, order: Shape) -> Slab:
+    return replace(slab, box=tuple(slab.box[d] for d in order), strides=tuple(slab.strides[d] for d in order))
+
+
+def moved(box: Box, dim: int, by: int) -> Box:
+    start, stop = box[dim]
+    return (*box[:dim], (start + by, stop + by), *box[dim + 1 :])
+
+
+def dims_after(node: fx.Node, dims: int, rest: Any) -> Shape:
+    """The order that a permuting node leaves the dimensions in."""
+    distinct = whole(tuple(range(2, dims + 2)))
+    return tuple(int(size) - 2 for size in called(node, (distinct, *rest)).shape)
+
+
+def basic(index: Any) -> bool:
+    """Whether an index makes a view."""
+    return all(one is None or one is ... or isinstance(one, (int, slice, fx.Node)) for one in as_tuple(index))
+
+
+def as_tuple(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def is_node(args: Any) -> bool:
+    return any(isinstance(one, fx.Node) for one in args)
