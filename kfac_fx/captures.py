@@ -84,7 +84,7 @@ class Captures:
                     known[place] = self.proved(one, args, kwargs)
                     self.first = known[place] if self.first is one else self.first
                 return known[place]
-        made = (self.first_symbolic(args, kwargs) if not self.known else None) or self.exported(args, kwargs)
+        made = (self.first_symbolic(args, kwargs) if not self.known else None) or self.exported(args, kwargs, bool(known))
         if self.first is None or not self.known:
             self.first = made
         made = self.agreeing(made)
@@ -102,8 +102,10 @@ class Captures:
         except UntraceableError:
             return None
 
-    def exported(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
-        traced = capture(self.model, args, kwargs, options=self.declared.options, layers=self.declared.layers)
+    def exported(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], every_size: bool) -> Recorder:
+        """every_size: the sizes of images were seen to change."""
+        options, layers = self.declared.options, self.declared.layers
+        traced = capture(self.model, args, kwargs, options=options, layers=layers, every_size=every_size)
         return self.proved(self.built(traced), args, kwargs)
 
     def built(self, traced: Capture) -> Recorder:

@@ -25,6 +25,7 @@ from .symbolic import symbolic_trace
 from .watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untouched, untraceable
 
 PREFIX = "model."
+IMAGE = 4  # dimensions of a batch of images; those of videos are more
 ASSIGNED = r"The tensor attributes? .* assigned during export"  # torch's words; `untouched` sees it, too
 
 
@@ -52,12 +53,16 @@ def capture(
     *,
     options: Options | None = None,
     layers: Mapping[str, Any] | None = None,
+    every_size: bool = True,
 ) -> Capture:
-    """Trace `model`. Raises UntraceableError, naming the module and the line where torch gave up."""
+    """Trace `model`. Raises UntraceableError, naming the module and the line where torch gave up.
+
+    every_size: also for images of other heights and widths, which takes torch.export several times as long.
+    """
     options, layers = options or Options(), layers or {}
     if args is None and not kwargs:
         return by_fx(model, options, layers)
-    return exported(model, args or (), kwargs or {}, options, layers)
+    return exported(model, args or (), kwargs or {}, options, layers, every_size)
 
 
 def by_fx(model: nn.Module, options: Options, layers: Mapping[str, Any]) -> Capture:
@@ -121,7 +126,12 @@ class _Flat(nn.Module):
 
 
 def exported(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, layers: Mapping[str, Any]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    layers: Mapping[str, Any],
+    every_size: bool,
 ) -> Capture:
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
     refuse_hidden_tensors(type(model).__name__, leaves)
@@ -129,7 +139,8 @@ def exported(
     flat.training = model.training  # its own flag only: submodules may be in other modes
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     # A size of 1 is static: torch specializes it anyway, and says so on stderr.
-    shapes = tuple({d: Dim.AUTO for d, size in enumerate(t.shape) if size > 1} for t in tensors)
+    free = [t.dim() if every_size or t.dim() < IMAGE else 2 for t in tensors]
+    shapes = tuple({d: Dim.AUTO for d in range(n) if t.shape[d] > 1} for t, n in zip(tensors, free, strict=True))
     names = input_names(model, args, kwargs)
     with untouched(model) as assigned, custom_functions() as custom, quiet():
         averages = cumulative_averages(model)

@@ -114,6 +114,14 @@ def test_sizes_are_free_and_a_guard_that_fails_is_noticed() -> None:
     assert branching.holds((torch.randn(5, 3),), {}) and not branching.holds((torch.randn(4, 3),), {})
 
 
+@pytest.mark.parametrize(("every_size", "free"), [(True, (4, 3, 7, 9)), (False, (4, 3, 5, 6))])
+def test_sizes_of_images_are_free_if_asked_for(every_size: bool, free: tuple[int, ...]) -> None:
+    captured = capture(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 6),), every_size=every_size)
+    assert captured.holds((torch.randn(free),), {})
+    assert captured.holds((torch.randn(4, 3, 7, 9),), {}) == every_size
+    assert not captured.holds((torch.randn(4, 2, 5, 6),), {})
+
+
 def test_a_size_of_one_is_not_free() -> None:
     captured = capture(nn.Linear(3, 2), (torch.randn(1, 3),))
     assert captured.holds((torch.randn(1, 3),), {}) and not captured.holds((torch.randn(2, 3),), {})

@@ -170,6 +170,13 @@ def test_a_guard_that_fails_captures_again() -> None:
         assert count(net) == captures
 
 
+def test_images_of_another_size_are_captured_once_more_and_then_at_every_size() -> None:
+    net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
+    for (batch, height, width), captures in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):
+        net.record((torch.randn(batch, 3, height, width),), {})
+        assert count(net) == captures
+
+
 @pytest.mark.parametrize(
     ("change", "keywords"),
     [
