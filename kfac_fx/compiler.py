@@ -239,7 +239,8 @@ class CompiledModule(nn.Module):
     def losses(self, outputs: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> list[tuple[float, Any]]:
         """(coefficient, loss) for each output distribution, on what `functional` returned."""
         assert self.captures.first is not None, "bug in kfac_fx: losses before the first capture"
-        return self.captures.first.losses(outputs, fisher, targets)
+        recorder = self.captures.first
+        return recorder.averaged(recorder.losses(outputs, fisher, targets))
 
     # --- attachment and change --------------------------------------------------------------------------------------
 

@@ -87,13 +87,17 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     values = recorder.capture.flatten(args, kwargs)
     compare(prover, args, kwargs)
     recorder.capture = prover.capture
-    wanted, got, bound = gradients(prover, values)
+    wanted, got, bound, fisher = gradients(prover, values)
     if not all(bool(one.isfinite().all()) for one in wanted.values()):
         return Verdict(recorder.program, {}, conclusive=False)
     coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
     failed: dict[tuple[str, ...], str] = {}
     merged: set[tuple[str, ...]] = set()
-    taps = tap_list(prover)
+    taps, towers = tap_list(prover), prover.tower_cases(fisher)
+
+    def cases(tap: ProofTap) -> int:
+        return towers[tap.tower] if len(towers) > 1 else prover.examples(values)
+
     for one in recorder.program.registrations:
         if one.generic:
             continue
@@ -106,9 +110,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 reason = f"the proof failed: rows give another gradient than autograd ({apart})"
         if reason is not None:
             failed[one.parameters] = reason
-        elif one.approximation in PER_CASE and any(
-            tap.cases != prover.examples(values) for tap in taps[one.parameters]
-        ):
+        elif one.approximation in PER_CASE and any(tap.cases != cases(tap) for tap in taps[one.parameters]):
             merged.add(one.parameters)
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
@@ -140,8 +142,9 @@ def tap_list(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
     return {one.parameters: [next(taps) for _ in one.uses] for one in prover.program.registrations if not one.generic}
 
 
-def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gradients, Gradients]:
-    """(autograd's gradients, the rows' gradients, bounds on both) for random cotangents, as matrices."""
+def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gradients, Gradients, tuple[Tensor, ...]]:
+    """(autograd's gradients, the rows' gradients, bounds on both) for random cotangents, as matrices; and the Fisher's
+    outputs."""
     registrations = [one for one in prover.program.registrations if not one.generic]
     with prover.isolated():
         live = {name: value.detach().requires_grad_() for name, value in prover.live_parameters().items()}
@@ -167,7 +170,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
         wanted[one.parameters] = one.matrix.pack(by_name)
         got[one.parameters] = next(statistics)
         bound[one.parameters] = (next(statistics).sum() * next(statistics).sum()).sqrt()
-    return wanted, got, bound
+    return wanted, got, bound, fisher
 
 
 def demoted(program: Program, failed: Mapping[tuple[str, ...], str], merged: set[tuple[str, ...]]) -> Program:

@@ -29,7 +29,7 @@ from .loss_spec import NAMES, LossSpec
 from .losses import LossFunction
 from .moments import Key, Moments, Ride, flat
 from .pullback import MEMORY, SavedBytes
-from .registered_losses import RegisteredLosses
+from .registered_losses import RegisteredLosses, cases_by_loss
 from .sources import check_mode, is_exact, one_source
 from .tap import Tap, make_probes
 
@@ -150,9 +150,30 @@ class Recorder:
         sites = zip(self.program.losses, fisher, given, strict=True)
         return [graph_loss(site.kind, site.reduction, inputs, target) for site, inputs, target in sites]
 
+    def cases_by_loss(self, losses: list[tuple[float, LossFunction]]) -> list[int]:
+        return cases_by_loss(losses, self.loss.names if isinstance(self.loss, RegisteredLosses) else None)
+
     def cases(self, losses: list[tuple[float, LossFunction]]) -> int:
-        """Of a batch: how many terms the mean of the loss has."""
-        return self.loss.cases(losses) if isinstance(self.loss, RegisteredLosses) else losses[0][1].cases
+        """Of a batch: how many terms the mean of the loss has; of several losses, the first."""
+        return self.cases_by_loss(losses)[0]
+
+    def summed(self, losses: list[tuple[float, LossFunction]]) -> list[tuple[float, LossFunction]]:
+        """With coefficients that make the sum over cases `cases` times the mean loss, where every loss is a mean over
+        its own cases: losses of as many cases keep theirs."""
+        each = self.cases_by_loss(losses)
+        return [(c if n == each[0] else c * each[0] / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
+
+    def averaged(self, losses: list[tuple[float, LossFunction]]) -> list[tuple[float, LossFunction]]:
+        """With coefficients for means over the cases of every tower: a tower weighs as much as it has cases."""
+        each = self.cases_by_loss(losses)
+        return [(c if n == loss.cases else c * loss.cases / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
+
+    def tower_cases(self, fisher: tuple[Tensor, ...]) -> list[int]:
+        """The first dimension of every tower's outputs; one entry if towers were not registered."""
+        if not isinstance(self.loss, RegisteredLosses):
+            return [0]
+        found = zip(self.loss.names, self.loss.on(fisher), strict=True)
+        return [loss.inputs.shape[0] for name, (_, loss) in found if name == self.loss.names[0]]
 
     # --- recording --------------------------------------------------------------------------------------------------
 
@@ -191,11 +212,13 @@ class Recorder:
             constants, losses = self.losses_of_constants(output, fisher, values, mode, targets)
             if is_exact(mode):
                 registrations = self.program.registrations
-                exact = ExactPass(mode, registrations, fisher, constants, losses, probes, named, saved.total, memory)
+                exact = ExactPass(
+                    mode, registrations, fisher, constants, self.summed(losses), probes, named, saved.total, memory
+                )
                 statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
                 self.loop_reason = exact.loop_reason
                 return Moments(statistics, self.cases(losses), gradients)
-            cotangents = one_source(mode, losses, constants, generator)
+            cotangents = one_source(mode, self.summed(losses), constants, generator)
             leaves = [*(probe for one in probes for probe in one.values()), *named.values()]
             pairs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None and o.requires_grad]
             grads = pulled(pairs, leaves)

@@ -240,16 +240,21 @@ def flattened(value: Any) -> list[Tensor]:
 def summed(
     registration: Registration, grads: Sequence[Tensor], inputs: Sequence[Tensor], layers: Mapping[str, Layer]
 ) -> dict[str, Tensor]:
-    """The statistics of one source over all uses."""
+    """The statistics of one source over all uses; gradients of single cases add up within a tower."""
     assert registration.matrix is not None, "bug in kfac_fx: statistics of a generic block"
-    total: dict[str, Tensor] = {}
+    total: dict[tuple[str, int], Tensor] = {}
     for use, grad, value in zip(registration.uses, grads, inputs, strict=True):
         rows, grad_rows = both_rows(registration, use, layers[use.layer])(grad, value)
         matrix, bias = registration.rows
         for name in blocks.statistics_of(registration):
             found = STATISTICS[name].compute(rows, grad_rows, bias, matrix)
-            total[name] = total[name] + found if name in total else found
-    return total
+            key = name, use.tower if name == "per_case" else 0
+            total[key] = total[key] + found if key in total else found
+    names = dict.fromkeys(name for name, _ in total)
+    return {
+        name: torch.cat(parts) if len(parts := [one for key, one in total.items() if key[0] == name]) > 1 else parts[0]
+        for name in names
+    }
 
 
 def joined(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ the same graph. Towers of one loss add up to one batch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,10 +80,18 @@ class RegisteredLosses:
             pairs.append((one.coeff, loss))
         return pairs
 
-    def cases(self, pairs: WeightedLosses) -> int:
-        """Of the batch: the towers of one loss together."""
-        first = self.losses[0].name
-        return sum(loss.cases for one, (_, loss) in zip(self.losses, pairs, strict=True) if one.name == first)
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.losses)
+
+
+def cases_by_loss(pairs: Sequence[tuple[float, LossFunction]], names: Sequence[object] | None = None) -> list[int]:
+    """For every loss how many cases its mean is over: those of all towers of one name; None: no two of one name."""
+    names = names or range(len(pairs))
+    total: Counter[object] = Counter()
+    for name, (_, loss) in zip(names, pairs, strict=True):
+        total[name] += loss.cases
+    return [total[name] for name in names]
 
 
 def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[Tensor]:

@@ -13,15 +13,13 @@ from kfac_fx.kinds import INDEP, KINDS
 from kfac_fx.passes.check import check
 from kfac_fx.passes.errors import LinkError, RegistrationError
 from kfac_fx.passes.ir import APPROXIMATIONS, Program, Registration, Use, where
-from kfac_fx.passes.labels import ancestors
+from kfac_fx.passes.labels import ancestors, symbolic_sizes
 from kfac_fx.passes.link import link
-from kfac_fx.passes.match import match
+from kfac_fx.passes.match import match, with_batch_dim
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.register_losses import LossRegistrations
 from kfac_fx.registry import Key
-
-SCAN = (link, match, resolve, check)
 
 
 class Scan:
@@ -33,7 +31,11 @@ class Scan:
     def blocks(self) -> dict[Key, FisherBlock]:
         """See `LayerCollection.auto_register_layers`."""
         behind = self.towers()
-        found = run(self.program(), SCAN)
+
+        def apart(program: Program) -> Program:
+            return program.but(matches=tuple(self.with_tower(use, behind) for use in program.matches))
+
+        found = run(self.program(), (link, match, apart, resolve, check))
         return {one.parameters: self.block(one, behind) for one in found.registrations}
 
     def towers(self) -> list[set[fx.Node]]:
@@ -43,6 +45,12 @@ class Scan:
             rows = ", ".join(f"{one[0].name}: {len(one)}" for one in by_loss)
             raise RegistrationError(f"every loss must be registered for the same number of towers, not {rows}")
         return [ancestors([node for one in tower for node in one.inputs]) for tower in zip(*by_loss, strict=True)]
+
+    def with_tower(self, use: Use, behind: Sequence[set[fx.Node]]) -> Use:
+        """With its cases where those of its tower's loss are: towers may be of different sizes."""
+        (first, *_) = self.collection.towers_by_loss
+        size = symbolic_sizes(first[tower_of(use, behind)].inputs[0])[:1]
+        return with_batch_dim(use, size[0]) if use.batch_dim is None and size and size[0] else use
 
     def program(self) -> Program:
         """Where only the parameters that are still to be registered count as such."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.ir import SUA, Registration, Use
@@ -31,7 +32,9 @@ class Tap(nn.Module):
         super().__init__()
         assert registration.matrix is not None, "bug in kfac_fx: a tap on a generic registration"
         self.matrix, bias = registration.rows
-        self.function = tap_function(self.both_rows(registration, use, layer), self.matrix, bias)
+        self.tower = use.tower
+        both = self.both_rows(registration, use, layer)
+        self.function = tap_function(both, self.matrix, bias, use.tower, registration.towers)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
@@ -75,11 +78,20 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     return both
 
 
-def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autograd.Function]:
+def tap_function(
+    both: BothRows, matrix: Matrix, bias: bool, tower: int = 0, towers: int = 1
+) -> type[torch.autograd.Function]:
     """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
 
     Its arguments are (output, input, k, k names of statistics, k probes, attributes computed in the graph).
     """
+
+    def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
+        """Gradients of a tower's cases in rows of their own: uses of one case add up, those of two towers do not."""
+        if name != "per_case" or towers == 1:
+            return value
+        rows = shape[0] // towers
+        return F.pad(value, (0, 0, tower * rows, (towers - tower) * rows - value.shape[0]))
 
     class TapFunction(torch.autograd.Function):
         @staticmethod
@@ -89,7 +101,7 @@ def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autog
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             _, input, number, *rest = inputs
-            ctx.names = rest[:number]
+            ctx.names, ctx.shapes = rest[:number], [probe.shape for probe in rest[number : 2 * number]]
             values = rest[2 * number :]  # of the attributes: tensors, or sizes
             ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
             ctx.save_for_backward(input, *(value for value in values if isinstance(value, Tensor)))
@@ -104,8 +116,8 @@ def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autog
             with torch.no_grad():  # not `detach`, which vmap over several cotangents does not know
                 rows, grad_rows = both(output_grad, input, *values)
                 sums = [
-                    STATISTICS[name].compute(rows, grad_rows, bias, matrix) if want else None
-                    for name, want in zip(ctx.names, wanted, strict=True)
+                    placed(name, STATISTICS[name].compute(rows, grad_rows, bias, matrix), shape) if want else None
+                    for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
                 ]
             return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in values))
 
@@ -113,9 +125,16 @@ def tap_function(both: BothRows, matrix: Matrix, bias: bool) -> type[torch.autog
 
 
 def make_probes(registration: Registration, names: tuple[str, ...], cases: int, like: Tensor) -> dict[str, Tensor]:
-    """A leaf for every statistic; zeros without memory, since only their shape is looked at."""
+    """A leaf for every statistic; zeros without memory, since only their shape is looked at.
+
+    cases: of the largest tower, or more.
+    """
     assert registration.matrix is not None, "bug in kfac_fx: probes for a generic registration"
     matrix, _ = registration.rows
     dtype = torch.promote_types(like.dtype, torch.float32)
     zero = torch.zeros((), dtype=dtype, device=like.device)
-    return {name: zero.expand(STATISTICS[name].shape(matrix, cases)).requires_grad_() for name in names}
+    shapes = {
+        name: STATISTICS[name].shape(matrix, cases * registration.towers if name == "per_case" else cases)
+        for name in names
+    }
+    return {name: zero.expand(shape).requires_grad_() for name, shape in shapes.items()}

@@ -105,6 +105,10 @@ class Registration:
         return self.matrix is None
 
     @property
+    def towers(self) -> int:
+        return 1 + max((use.tower for use in self.uses), default=0)
+
+    @property
     def one_use_a_case(self) -> bool:
         """Whether the gradient of a case comes from a single use: every tower has cases of its own."""
         return len(self.uses) == 1 or len({use.tower for use in self.uses}) == len(self.uses)
