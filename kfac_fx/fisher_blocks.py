@@ -137,7 +137,9 @@ class EmbeddingKFACFB(KroneckerProductFB):
 
 
 class EmbeddingKFACMultiIndepFB(KroneckerProductFB):
-    layers = EMBEDDINGS
+    """Several uses, the transposed one of a tied output layer among them."""
+
+    layers = EMBEDDINGS + LINEAR
     default = "kron_in_diag"
 
 

@@ -76,7 +76,9 @@ class LayerRegistrations(Defaults):
         approx: str | None = None,
         reuse: Reuse = VARIABLE_SCOPE,
     ) -> FisherBlock:
-        return self.register("embedding_multi", params, inputs, outputs, approx, reuse, num_uses)
+        """As `register_fully_connected_multi`; the output layer that is tied to the embedding is one more use."""
+        layers = EMBEDDINGS + LINEAR
+        return self.register("embedding_multi", params, inputs, outputs, approx, reuse, num_uses, layers)
 
     def register_scale_and_shift(
         self, params: Any, inputs: Nodes, outputs: Nodes, approx: str | None = None, reuse: Reuse = VARIABLE_SCOPE

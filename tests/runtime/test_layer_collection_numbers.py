@@ -14,6 +14,7 @@ import kfac_fx
 from kfac_fx import LayerCollection
 from kfac_fx.fisher_blocks import (
     DiagonalFB,
+    EmbeddingKFACMultiIndepFB,
     FullFB,
     FullyConnectedKFACBasicFB,
     KroneckerProductFB,
@@ -179,6 +180,35 @@ def test_a_scanned_tied_embedding_has_its_roles_swapped() -> None:
     lc.auto_register_layers()
     assert [use.transposed for use in lc.fisher_blocks["w"].registration.uses] == [False, True]
     empirical(lc, x, targets=None)
+
+
+@pytest.mark.parametrize("outputs", [["embedding", "matmul"], ["matmul", "embedding"]])
+def test_an_embedding_tied_to_the_output_layer_by_hand_is_what_the_scan_finds(outputs: list[str]) -> None:
+    x, y = torch.randint(7, (6,)), torch.randint(7, (6,))
+    found = []
+    for scan in (True, False):
+        torch.manual_seed(0)
+        lc = collection(lambda x, w: torch.matmul(torch.tanh(F.embedding(x, w)), w.t()), x, w=(7, 4))
+        lc.register_categorical_predictive_distribution("matmul", targets=y)
+        if scan:
+            lc.auto_register_layers()
+        else:
+            assert type(lc.register_embedding_multi("w", None, outputs)) is EmbeddingKFACMultiIndepFB
+        lc.check_registration()
+        found.append(empirical(lc, x, targets=None))
+    same_fisher(*found)
+    with pytest.raises(RegistrationError, match="no embedding or embedding_bag or linear layer with w computes tanh"):
+        lc.fisher_blocks["w"].register_additional_tower(None, "tanh")
+
+
+def test_the_decoder_of_an_autoencoder_may_be_its_encoder_transposed() -> None:
+    x = torch.randn(5, 4)
+    lc = collection(lambda x, w: torch.tanh(x @ w) @ w.t(), x, w=(4, 3))
+    block = lc.register_fully_connected_multi("w", None, ["matmul", "matmul_1"])
+    lc.register_normal_predictive_distribution("matmul_1")
+    assert [use.transposed for use in block.registration.uses] == [False, True]
+    a = empirical(lc, x, targets=torch.zeros(5, 4)).blocks[("w",)].factors["A"].value
+    assert a.shape == (1, 4, 4)
 
 
 def test_every_use_of_a_convolution_has_its_own_geometry_and_all_its_locations_count() -> None:
