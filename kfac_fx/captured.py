@@ -15,6 +15,7 @@ from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import PREFIX, Capture
 from kfac_fx.passes.trace import capture as trace
+from kfac_fx.passes.unroll import unroll
 
 
 @dataclass(frozen=True)
@@ -110,4 +111,4 @@ def capture(
         dense_limit=dense_limit,
     )
     traced = trace(model, args, example_kwargs, options=options, layers=collect(*LAYERS.values(), *layers))
-    return CapturedModel(model, traced, run(traced.program, (normalize,)), args, dict(example_kwargs or {}))
+    return CapturedModel(model, traced, run(traced.program, (unroll, normalize)), args, dict(example_kwargs or {}))

@@ -28,6 +28,7 @@ from kfac_fx.passes.ir import LossSite, Program, Registration, Use, where
 from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.unroll import unroll
 from kfac_fx.passes.verify import verify
 from kfac_fx.recorder import graph_loss
 from kfac_fx.register_layers import LayerRegistrations
@@ -135,7 +136,7 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
         own = self.program
         if traced is self.captured.capture.program:
             return own
-        fresh = run(traced, (normalize,))
+        fresh = run(traced, (unroll, normalize))
         pairs = list(zip(own.graph.nodes, fresh.graph.nodes, strict=False))
         alike = len(own.graph.nodes) == len(fresh.graph.nodes)
         if not alike or any((a.op, a.target) != (b.op, b.target) for a, b in pairs):

@@ -12,9 +12,10 @@ from .losses import find_losses
 from .match import match
 from .normalize import normalize
 from .resolve import resolve
+from .unroll import unroll
 from .verify import verify
 
-PIPELINE: tuple[Pass, ...] = (normalize, find_losses, link, match, resolve, check)
+PIPELINE: tuple[Pass, ...] = (unroll, normalize, find_losses, link, match, resolve, check)
 
 
 def run(program: Program, passes: Sequence[Pass] = PIPELINE) -> Program:

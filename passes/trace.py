@@ -21,6 +21,7 @@ from .border import python_random, refuse_drawn, refuse_hidden_tensors, with_lef
 from .errors import UntraceableError
 from .holder import attribute, holder
 from .ir import Options, Program
+from .recurrent import recurrent_layers
 from .symbolic import symbolic_trace
 from .watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untouched, untraceable
 
@@ -145,7 +146,7 @@ def exported(
     with untouched(model) as assigned, custom_functions() as custom, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), warnings.catch_warnings():
+            with torch.enable_grad(), recurrent_layers(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=ASSIGNED)
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 dynamic = {"tensors": shapes} if tensors else {}

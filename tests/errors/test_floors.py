@@ -19,12 +19,12 @@ FLOORS = [
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
-    "passes.approximation passes.holder passes.labels passes.pytree",
+    "passes.approximation passes.cells passes.holder passes.labels passes.pytree passes.recurrent passes.writer",
     "passes.border passes.spelling passes.watch",
     "passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
-    "passes.trace passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
+    "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
     "passes.resolve passes.check passes.rewrite "
     "passes.verify",
     "passes.pipeline",

@@ -58,7 +58,7 @@ def estimated(
 SEPARATE_CASES = (  # one case's output depends on that case alone, and the first dimension counts the cases
     "mlp", "shared_module", "shared_functional", "tied_autoencoder", "aliases", "shared_bias", "two_biases", "residual",
     "conv_options", "conv1d", "conv3d", "depthwise", "separable", "tables", "gpt", "gpt_tied",
-    "encoder_by_hand", "elementwise", "recurrent",
+    "encoder_by_hand", "elementwise", "recurrent", "lstm", "cells",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import kfac_fx
 from kfac_fx.compiler import CompiledModule
 from kfac_fx.moments import Moments
 from tests.models import CASES, ZOO, Case
-from tests.whole.training import differences, step
+from tests.whole.training import apart, differences, step
 
 
 def compiled(case: Case, **options: Any) -> CompiledModule:
@@ -90,7 +90,8 @@ def test_a_training_step_is_the_original_bit_for_bit(case: Case, way: str) -> No
         if way == "recording":
             all_finite(net, net.record(args, kwargs))
         theirs = step(twin, lambda: twin(*args, **kwargs))
-        assert differences(theirs, step(net.model, forward)) == []
+        compare = apart if case.rounded and way == "riding" else differences
+        assert compare(theirs, step(net.model, forward)) == []
     for ride in rides[-1:]:
         all_finite(net, ride.moments())
 

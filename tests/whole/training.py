@@ -46,6 +46,17 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     return [name for name, value in first.items() if not same(value, second[name])]
 
 
+def apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """What is not the same up to rounding."""
+    assert first.keys() == second.keys()
+    return [name for name, value in first.items() if not same(value, second[name]) and not close(value, second[name])]
+
+
+def close(first: Any, second: Any) -> bool:
+    tensors = isinstance(first, Tensor) and isinstance(second, Tensor) and first.is_floating_point()
+    return tensors and first.dtype == second.dtype and torch.allclose(first, second, rtol=1e-5, atol=1e-7)
+
+
 def same(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.dtype == second.dtype and torch.equal(

@@ -16,7 +16,8 @@ class Case:
     """make: the model; inputs, keywords: one batch for it, drawn anew at every call.
 
     loss: what `compile` is told; None if forward computes the loss itself. expected: the structured registrations, in
-    any order. whole: every element of every used parameter must be in a structured block.
+    any order. whole: every element of every used parameter must be in a structured block. rounded: the graph writes
+    out what the model computes in one operation, so both are equal up to rounding and not bit for bit.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Case:
     generic: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     layers: tuple[Any, ...] = field(default=(), compare=False)
+    rounded: bool = False
 
     @property
     def whole(self) -> bool:

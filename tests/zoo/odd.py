@@ -79,19 +79,6 @@ class Recurrent(nn.Module):
         return y
 
 
-class LSTM(nn.Module):
-    """The fused layer: its weights enter an operation that no layer has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4, batch_first=True)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return y
-
-
 class SeveralOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -260,13 +247,6 @@ CASES = (
         lambda: Recurrent(True),
         lambda: batch(5, 4, 3),
         (linear("input", 4), linear("state", 4, bias=False), linear("head")),
-    ),
-    Case(
-        "lstm",
-        LSTM,
-        lambda: batch(5, 4, 3),
-        (linear("head"),),
-        generic=tuple(f"lstm.{kind}_{side}_l0" for kind in ("weight", "bias") for side in ("ih", "hh")),
     ),
     Case(
         "several_outputs",

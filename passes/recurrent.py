@@ -1,0 +1,179 @@
+"""Recurrent layers as single operations: what torch's fused calls become while a model is traced.
+
+    nn.LSTM, nn.GRU, nn.RNN, torch.lstm, ...                    recurrent(kind, x, ...)
+    pack_padded_sequence(x, lengths).data                       packed(x, lengths)
+    pad_packed_sequence(sequence)                               unpacked(data, lengths, ...)
+
+Traced as they are, the fused calls cost torch.export a pass through every step, and packed sequences do not trace at
+all, for their sizes are data. These operations only know shapes; the pass `unroll` writes them out. The number of steps
+is a fact of the capture, guarded as every shape; so are the lengths of packed sequences as far as they are sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+NOT_RUN = "bug in kfac_fx: an operation that only stands for another one was run"
+
+
+@torch.library.custom_op("kfac_fx::recurrent", mutates_args=())
+def recurrent(
+    kind: str,
+    x: Tensor,
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    lengths: Tensor | None,
+    steps: int,
+    biases: bool,
+    layers: int,
+    dropout: float,
+    bidirectional: bool,
+    batch_first: bool,
+) -> list[Tensor]:
+    """[output, last state, ...] of a stack of recurrent layers, as torch.lstm and its like.
+
+    x: [steps, N, i], or [N, steps, i] if `batch_first`, or packed [rows, i] if there are `lengths`; state, weights: as
+    torch has them; dropout: 0 outside of training.
+    """
+    raise AssertionError(NOT_RUN)
+
+
+@recurrent.register_fake
+def _(
+    kind: str,
+    x: Tensor,
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    lengths: Tensor | None,
+    steps: int,
+    biases: bool,
+    layers: int,
+    dropout: float,
+    bidirectional: bool,
+    batch_first: bool,
+) -> list[Tensor]:
+    width = state[0].shape[-1] * (2 if bidirectional else 1)
+    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(one) for one in state)]
+
+
+@torch.library.custom_op("kfac_fx::packed", mutates_args=())
+def packed(x: Tensor, lengths: Tensor) -> Tensor:
+    """The positions of x [steps, N, ...] within the lengths [N], step by step: [rows, ...]."""
+    raise AssertionError(NOT_RUN)
+
+
+@packed.register_fake
+def _(x: Tensor, lengths: Tensor) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), *x.shape[2:])
+
+
+@torch.library.custom_op("kfac_fx::unpacked", mutates_args=())
+def unpacked(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
+    """`packed` undone: [rows, ...] -> [steps, N, ...], with `padding` beyond the lengths."""
+    raise AssertionError(NOT_RUN)
+
+
+@unpacked.register_fake
+def _(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
+    return data.new_empty(steps, lengths.shape[0], *data.shape[1:])
+
+
+@contextmanager
+def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[None]:
+    """Inside, torch's recurrent layers and packed sequences are the operations above.
+
+    longest: of the packed batches in the order of their packing, if they are not as long as their padding.
+    """
+    mode = _Recurrent(longest)
+    original = nn.RNNBase.get_expected_hidden_size
+
+    def expected(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> tuple[int, int, int]:
+        if batch_sizes is None or id(batch_sizes) not in mode.known:
+            return original(self, input, batch_sizes)
+        width = self.proj_size or self.hidden_size
+        return self.num_layers * (2 if self.bidirectional else 1), mode.known[id(batch_sizes)].cases, width
+
+    nn.RNNBase.get_expected_hidden_size = expected  # type: ignore[method-assign]  # it reads a size out of a tensor
+    try:
+        with mode:
+            yield
+    finally:
+        nn.RNNBase.get_expected_hidden_size = original  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch of packed sequences: `sizes` [steps] is what torch keeps of it, how many sequences reach each step."""
+
+    sizes: Tensor
+    lengths: Tensor
+    steps: int
+
+    @property
+    def cases(self) -> int:
+        return self.lengths.shape[0]
+
+
+class _Recurrent(TorchFunctionMode):
+    def __init__(self, longest: Sequence[int]) -> None:
+        super().__init__()
+        self.known: dict[int, _Batch] = {}  # by the id of `sizes`
+        self.longest = iter(longest)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if kwargs or not args or not isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        if name in KINDS:
+            return self.layer(name, func, args)
+        if name == "_pack_padded_sequence":
+            return self.pack(*args)
+        if name == "_pad_packed_sequence" and id(args[1]) in self.known:
+            return self.unpack(*args)
+        if name == "__getitem__" and id(args[0]) in self.known and args[1] == 0:
+            return self.known[id(args[0])].cases  # the size of the batch, where torch would read it out of a tensor
+        return func(*args, **kwargs)
+
+    def layer(self, kind: str, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        x, *rest = args
+        if isinstance(rest[2], bool):
+            state, weights, biases, layers, dropout, train, bidirectional, batch_first = rest
+            lengths, steps = None, int(x.shape[1 if batch_first else 0])  # a guard of the capture
+        elif id(rest[0]) in self.known:
+            batch = self.known[id(rest[0])]
+            state, weights, biases, layers, dropout, train, bidirectional = rest[1:]
+            lengths, steps, batch_first = batch.lengths, batch.steps, False
+        else:
+            return func(*args)  # packed outside of forward
+        states = list(state) if kind == "lstm" else [state]
+        chance = dropout if train and layers > 1 else 0.0
+        found = recurrent(
+            kind, x, states, list(weights), lengths, steps, biases, layers, chance, bidirectional, batch_first
+        )
+        return tuple(found)
+
+    def pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        x = x.transpose(0, 1) if batch_first else x
+        steps = next(self.longest, int(x.shape[0]))
+        reached = torch.arange(steps)[:, None] < lengths
+        batch = _Batch(reached.sum(1), lengths, steps)
+        self.known[id(batch.sizes)] = batch
+        return packed(x[:steps], lengths), batch.sizes
+
+    def unpack(
+        self, data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
+    ) -> tuple[Tensor, Tensor]:
+        batch = self.known[id(sizes)]
+        padded = unpacked(data, batch.lengths, int(total), float(padding))
+        return padded.transpose(0, 1) if batch_first else padded, batch.lengths

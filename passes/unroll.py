@@ -1,0 +1,223 @@
+"""Recurrent layers written out: a linear layer of the input and one of the state at every step, and the gates.
+
+    y, h = recurrent("rnn_tanh", x, h0, [w, u, b, c])     x_0, x_1, ... = unbind(x)
+                                                          h_1 = tanh(linear(h0, u, c) + linear(x_0, w, b))
+                                                          h_2 = tanh(linear(h_1, u, c) + linear(x_1, w, b))
+                                                          y, h = stack([h_1, h_2, ...]), h_T
+
+so that every weight has one use a step, in the order of time, which the series approximations rely on; the input's
+weights, too, which could have one use with T positions: the sums over rows are the same. Packed sequences are computed
+with their padding: a sequence keeps its state beyond its length.
+
+A first state that does not depend on the batch is given one row a case, so that its product with a weight is a use as
+the others. It adds nothing to the gradient of the weight if it is zero, but the bias beside it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from .cells import CELLS, Cell, State, Value
+from .ir import Program
+from .labels import Label, labels, op_name
+from .writer import Writer
+
+# --- the pass -------------------------------------------------------------------------------------------------------
+
+
+def unroll(program: Program) -> Program:
+    """See the module's docstring."""
+    if not any(op_name(node) in WRITTEN for node in program.graph.nodes if node.op == "call_function"):
+        return program
+    write = Unroller(labels(program.graph, program.parameters))
+    results: dict[fx.Node, State] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and op_name(node) in WRITTEN:
+            write.begin(node)
+            results[node] = WRITTEN[op_name(node)](write, node)
+            write.copies[node] = results[node][0].node  # what an operation of one result is
+        elif op_name(node) == "getitem" and node.args[0] in results:
+            write.copies[node] = results[node.args[0]][node.args[1]].node
+        else:
+            write.copy(node)
+    return program.but(graph=write.graph, outputs=tuple(write.copies[node] for node in program.outputs))
+
+
+class Unroller(Writer):
+    """`label`: of the old graph."""
+
+    def __init__(self, label: Mapping[fx.Node, Label]) -> None:
+        super().__init__()
+        self.label = label
+        self.padded: dict[fx.Node, Value] = {}  # packed data -> the same before it was packed, [steps, N, ...]
+        self.masks: dict[tuple[fx.Node, int], Value] = {}
+
+    def first(self, state: fx.Node, number: int | None, product: Value) -> Value:
+        """A first state with one row a case; see the module's docstring.
+
+        state: of the old graph, [N, h], or [layers, N, h] and the layer's number.
+        product: of the first input, [N, ...].
+        """
+        own = self(state) if number is None else self(state)[number]
+        if self.label[state] is Label.ACT or "val" not in own.node.meta:
+            return own
+        return own.expand_as(product[..., : own.node.meta["val"].shape[-1]])
+
+    def reached(self, lengths: Value, steps: int, like: Value) -> Value:
+        """[steps, N]: whether a sequence has this step."""
+        key = (lengths.node, steps)
+        if key not in self.masks:
+            device = like.node.meta["val"].device
+            step: Value = self.create_proxy("call_function", torch.arange, (steps,), {"device": device})
+            self.masks[key] = torch.lt(step.unsqueeze(-1), lengths.to(device))
+        return self.masks[key]
+
+    def pack(self, y: Value, mask: Value, rows: Any) -> Value:
+        """[steps, N, ...] -> [rows, ...]; rows: how many, which is data."""
+        value = y.node.meta["val"]
+        with self.valued(value.new_empty(rows, *value.shape[2:])):
+            data = y[mask]
+        self.padded[data.node] = y
+        return data
+
+    def unpack(self, data: Value, mask: Value) -> Value:
+        """[rows, ...] -> [steps, N, ...], with anything beyond the lengths."""
+        if data.node in self.padded:
+            return self.padded[data.node]
+        place = mask.flatten().cumsum(0).view_as(mask) - 1
+        return data[place.clamp(min=0)]
+
+
+# --- what is written ------------------------------------------------------------------------------------------------
+
+
+def write_cell(write: Unroller, node: fx.Node) -> State:
+    """lstm_cell(x, [h, c], w, u, b, d) and its like: one step."""
+    arguments: Any = (*node.args, None, None)
+    x, state, w, u, b, d = arguments[:6]
+    product = F.linear(write(x), write(w), write(b))
+    first = [write.first(one, None, product) for one in (state if isinstance(state, (list, tuple)) else [state])]
+    return CELLS[op_name(node).removesuffix("_cell")](product, F.linear(first[0], write(u), write(d)), first)
+
+
+def write_layers(write: Unroller, node: fx.Node) -> State:
+    """`passes.recurrent.recurrent`"""
+    arguments: Any = node.args
+    kind, x, state, weights, lengths, steps, biases, layers, dropout, bidirectional, batch_first = arguments
+    write.begin(node, node.name.replace("recurrent", kind))
+    directions = 2 if bidirectional else 1
+    each = len(weights) // (layers * directions)  # weights of one layer and direction
+    y, mask, rows = write(x), None, None
+    if lengths is not None:
+        rows = y.node.meta["val"].shape[0]
+        mask = write.reached(write(lengths), steps, y)
+        y = write.unpack(y, mask)
+    inputs = by_step(y, steps, 1 if batch_first else 0)
+    reached = None if mask is None else by_step(mask.unsqueeze(-1), steps)
+    last: list[State] = []
+    for layer in range(layers):
+        outputs: list[list[Value]] = []
+        for reverse in range(directions):
+            number = directions * layer + reverse
+            own = Weights(*arranged(write(weights[number * each : (number + 1) * each]), biases))
+            direction = Direction(CELLS[kind], own, reached, bool(reverse), f"l{layer}{'_reverse' * reverse}")
+            through, end = through_time(write, direction, inputs, [(one, number) for one in state])
+            outputs.append(through)
+            last.append(end)
+        write.at("")
+        inputs = outputs[0] if directions == 1 else [torch.cat(both, -1) for both in zip(*outputs, strict=True)]
+        if dropout and layer < layers - 1:
+            inputs = by_step(dropped(write, torch.stack(inputs), dropout, mask, rows), steps)
+    y = torch.stack(inputs, 1 if batch_first else 0)
+    ends = [torch.stack(states) for states in zip(*last, strict=True)]
+    return [y if mask is None else write.pack(y, mask, rows), *ends]
+
+
+class Weights(NamedTuple):
+    """Of one layer and direction: of the input, of the state, their biases, the projection of the state."""
+
+    w: Value
+    u: Value
+    b: Value | None
+    d: Value | None
+    r: Value | None
+
+
+def arranged(weights: Sequence[Value], biases: bool) -> list[Value | None]:
+    """In the order of `Weights`, from torch's: w, u[, b, d][, r]."""
+    w, u, *rest = weights
+    b, d, *r = rest if biases else (None, None, *rest)
+    return [w, u, b, d, r[0] if r else None]
+
+
+class Direction(NamedTuple):
+    """One layer in one direction. reached: [N, 1] for every step, where sequences have lengths; `Unroller.reached`."""
+
+    cell: Cell
+    own: Weights
+    reached: Sequence[Value] | None
+    reverse: bool
+    name: str
+
+
+def through_time(
+    write: Unroller, layer: Direction, inputs: Sequence[Value], first: Sequence[tuple[fx.Node, int]]
+) -> tuple[list[Value], State]:
+    """(outputs in the order of the inputs, last state)"""
+    (w, u, b, d, r), reached = layer.own, layer.reached
+    outputs: list[Value] = [None] * len(inputs)
+    state: State = []
+    for step in reversed(range(len(inputs))) if layer.reverse else range(len(inputs)):
+        write.at(f"{layer.name}_t{step}")
+        product = F.linear(inputs[step], w, b)
+        state = state or [write.first(one, number, product) for one, number in first]
+        new = layer.cell(product, F.linear(state[0], u, d), state)
+        if r is not None:  # the state is a projection of what the gates let out: Sak et al. 2014
+            new[0] = F.linear(new[0], r)
+        state = new if reached is None else [torch.where(reached[step], *both) for both in zip(new, state, strict=True)]
+        outputs[step] = state[0]
+    return outputs, state
+
+
+def dropped(write: Unroller, y: Value, chance: float, mask: Value | None, rows: Any) -> Value:
+    """Dropout between layers, with the random numbers that torch draws: of packed sequences, for the packed data."""
+    if mask is None:
+        return F.dropout(y, chance, True)
+    return write.unpack(F.dropout(write.pack(y, mask, rows), chance, True), mask)
+
+
+def by_step(x: Value, steps: int, dim: int = 0) -> list[Value]:
+    parts = torch.unbind(x, dim)
+    return [parts[step] for step in range(steps)]
+
+
+def write_packed(write: Unroller, node: fx.Node) -> State:
+    """`passes.recurrent.packed`"""
+    x, lengths = write(node.args)
+    steps = x.node.meta["val"].shape[0]
+    return [write.pack(x, write.reached(lengths, steps, x), node.meta["val"].shape[0])]
+
+
+def write_unpacked(write: Unroller, node: fx.Node) -> State:
+    """`passes.recurrent.unpacked`"""
+    data, lengths, steps, padding = write(node.args)
+    mask = write.reached(lengths, steps, data)
+    y = write.unpack(data, mask)
+    missing = steps - y.node.meta["val"].shape[0]
+    rest = y.node.meta["val"].dim() - 2
+    if missing:
+        y = F.pad(y, (0, 0) * (rest + 1) + (0, missing))
+    return [torch.where(mask[(..., *(None,) * rest)], y, padding)]
+
+
+WRITTEN: dict[str, Callable[[Unroller, fx.Node], State]] = {
+    **{f"{name}_cell": write_cell for name in CELLS},
+    "recurrent": write_layers,
+    "packed": write_packed,
+    "unpacked": write_unpacked,
+}
