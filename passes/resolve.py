@@ -24,7 +24,7 @@ from torch import fx
 
 from .approximation import check_requests, choose, requested
 from .errors import AmbiguousRegistrationError, LinkError, table
-from .ir import GENERIC, WANTED, Note, Program, Registration, Use, where
+from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, where
 from .labels import Edge, labels, parameters_behind, use_edges
 from .matrix import Layout, MatrixForm
 
@@ -186,7 +186,7 @@ def elements(layout: Layout) -> torch.Tensor:
 def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str], str]) -> Registration:
     first = next((use for use in uses if not use.transposed), uses[0])
     matrix: MatrixForm = first.matrix
-    reason = reasons.get(first.parameter_set)
+    reason = reasons.get(first.parameter_set) or first.output.meta.get(UNROLLED)
     if first.part_of:
         reason = f"part of {first.part_of}"
     if any(use.transposed for use in uses):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .cells import CELLS, Cell, State, Value
-from .ir import Program
+from .ir import UNROLLED, Program
 from .labels import Label, labels, op_name
 from .writer import Writer
 
@@ -100,6 +100,7 @@ def write_cell(write: Unroller, node: fx.Node) -> State:
     """lstm_cell(x, [h, c], w, u, b, d) and its like: one step."""
     arguments: Any = (*node.args, None, None)
     x, state, w, u, b, d = arguments[:6]
+    write.kept[UNROLLED] = f"a linear layer in each {op_name(node)}"
     product = F.linear(write(x), write(w), write(b))
     first = [write.first(one, None, product) for one in (state if isinstance(state, (list, tuple)) else [state])]
     return CELLS[op_name(node).removesuffix("_cell")](product, F.linear(first[0], write(u), write(d)), first)
@@ -110,6 +111,7 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
     arguments: Any = node.args
     kind, x, state, weights, lengths, steps, biases, layers, dropout, bidirectional, batch_first = arguments
     write.begin(node, node.name.replace("recurrent", kind))
+    write.kept[UNROLLED] = f"a linear layer at each of {steps} steps of {kind}"
     directions = 2 if bidirectional else 1
     each = len(weights) // (layers * directions)  # weights of one layer and direction
     y, mask, rows = write(x), None, None

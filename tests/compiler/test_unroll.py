@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes import pytree
+from kfac_fx.passes import pipeline, pytree
 from kfac_fx.passes.labels import op_name
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.trace import Capture, capture
@@ -168,3 +168,10 @@ def test_torch_is_as_it_was_after_a_capture() -> None:
     assert nn.RNNBase.get_expected_hidden_size is before
     with pytest.raises(RuntimeError, match="must be equal to input_size"):
         nn.LSTM(3, 4)(torch.randn(4, 5, 2))
+
+
+def test_the_report_says_what_the_uses_are() -> None:
+    program = pipeline.run(capture(Only(nn.LSTM(3, 4)), (torch.randn(6, 5, 3),), layers=LAYERS).program)
+    assert [one.reason for one in program.registrations] == ["a linear layer at each of 6 steps of lstm"] * 2
+    program = pipeline.run(capture(Only(nn.GRUCell(3, 4)), (torch.randn(5, 3),), layers=LAYERS).program)
+    assert [one.reason for one in program.registrations] == ["a linear layer in each gru_cell"] * 2
