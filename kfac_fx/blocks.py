@@ -14,8 +14,10 @@ from torch import Tensor
 from kfac_fx.factors import SIDES, Factor, Failures, additive
 from kfac_fx.groups import BlockGroup, Form, Vector
 from kfac_fx.inverses import Inverter
+from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root, dense
-from kfac_fx.passes.ir import SUA, Registration
+from kfac_fx.passes.ir import SERIES, SUA, Registration
+from kfac_fx.series import SeriesGroup
 from kfac_fx.sua import UncorrelatedGroup
 
 
@@ -113,7 +115,7 @@ class FisherBlock:
         for name, stack in group.factors.items():
             state |= {f"{name}/moment": stack.moment[index], f"{name}/total_weight": stack.total_weight[index]}
         for root, operators in group.roots.items():
-            state |= {f"{side}/{root}": op[index] for side, op in zip(group.sides, operators, strict=True)}
+            state |= {f"{name}/{root}": op[index] for name, op in zip(group.operands(root), operators, strict=True)}
         return state
 
     def full_fisher_block(self) -> Tensor:
@@ -126,7 +128,8 @@ def statistics_of(registration: Registration) -> tuple[str, ...]:
     if registration.generic:
         return ()
     if right is not None:
-        return "count", right.statistic, left.statistic
+        lagged = LAGGED if registration.approximation in SERIES else ()
+        return "count", right.statistic, left.statistic, *lagged
     # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
     if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
         return (left.statistic,)
@@ -151,7 +154,8 @@ def make_groups(
         example = parameters[one.parameters[0]]
         place = dtype or torch.promote_types(example.dtype, torch.float32), device or example.device
         kernel = one.kernel if one.approximation == SUA else None
-        return SIDES[one.approximation], kernel, one.generic, form_of(one, parameters).shape, place
+        series = (one.approximation, one.steps) if one.approximation in SERIES else None
+        return SIDES[one.approximation], kernel, series, one.generic, form_of(one, parameters).shape, place
 
     found: dict[tuple[object, ...], list[Registration]] = {}
     for registration in registrations:
@@ -172,6 +176,8 @@ def make_groups(
 
 
 def group_class(registration: Registration) -> type[BlockGroup]:
+    if registration.approximation in SERIES:
+        return SeriesGroup
     return UncorrelatedGroup if registration.approximation == SUA else BlockGroup
 
 

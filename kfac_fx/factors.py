@@ -8,6 +8,7 @@ for a shared layer), the sums of `statistics` become
     F = Σ_n p_n p_nᵀ / N (full) or its diagonal, from per-case gradients p_n;
     F = g gᵀ / N (full) or its diagonal for generic parameters, from the gradient g of the summed loss.
 
+For series of uses there are A1 and G1 besides, from products of consecutive rows, also divided by M (`kfac_fx.lagged`).
 For "kron_sua" the rows of A are the input's pixels with a 1 appended, and A is their mean (`kfac_fx.sua`).
 
 Every factor is a running average of these values over batches with weights 1, decay, decay², ...: it is free of bias
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from kfac_fx.linalg import Root, spread
 from kfac_fx.passes.errors import FactorNotReady
-from kfac_fx.passes.ir import SUA
+from kfac_fx.passes.ir import SERIES, SUA
 
 Shape = tuple[int, ...]
 
@@ -151,6 +152,7 @@ SIDES: dict[str, tuple[Side, Side | None]] = {  # of an approximation: left and 
     "kron_in_diag": (OUTPUTS, INPUTS_DIAGONAL),
     "kron_out_diag": (OUTPUTS_DIAGONAL, INPUTS),
     "kron_both_diag": (OUTPUTS_DIAGONAL, INPUTS_DIAGONAL),
+    **dict.fromkeys(SERIES, (OUTPUTS, INPUTS)),
     SUA: (OUTPUTS, INPUTS),  # of pixels
     "diagonal": (Side("F", "square", True), None),
     "full": (Side("F", "outer", False), None),
@@ -179,6 +181,8 @@ def batch_values(approximation: str, sums: Mapping[str, Tensor], cases: int) -> 
         sides = {side.factor: sums[side.statistic] / spread(rows, sums[side.statistic]) for side in (left, right)}
         if approximation == SUA:  # pixels are not as many as output positions; their number is in the corner
             sides["A"] = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
+        if approximation in SERIES:
+            sides |= {name: sums[name] / spread(rows, sums[name]) for name in ("A1", "G1")}
         return {**sides, "positions": sums["count"] / cases}
     if "gradient" in sums:
         g = sums["gradient"]  # [L, p], or [L, k, p] of k cotangents

@@ -70,6 +70,7 @@ class BlockGroup:
         self.left, self.right = SIDES[self.approximation]
         whole = [side for side in (self.left, self.right) if side is not None]
         self.sides = [part for side in whole for part in self.parts(side)]
+        self.decomposed = [side for side in self.sides if not side.diagonal]  # by `Inverter`
         self.damping, self.dtype, self.device = damping, dtype, device
         blocks = len(forms)
         self.factors = {side.factor: Stack.zeros(blocks, self.factor_shape(side), dtype, device) for side in whole}
@@ -99,6 +100,10 @@ class BlockGroup:
     def size(self, side: Side) -> int:
         """d of one of its matrices [d, d]."""
         return side.size(self.shape)
+
+    def operands(self, root: Root) -> list[str]:
+        """The names of what is kept for a root."""
+        return [str(side) for side in self.sides]
 
     def as_operator(self, side: Side, factor: Tensor) -> Tensor:
         """[L, groups, d, d], or [L, groups, d] if diagonal; F has one group, of all parameters."""

@@ -53,9 +53,8 @@ class Inverter:
         self.groups, self.roots = groups, roots
         self.batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, Side]]] = defaultdict(list)
         for g, group in enumerate(groups):
-            for side in group.sides:
-                if not side.diagonal:
-                    self.batches[group.size(side), group.dtype, group.device].append((g, side))
+            for side in group.decomposed:
+                self.batches[group.size(side), group.dtype, group.device].append((g, side))
         self.watches = {key: Watch(key[2].type == "cuda" if deferred is None else deferred) for key in self.batches}
 
     @torch.no_grad()

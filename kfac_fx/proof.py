@@ -8,7 +8,7 @@ It catches a wrong axis, a wrong dilation, a wrong layout and a missed use alike
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError, table
-from kfac_fx.passes.ir import SUA, Program, Registration, Use
+from kfac_fx.passes.ir import SERIES, SUA, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 
 from .likeness import coarsest, compare
@@ -35,6 +35,7 @@ class ProofTap(Tap):
 
     failure: str | None = None
     cases: int | None = None
+    kind: tuple[Any, ...] = ()  # of its rows: are they ids, and how many
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         assert registration.matrix is not None, "bug in kfac_fx: a proof of a generic registration"
@@ -47,6 +48,7 @@ class ProofTap(Tap):
                 rows, grad_rows = both(output_grad, input, *tensors)
                 check_shapes(rows, grad_rows, (g, o, inputs))
                 self.cases = grad_rows.shape[0]
+                self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 self.failure = f"its rows could not be made: {str(error).splitlines()[0]}"
                 return output_grad.new_zeros(1, 1, g, inputs), output_grad.new_zeros(1, 1, g, o)
@@ -92,7 +94,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         return Verdict(recorder.program, {}, conclusive=False)
     coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
     failed: dict[tuple[str, ...], str] = {}
-    merged: set[tuple[str, ...]] = set()
+    other: dict[tuple[str, ...], tuple[str, str]] = {}  # what fits the rows, and why
     taps, towers = tap_list(prover), prover.tower_cases(fisher)
 
     def cases(tap: ProofTap) -> int:
@@ -111,7 +113,10 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if reason is not None:
             failed[one.parameters] = reason
         elif one.approximation in PER_CASE and any(tap.cases != cases(tap) for tap in taps[one.parameters]):
-            merged.add(one.parameters)
+            why = f"cases are merged with positions at its output, so not {one.approximation!r}"
+            other[one.parameters] = "kron", why
+        elif one.approximation in SERIES and (mixed := unlike(taps[one.parameters])):
+            other[one.parameters] = "kron_indep", f"{mixed}, so not {one.approximation!r}"
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
         many = "1 registration" if len(failed) == 1 else f"{len(failed)} registrations"
@@ -119,7 +124,16 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             f"{many} failed the proof:\n{table(rows)}\n"
             "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
         )
-    return Verdict(demoted(recorder.program, failed, merged), failed)
+    return Verdict(demoted(recorder.program, failed, other), failed)
+
+
+def unlike(taps: Sequence[ProofTap]) -> str | None:
+    """Why these uses have no rows that a series could be made of."""
+    if any(tap.kind[0] for tap in taps):
+        return "its rows are ids"
+    if any(tap.kind != taps[0].kind for tap in taps):
+        return "its uses have different numbers of rows"
+    return None
 
 
 def replace_taps(recorder: Recorder) -> Recorder:
@@ -134,7 +148,7 @@ def replace_taps(recorder: Recorder) -> Recorder:
 
 def with_patches(one: Registration) -> Registration:
     """What is proved are the rows of the matrix."""
-    return replace(one, approximation="kron") if one.approximation == SUA else one
+    return replace(one, approximation="kron") if one.approximation in (SUA, *SERIES) else one
 
 
 def tap_list(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
@@ -173,15 +187,17 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
     return wanted, got, bound, fisher
 
 
-def demoted(program: Program, failed: Mapping[tuple[str, ...], str], merged: set[tuple[str, ...]]) -> Program:
+def demoted(
+    program: Program, failed: Mapping[tuple[str, ...], str], other: Mapping[tuple[str, ...], tuple[str, str]]
+) -> Program:
     kept: list[Registration] = []
     for one in program.registrations:
         if one.parameters in failed:
             reason = f"{one.layer}: {failed[one.parameters]}"
             kept += [Registration("generic", None, (name,), (), "diagonal", reason) for name in one.parameters]
-        elif one.parameters in merged:
-            why = f"cases are merged with positions at its output, so not {one.approximation!r}"
-            kept.append(replace(one, approximation="kron", reason=why))
+        elif one.parameters in other:
+            approximation, why = other[one.parameters]
+            kept.append(replace(one, approximation=approximation, reason=why))
         else:
             kept.append(copy.copy(one))
     return program.but(registrations=tuple(kept))

@@ -25,6 +25,7 @@ from kfac_fx.passes.trace import Capture
 
 from .exact import ExactPass
 from .linalg import dense, full_precision
+from .link import Link
 from .loss_spec import NAMES, LossSpec
 from .losses import LossFunction
 from .moments import Key, Moments, Ride, flat
@@ -54,7 +55,12 @@ class Recorder:
     loop_reason: str | None = field(default=None, init=False)  # of the last exact pass; see `Pullback`
 
     def __post_init__(self) -> None:
-        self.emitted = rewrite(self.program, lambda one, use: self.make_tap(one, use, self.program.layers[use.layer]))
+        layers = self.program.layers
+        self.emitted = rewrite(
+            self.program,
+            lambda one, use: self.make_tap(one, use, layers[use.layer]),
+            lambda one, use, first, last: Link(one, use, layers[use.layer], first, last),
+        )
         targets = {str(node.target) for node in self.emitted.graph.nodes if node.op == "get_attr"}
         self.parameter_names = [name for name, _ in self.model.named_parameters() if name in targets]
         self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in targets]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kfac_fx.passes.ir import SUA, Program, Registration
+from kfac_fx.passes.ir import SERIES, SUA, Program, Registration
 from kfac_fx.passes.labels import labels, parameters_behind, use_edges
 
 Shapes = dict[str, tuple[int, ...]]
@@ -107,10 +107,11 @@ def factor_shapes(registration: Registration, program: Program) -> Shapes:
     (groups, outputs, inputs), _ = registration.rows
     a_diagonal = approximation in ("kron_in_diag", "kron_both_diag")
     g_diagonal = approximation in ("kron_out_diag", "kron_both_diag")
-    return {
+    sides = {
         "A": (groups, inputs) if a_diagonal else (groups, inputs, inputs),
         "G": (groups, outputs) if g_diagonal else (groups, outputs, outputs),
     }
+    return sides | {f"{name}1": shape for name, shape in sides.items()} if approximation in SERIES else sides
 
 
 def block_words(registration: Registration, program: Program) -> str:
@@ -121,7 +122,9 @@ def block_words(registration: Registration, program: Program) -> str:
         words = "kronecker"
         if groups > 1:
             words += " per channel" if outputs == 1 else " per group"
-        if len(registration.uses) > 1:
+        if registration.approximation in SERIES:
+            words += f", {registration.approximation.removeprefix('kron_').replace('_', ' ')}"
+        elif len(registration.uses) > 1:
             words += ", independent"
         if registration.approximation == SUA:
             words += ", uncorrelated places"

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.ir import SUA, Registration, Use
+from kfac_fx.passes.ir import SUA, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.rewrite import tensor_attrs
 
-from .statistics import STATISTICS
+from .lagged import LAGGED
+from .statistics import STATISTICS, Shape
 
 Probes = Mapping[str, Tensor]
 BothRows = Callable[..., tuple[Tensor, Tensor]]
@@ -42,8 +42,8 @@ class Tap(nn.Module):
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         if not probes:
             return output
-        names = tuple(probes)
-        tapped: Tensor = self.function.apply(output, input, len(names), *names, *probes.values(), *tensors)
+        own = {name: probe for name, probe in probes.items() if name not in LAGGED}
+        tapped: Tensor = self.function.apply(output, input, len(own), *own, *own.values(), *tensors)
         return tapped
 
     def extra_repr(self) -> str:
@@ -133,8 +133,10 @@ def make_probes(registration: Registration, names: tuple[str, ...], cases: int, 
     matrix, _ = registration.rows
     dtype = torch.promote_types(like.dtype, torch.float32)
     zero = torch.zeros((), dtype=dtype, device=like.device)
-    shapes = {
-        name: STATISTICS[name].shape(matrix, cases * registration.towers if name == "per_case" else cases)
-        for name in names
-    }
-    return {name: zero.expand(shape).requires_grad_() for name, shape in shapes.items()}
+
+    def shape(name: str) -> Shape:
+        if name in LAGGED:
+            return LAGGED[name].shape(matrix)
+        return STATISTICS[name].shape(matrix, cases * registration.towers if name == "per_case" else cases)
+
+    return {name: zero.expand(shape(name)).requires_grad_() for name in names}

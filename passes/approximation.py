@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
+
+from torch import fx
 
 from .errors import ApproximationError, table
-from .ir import GENERIC, KRONECKER, SUA, Program, Use, where
+from .ir import GENERIC, KRONECKER, SERIES, SUA, Program, Use, tensor_attrs, where
 from .matrix import MatrixForm
 
 PER_CASE = ("full", "diagonal")
@@ -36,6 +40,8 @@ def choose(
         chosen = "kron"
     if chosen == SUA and (other := next((use for use in uses if not has_pixels(program, use)), None)):
         reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {SUA!r}", "kron"
+    if chosen in SERIES and (why := why_no_series(uses)):
+        reason, chosen = f"{why}, so not {chosen!r}", default if default in KRONECKER else "kron"
     if len(uses) > 1 and chosen == "kron":
         chosen = "kron_indep"
     limited = narrow(chosen, matrix, program.options.dense_limit)
@@ -51,6 +57,35 @@ def cases_apart(program: Program, use: Use) -> bool:
 
 def has_pixels(program: Program, use: Use) -> bool:
     return SUA in program.layers[use.layer].approximations and not use.transposed
+
+
+def why_no_series(uses: Sequence[Use]) -> str | None:
+    """Why these uses are not one use repeated in time, in every tower alike; None if they are."""
+    towers: dict[int, list[Use]] = defaultdict(list)
+    for use in uses:
+        towers[use.tower].append(use)
+    numbers = {sum(use.steps for use in tower) for tower in towers.values()}
+    if len(numbers) > 1:
+        return f"its towers have {' and '.join(map(str, sorted(numbers)))} uses"
+    if numbers == {1}:
+        return "it has one use"
+    first = uses[0]
+    for use in uses:
+        if use.transposed:
+            return f"its use at {where(use.output)} is transposed"
+        if tensor_attrs(use):
+            return f"its rows at {where(use.output)} depend on more than its input"
+        if kind_of(use) != kind_of(first):
+            return f"its uses at {where(first.output)} and {where(use.output)} are not alike"
+    return None
+
+
+def kind_of(use: Use) -> tuple[Any, ...]:
+    """What makes rows; with the sizes of the output, where the graph knows them."""
+    literals = {name: value for name, value in use.attrs.items() if not isinstance(value, fx.Node)}
+    value = use.output.meta.get("val")
+    sizes = None if value is None else tuple(str(size) for size in value.shape)
+    return use.layer, use.form, use.batch_dim, repr(sorted(literals.items())), sizes
 
 
 def narrow(chosen: str, matrix: MatrixForm, limit: int) -> str:

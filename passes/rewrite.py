@@ -22,14 +22,18 @@ from torch import fx, nn
 
 from .holder import attribute, holder
 from .inplace import memory
-from .ir import Program, Registration, Use
+from .ir import SERIES, Program, Registration, Use, tensor_attrs
 from .labels import changes_memory, has_effect
 
 TapFactory = Callable[[Registration, Use], nn.Module]
+LinkFactory = Callable[[Registration, Use, bool, bool], nn.Module]  # of a use, the first, the last of its tower
 
 
-def rewrite(program: Program, tap: TapFactory) -> fx.GraphModule:
-    """Emit the module. Its inputs are the graph's placeholders and then `probes`, one mapping a registration."""
+def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) -> fx.GraphModule:
+    """Emit the module. Its inputs are the graph's placeholders and then `probes`, one mapping a registration.
+
+    link: of the uses of series; None: leave links out.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(program.graph, copies)
@@ -40,7 +44,10 @@ def rewrite(program: Program, tap: TapFactory) -> fx.GraphModule:
     probes = add_probes(graph)
     taps: dict[str, nn.Module] = {}
     tapped: dict[fx.Node, fx.Node] = {}  # a node -> its last tap, which its readers read instead
+    links: dict[str, nn.Module] = {}
     for number, registration in enumerate(program.registrations):
+        if link is not None and registration.approximation in SERIES:
+            insert_links(graph, number, registration, link, links, copies, tapped, probes)
         for use in registration.uses:
             name = fresh(tap_name(registration), taps)
             taps[name] = tap(registration, use)
@@ -52,7 +59,8 @@ def rewrite(program: Program, tap: TapFactory) -> fx.GraphModule:
     graph.lint()
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
-    return fx.GraphModule(holder(held | {f"taps.{name}": one for name, one in taps.items()}), graph, "Emitted")
+    held |= {f"taps.{name}": one for name, one in taps.items()} | {f"links.{name}": one for name, one in links.items()}
+    return fx.GraphModule(holder(held), graph, "Emitted")
 
 
 def add_probes(graph: fx.Graph) -> fx.Node:
@@ -90,6 +98,47 @@ def insert_tap(
     tapped[original] = tap
 
 
+def insert_links(
+    graph: fx.Graph,
+    number: int,
+    registration: Registration,
+    make: LinkFactory,
+    links: dict[str, nn.Module],
+    copies: dict[fx.Node, fx.Node],
+    tapped: dict[fx.Node, fx.Node],
+    probes: fx.Node,
+) -> None:
+    """Behind every output of a series a link to the next use, in each tower:
+
+    hidden_link = self.links.hidden(linear, h, hidden_probes, carrier of the use before, input of the use before)
+    linked, carrier = hidden_link[0], hidden_link[1]
+    """
+    order = {node: n for n, node in enumerate(graph.nodes)}
+    for tower in dict.fromkeys(use.tower for use in registration.uses):
+        uses = sorted((u for u in registration.uses if u.tower == tower), key=lambda use: order[copies[use.output]])
+        carrier: fx.Node | None = None
+        earlier: fx.Node | None = None
+        for use in uses:
+            name = fresh(tap_name(registration), links)
+            links[name] = make(registration, use, use is uses[0], use is uses[-1])
+            original = copies[use.output]
+            output = tapped.get(original, original)
+            readers = list(output.users)
+            with graph.inserting_after(output):
+                probe = graph.create_node("call_function", operator.getitem, (probes, number), name=f"{name}_probes")
+            with graph.inserting_after(probe):
+                arguments = (output, copies[use.input], probe, carrier, earlier)
+                link = graph.create_node("call_module", f"links.{name}", arguments, name=f"{name}_link")
+            with graph.inserting_after(link):
+                carrier = graph.create_node("call_function", operator.getitem, (link, 1), name=f"{name}_carrier")
+                linked = graph.create_node("call_function", operator.getitem, (link, 0), name=f"{name}_linked")
+            linked.meta = dict(use.output.meta)
+            for reader in readers:
+                reader.replace_input_with(output, linked)
+            tapped[original] = linked
+            earlier = copies[use.input]
+
+
 def protect(graph: fx.Graph) -> None:
     """Copies of taps and inputs whose memory is changed in place: autograd forbids the one, and recording must not
     change the batch that the model is about to see."""
@@ -109,12 +158,6 @@ def protect(graph: fx.Graph) -> None:
         for reader in readers:
             reader.replace_input_with(owner, copy)
             reader.replace_input_with(source, copy)
-
-
-def tensor_attrs(use: Use) -> dict[str, fx.Node]:
-    """Attributes that are tensors at run time and that rows may need; `other` and `_...` are only there to match."""
-    nodes = {key: value for key, value in use.attrs.items() if isinstance(value, fx.Node)}
-    return {key: value for key, value in nodes.items() if key != "other" and not key.startswith("_")}
 
 
 def tap_name(registration: Registration) -> str:

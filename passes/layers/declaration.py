@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import LayerError
-from ..ir import EVERY_LAYER, SUA, Attrs
+from ..ir import EVERY_LAYER, SERIES, SUA, Attrs
 from ..matrix import Layout
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
@@ -107,7 +107,7 @@ def layer(
     where: Callable[[Attrs], bool] = lambda attrs: True,
     leading: bool = False,
     default: str = "kron",
-    approximations: tuple[str, ...] = EVERY_LAYER,
+    approximations: tuple[str, ...] = (*EVERY_LAYER, *SERIES),
     pixels: RowsFn | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:

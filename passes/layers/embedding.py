@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ir import Attrs
+from ..ir import EVERY_LAYER, Attrs
 from .declaration import Example, layer
 from .rows import Written, as_rows
 
@@ -50,6 +50,7 @@ def positions(function: Any, *base: int) -> Example:
     where=plain,
     leading=True,
     default="kron_in_diag",
+    approximations=EVERY_LAYER,
     example=(
         lambda: (nn.Embedding(5, 3), ids(4)),
         lambda: (nn.Embedding(5, 3), ids(4, 7, 2)),
@@ -144,6 +145,7 @@ class FlatBag(nn.EmbeddingBag):
     layouts={"weight": "i o -> o i"},
     where=plain_bag,
     default="kron_in_diag",
+    approximations=EVERY_LAYER,
     example=(
         lambda: (nn.EmbeddingBag(5, 3, mode="sum"), ids(4, 7)),
         lambda: (nn.EmbeddingBag(5, 3, mode="mean", padding_idx=-2), ids(4, 7)),

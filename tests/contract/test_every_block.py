@@ -7,10 +7,20 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks import FisherBlock, make_block
-from kfac_fx.passes.ir import SUA
-from tests.runtime.fisher_cases import CASES, FORMS, draw, register, trained
+from kfac_fx.passes.ir import SERIES, SUA
+from tests.runtime.fisher_cases import CASES, FORMS, dense_series, draw, register, roots_of, trained
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
+WITH_POWERS = [(form, approximation) for form, approximation in CASES if approximation not in SERIES]
+every_block_with_powers = pytest.mark.parametrize(
+    ("form", "approximation"), WITH_POWERS, ids=[f"{f}-{a}" for f, a in WITH_POWERS]
+)
+POWERS = [
+    (form, approximation, exp)
+    for form, approximation in CASES
+    for exp in (1, -2, -1, -0.5, 0.5)
+    if exp == 1 or exp in roots_of(approximation)
+]
 
 
 def matrix(side: Tensor) -> Tensor:
@@ -40,18 +50,26 @@ def input_side(block: FisherBlock) -> Tensor:
 
 
 def damped(block: FisherBlock, damping: float) -> Tensor:
-    """F + λ I as one dense matrix, written as in the paper: c (G + √(λ/c)/π I) ⊗ (A + π √(λ/c) I), group by group."""
+    """F + λ I as one dense matrix, written as in the paper: c (G + √(λ/c)/π I) ⊗ (A + π √(λ/c) I), group by group; of
+    series, V_0 is such a product."""
     if "F" in block.factors:
         f = block.factors["F"].value
         full = f if f.dim() == 2 else torch.diag(f.flatten())
         return full + damping * torch.eye(len(full), dtype=full.dtype)
     g_all, c = (block.factors[name].value for name in ("G", "positions"))
-    blocks = []
-    for a, g in zip(input_side(block), matrix(g_all), strict=True):
+    blocks, one = [], block.registration
+    for n, (a, g) in enumerate(zip(input_side(block), matrix(g_all), strict=True)):
         pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
         a = a + pi * (damping / c).sqrt() * torch.eye(len(a), dtype=a.dtype)
         g = g + (damping / c).sqrt() / pi * torch.eye(len(g), dtype=g.dtype)
-        blocks.append(c * torch.kron(g, a))
+        if one.approximation not in SERIES:
+            blocks.append(c * torch.kron(g, a))
+            continue
+        a1, g1 = (block.factors[name].value[n] for name in ("A1", "G1"))
+        if one.approximation == "kron_series_1":
+            a1, g1 = (a1 + a1.mT) / 2, (g1 + g1.mT) / 2
+        steps = len(one.uses)
+        blocks.append(c / steps * dense_series(one.approximation, torch.kron(g, a), torch.kron(g1, a1), steps))
     dense: Tensor = torch.block_diag(*blocks)
     return dense
 
@@ -67,8 +85,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(one[name], other[name])
 
 
-@every_block
-@pytest.mark.parametrize("exp", [1, -2, -1, -0.5, 0.5])
+@pytest.mark.parametrize(("form", "approximation", "exp"), POWERS, ids=["-".join(map(str, one)) for one in POWERS])
 def test_powers_are_those_of_the_dense_damped_block(form: str, approximation: str, exp: float) -> None:
     block, vector = trained(form, approximation)
     values, vectors = torch.linalg.eigh(damped(block, 0.3))
@@ -90,7 +107,7 @@ def test_the_inverse_undoes_the_product(form: str, approximation: str) -> None:
     assert_same(block.multiply_inverse(block.multiply(vector)), vector)
 
 
-@every_block
+@every_block_with_powers
 def test_half_powers_compose(form: str, approximation: str) -> None:
     block, vector = trained(form, approximation)
     twice = block.multiply_matpower(block.multiply_matpower(vector, 0.5), 0.5)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks import FisherBlock, make_block, statistics_of
+from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root
-from kfac_fx.passes.ir import SUA, Registration, Use
+from kfac_fx.passes.ir import SERIES, SUA, Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.statistics import STATISTICS
+from kfac_fx.statistics import STATISTICS, canonical
 
 ALL_ROOTS: tuple[Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
 
@@ -79,12 +80,31 @@ CASES = [
     if form != "generic" or approximation in ("diagonal", "full")
 ]
 CASES += [(form, SUA) for form in CONVOLUTIONS]
+STEPS = 4  # of series
+CASES += [
+    (form, approximation)
+    for form in (
+        "linear",
+        "linear with bias",
+        "grouped convolution",
+        "depthwise convolution",
+        "scale and shift",
+        "shift",
+    )
+    for approximation in SERIES
+]
 FORMS |= CONVOLUTIONS
 
 
 def register(form: Form, approximation: str, uses: int = 1) -> Registration:
-    use = cast(Use, SimpleNamespace(tower=0, attrs=form.shapes))
+    use = cast(Use, SimpleNamespace(tower=0, steps=1, attrs=form.shapes))
+    uses = STEPS if approximation in SERIES else uses
     return Registration("layer", form.matrix, tuple(form.shapes), (use,) * uses, approximation)
+
+
+def roots_of(approximation: str) -> tuple[Root, ...]:
+    """All that a block may keep: series have no other powers than 1 and -1."""
+    return tuple(root for root in ALL_ROOTS if approximation not in SERIES or root == -1 or isinstance(root, str))
 
 
 def draw(registration: Registration, form: Form, cases: int, positions: int = 2) -> dict[str, Tensor]:
@@ -92,11 +112,46 @@ def draw(registration: Registration, form: Form, cases: int, positions: int = 2)
     if registration.matrix is None:
         return {"gradient": torch.randn(sum(t.numel() for t in form.parameters.values()), dtype=torch.float64)}
     (g, o, i), has_bias = registration.rows
+    if registration.approximation in SERIES:
+        x, d = sequences(registration.steps, (cases, positions, g), i - has_bias, o)
+        return sequence_statistics(x, d, has_bias, (g, o, i))
     d = torch.randn(cases, positions, g, o, dtype=torch.float64)
     x = torch.randn(cases, positions, g, i - has_bias, dtype=torch.float64)
     rows = torch.randint(i, (cases, positions)) if form.ids else x
     names = statistics_of(registration)
     return {name: STATISTICS[name].compute(rows, d, has_bias, (g, o, i)) for name in names}
+
+
+def sequences(steps: int, shape: tuple[int, ...], inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """Rows [T, *shape, i] and gradient rows [T, *shape, o] that remember the step before, and change places."""
+    x, d = (torch.randn(steps, *shape, size, dtype=torch.float64) for size in (inputs, outputs))
+    for t in range(1, steps):
+        x[t] += 0.8 * x[t - 1].roll(1, -1)
+        d[t] -= 0.7 * d[t - 1].flip(-1)
+    return x, d
+
+
+def sequence_statistics(x: Tensor, d: Tensor, bias: bool, matrix: tuple[int, int, int]) -> dict[str, Tensor]:
+    """What a series block takes, of rows [T, N, S, g, i] and gradient rows [T, N, S, g, o], use by use."""
+    uses = [(rows, grad_rows) for rows, grad_rows in zip(x, d, strict=True)]
+    sums = {name: sum(STATISTICS[name].compute(*use, bias, matrix) for use in uses) for name in ("count", "A", "G")}
+    pairs = [[canonical(*use, bias, matrix) for use in uses[t : t + 2]] for t in range(len(uses) - 1)]
+    for name, lagged in LAGGED.items():
+        zero = torch.zeros(lagged.shape(matrix), dtype=d.dtype)
+        sums[name] = zero + sum(lagged.compute(later, earlier) for earlier, later in pairs)
+    return cast(dict[str, Tensor], sums)
+
+
+def dense_series(approximation: str, v0: Tensor, v1: Tensor, steps: int) -> Tensor:
+    """F over the number of positions, from V_0 and V_1 [K, K]: the sum of all V_s-t, s and t from 1 to T, or T times
+    the sum of all V_d."""
+    if approximation == "kron_series_1":
+        lags = [torch.linalg.matrix_power(v1 @ torch.linalg.inv(v0), d) @ v0 for d in range(steps)]
+        pairs = [(s, t) for s in range(steps) for t in range(steps)]
+        return torch.stack([lags[s - t] if s >= t else lags[t - s].mT for s, t in pairs]).sum(0)
+    identity = torch.eye(len(v0), dtype=v0.dtype)
+    one_way = torch.linalg.solve(identity - v1 @ torch.linalg.inv(v0), v0)  # V_0 + V_1 + V_2 + ...
+    return steps * (one_way + one_way.mT - v0)
 
 
 def trained(
@@ -106,7 +161,7 @@ def trained(
     form = FORMS[name]
     registration = register(form, approximation)
     parameters = form.parameters
-    block = make_block(registration, parameters=parameters, dtype=dtype, damping=damping, roots=ALL_ROOTS)
+    block = make_block(registration, parameters=parameters, dtype=dtype, damping=damping, roots=roots_of(approximation))
     for _ in range(20):
         block.update(draw(registration, form, 7), 7, decay=0.95)
     block.update_inverses()

@@ -1,0 +1,105 @@
+"""The link: what makes consecutive uses of one weight meet in the backward pass, for series blocks.
+
+A link is an identity on the output of a use, in front of its tap. Beside the output it returns a *carrier*, a zero
+tensor of the same shape, which enters the link of the next use; the carrier's "gradient" is the gradient of the next
+use's output. So a link knows, in its backward, the gradients of two consecutive outputs, and autograd calls it after
+that of the next use, whatever else the two have to do with each other. The inputs of both are known in the forward.
+Their second moments leave as the gradients of probes, as a tap's statistics do (`kfac_fx.tap`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.ir import Registration, Use, where
+from kfac_fx.passes.layers import Layer
+
+from .lagged import LAGGED, unfolded
+from .statistics import canonical
+from .tap import BothRows, Matrix, Probes, both_rows
+
+
+class Link(nn.Module):
+    """One use of a series. first, last: it has no use before it, none behind it."""
+
+    def __init__(self, registration: Registration, use: Use, layer: Layer, first: bool, last: bool) -> None:
+        super().__init__()
+        assert registration.matrix is not None, "bug in kfac_fx: a link in a generic registration"
+        self.owner, self.place = str(registration), where(use.output)
+        self.function = link_function(
+            both_rows(registration, use, layer),
+            registration.matrix.shape,
+            registration.matrix.bias is not None,
+            (first, last, use.steps, use.steps_in_positions),
+            f"{self.owner} at {self.place} has ids for rows, of which there is no series; let it be 'kron_indep'",
+        )
+
+    def forward(
+        self, output: Tensor, input: Tensor, probes: Probes | None, carried: Tensor | None, earlier: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`output` unchanged, and the carrier for the next use. carried, earlier: the carrier and the input of the use
+        before. Raises RegistrationError if that has another shape."""
+        if not probes:
+            return output, None
+        if carried is not None and carried.shape != output.shape:
+            raise RegistrationError(
+                f"{self.owner} at {self.place} has an output of shape {list(output.shape)} and "
+                f"{list(carried.shape)} one use before: no series of uses; let it be 'kron_indep'"
+            )
+        pair: tuple[Tensor, Tensor] = self.function.apply(
+            output, input, carried, earlier, *(probes[name] for name in LAGGED)
+        )
+        return pair
+
+    def extra_repr(self) -> str:
+        return self.place
+
+
+def link_function(
+    both: BothRows, matrix: Matrix, bias: bool, place: tuple[bool, bool, int, bool], no_series: str
+) -> type[torch.autograd.Function]:
+    """The autograd.Function of one link: a class of its own, that closes over functions and literals only.
+
+    Its arguments are (output, input, carrier and input of the use before or None, the probes of `LAGGED`).
+    place: (first, last, uses held in these rows one after another, and whether along their positions).
+    """
+    first, last, steps, in_positions = place
+
+    class LinkFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            output: Tensor, input: Tensor, carried: Tensor | None, earlier: Tensor | None, *probes: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return output.view_as(output), output.new_zeros(()).expand(output.shape)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _, input, _, earlier, *_ = inputs
+            ctx.save_for_backward(*([input] if earlier is None else [input, earlier]))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            output_grad, later_grad = grads
+            input, *before = ctx.saved_tensors
+            with torch.no_grad(), torch.autocast(output_grad.device.type, enabled=False):
+                # The uses are alike, so that one's rows can be made with the other's attributes.
+                here = canonical(*both(output_grad, input), bias, matrix)
+                if not here.x.is_floating_point():
+                    raise RegistrationError(no_series)
+                beside = canonical(
+                    *both(output_grad if last else later_grad, before[0] if before else input), bias, matrix
+                )
+                sums: list[Tensor | None] = [None, None]
+                a, g = (LAGGED[name].compute for name in LAGGED)
+                if steps > 1:
+                    pair = unfolded(here, steps, in_positions)
+                    sums = [a(*pair), g(*pair)]
+                else:
+                    sums = [None if first else a(here, beside), None if last else g(beside, here)]
+            return output_grad, None, None if first else output_grad, None, *sums
+
+    return LinkFunction

@@ -1,0 +1,205 @@
+"""Series blocks: a weight used at T times, whose rows and gradient rows are taken to be a Markov chain in time
+(Martens, Ba & Johnson 2018, "Kronecker-factored curvature approximations for recurrent neural networks").
+
+The gradient of a case is w = Σ_t w_t with w_t = d_t r_tᵀ. Let V_d be the second moment of w_t+d and w_t, and take
+
+    V_0 = G_λ ⊗ A_λ,    V_1 = G1 ⊗ A1,    Ψ = V_1 V_0⁻¹,    V_d = Ψ^d V_0,    V_-d = V_dᵀ.
+
+Then F = Σ_{s, t} V_s-t = Σ_|d|<T (T - |d|) V_d, which is not yet easy to invert; it is with one assumption more:
+
+    kron_series_1    V_1 is symmetric           F =   Σ_|d|<T (T - |d|) V_d
+    kron_series_2    T is large                 F = T Σ_d V_d,  over all d
+
+Let V_0 = L Lᵀ and Ψ̂ = L⁻¹ V_1 L⁻ᵀ, that is L = L_G ⊗ L_A and Ψ̂ = Ĝ ⊗ Â side by side. With
+
+    kron_series_1    Ĝ = U_G ψ_G U_Gᵀ, likewise A;    M = L U,    w = Σ_|d|<T (T - |d|) (ψ_G ψ_A)^|d|
+    kron_series_2    Ĝ Ĝᵀ = E_G μ_G E_Gᵀ, likewise A; M = L E,    w = T (1 - μ_G μ_A)
+
+the block is F = N Nᵀ with N = M √w (kron_series_1) or N = (I - Ψ)⁻¹ M √w (kron_series_2, for which
+V_0 - Ψ V_0 Ψᵀ = M (1 - μ_G μ_A) Mᵀ). N is what `multiply_cholesky` multiplies with; it is not triangular.
+
+With S positions at each use, taken to be independent as everywhere, everything is S = c / T times larger; T = 1 is
+c G ⊗ A. The eigenvalues ψ keep their sign: what alternates in time makes F smaller, not larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.chain import fejer, kron, resolvent, solve_transposed, symmetrized, triangle
+from kfac_fx.factors import Side, Stack
+from kfac_fx.groups import ALL, BlockGroup, Roots
+from kfac_fx.linalg import RESCUES, Root, cholesky, damp, eigh, is_finite, spread
+from kfac_fx.passes.errors import ApproximationError
+
+KEPT = (-1.0, "cholesky", "cholesky_inverse")
+
+
+class SeriesGroup(BlockGroup):
+    """Blocks of one T. Their decompositions are their own: `Inverter` leaves them alone."""
+
+    def __init__(self, registrations: Sequence[Any], forms: Sequence[Any], **options: Any) -> None:
+        """See BlockGroup. Raises ApproximationError for powers other than 1 and -1, which have no structure."""
+        super().__init__(registrations, forms, **options)
+        if wrong := [root for root in self.roots if root not in KEPT]:
+            names = "; ".join(str(one) for one in registrations)
+            raise ApproximationError(
+                f"{names}: {self.approximation} has the powers 1 and -1 only, not "
+                f"{', '.join(f'{root:g}' for root in wrong)}.\nUse other `exps`, or 'kron_indep' for these parameters."
+            )
+        self.steps = registrations[0].steps
+        self.decomposed = []
+        blocks = len(self)
+        for side in self.sides:
+            self.factors[lagged(side)] = Stack.zeros(blocks, side.shape(self.shape), self.dtype, self.device)
+        squares = [torch.zeros_like(self.factors[side.factor].moment) for side in self.sides]
+        weights = torch.zeros(blocks, *self.shape, dtype=self.dtype, device=self.device)
+        again = [] if self.symmetric else [torch.zeros_like(square) for square in squares]
+        self.roots = {root: [one.clone() for one in (*squares, weights, *again)] for root in self.roots}
+
+    @property
+    def symmetric(self) -> bool:
+        return self.approximation == "kron_series_1"
+
+    def operands(self, root: Root) -> list[str]:
+        sides = [str(side) for side in self.sides]
+        return [*sides, "weights", *([] if self.symmetric else [f"{side} lagged" for side in sides])]
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def multiply(self, matrix: Tensor, root: Root, transpose: bool = False, members: slice = ALL) -> Tensor:
+        operators = [operator[members] for operator in self.operators(root)]
+        if root == 1:
+            return self.product(matrix, operators[:2], operators[2:], self.positions()[members])
+        if root == "cholesky":
+            return self.half(matrix, operators, transpose)
+        if root == "cholesky_inverse":
+            return self.half_inverse(matrix, operators, transpose)
+        return self.half_inverse(self.half_inverse(matrix, operators, False), operators, True)
+
+    def operators(self, root: Root) -> list[Tensor]:
+        """L_G, L_A, Ĝ, Â with the present factors for 1, what `store` kept for the others; errors of BlockGroup."""
+        if root != 1:
+            return super().operators(root)
+        self.check_updated()
+        dampings = self.split_damping()
+        found = [self.whitened(side, dampings[side]) for side in self.sides]
+        likes = [self.factors[side.factor].moment for side in self.sides]
+        operators = [lower for lower, _, _ in found] + [hat for _, hat, _ in found]
+        return [operator.view(like.shape) for operator, like in zip(operators, likes * 2, strict=True)]
+
+    def product(self, matrix: Tensor, lower: Sequence[Tensor], hats: Sequence[Tensor], positions: Tensor) -> Tensor:
+        """F W = c/T L [Σ_d (T - |d|) Ψ̂^|d|] Lᵀ W, or c L [Σ_d Ψ̂^d] Lᵀ W with Ψ̂^-d = (Ψ̂^d)ᵀ."""
+        inner = kron(lower, matrix, transpose=True)
+        if self.symmetric:
+            inner = (2 * triangle(hats, inner, self.steps) - self.steps * inner) / self.steps
+        else:
+            backward = resolvent([hat.mT for hat in hats], inner, self.steps)
+            inner = resolvent(hats, inner, self.steps) + backward - inner
+        return kron(lower, inner) * spread(positions, matrix)
+
+    def half(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool) -> Tensor:
+        """N W or Nᵀ W: M and √w, and for series 2 Ψ̃ = Eᵀ Ψ̂ E, for (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
+        basis, weights, hats = operators[:2], operators[2], operators[3:]
+        if transpose:
+            inner = kron(basis, matrix, transpose=True)
+            return weights * (resolvent([hat.mT for hat in hats], inner, self.steps) if hats else inner)
+        inner = weights * matrix
+        return kron(basis, resolvent(hats, inner, self.steps) if hats else inner)
+
+    def half_inverse(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool) -> Tensor:
+        """N⁻¹ W or N⁻ᵀ W: M⁻ᵀ and 1/√w, and for series 2 (M⁻¹ Ψ)ᵀ."""
+        basis, weights, lagging = operators[:2], operators[2], operators[3:]
+        if transpose:
+            inner = weights * matrix
+            return kron(basis, inner) - kron(lagging, inner) if lagging else kron(basis, inner)
+        inner = kron(basis, matrix, transpose=True)
+        return weights * (inner - kron(lagging, matrix, transpose=True) if lagging else inner)
+
+    def dense(self, index: int) -> Tensor:
+        """The undamped block; where V_0 has no inverse, Ψ is nothing."""
+        self.check_updated()
+        whitened = [self.whitened_without_damping(side, index) for side in self.sides]
+        size = math.prod(self.shape)
+        basis = torch.eye(size, dtype=self.dtype, device=self.device).view(size, *self.shape)
+        roots, hats = [root for root, _ in whitened], [hat for _, hat in whitened]
+        return self.product(basis, roots, hats, self.positions()[index]).view(size, size)
+
+    def whitened_without_damping(self, side: Side, index: int) -> tuple[Tensor, Tensor]:
+        """(R = C^½, R⁺ C1 R⁺) of one block."""
+        c, c1 = (self.factors[name].value[index] for name in (side.factor, lagged(side)))
+        values, vectors = eigh(c)
+        regular = values > values[..., -1:] * values.shape[-1] * torch.finfo(values.dtype).eps
+        roots = torch.where(regular, values, 0).sqrt()
+        inverse = (vectors * torch.where(regular, 1 / roots, 0).unsqueeze(-2)) @ vectors.mT
+        hat = inverse @ (symmetrized(c1) if self.symmetric else c1) @ inverse
+        return (vectors * roots.unsqueeze(-2)) @ vectors.mT, hat
+
+    # --- roots ------------------------------------------------------------------------------------------------------
+
+    def whitened(self, side: Side, damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(L with L Lᵀ = C + λ I, Ĉ = L⁻¹ C1 L⁻ᵀ, which matrices are right), in the precision of λ [L, groups]."""
+        c, c1 = (self.factors[name].value.to(damping.dtype).flatten(0, 1) for name in (side.factor, lagged(side)))
+        lower, right = cholesky(damp(c, damping.flatten(), diagonal=False))
+        half = torch.linalg.solve_triangular(lower, symmetrized(c1) if self.symmetric else c1, upper=False)
+        hat = torch.linalg.solve_triangular(lower, half.mT, upper=False).mT
+        return lower.view(c.shape), hat, right
+
+    def store(self, found: Mapping[Side, Roots], dampings: Mapping[Side, Tensor]) -> None:
+        """Decompose. A block that comes out wrong is tried again with more damping and then in float64; if it still
+        fails, it keeps its last good roots and is counted. `eigh` waits for the device anyhow."""
+        kept, left = self.decomposition(dampings)
+        for dtype, more in RESCUES:
+            if not left.any():
+                break
+            again, wrong = self.decomposition(
+                {side: damping.to(dtype or self.dtype) * more for side, damping in dampings.items()}
+            )
+            use = left & ~wrong
+            kept = {
+                root: [
+                    torch.where(spread(use, new), new, old) for new, old in zip(again[root], kept[root], strict=True)
+                ]
+                for root in kept
+            }
+            left = left & wrong
+        for root, last in self.roots.items():
+            for old, new in zip(last, kept[root], strict=True):
+                torch.where(spread(left, new), old, new, out=old)
+        self.failed += left
+        self.inverted = True
+
+    def decomposition(self, dampings: Mapping[Side, Tensor]) -> tuple[dict[Root, list[Tensor]], Tensor]:
+        """(the roots to keep, which blocks came out wrong [L]), in the precision of the factors."""
+        found = [self.whitened(side, dampings[side]) for side in self.sides]
+        lowers, hats = [lower for lower, _, _ in found], [hat for _, hat, _ in found]
+        (left, e_left), (right, e_right) = (eigh(hat if self.symmetric else hat @ hat.mT) for hat in hats)
+        products = (left.unsqueeze(-1) * right.unsqueeze(-2)).view(len(self), *self.shape)
+        w = fejer(products, self.steps) / self.steps if self.symmetric else 1 - products
+        w = w * spread(self.positions().to(w.dtype), w)
+        fine = [one.view(len(self), -1).all(1) for _, _, one in found] + [(w > 0).flatten(1).all(1)]
+        bases = (e_left, e_right)
+        inverse = [solve_transposed(lower, basis) for lower, basis in zip(lowers, bases, strict=True)]
+        forward = [lower @ basis for lower, basis in zip(lowers, bases, strict=True)]
+        turned, lagging = [], []
+        if not self.symmetric:
+            turned = [basis.mT @ hat @ basis for hat, basis in zip(hats, bases, strict=True)]
+            lagging = [solve_transposed(lower, hat.mT @ e) for lower, hat, e in zip(lowers, hats, bases, strict=True)]
+        backward = [*inverse, w.rsqrt(), *lagging]
+        kept: dict[Root, list[Tensor]] = {-1.0: backward, "cholesky_inverse": backward}
+        kept["cholesky"] = [*forward, w.sqrt(), *turned]
+        roots = {
+            root: [one.to(self.dtype).view(like.shape) for one, like in zip(kept[root], self.roots[root], strict=True)]
+            for root in self.roots
+        }
+        fine += [is_finite(one) for operators in roots.values() for one in operators]
+        return roots, ~torch.stack(fine).all(0)
+
+
+def lagged(side: Side) -> str:
+    return f"{side.factor}1"
