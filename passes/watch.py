@@ -46,6 +46,8 @@ def untouched(model: nn.Module) -> Iterator[list[str]]:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, content in held.values():
+                if same_content(container, content):
+                    continue  # it may be one that cannot be changed, such as a frozen configuration
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(content)
 
@@ -67,6 +69,12 @@ def new_tensors(module: nn.Module, attributes: dict[str, Any], held: dict[str, t
         elif is_tensor(value) and value is not attributes.get(name):
             found.append(name)
     return found
+
+
+def same_content(container: Any, content: Any) -> bool:
+    """Whether both hold the same objects in the same places."""
+    keys = isinstance(container, dict) and list(container) != list(content)
+    return not keys and [id(one) for one in items(container)] == [id(one) for one in items(content)]
 
 
 def items(container: Any) -> list[Any]:

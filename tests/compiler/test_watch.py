@@ -44,6 +44,23 @@ def test_what_forward_assigned_is_put_back_after_an_error() -> None:
     assert memory.calls == 0 and memory.training
 
 
+class Frozen(dict[str, int]):
+    """As the configurations that libraries keep in their models."""
+
+    def __setitem__(self, key: str, value: int) -> None:
+        raise TypeError("frozen")
+
+    clear = update = __setitem__  # type: ignore[assignment]
+
+
+def test_a_container_that_cannot_be_changed_is_let_alone() -> None:
+    memory = Memory()
+    memory.config = Frozen({"width": 3})
+    with untouched(memory):
+        memory(torch.randn(2, 3))
+    assert memory.config == {"width": 3} and len(memory.seen) == 1
+
+
 class Negated(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
