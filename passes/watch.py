@@ -5,7 +5,6 @@ Tracing runs forward with stand-ins for tensors. Whatever forward assigns is put
 
 from __future__ import annotations
 
-import copy
 import io
 import linecache
 import logging
@@ -53,8 +52,9 @@ def untouched(model: nn.Module) -> Iterator[list[str]]:
 
 
 def containers(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Every container among the module's attributes, and a copy of it."""
-    return {name: (value, copy.copy(value)) for name, value in module.__dict__.items() if isinstance(value, CONTAINERS)}
+    """Every container among the module's attributes, and what is in it."""
+    kinds = ((name, value, kind) for name, value in module.__dict__.items() for kind in CONTAINERS)
+    return {name: (value, kind(value)) for name, value, kind in kinds if isinstance(value, kind)}
 
 
 def new_tensors(module: nn.Module, attributes: dict[str, Any], held: dict[str, tuple[Any, Any]]) -> list[str]:
