@@ -18,6 +18,7 @@ from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root, dense
 from kfac_fx.passes.ir import SERIES, SUA, Registration
 from kfac_fx.series import SeriesGroup
+from kfac_fx.pieces import split
 from kfac_fx.sua import UncorrelatedGroup
 
 
@@ -158,6 +159,7 @@ def make_groups(
         return SIDES[one.approximation], kernel, series, one.generic, form_of(one, parameters).shape, place
 
     found: dict[tuple[object, ...], list[Registration]] = {}
+    parameters = split(parameters, registrations := list(registrations))
     for registration in registrations:
         found.setdefault(key(registration), []).append(registration)
     groups = []

@@ -122,7 +122,7 @@ class FisherEstimator(BlockDiagonalFisher):
         if self.variables is None:
             return registrations, parameters
         check_variables(self.variables, registrations)
-        return tuple(one for one in registrations if one.parameters[0] in self.variables), parameters
+        return tuple(one for one in registrations if one.owners[0] in self.variables), parameters
 
     def update_covariances(self, *inputs: Any, targets: Any = None, should_decay: bool = True, **kwargs: Any) -> None:
         """Record one batch and average it into all factors.
@@ -198,10 +198,10 @@ class FisherEstimator(BlockDiagonalFisher):
 
 def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
     """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
-    known = [name for one in registrations for name in one.parameters]
+    known = [name for one in registrations for name in one.owners]
     wrong = [(name, f"is registered nowhere.{nearest(name, known)}") for name in variables.difference(known)]
     for one in registrations:
-        named, absent = (sorted(part) for part in (variables & {*one.parameters}, {*one.parameters} - variables))
+        named, absent = (sorted(part) for part in (variables & {*one.owners}, {*one.owners} - variables))
         if absent:
             wrong += [(name, f"shares a registration with {', '.join(absent)}") for name in named]
     if wrong:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kfac_fx.factors import additive
 from kfac_fx.moments import POWER_OF_GRADIENT, Key
 from kfac_fx.passes.ir import Registration
+from kfac_fx.pieces import split
 from kfac_fx.progress import tracked
 from kfac_fx.pullback import Pullback
 from kfac_fx.sources import Cotangents, Losses, exact_sources, number_of_sources, pulled_back
@@ -55,10 +56,11 @@ class ExactPass:
                 sums = summed(one.approximation, chunk)
                 found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
         generic = [one for one in self.registrations if one.generic]
-        for grads in self.sources([self.parameters[name] for one in generic for name in one.parameters], by_case=True):
-            each = iter(grads)
+        names = list(dict.fromkeys(name for one in generic for name in one.owners))
+        for grads in self.sources([self.parameters[name] for name in names], by_case=True):
+            parts = split(dict(zip(names, grads, strict=True)), generic, lead=1)
             for one in generic:
-                flat = torch.cat([next(each).flatten(1) for _ in one.parameters], dim=1)
+                flat = torch.cat([parts[name].flatten(1) for name in one.parameters], dim=1)
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
                 sums = additive(one.approximation, {"per_case": flat})
                 found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums

@@ -16,6 +16,7 @@ from kfac_fx.inverses import Inverter
 from kfac_fx.linalg import Root, dense
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
+from kfac_fx.pieces import joined, split
 
 Key = tuple[str, ...]
 
@@ -51,7 +52,7 @@ class BlockDiagonalFisher(ABC):
         made = [FisherBlock(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in made}
         self._blocks = {one.parameters: by_key[one.parameters] for one in registrations}
-        self._names = frozenset(name for one in registrations for name in one.parameters)
+        self._names = frozenset(name for one in registrations for name in one.owners)
         self._inverter = Inverter(self._groups, self.roots)
         self._registrations = registrations
 
@@ -71,7 +72,7 @@ class BlockDiagonalFisher(ABC):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return tuple(name for key in self.blocks for name in key)
+        return tuple(dict.fromkeys(name for block in self.blocks.values() for name in block.registration.owners))
 
     @property
     def damping(self) -> Tensor:
@@ -119,10 +120,12 @@ class BlockDiagonalFisher(ABC):
         if vector.keys() != self._names:
             raise NotRegisteredError(misfit(vector, self._names))
         vector = {name: dense(tensor) for name, tensor in vector.items()}
+        registrations = [one for group in groups for one in group.registrations]
+        parts = split(vector, registrations)
         product: dict[str, Tensor] = {}
         for group in groups:
-            product |= group.unpack(group.multiply(group.pack(vector), root, transpose), vector)
-        return {name: product[name] for name in vector}
+            product |= group.unpack(group.multiply(group.pack(parts), root, transpose), parts)
+        return joined(product, registrations, vector)
 
     # --- accounts ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from kfac_fx.linalg import dense
 from kfac_fx.passes.ir import Registration
 
+from .pieces import split
+
 Key = tuple[str, ...]
 POWER_OF_GRADIENT = {
     "count": 0,
@@ -57,8 +59,8 @@ class Ride:
         statistics: dict[Key, dict[str, Tensor]] = {}
         for one, probes in zip(self.registrations, self.probes, strict=True):
             if one.generic:
-                grads = [self.gradient(name) for name in one.parameters]
-                statistics[one.parameters] = {"gradient": flat(grads) * scale}
+                whole = {name: self.gradient(name) for name in one.owners}
+                statistics[one.parameters] = {"gradient": flat(list(split(whole, [one]).values())) * scale}
                 continue
             sums = {
                 name: probe.grad if probe.grad is not None else torch.zeros_like(probe)

@@ -112,7 +112,7 @@ class KFAC(Optimizer):
         self.net = checked_net(net)
         self.options = read_options(**{name: arguments[name] for name in OPTIONS})
         self.names = {parameter: name for name, parameter in self.net.named_parameters()}
-        self.registered = frozenset(name for one in self.net.registrations for name in one.parameters)
+        self.registered = frozenset(name for one in self.net.registrations for name in one.owners)
         super().__init__(
             [{"params": list(self.names)}] if params is None else params,
             {"lr": self.options.group_lr, "weight_decay": weight_decay},

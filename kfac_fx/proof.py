@@ -20,6 +20,7 @@ from kfac_fx.passes.ir import SERIES, SUA, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 
 from .likeness import coarsest, compare
+from .pieces import split
 from .linalg import dense
 from .recorder import Recorder
 from .tap import BothRows, Tap
@@ -167,7 +168,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
         generator = torch.Generator().manual_seed(0)
         outputs = [out for out in fisher if out.requires_grad]
         cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out) for out in outputs]
-        names = [name for one in registrations for name in one.parameters]
+        names = list(dict.fromkeys(name for one in registrations for name in one.owners))
         leaves = [live[name] for name in names] + [probe for one in probes for probe in one.values()]
         recorded = bool(outputs) and bool(leaves)
         grads = (
@@ -181,7 +182,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
     bound: Gradients = {}
     for one in registrations:
         assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
-        wanted[one.parameters] = one.matrix.pack(by_name)
+        wanted[one.parameters] = one.matrix.pack(split(by_name, [one]))
         got[one.parameters] = next(statistics)
         bound[one.parameters] = (next(statistics).sum() * next(statistics).sum()).sqrt()
     return wanted, got, bound, fisher
@@ -194,7 +195,7 @@ def demoted(
     for one in program.registrations:
         if one.parameters in failed:
             reason = f"{one.layer}: {failed[one.parameters]}"
-            kept += [Registration("generic", None, (name,), (), "diagonal", reason) for name in one.parameters]
+            kept += [program.generic(name, reason) for name in one.parameters]
         elif one.parameters in other:
             approximation, why = other[one.parameters]
             kept.append(replace(one, approximation=approximation, reason=why))

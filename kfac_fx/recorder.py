@@ -29,6 +29,7 @@ from .link import Link
 from .loss_spec import NAMES, LossSpec
 from .losses import LossFunction
 from .moments import Key, Moments, Ride, flat
+from .pieces import split
 from .pullback import MEMORY, SavedBytes
 from .registered_losses import RegisteredLosses, cases_by_loss
 from .sources import check_mode, is_exact, one_source
@@ -208,7 +209,7 @@ class Recorder:
         run, watched = (self.call, saved.watched) if is_exact(mode) else (self.run, nullcontext)
         with self.isolated(), full_precision():
             live = {name: value.detach() for name, value in self.live_parameters().items()}
-            generic = [name for one in self.program.registrations if one.generic for name in one.parameters]
+            generic = [name for one in self.program.registrations if one.generic for name in one.owners]
             named = {
                 name: live[name].requires_grad_() for name in (self.program.parameters if params_stats else generic)
             }
@@ -268,7 +269,7 @@ class Recorder:
         statistics: dict[Key, dict[str, Tensor]] = {}
         for one, mine in zip(self.program.registrations, probes, strict=True):
             if one.generic:
-                statistics[one.parameters] = {"gradient": flat([gradients[name] for name in one.parameters])}
+                statistics[one.parameters] = {"gradient": flat(list(split(gradients, [one]).values()))}
             else:
                 statistics[one.parameters] = {name: next(found) for name in mine}
         return statistics
@@ -287,7 +288,7 @@ class Recorder:
                 "forward keeps."
             )
         live = self.live_parameters()
-        generic = {name: live[name] for one in self.program.registrations if one.generic for name in one.parameters}
+        generic = {name: live[name] for one in self.program.registrations if one.generic for name in one.owners}
         views = {name: parameter[...] for name, parameter in generic.items()}  # not `view_as`: sparse gradients pass
         for view in views.values():
             view.retain_grad()  # this forward's part of the parameter's gradient, whatever becomes of `.grad`

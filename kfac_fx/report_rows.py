@@ -80,7 +80,7 @@ def row(registration: Registration, program: Program, places: Counter[str]) -> R
 
 
 def elements_of(registration: Registration, program: Program) -> int:
-    return sum(program.parameters[name].numel() for name in registration.parameters)
+    return sum(math.prod(program.shapes[name]) for name in registration.parameters)
 
 
 def generic_places(program: Program) -> Counter[str]:
@@ -88,13 +88,13 @@ def generic_places(program: Program) -> Counter[str]:
     label = labels(program.graph, program.parameters, cases=program.cases)
     outputs = program.outputs or tuple(node for node in program.graph.nodes if node.op == "output")
     edges = use_edges(program.graph, label, outputs)
-    return Counter(name for source, _ in edges for name in parameters_behind(source, label))
+    return Counter(name for source, _ in edges for name in parameters_behind(source, label, program.behind))
 
 
 def factor_dtype(registration: Registration, program: Program) -> torch.dtype:
     """Factors are never narrower than float32, whatever the parameters are."""
     dtype = torch.float32
-    for name in registration.parameters:
+    for name in registration.owners:
         dtype = torch.promote_types(dtype, program.parameters[name].dtype)
     return dtype
 
@@ -130,7 +130,7 @@ def block_words(registration: Registration, program: Program) -> str:
             words += ", uncorrelated places"
     elif registration.generic:
         words = f"generic {words}"
-    return f"{words} (linked)" if frozenset(registration.parameters) in program.options.linked else words
+    return f"{words} (linked)" if frozenset(registration.owners) in program.options.linked else words
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from kfac_fx.passes.ir import SUA, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pieces import Region
 
 from .lagged import LAGGED
 from .statistics import STATISTICS, Shape
@@ -63,6 +64,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     names = tuple(tensor_attrs(use))
     batch_dim = (use.batch_dim or 0) if form.leading else 0
     weightless, transposed = registration.matrix.weight is None, use.transposed
+    region, (by, grad_by) = use.region, scales(use)
 
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
@@ -71,11 +73,35 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
             if input.dim() > batch_dim:
                 input = input.movedim(batch_dim, 0)
         rows, grad_rows = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
+        if region is not None:
+            rows, grad_rows = within(rows, grad_rows, region)
+        if grad_by != 1.0:
+            grad_rows = grad_rows * grad_by
+        if by != 1.0:
+            rows = rows * by
         if weightless:
             rows = (rows if rows.is_floating_point() else grad_rows)[..., :0]
         return (grad_rows, rows) if transposed else (rows, grad_rows)
 
     return both
+
+
+def scales(use: Use) -> tuple[float, float]:
+    """Of the rows and the gradient rows of a use that sees multiples of its parameters: with `W = a V` and `b = c β`,
+    the gradient of `[V, β]` is `Σ c d [(a / c) r, 1]ᵀ`."""
+    roles = {role: bound.scale for role, bound in use.parameters.items()}
+    bias = roles.get("bias", roles.get("weight", 1.0))
+    return roles.get("weight", bias) / bias, bias
+
+
+def within(rows: Tensor, grad_rows: Tensor, region: Region) -> tuple[Tensor, Tensor]:
+    """What of the rows belongs to a part of the matrix: its groups and inputs, and its groups and outputs."""
+    groups, outputs, inputs = (slice(*ends) for ends in region)
+    grad_rows = grad_rows[:, :, groups, outputs] if grad_rows.dim() == 4 else grad_rows[..., outputs]
+    if rows.is_floating_point():
+        return rows[:, :, groups, inputs] if rows.dim() == 4 else rows[..., inputs], grad_rows
+    inside = (rows >= inputs.start) & (rows < inputs.stop)
+    return torch.where(inside, rows - inputs.start, -1), grad_rows
 
 
 def tap_function(

@@ -56,7 +56,7 @@ def cases_apart(program: Program, use: Use) -> bool:
 
 
 def has_pixels(program: Program, use: Use) -> bool:
-    return SUA in program.layers[use.layer].approximations and not use.transposed
+    return SUA in program.layers[use.layer].approximations and not use.transposed and use.region is None
 
 
 def why_no_series(uses: Sequence[Use]) -> str | None:
@@ -126,7 +126,7 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
     asked = program.options.approximations
     if not asked and not program.options.linked:
         return set()
-    canonical = set(parameters)
+    canonical = {program.owner(name) for name in parameters}
     names = [name for parameter in sorted(canonical) for name in program.names.get(parameter, ())]
     paths = sorted({path for name in names for path in owners(name)}, key=lambda path: -path.count("."))
     classes = [program.options.modules.get(path, object) for name in names for path in owners(name)[:1]]

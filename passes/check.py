@@ -21,9 +21,7 @@ def check(program: Program) -> Program:
     for one in program.registrations:
         wrong = [name for name in one.parameters if not one.generic and found[name] != registered[name]]
         reason = "; ".join(too_few(name, found[name], registered[name]) for name in wrong)
-        kept += (
-            [Registration("generic", None, (n,), (), "diagonal", reason) for n in one.parameters] if wrong else [one]
-        )
+        kept += [program.generic(name, reason) for name in one.parameters] if wrong else [one]
     program = program.but(registrations=tuple(kept))
     if program.options.strict:
         refuse_generic(program)
@@ -49,7 +47,7 @@ def uses_found(program: Program) -> dict[str, set[Edge]]:
     label = labels(program.graph, program.parameters, cases=program.cases)
     found: dict[str, set[Edge]] = defaultdict(set)
     for pure, act in use_edges(program.graph, label, program.outputs):
-        for name in parameters_behind(pure, label):
+        for name in parameters_behind(pure, label, program.behind):
             found[name].add((pure, act))
     return found
 
@@ -66,7 +64,7 @@ def uses_registered(program: Program) -> dict[str, set[Edge]]:
             names = use.parameter_set
             for node in use.nodes:
                 for pure, act in by_node[node]:
-                    for name in names & parameters_behind(pure, label):
+                    for name in names & parameters_behind(pure, label, program.behind):
                         registered[name].add((pure, act))
     return registered
 
@@ -82,18 +80,20 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
     """
     found, registered = uses_found(program), uses_registered(program)
     by_name = {name: one for one in program.registrations for name in one.parameters}
-    wanted = list(variables) if variables is not None else [name for name in program.parameters if found.get(name)]
+    own = [name for name in program.parameters if any(found.get(one) for one in program.parts(name))]
+    wanted = list(variables) if variables is not None else own
     errors: list[str] = []
     for name in wanted:
         if name not in program.aliases:
             errors.append(f"{name!r} is not a parameter of the model.{nearest(name, program.aliases)}")
             continue
-        name = program.aliases[name]
-        if name not in by_name:
-            errors.append(f"{name} is not registered{used_in(found[name])}")
-        elif not by_name[name].generic and found[name] != registered[name]:
-            errors.append(wrong_count(name, by_name[name], found[name], registered[name]))
-    asked = {program.aliases.get(name, name) for name in wanted}
+        parts = program.parts(program.aliases[name])
+        for name in parts if len(parts) == 1 else [part for part in parts if found[part]]:
+            if name not in by_name:
+                errors.append(f"{name} is not registered{used_in(found[name])}")
+            elif not by_name[name].generic and found[name] != registered[name]:
+                errors.append(wrong_count(name, by_name[name], found[name], registered[name]))
+    asked = {part for name in wanted for part in program.parts(program.aliases.get(name, name))}
     extra = [name for name in by_name if name not in asked]
     if extra:
         errors.append(f"{len(extra)} registered parameters were not included in the list: {', '.join(extra)}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from torch import Tensor, fx
 
@@ -100,11 +100,9 @@ def between(part: Part, axis: int, start: int, stop: int, piece: Piece) -> Part:
 def cut(program: Program) -> Program:
     """See the module's docstring. Afterwards no match has a role that is an expression."""
     shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
-    slabs = [slab for made in program.made.values() for slab in made.slabs]
-    apart = [slab for slab in slabs if partial(view_of(slab), shapes[slab.parameter])]
-    if not apart and not any(use.made for use in program.matches):
+    if not any(use.made for use in program.matches):
         return program.but(made={})
-    cutter = Cutter(program, shapes, apart)
+    cutter = Cutter(program, shapes)
     plan = cutter.plan()
     pieces = {piece.name: piece for name in program.parameters for piece in plan.pieces(name)}
     dropped = (*program.dropped, *cutter.notes)
@@ -113,11 +111,11 @@ def cut(program: Program) -> Program:
 
 
 class Cutter:
-    """apart: the slabs that are not whole parameters. parts: of every use by its number among the matches, None where
-    they are no views of parameters. rigid: parameters that may not be cut."""
+    """parts: of every use by its number among the matches, None where they are no views of parameters. rigid:
+    parameters that may not be cut."""
 
-    def __init__(self, program: Program, shapes: Mapping[str, Shape], apart: Sequence[Slab]) -> None:
-        self.program, self.shapes, self.apart = program, shapes, apart
+    def __init__(self, program: Program, shapes: Mapping[str, Shape]) -> None:
+        self.program, self.shapes = program, shapes
         self.parts = {number: parts_of(use, program) for number, use in enumerate(program.matches)}
         self.notes: list[Note] = []
         self.rigid: set[str] = set()
@@ -190,15 +188,16 @@ class Cutter:
     # --- places -----------------------------------------------------------------------------------------------------
 
     def cut_apart(self, plan: Plan) -> None:
-        """Where expressions begin and end."""
-        for slab in self.apart:
-            if slab.parameter not in self.rigid:
-                found = ranges(view_of(slab), self.shapes[slab.parameter])
+        """Where parts of parameters begin and end."""
+        for part in chain.from_iterable(parts or () for parts in self.parts.values()):
+            shape = self.shapes[part.parameter]
+            if partial(part.view, shape):
+                found = ranges(part.view, shape)
                 if not found:
-                    raise Uncuttable(slab.parameter)
+                    raise Uncuttable(part.parameter)
                 ((dim, ends),) = found.items()
                 for place in ends:
-                    plan.cut(slab.parameter, dim, place)
+                    plan.cut(part.parameter, dim, place)
 
     def cut_alike(self, plan: Plan, parts: Sequence[Part]) -> bool:
         """Weight and bias of a use where the other one is cut; returns whether anything had to be. Where it cannot be,
@@ -316,6 +315,10 @@ def behind_nodes(program: Program, plan: Plan) -> dict[fx.Node, frozenset[str]]:
 
 
 def names_in(slab: Slab, plan: Plan) -> list[str]:
-    pieces, dim = plan.pieces(slab.parameter), plan.dims.get(slab.parameter, 0)
-    start, stop = ranges(view_of(slab), plan.shapes[slab.parameter]).get(dim, NOTHING)
-    return [one.name for one in pieces if start <= one.start < stop] if pieces else [slab.parameter]
+    """The pieces that a slab may read."""
+    pieces, shape = plan.pieces(slab.parameter), plan.shapes[slab.parameter]
+    if not pieces:
+        return [slab.parameter]
+    dim = pieces[0].dim
+    start, stop = ranges(view_of(slab), shape).get(dim, (0, shape[dim]))
+    return [one.name for one in pieces if start < one.stop and one.start < stop]

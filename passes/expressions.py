@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from .holder import attribute
 from .inplace import shares_memory
 from .ir import Program
-from .labels import CASTS, PERMUTES, SHAPE_ONLY, Label, ancestors, labels, op_name, reads_values
+from .labels import CASTS, PERMUTES, SHAPE_ONLY, Label, ancestors, bound_parameter, labels, op_name, reads_values
 from .matrix import Shape
 from .pieces import Box, Made, Slab, narrowed, ranges, slab_of, view_of, whole
 
@@ -35,13 +35,14 @@ Value = Any  # Made, a tuple of Made, or a number
 
 
 def express(program: Program) -> Program:
-    """Note the expression of every such tensor that something else than moving and scaling reads."""
+    """Note the expression of every such tensor that something else than moving and scaling reads, unless it is a plain
+    view of a whole parameter."""
     known, behind = Expressions(program).known, ancestors(program.outputs)
     made: dict[fx.Node, Made] = {}
     for node, value in known.items():
         readers = [user for user in node.users if user in behind and user not in known and reads_values(user, node)]
         read = any(op_name(user) not in WRITES for user in readers)
-        if isinstance(value, Made) and (read or node in program.outputs):
+        if isinstance(value, Made) and (read or node in program.outputs) and not bound_parameter(node, program.shapes):
             made[node] = value
     return program.but(made=made)
 

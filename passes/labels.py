@@ -9,8 +9,9 @@ An edge PURE -> ACT is a place where a parameter enters the computation: a use t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -138,8 +139,8 @@ def reads_values(node: fx.Node, operand: fx.Node) -> bool:
     return not (name in ("expand_as", "view_as", "type_as") and operand is not node.args[0])
 
 
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """`roots` and every node that a gradient of them reaches: the graph behind the losses."""
+def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx.Node]:
+    """`roots` and every node that a gradient of them reaches, no further than `last`: the graph behind the losses."""
     seen: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -147,7 +148,8 @@ def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
         if node in seen:
             continue
         seen.add(node)
-        stack += [operand for operand in node.all_input_nodes if reads_values(node, operand)]
+        if node not in last:
+            stack += [operand for operand in node.all_input_nodes if reads_values(node, operand)]
     return seen
 
 
@@ -164,9 +166,13 @@ def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable
     ]
 
 
-def parameters_behind(node: fx.Node, label: Mapping[fx.Node, Label]) -> set[str]:
-    """Canonical names of all parameters a PURE node is computed from."""
-    return {str(n.target) for n in ancestors([node]) if n.op == "get_attr" and label[n] is Label.PURE}
+def parameters_behind(
+    node: fx.Node, label: Mapping[fx.Node, Label], pieces: Mapping[fx.Node, Iterable[str]] = MappingProxyType({})
+) -> set[str]:
+    """Canonical names of all parameters a PURE node is computed from; of nodes that are made of pieces, the pieces."""
+    reached = ancestors([node], pieces)
+    names = {str(n.target) for n in reached if n.op == "get_attr" and label[n] is Label.PURE and n not in pieces}
+    return names.union(*(pieces[n] for n in reached if n in pieces))
 
 
 def bound_parameter(node: fx.Node, shapes: Mapping[str, Shape]) -> tuple[str, Layout] | None:

@@ -19,6 +19,7 @@ from .ir import Bound, Program, Use
 from .labels import CASTS, Label, ancestors, bound_parameter, labels, op_name, symbolic_sizes
 from .layers import Form, Layer
 from .matrix import Layout, Shape
+from .pieces import Made
 from .spelling import order_operands, respell
 
 
@@ -42,6 +43,8 @@ class Binding:
     nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # pattern's operation -> graph's
     names: dict[str, Any] = field(default_factory=dict)  # placeholder -> node or literal
     parameters: dict[str, tuple[str, Layout]] = field(default_factory=dict)
+    expressions: Mapping[fx.Node, Made] = field(default_factory=dict)  # what may fill a role beside a parameter
+    made: dict[str, Made] = field(default_factory=dict)  # the roles that an expression fills
 
 
 def match(program: Program) -> Program:
@@ -55,7 +58,7 @@ def match(program: Program) -> Program:
         if label[node] is not Label.ACT or node not in behind:
             continue
         for pattern in patterns.get(node.target, ()):
-            use = lay_over(pattern, node, label, shapes, program.parameters)
+            use = lay_over(pattern, node, label, shapes, program.parameters, program.made)
             if use is not None:
                 found.append(use if program.cases is None else with_batch_dim(use, program.cases))
     return program.but(matches=tuple(found))
@@ -104,9 +107,11 @@ def lay_over(
     label: Mapping[fx.Node, Label],
     shapes: Mapping[str, Shape],
     trained: Collection[str],
+    expressions: Mapping[fx.Node, Made] | None = None,
 ) -> Use | None:
-    """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered."""
-    form, binding = pattern.form, Binding()
+    """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; what of an
+    expression does is for `cut` to say."""
+    form, binding = pattern.form, Binding(expressions={} if pattern.layer.parts else expressions or {})
     if not fits(pattern.root, root, form, binding, label, shapes):
         return None
     inside = set(binding.nodes.values())
@@ -116,18 +121,23 @@ def lay_over(
         return None
     attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
     attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
+    attrs |= {role: one.shape for role, one in binding.made.items()}
     roles = [role for role in form.roles if role in binding.parameters]
     trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
-    if not trainable or not form.where(attrs):
+    if not (trainable or binding.made) or not form.where(attrs):
         return None
     bound: dict[str, Bound] = {}
-    for role, (name, used) in trainable.items():
-        try:
+    made: dict[str, tuple[Made, Layout]] = {}
+    try:
+        for role, (name, used) in trainable.items():
             canonical = form.layout(role, used, attrs) if not pattern.layer.parts else Layout(used.result)
-        except LayerError:
-            return None  # the shape is not the form's: a 3-D weight in a matmul is no linear layer
-        bound[role] = Bound(name, used, canonical)
-    return Use(pattern.layer.name, pattern.number, binding.names[form.inputs[0]], root, bound, attrs, frozenset(inside))
+            bound[role] = Bound(name, used, canonical)
+        for role, one in binding.made.items():
+            made[role] = one, form.layout(role, Layout(one.shape), attrs)
+    except LayerError:
+        return None  # the shape is not the form's: a 3-D weight in a matmul is no linear layer
+    input, nodes = binding.names[form.inputs[0]], frozenset(inside)
+    return Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, made=made)
 
 
 def fits(
@@ -181,6 +191,9 @@ def binds(
     if not isinstance(given, fx.Node) or label[given] is Label.ACT:
         return False
     parameter = bound_parameter(given, shapes)
+    if parameter is None and given in binding.expressions:
+        binding.made[name] = binding.expressions[given]
+        return True
     if parameter is None or any(parameter[0] == other for other, _ in binding.parameters.values()):
         return False
     binding.parameters[name] = parameter

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 
 from .check import check
+from .cut import cut
+from .expressions import express
 from .ir import Pass, PassRecord, Program
 from .link import link
 from .losses import find_losses
@@ -15,7 +17,7 @@ from .resolve import resolve
 from .unroll import unroll
 from .verify import verify
 
-PIPELINE: tuple[Pass, ...] = (unroll, normalize, find_losses, link, match, resolve, check)
+PIPELINE: tuple[Pass, ...] = (unroll, normalize, find_losses, link, express, match, cut, resolve, check)
 
 
 def run(program: Program, passes: Sequence[Pass] = PIPELINE) -> Program:
@@ -34,7 +36,9 @@ def summary(name: str, program: Program) -> str:
     return {
         "find_losses": f"{len(program.outputs)} outputs",
         "link": f"{len(program.options.linked)} groups",
+        "express": f"{len(program.made)} expressions",
         "match": f"{len(program.matches)} uses",
+        "cut": f"{len(program.pieces)} pieces",
         "resolve": f"{len(program.registrations)} registrations, {len(program.dropped)} dropped",
         "check": "ok",
     }.get(name, f"{len(program.graph.nodes)} nodes")

@@ -65,7 +65,8 @@ def declared_generic(program: Program, use: Use) -> bool:
 def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
     kept: list[Use] = []
     for use in matches:
-        split = [g for g in program.options.linked if use.parameter_set & g and use.parameter_set != g]
+        owners = {program.owner(name) for name in use.parameter_set}
+        split = [g for g in program.options.linked if owners & g and owners != g]
         if split and not program.layers[use.layer].parts:
             notes.append(Note(str(use), f"splits the linked group ({', '.join(sorted(split[0]))})"))
         else:
@@ -193,7 +194,8 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
         reason = "tied: some uses are transposed, their inputs and output gradients change sides"
     chosen, why = choose(program, first.layer, matrix, uses)
     said = "; ".join(text for text in (reason, why) if text) or None
-    return Registration(first.layer, matrix, matrix.parameters, tuple(uses), chosen, said)
+    pieces = program.pieces_among(matrix.parameters)
+    return Registration(first.layer, matrix, matrix.parameters, tuple(uses), chosen, said, pieces)
 
 
 def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:
@@ -201,28 +203,29 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
     label = labels(program.graph, program.parameters, cases=program.cases)
     edges: dict[str, list[Edge]] = defaultdict(list)
     for pure, act in use_edges(program.graph, label, program.outputs):
-        for name in parameters_behind(pure, label):
+        for name in parameters_behind(pure, label, program.behind):
             edges[name].append((pure, act))
     wanted = {name: WANTED for use in program.matches if declared_generic(program, use) for name in use.parameter_set}
     generics: list[Registration] = []
     unmatched: list[tuple[str, str]] = []
-    for name in program.parameters:
+    for name in program.shapes:
         if name in taken or name not in edges:
             continue
-        group = next((g for g in program.options.linked if name in g and len(g) > 1), None)
+        owner = program.owner(name)
+        group = next((g for g in program.options.linked if owner in g and len(g) > 1), None)
         if group is not None:
-            unmatched.append((name, f"linked with {', '.join(sorted(group - {name}))}; enters {enters(edges[name])}"))
+            unmatched.append((name, f"linked with {', '.join(sorted(group - {owner}))}; enters {enters(edges[name])}"))
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)
         unknown = f"no layer has the form of {enters(edges[name])}"
-        generics.append(Registration("generic", None, (name,), (), approximation, wanted.get(name, unknown)))
+        generics.append(program.generic(name, wanted.get(name, unknown), approximation))
     if unmatched:
         raise LinkError(
             f"linked parameters that no layer matched as a group:\n{table(unmatched)}\n"
             "Take them out of `linked`, or declare a layer of this form: compile(..., layers=[...])."
         )
-    return generics, tuple(name for name in program.parameters if name not in taken and name not in edges)
+    return generics, tuple(name for name in program.shapes if name not in taken and name not in edges)
 
 
 def enters(edges: list[Edge]) -> str:
