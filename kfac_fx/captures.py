@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import ModelChangedError, UntraceableError, table
-from kfac_fx.passes.ir import Options, Program, Registration
+from kfac_fx.passes.ir import SERIES, Options, Program, Registration
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import Capture, capture
@@ -26,6 +26,7 @@ from .registered_losses import RegisteredLosses
 from .structure import Structure
 
 KINDS = 8  # of calls that are kept: modes, dtypes, devices, structures; the least recently used goes first
+SHAPES = 32  # of one kind that are kept, where one capture does not serve all, such as the lengths of sequences
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,18 @@ class Captures:
         for place, one in enumerate(known):
             if one.capture.holds(args, kwargs):
                 self.known.move_to_end(key)
+                known.append(known.pop(place))
                 if not one.proven:  # its first batch was not finite
-                    known[place] = self.proved(one, args, kwargs)
-                    self.first = known[place] if self.first is one else self.first
-                return known[place]
-        made = (self.first_symbolic(args, kwargs) if not self.known else None) or self.exported(args, kwargs, bool(known))
+                    known[-1] = self.proved(one, args, kwargs)
+                    self.first = known[-1] if self.first is one else self.first
+                return known[-1]
+        symbolic = None if self.known else self.first_symbolic(args, kwargs)
+        made = symbolic or self.exported(args, kwargs, every_size=bool(known))
         if self.first is None or not self.known:
             self.first = made
         made = self.agreeing(made)
-        self.known.setdefault(key, []).append(made)
+        self.known[key] = [*known, made][-SHAPES:]
+        self.known.move_to_end(key)
         if len(self.known) > KINDS:
             self.known.popitem(last=False)
         return made
@@ -164,6 +168,8 @@ def other_path(first: Registration | None, other: Registration | None) -> str:
     if first is None or other is None:
         return f"{said(first)} at first, {said(other)} here"
     approximated = replace(other, approximation=first.approximation)
+    if first.approximation in SERIES and first.steps != other.steps:
+        return f"{said(first)} at first, {said(other)} here; {first.approximation} takes one number, kron_indep any"
     if first.layer == other.layer and statistics_of(first) == statistics_of(approximated):
         return ""
     return f"{said(first)} at first, {said(other)} here"
