@@ -1,0 +1,167 @@
+"""Compile the models that people use: `python -m benchmarks.zoo`.
+
+Every model is measured in a process of its own with a limit of time, so that one which hangs or crashes costs itself
+only. Results are appended to `benchmarks/results/zoo.jsonl` as they come; a model that is there already is skipped
+unless it is asked for `--again`. `--write-docs` turns the results into `docs/zoo.md`.
+
+The models need timm, torchvision, transformers, diffusers and peft; nothing is downloaded, all weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import platform
+import re
+import subprocess
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+import kfac_fx
+from benchmarks import zoo_measure
+from benchmarks.zoo_docs import DOCS, write
+from benchmarks.zoo_models.entry import Entry
+
+LIBRARIES = ("timm", "torchvision", "transformers", "diffusers", "peft")
+OUT = Path(__file__).parent / "results" / "zoo.jsonl"
+COLORS = {"works": "green", "wrong": "bold red"}
+
+
+def entries(libraries: Sequence[str], pattern: str) -> list[Entry]:
+    tables = [importlib.import_module(f"benchmarks.zoo_models.{library}") for library in libraries]
+    for table in tables:
+        table.load()
+    found = [entry for table in tables for entry in table.ENTRIES if re.search(pattern, entry.key)]
+    return sorted(found, key=lambda entry: zlib.crc32(entry.key.encode()))  # so that a part stands for the whole
+
+
+def versions() -> dict[str, str]:
+    commit = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=False).stdout.strip()
+    found = {"kfac_fx": commit or "unknown", "python": platform.python_version()}
+    for name in ("torch", *LIBRARIES):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "uninstalled"
+    return found
+
+
+def warm() -> None:
+    """What the first capture of a process imports, once for all models."""
+    kfac_fx.compile(nn.Linear(2, 2), (torch.zeros(3, 2),), loss="normal")
+
+
+def child(entry: Entry, end: Connection) -> None:
+    zoo_measure.quiet()
+    end.send(zoo_measure.measure(entry))
+
+
+def measured(todo: Sequence[Entry], jobs: int, limit: float) -> Iterator[dict[str, Any]]:
+    """Results in the order in which they come, `jobs` models at a time."""
+    context = multiprocessing.get_context("fork")  # the children have all libraries imported
+    waiting = list(reversed(todo))
+    running: dict[Connection, tuple[BaseProcess, Entry, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            entry = waiting.pop()
+            mine, its = context.Pipe(duplex=False)
+            started = context.Process(target=child, args=(entry, its))
+            started.start()
+            its.close()
+            running[mine] = (started, entry, time.monotonic())
+        wait(list(running), timeout=1.0)
+        for end in [one for one in running if one.poll()]:
+            process, entry, start = running.pop(end)
+            try:
+                result = end.recv()
+            except EOFError:
+                process.join()
+                result = lost(entry, "crashed", f"the process ended with {process.exitcode}")
+            process.join()
+            yield result | {"wall": round(time.monotonic() - start, 1)}
+        for end, (process, entry, start) in list(running.items()):
+            if time.monotonic() - start > limit:
+                process.kill()
+                process.join()
+                del running[end]
+                yield lost(entry, "too slow", f"not done after {limit:g} s")
+
+
+def lost(entry: Entry, status: str, error: str) -> dict[str, Any]:
+    return {"model": entry.key, "like": entry.like, "status": status, "error": error}
+
+
+def results(path: Path) -> dict[str, dict[str, Any]]:
+    """The last line of every model."""
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {line["model"]: line for line in lines}
+
+
+def line(result: dict[str, Any]) -> str:
+    status, elements = result["status"], result.get("elements")
+    share = f"{elements['structured'] / elements['used']:8.3%}" if elements and elements["used"] else " " * 8
+    said = result.get("error") or "; ".join(result.get("wrong", [])[:2])
+    color = COLORS.get(status, "red")
+    seconds = f"{result.get('seconds', 0.0):6.1f} s"
+    return (
+        f"[{color}]{status:<10}[/] {share} {seconds}  {result['model']:<44} {said.splitlines()[0][:90] if said else ''}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--library", choices=LIBRARIES, action="append", help="only models of this library")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only models whose library/name matches")
+    parser.add_argument("--status", action="append", help="only models whose last result was this")
+    parser.add_argument("--again", action="store_true", help="also those that have a result already")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds a model")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--write-docs", action="store_true", help=f"write {DOCS.name} from the results, and stop")
+    options = parser.parse_args(arguments)
+    if options.write_docs:
+        write(results(options.out).values(), zoo_measure, "python -m benchmarks.zoo --jobs 2")
+        return
+    torch.set_num_threads(1)
+    zoo_measure.quiet()
+    known = results(options.out)
+    chosen = entries(options.library or LIBRARIES, options.only)
+    if options.status:
+        chosen = [entry for entry in chosen if known.get(entry.key, {}).get("status") in options.status]
+    todo = [entry for entry in chosen if options.again or options.status or entry.key not in known]
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{len(todo)} of {len(chosen)} models")
+    warm()
+    origin = {"versions": versions(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a", encoding="utf-8") as file:
+        for result in measured(todo, options.jobs, options.limit):
+            console.print(line(result))
+            file.write(json.dumps(result | origin) + "\n")
+            file.flush()
+    tidy(options.out)
+
+
+def tidy(path: Path) -> None:
+    """One line a model, in the order of their names."""
+    latest = results(path)
+    text = "".join(json.dumps(latest[key]) + "\n" for key in sorted(latest))
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What the zoo says about one model: what `kfac_fx.compile` made of it, and whether it is true at another batch size.
+
+Nothing here trusts the compiler's own proof. On a batch of another size than the captured one, the emitted graph is
+held to the original's outputs and gradients; for every structured registration the sum of grad_rows^T rows is held to
+autograd's gradient; and a parameter that is said to be unused must have no gradient.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kfac_fx
+from benchmarks.zoo_models.entry import Entry
+from kfac_fx import likeness, proof
+from kfac_fx.compiler import CompiledModule
+from kfac_fx.passes.errors import LayerError, LossError, ModelChangedError, RegistrationError, UntraceableError
+
+CAPTURED, OTHER = 3, 5  # batch sizes
+RELATIVE = 1e-3  # right ones agree to about 1e-6, wrong ones differ by about 1
+ROUNDING = 1e-2  # of the largest gradient, or of what rows could sum to, for gradients that cancel to nothing
+DENSE_LIMIT = 1024  # wider factor sides are diagonal, so that a zoo of full-width models fits a small machine
+REFUSALS = (UntraceableError, RegistrationError, LayerError, LossError, ModelChangedError)
+
+
+def measure(entry: Entry) -> dict[str, Any]:
+    """One line of the results. Never raises for what the model or the compiler does."""
+    found: dict[str, Any] = {"model": entry.key, "like": entry.like, "status": "refused"}
+    torch.manual_seed(0)
+    try:
+        model = entry.build().train()
+        first, other = entry.call(CAPTURED), entry.call(OTHER)
+        model(*first[0], **first[1])
+    except Exception as error:
+        return found | {"status": "no model", "error": said(error)}
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    try:
+        net = kfac_fx.compile(model, *first, loss=entry.loss, dense_limit=DENSE_LIMIT)
+    except REFUSALS as error:
+        return found | {"error": said(error), "seconds": time.perf_counter() - start}
+    except Exception as error:
+        return found | {"status": "bug", "error": said(error), "seconds": time.perf_counter() - start}
+    found |= {"seconds": time.perf_counter() - start} | registered(net)
+    try:
+        found |= elsewhere(net, *other)
+        found["status"] = "wrong" if found["wrong"] else "works"
+    except REFUSALS as error:
+        found |= {"status": "refused elsewhere", "error": said(error)}
+    except Exception as error:
+        found |= {"status": "bug elsewhere", "error": said(error)}
+    return found | {"megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
+
+
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
+def registered(net: CompiledModule) -> dict[str, Any]:
+    """What became of the trainable parameters; a tensor is structured if all of its pieces are."""
+    program, rows = net.program, net.report.rows
+    generic = {name for one in program.registrations if one.generic for name in one.owners}
+    used = {name for one in program.registrations for name in one.owners}
+    unused = set(program.parameters) - used
+    return {
+        "captured": "whole",
+        "nodes": len(program.graph.nodes),
+        "tensors": {"used": len(used), "structured": len(used - generic), "unused": len(unused)},
+        "elements": {
+            "used": sum(one.elements for one in rows),
+            "structured": sum(one.elements for one in rows if not one.generic),
+            "unused": sum(program.parameters[name].numel() for name in unused),
+        },
+        "layers": dict(Counter(one.layer for one in program.registrations)),
+        "uses": sum(len(one.uses) for one in program.registrations),
+        "shared": sum(len(one.uses) > 1 for one in program.registrations),
+        "generic": [[one.names, one.elements, one.reason or ""] for one in rows if one.generic],
+        "unproven": sum("proof" in (one.reason or "") for one in rows if one.generic),
+        "passes": {record.name: round(record.seconds, 3) for record in program.history},
+    }
+
+
+def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Worst relative differences on a batch that was not captured, and what is wrong."""
+    captures = len(net.captures.known)
+    first = net.captures.first
+    assert first is not None, "compiled with inputs"
+    recorder = net.recorder(args, kwargs)
+    anew = recorder.capture is not first.capture
+    prover = proof.replace_taps(recorder)
+    values = recorder.capture.flatten(args, kwargs)
+    torch.manual_seed(1)
+    outputs, gradients, _ = likeness.of_model(prover, args, kwargs)
+    torch.manual_seed(1)
+    its_outputs, its_gradients, _ = likeness.of_graph(prover, values)
+    torch.manual_seed(1)
+    wanted, got, bound, *_ = proof.gradients(prover, values)
+    largest = max((float(one.norm()) for one in gradients.values() if one is not None), default=0.0)
+    of_outputs = [relative(a, b, 1e-6) for a, b in zip(outputs, its_outputs, strict=True) if isinstance(a, Tensor)]
+    of_gradients = {name: relative(one, its_gradients[name], ROUNDING * largest) for name, one in gradients.items()}
+    of_rows = {key: relative(one, got[key], ROUNDING * float(bound[key])) for key, one in wanted.items()}
+    unused = [name for name in net.program.unused if (one := gradients.get(name)) is not None and bool(one.any())]
+    statistics = net.record(args, kwargs).statistics
+    endless = [key for key, held in statistics.items() if not all(bool(one.isfinite().all()) for one in held.values())]
+    wrong = [f"outputs differ by {max(of_outputs):.2g}"] * (not max(of_outputs, default=0.0) <= RELATIVE)
+    wrong += [f"gradient of {name} differs by {e:.2g}" for name, e in of_gradients.items() if not e <= RELATIVE]
+    wrong += [f"rows of {', '.join(key)} differ by {e:.2g}" for key, e in of_rows.items() if not e <= RELATIVE]
+    wrong += [f"{name} is said to be unused and has a gradient" for name in unused]
+    wrong += [f"statistics of {', '.join(key)} are not finite" for key in endless]
+    return {
+        "anew": anew,
+        "captures": len(net.captures.known) - captures,
+        "outputs": max(of_outputs, default=0.0),
+        "gradients": max(of_gradients.values(), default=0.0),
+        "rows": max(of_rows.values(), default=0.0),
+        "proven": len(of_rows),
+        "with_gradient": sum(bool(one.any()) for one in wanted.values()),
+        "wrong": wrong[:20],
+    }
+
+
+def relative(one: Tensor | None, other: Any, least: float) -> float:
+    """|one - other| / (|one| + least); None is zero."""
+    if one is None and other is None:
+        return 0.0
+    mine = torch.zeros_like(other) if one is None else one.detach()
+    its = torch.zeros_like(mine) if other is None else other.detach()
+    if mine.shape != its.shape:
+        return float("inf")
+    if not mine.is_floating_point():
+        return 0.0 if torch.equal(mine, its) else float("inf")
+    apart = float((mine.double() - its.double()).norm())
+    return apart / (float(mine.double().norm()) + least) if apart else 0.0
+
+
+def quiet() -> None:
+    """What the libraries say about deprecations is not about us."""
+    warnings.simplefilter("ignore")

@@ -1,0 +1,1 @@
+"""The models of the zoo, a table for each library."""

@@ -1,0 +1,106 @@
+"""The zoo's measurement tells right from wrong, and its page is what its results say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import zoo_docs, zoo_measure
+from benchmarks.zoo import results
+from benchmarks.zoo_models.entry import Entry, images, predictions
+from kfac_fx import likeness, proof
+from kfac_fx.passes.errors import UntraceableError
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.power = nn.Parameter(torch.ones(3))
+        self.idle = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x).sin() + 2) ** self.power
+
+
+def entry(features: int = 4) -> Entry:
+    return Entry("toys", "small", Small, images(features), predictions)
+
+
+def test_a_model_that_works_is_measured() -> None:
+    found = zoo_measure.measure(entry())
+    assert found["status"] == "works" and found["wrong"] == [], found
+    assert found["tensors"] == {"used": 3, "structured": 2, "unused": 1}
+    assert found["elements"] == {"used": 18, "structured": 15, "unused": 2}
+    assert [(names, elements) for names, elements, _ in found["generic"]] == [("power", 3)]
+    assert found["captured"] == "whole" and found["proven"] == 1 and not found["anew"]
+    assert max(found["outputs"], found["gradients"], found["rows"]) < 1e-5
+
+
+def test_a_model_that_does_not_run_is_no_model() -> None:
+    found = zoo_measure.measure(entry(features=5))
+    assert found["status"] == "no model" and "shapes cannot be multiplied" in found["error"]
+
+
+def test_an_exception_that_is_no_refusal_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_measure.kfac_fx, "compile", lambda *args, **kwargs: 1 / 0)
+    assert zoo_measure.measure(entry())["status"] == "bug"
+
+
+def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise UntraceableError("no")
+
+    monkeypatch.setattr(zoo_measure.kfac_fx, "compile", refuse)
+    found = zoo_measure.measure(entry())
+    assert found["status"] == "refused" and found["error"] == "UntraceableError: no"
+
+
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_other_outputs_or_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch, spoiled: int) -> None:
+    original = likeness.of_graph
+
+    def spoil(*args: Any) -> Any:
+        found = original(*args)
+        if args[1][0].shape[0] == zoo_measure.OTHER:
+            (found[0][0] if spoiled == 0 else found[1]["layer.weight"]).mul_(1.1)
+        return found
+
+    monkeypatch.setattr(likeness, "of_graph", spoil)
+    found = zoo_measure.measure(entry())
+    assert found["status"] == "wrong" and ("outputs", "layer.weight")[spoiled] in found["wrong"][0]
+
+
+def test_rows_of_another_gradient_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = proof.gradients
+
+    def spoil(prover: Any, values: Any) -> Any:
+        wanted, got, *rest = original(prover, values)
+        other = {key: one * (1.1 if values[0].shape[0] == zoo_measure.OTHER else 1.0) for key, one in got.items()}
+        return wanted, other, *rest
+
+    monkeypatch.setattr(proof, "gradients", spoil)
+    found = zoo_measure.measure(entry())
+    assert found["status"] == "wrong" and "rows of layer.weight, layer.bias" in found["wrong"][0]
+
+
+def test_what_differs_from_model_to_model_is_no_other_reason() -> None:
+    one, two = (
+        "no layer has the form of add_3 (swin.py:384) and 2 more",
+        "no layer has the form of add (vit.py:9) and 5 more",
+    )
+    assert zoo_docs.general(one) == zoo_docs.general(two) == "no layer has the form of add and more"
+
+
+def test_shares_are_rounded_down() -> None:
+    assert zoo_docs.percent(999_999, 1_000_000) == "99.999 %" and zoo_docs.percent(3, 3) == "100 %"
+
+
+def test_the_last_result_of_a_model_counts(tmp_path: Any) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps({"model": "a/b", "status": status}) + "\n" for status in ("bug", "works")))
+    assert results(path) == {"a/b": {"model": "a/b", "status": "works"}}
