@@ -16,6 +16,7 @@ from kfac_fx.kinds import KINDS, check_num_uses, known
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError, ReuseError, nearest
 from kfac_fx.passes.ir import Use
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pieces import Piece
 from kfac_fx.registry import VARIABLE_SCOPE, Key, LayerParametersDict, resolved
 
 
@@ -76,6 +77,8 @@ class BaseCollection:
         aliases = self.captured.program.aliases
         if isinstance(parameter, str) and parameter in aliases:
             return aliases[parameter]
+        if isinstance(parameter, str) and parameter in self.pieces:
+            return parameter
         if id(parameter) in self._by_object:
             return self._by_object[id(parameter)]
         if isinstance(parameter, str):
@@ -83,6 +86,11 @@ class BaseCollection:
                 f"{parameter!r} is not a trainable parameter of the model.{nearest(parameter, aliases)}"
             )
         raise RegistrationError(f"a {type(parameter).__name__} that is not a trainable parameter of the model")
+
+    @property
+    def pieces(self) -> Mapping[str, Piece]:
+        """What `kfac_fx.compile` knows in pieces of the parameters; a collection registers whole ones by itself."""
+        return self.captured.program.pieces
 
     def names_of(self, params: Any) -> Key:
         return self.fisher_blocks.names(params)

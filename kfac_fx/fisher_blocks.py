@@ -58,7 +58,7 @@ class NaiveFB(FisherBlock):
 
     @property
     def registration(self) -> Registration:
-        return Registration(GENERIC, None, self.params, (), self.approximation, self.reason)
+        return Registration(GENERIC, None, self.params, (), self.approximation, self.reason, self.pieces(self.params))
 
     def tensors_to_compute_grads(self) -> tuple[str, ...]:
         return self.params

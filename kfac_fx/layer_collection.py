@@ -66,7 +66,7 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
         """All that is registered, for the rest of the library."""
         bare = self.bare_program
         found, taken = uses_found(bare), set(self.registered_variables)
-        unused = tuple(name for name in bare.parameters if name not in taken and name not in found)
+        unused = tuple(name for name in bare.shapes if name not in taken and name not in found)
         return verify(bare.but(registrations=self.registrations, unused=unused), after="LayerCollection")
 
     # --- automatic registration -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError
 from kfac_fx.passes.ir import APPROXIMATIONS, SUA, Registration, Use
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
 from kfac_fx.registry import Key
 from kfac_fx.statistics import STATISTICS
@@ -35,6 +36,8 @@ class Collection(Protocol):
     def layers(self) -> Mapping[str, Layer]: ...
     @property
     def parameters(self) -> Mapping[str, Tensor]: ...
+    @property
+    def pieces(self) -> Mapping[str, Piece]: ...
     def names_of(self, params: Any) -> Key: ...
     def find_uses(self, layers: Sequence[str], params: Key, inputs: Nodes, outputs: Nodes) -> tuple[Use, ...]: ...
 
@@ -120,9 +123,14 @@ class FisherBlock:
         uses = align([replace(use, tower=n) for n, tower in enumerate(self.towers) for use in tower])
         assert uses, f"bug in kfac_fx: {self} without uses"
         first = next((use for use in uses if not use.transposed), uses[0])
+        names = first.matrix.parameters
         return Registration(
-            first.layer, first.matrix, first.matrix.parameters, tuple(uses), self.approximation, self.reason
+            first.layer, first.matrix, names, tuple(uses), self.approximation, self.reason, self.pieces(names)
         )
+
+    def pieces(self, names: Key) -> tuple[Piece, ...]:
+        known = self.layer_collection.pieces
+        return tuple(known[name] for name in names if name in known)
 
     def tensors_to_compute_grads(self) -> list[list[fx.Node]] | tuple[str, ...]:
         """The outputs of every tower; of a generic block, the names of its parameters."""

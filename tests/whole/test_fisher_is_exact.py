@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import losses
 from kfac_fx.blocks import FisherBlock
+from kfac_fx.pieces import split
 from tests.models import ZOO, Case
 
 Gradients = Mapping[str, Tensor]
@@ -42,7 +43,8 @@ def gradients_by_case(
 def dense_block(block: FisherBlock, gradients: list[dict[str, Tensor]], cases: int) -> Tensor:
     """Σ_n g_n g_nᵀ / cases over the block's matrix, flattened."""
     assert block.registration.matrix is not None
-    flat = torch.stack([block.registration.matrix.pack(one).flatten() for one in gradients])
+    packed = [block.registration.matrix.pack(split(one, [block.registration])) for one in gradients]
+    flat = torch.stack([one.flatten() for one in packed])
     return flat.mT @ flat / cases
 
 
@@ -59,6 +61,7 @@ SEPARATE_CASES = (  # one case's output depends on that case alone, and the firs
     "mlp", "shared_module", "shared_functional", "tied_autoencoder", "aliases", "shared_bias", "two_biases", "residual",
     "conv_options", "conv1d", "conv3d", "depthwise", "separable", "tables", "gpt", "gpt_tied",
     "encoder_by_hand", "elementwise", "recurrent", "lstm", "cells",
+    "biases_in_pieces", "weight_of_two", "slices", "multiples",
 )  # fmt: skip
 
 
