@@ -170,6 +170,20 @@ def test_a_guard_that_fails_captures_again() -> None:
         assert count(net) == captures
 
 
+class Token(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1))
+
+
+def test_a_parameter_that_is_expanded_to_the_batch_is_registered() -> None:
+    net = net_of(Token(), torch.randn(3, 2, 4))
+    assert {name for one in net.registrations for name in one.parameters} == {"token", "head.weight", "head.bias"}
+
+
 def test_images_of_another_size_are_captured_once_more_and_then_at_every_size() -> None:
     net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
     for (batch, height, width), captures in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):
