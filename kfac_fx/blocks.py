@@ -17,8 +17,8 @@ from kfac_fx.inverses import Inverter
 from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root, dense
 from kfac_fx.passes.ir import SERIES, SUA, Registration
-from kfac_fx.series import SeriesGroup
 from kfac_fx.pieces import split
+from kfac_fx.series import SeriesGroup
 from kfac_fx.sua import UncorrelatedGroup
 
 

@@ -48,9 +48,8 @@ def unfolded(rows: Rows, steps: int, in_positions: bool) -> tuple[Rows, Rows]:
     order: along the cases [T·N, S] or, `in_positions`, along the positions [N, T·S]."""
 
     def by_time(tensor: Tensor) -> Tensor:
-        if in_positions:
-            return tensor.unflatten(1, (steps, -1)).transpose(0, 1)
-        return tensor.unflatten(0, (steps, -1))
+        found: Tensor = tensor.unflatten(int(in_positions), (steps, -1))
+        return found.movedim(int(in_positions), 0)
 
     x, d = by_time(rows.expanded()), by_time(rows.d)
     return (

@@ -35,7 +35,10 @@ class Link(nn.Module):
             registration.matrix.shape,
             registration.matrix.bias is not None,
             (first, last, use.steps, use.steps_in_positions),
-            f"{self.owner} at {self.place} has ids for rows, of which there is no series; let it be 'kron_indep'",
+            (
+                f"{self.owner} at {self.place} has ids for rows, of which there is no series; let it be 'kron_indep'",
+                f"{self.owner} at {self.place} was to hold {use.steps} uses, and its rows are no multiple of that",
+            ),
         )
 
     def forward(
@@ -60,14 +63,16 @@ class Link(nn.Module):
 
 
 def link_function(
-    both: BothRows, matrix: Matrix, bias: bool, place: tuple[bool, bool, int, bool], no_series: str
+    both: BothRows, matrix: Matrix, bias: bool, place: tuple[bool, bool, int, bool], errors: tuple[str, str]
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one link: a class of its own, that closes over functions and literals only.
 
     Its arguments are (output, input, carrier and input of the use before or None, the probes of `LAGGED`).
     place: (first, last, uses held in these rows one after another, and whether along their positions).
+    errors: for rows that are ids, and for rows that do not hold so many uses.
     """
     first, last, steps, in_positions = place
+    of_ids, uneven = errors
 
     class LinkFunction(torch.autograd.Function):
         @staticmethod
@@ -89,13 +94,15 @@ def link_function(
                 # The uses are alike, so that one's rows can be made with the other's attributes.
                 here = canonical(*both(output_grad, input), bias, matrix)
                 if not here.x.is_floating_point():
-                    raise RegistrationError(no_series)
+                    raise RegistrationError(of_ids)
                 beside = canonical(
                     *both(output_grad if last else later_grad, before[0] if before else input), bias, matrix
                 )
                 sums: list[Tensor | None] = [None, None]
                 a, g = (LAGGED[name].compute for name in LAGGED)
                 if steps > 1:
+                    if here.d.shape[in_positions] % steps:
+                        raise RegistrationError(uneven)
                     pair = unfolded(here, steps, in_positions)
                     sums = [a(*pair), g(*pair)]
                 else:

@@ -10,19 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor, fx
 
 from kfac_fx import blocks
 from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError
-from kfac_fx.passes.ir import APPROXIMATIONS, SUA, Registration, Use
+from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, SUA, Registration, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
 from kfac_fx.registry import Key
-from kfac_fx.statistics import STATISTICS
-from kfac_fx.tap import both_rows
+from kfac_fx.steps import in_time
+from kfac_fx.sums import joined, summed
 
 Nodes = Any  # a node, its name, or a sequence of them, one a use
 
@@ -100,7 +99,7 @@ class FisherBlock:
 
     def add_tower(self, uses: Iterable[Use]) -> None:
         """Raises RegistrationError if the uses lay out the parameters differently, ApproximationError if one is of a
-        layer that has not the block's approximation."""
+        layer that has not the block's approximation, and both as `steps.in_time` does for series."""
         tower = tuple(uses)
         places = ", ".join(use.output.name for use in tower)
         aligned = align([use for one in (*self.towers, tower) for use in one])
@@ -114,6 +113,10 @@ class FisherBlock:
                     f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "
                     f"{', '.join(name for name in known if name != self.approximation)}"
                 )
+        if self.approximation in SERIES:
+            layers = self.layer_collection.layers
+            latest = aligned[len(aligned) - len(tower) :]
+            tower = in_time(self.params, self.approximation, (*self.towers, latest), layers, self.num_uses)
         self.towers.append(tower)
         self._own = None
 
@@ -243,33 +246,3 @@ class FisherBlock:
 
 def flattened(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
-
-
-def summed(
-    registration: Registration, grads: Sequence[Tensor], inputs: Sequence[Tensor], layers: Mapping[str, Layer]
-) -> dict[str, Tensor]:
-    """The statistics of one source over all uses; gradients of single cases add up within a tower."""
-    assert registration.matrix is not None, "bug in kfac_fx: statistics of a generic block"
-    total: dict[tuple[str, int], Tensor] = {}
-    for use, grad, value in zip(registration.uses, grads, inputs, strict=True):
-        rows, grad_rows = both_rows(registration, use, layers[use.layer])(grad, value)
-        matrix, bias = registration.rows
-        for name in blocks.statistics_of(registration):
-            found = STATISTICS[name].compute(rows, grad_rows, bias, matrix)
-            key = name, use.tower if name == "per_case" else 0
-            total[key] = total[key] + found if key in total else found
-    names = dict.fromkeys(name for name, _ in total)
-    return {
-        name: torch.cat(parts) if len(parts := [one for key, one in total.items() if key[0] == name]) > 1 else parts[0]
-        for name in names
-    }
-
-
-def joined(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
-    once, listed = ("count", "A", "A_diag"), ("per_case", "gradient")
-    return {
-        name: first if name in once else torch.stack([s[name] for s in sources]) if name in listed
-        else torch.stack([s[name] for s in sources]).sum(0)
-        for name, first in sources[0].items()
-    }  # fmt: skip

@@ -107,7 +107,7 @@ def factor_shapes(registration: Registration, program: Program) -> Shapes:
     (groups, outputs, inputs), _ = registration.rows
     a_diagonal = approximation in ("kron_in_diag", "kron_both_diag")
     g_diagonal = approximation in ("kron_out_diag", "kron_both_diag")
-    sides = {
+    sides: Shapes = {
         "A": (groups, inputs) if a_diagonal else (groups, inputs, inputs),
         "G": (groups, outputs) if g_diagonal else (groups, outputs, outputs),
     }

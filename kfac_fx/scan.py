@@ -12,7 +12,7 @@ from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
 from kfac_fx.kinds import INDEP, KINDS
 from kfac_fx.passes.check import check
 from kfac_fx.passes.errors import LinkError, RegistrationError
-from kfac_fx.passes.ir import APPROXIMATIONS, Program, Registration, Use, where
+from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, Program, Registration, Use, where
 from kfac_fx.passes.labels import ancestors, symbolic_sizes
 from kfac_fx.passes.link import link
 from kfac_fx.passes.match import match, with_batch_dim
@@ -90,7 +90,13 @@ class Scan:
             towers = [tower for tower in towers if tower]
         num_uses = self.folded(one)
         multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
-        return block_of(self.collection, replace(one, approximation=self.approximation(one, multi)), towers, num_uses)
+        one = replace(one, approximation=self.approximation(one, multi))
+        if one.approximation in SERIES:
+            try:
+                return block_of(self.collection, one, towers, num_uses)
+            except RegistrationError as error:  # a default, which nobody asked for here
+                one = replace(one, approximation="kron_indep", reason=str(error))
+        return block_of(self.collection, one, towers, num_uses)
 
     def approximation(self, one: Registration, multi: bool) -> str:
         """Towers are no uses: one use in each is a plain layer. Several take the default of the kind's multi form."""

@@ -59,24 +59,22 @@ def has_pixels(program: Program, use: Use) -> bool:
     return SUA in program.layers[use.layer].approximations and not use.transposed and use.region is None
 
 
-def why_no_series(uses: Sequence[Use]) -> str | None:
-    """Why these uses are not one use repeated in time, in every tower alike; None if they are."""
+def why_no_series(uses: Sequence[Use], least: int = 2) -> str | None:
+    """Why these uses are not one use repeated in time, `least` times in every tower; None if they are."""
     towers: dict[int, list[Use]] = defaultdict(list)
     for use in uses:
         towers[use.tower].append(use)
     numbers = {sum(use.steps for use in tower) for tower in towers.values()}
     if len(numbers) > 1:
         return f"its towers have {' and '.join(map(str, sorted(numbers)))} uses"
-    if numbers == {1}:
+    if min(numbers) < least:
         return "it has one use"
-    first = uses[0]
-    for use in uses:
-        if use.transposed:
-            return f"its use at {where(use.output)} is transposed"
-        if tensor_attrs(use):
-            return f"its rows at {where(use.output)} depend on more than its input"
-        if kind_of(use) != kind_of(first):
-            return f"its uses at {where(first.output)} and {where(use.output)} are not alike"
+    if turned := next((use for use in uses if use.transposed), None):
+        return f"its use at {where(turned.output)} is transposed"
+    if more := next((use for use in uses if tensor_attrs(use)), None):
+        return f"its rows at {where(more.output)} depend on more than its input"
+    if other := next((use for use in uses if kind_of(use) != kind_of(uses[0])), None):
+        return f"its uses at {where(uses[0].output)} and {where(other.output)} are not alike"
     return None
 
 

@@ -41,7 +41,7 @@ FLOORS = [
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.likeness",
     "kfac_fx.captured kfac_fx.proof kfac_fx.registry",
-    "kfac_fx.captures",
+    "kfac_fx.captures kfac_fx.steps kfac_fx.sums",
     # The layer collection, from what it holds to what users call.
     "kfac_fx.find_use kfac_fx.registered_block",
     "kfac_fx.fisher_blocks",

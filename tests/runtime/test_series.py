@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -81,7 +82,7 @@ def draw_vector() -> dict[str, Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def float64() -> object:
+def float64() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
