@@ -1,14 +1,16 @@
 """What each node depends on, and which parameter, through which views, stands behind it.
 
-    ACT     depends on the values of the model's inputs
+    ACT     depends on the values of the model's inputs, or has a row for every case
+    FREE    an activation that is free of the batch: computed by a layer, from parameters and constants only
     PURE    depends on parameters and constants only
     CONST   depends on neither (sizes, masks, buffers, anything detached)
 
-An edge PURE -> ACT is a place where a parameter enters the computation: a use to be explained by a layer.
+An edge from PURE to ACT or FREE is a place where a parameter enters the computation: a use to be explained by a layer.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Mapping
 from enum import Enum
 from types import MappingProxyType
@@ -19,19 +21,24 @@ from torch import Tensor, fx
 
 from .matrix import Layout, Shape, Step
 
-Edge = tuple[fx.Node, fx.Node]  # (PURE node, ACT node that reads it)
+Edge = tuple[fx.Node, fx.Node]  # (PURE node, activation that reads it)
 
 
 class Label(Enum):
     ACT = "act"
+    FREE = "free"
     PURE = "pure"
     CONST = "const"
+
+    @property
+    def activation(self) -> bool:
+        return self in (Label.ACT, Label.FREE)
 
 
 SHAPE_ONLY = {  # read the size, the dtype or the device of their operands, never the values
     "size", "dim", "numel", "shape", "ndim", "dtype", "device", "sym_size", "sym_numel", "sym_stride",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
-    "new_zeros", "new_ones", "new_empty", "new_full", "_assert_tensor_metadata", "_assert",
+    "new_zeros", "new_ones", "new_empty", "new_full", "_assert_tensor_metadata", "_assert", "numbered",
 }  # fmt: skip
 STOPS_GRADIENT = {
     "detach", "detach_", "data", "argmax", "argmin", "argsort", "item", "long", "int", "bool", "sign", "round",
@@ -46,6 +53,11 @@ RANDOM = {  # beside the ATen operations, which say so themselves
 IN_PLACE = {  # Python's operators, whose names do not say it
     "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
 }  # fmt: skip
+DATA_FIRST = {  # what their first argument is to a layer no parameter can be
+    "linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "layer_norm", "rms_norm", "group_norm",
+}  # fmt: skip
+EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
 VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"}
@@ -95,8 +107,9 @@ def labels(
 
     Args:
         pure: placeholders that stand for parameters, as in the form of a layer.
-        cases: the symbolic size of the cases; a constant that has one row a case, such as the zeros that a recurrent
-            net starts from, is an activation as any other.
+        cases: the symbolic size of the cases; what has one row a case, such as the zeros that a recurrent net starts
+            from or a class token in front of every sequence, is an activation as any other. Where no sizes are known,
+            an expansion to a size of an activation is taken for such.
     """
     names, forced = set(parameters), set(pure)
     label: dict[fx.Node, Label] = {}
@@ -112,10 +125,36 @@ def labels(
             label[node] = Label.ACT if acts and op_name(node) not in SHAPE_ONLY else Label.CONST
         else:
             behind = {label[n] for n in node.all_input_nodes}
-            label[node] = next((one for one in (Label.ACT, Label.PURE) if one in behind), Label.CONST)
-        if label[node] is Label.CONST and cases is not None and cases in symbolic_sizes(node):
+            label[node] = next((one for one in Label if one in behind), Label.CONST)
+            if label[node] is Label.PURE and is_layer_of_data(node, label):
+                label[node] = Label.FREE
+        if label[node] is not Label.ACT and node.op != "get_attr" and has_row_a_case(node, label[node], cases):
             label[node] = Label.ACT
     return label
+
+
+def is_layer_of_data(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
+    """Whether a PURE node applies a layer with parameters to something else: coordinates, a learned table."""
+    data = node.args[0] if op_name(node) in DATA_FIRST and node.args else None
+    others = [operand for operand in node.all_input_nodes if operand is not data]
+    return isinstance(data, fx.Node) and any(label[operand] is Label.PURE for operand in others)
+
+
+def has_row_a_case(node: fx.Node, label: Label, cases: str | None) -> bool:
+    """Of what depends on parameters, only an expansion is taken for it: a slice may be as long as there are cases."""
+    of_cases = cases is not None and any(size and re.search(rf"\b{cases}\b", size) for size in symbolic_sizes(node))
+    if label is Label.CONST or op_name(node) not in EXPANDS:
+        return of_cases and label is Label.CONST
+    sizes = node.args[1] if len(node.args) > 1 else ()
+    single = "val" in node.meta and isinstance(sizes, (list, tuple)) and sizes[:1] in ([1], (1,))  # one case captured
+    return of_cases or single or (cases is None and any(is_size(operand) for operand in node.all_input_nodes[1:]))
+
+
+def is_size(node: fx.Node) -> bool:
+    """In a graph without sizes: a size of a tensor."""
+    while op_name(node) == "getitem":
+        node = node.all_input_nodes[0]
+    return op_name(node) in ("size", "shape", "sym_size")
 
 
 def symbolic_sizes(node: fx.Node) -> list[str | None]:
@@ -154,13 +193,14 @@ def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx
 
 
 def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable[fx.Node]) -> list[Edge]:
-    """Every PURE -> ACT edge behind the outputs, in graph order; an output that is PURE itself is an edge to itself."""
+    """Every edge from PURE to an activation behind the outputs, in graph order; an output that is PURE itself is an
+    edge to itself."""
     outputs = list(outputs)
     behind = ancestors(outputs)
     return [(node, node) for node in outputs if label[node] is Label.PURE] + [
         (operand, node)
         for node in graph.nodes
-        if label[node] is Label.ACT and node in behind
+        if label[node].activation and node in behind
         for operand in node.all_input_nodes
         if label[operand] is Label.PURE and reads_values(node, operand)
     ]

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from . import pytree
 from .ir import LossSite, Note, Program, where
 from .labels import Label, ancestors, has_gradient, labels, op_name, symbolic_sizes
+from .spelling import order_operands
 
 KINDS = {
     "cross_entropy": "categorical",
@@ -27,10 +28,12 @@ def find_losses(program: Program) -> Program:
     returned = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node)]
     sites = () if program.options.loss_given else loss_sites(program, returned)
     outputs = tuple(one.inputs for one in sites) or tuple(node for node in returned if has_gradient(node))
+    cases = case_size(program.graph, outputs)
+    order_operands(program.graph, program.parameters, cases=cases)  # now that it is known what has a row a case
     return program.but(
         losses=sites,
         outputs=outputs,
-        cases=case_size(program.graph, outputs),
+        cases=cases,
         dropped=(*program.dropped, *left_out(sites)),
     )
 
@@ -63,10 +66,19 @@ def learned(inputs: Any, label: Mapping[fx.Node, Label]) -> bool:
 
 
 def case_size(graph: fx.Graph, outputs: tuple[fx.Node, ...]) -> str | None:
-    """The size that is first in an output and somewhere in an input; else the first of the first input."""
+    """The size that is first in an output and somewhere in an input; else the first of the first input. None for a
+    single case, whose size is a number."""
     inputs = [size for node in graph.nodes if node.op == "placeholder" for size in symbolic_sizes(node) if size]
     first = [size for node in outputs for size in symbolic_sizes(node)[:1]]
+    if first[:1] == [None] and single(graph):
+        return None
     return next((size for size in (*first, *inputs) if size in inputs), None)
+
+
+def single(graph: fx.Graph) -> bool:
+    """Whether the first input was captured with one row."""
+    values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
+    return next((value.shape[0] == 1 for value in values if isinstance(value, Tensor) and value.dim()), False)
 
 
 def site(node: fx.Node) -> LossSite:

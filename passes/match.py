@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from .elements import KEY as ELEMENTS
 from .errors import LayerError
 from .holder import attribute
 from .inplace import functional
@@ -55,7 +56,7 @@ def match(program: Program) -> Program:
     patterns = patterns_by_target(program.layers)
     found: list[Use] = []
     for node in program.graph.nodes:
-        if label[node] is not Label.ACT or node not in behind:
+        if not label[node].activation or node not in behind:
             continue
         for pattern in patterns.get(node.target, ()):
             use = lay_over(pattern, node, label, shapes, program.parameters, program.made)
@@ -117,6 +118,8 @@ def lay_over(
     inside = set(binding.nodes.values())
     if any(user not in inside for node in inside - {root} for user in node.users):
         return None
+    if form.inputs[0].startswith("_"):
+        binding.names[form.inputs[0]] = root  # no input: the output stands for it
     if not isinstance(binding.names.get(form.inputs[0]), fx.Node):
         return None
     attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
@@ -188,12 +191,15 @@ def binds(
         return not isinstance(given, fx.Node) or label[given] is not Label.PURE
     if given is None:
         return bool(wanted.args)  # optional: the form gives it a default
-    if not isinstance(given, fx.Node) or label[given] is Label.ACT:
+    if not isinstance(given, fx.Node) or label[given].activation:
         return False
     parameter = bound_parameter(given, shapes)
     if parameter is None and given in binding.expressions:
         binding.made[name] = binding.expressions[given]
         return True
+    if parameter is None and "elements" in form.inputs and ELEMENTS in given.meta:
+        gathered, binding.names["elements"] = given.meta[ELEMENTS]
+        parameter = gathered, Layout(shapes[gathered])
     if parameter is None or any(parameter[0] == other for other, _ in binding.parameters.values()):
         return False
     binding.parameters[name] = parameter

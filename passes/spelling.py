@@ -124,6 +124,8 @@ def respell(graph: fx.Graph) -> None:
             spell_out(node, name)
         elif name == "einsum":
             spell_einsum(node)
+        elif name in ("expand", "repeat"):
+            spell_expansion(node, name)
         elif isinstance(node.target, torch._ops.OpOverload):
             respell_aten(node, node.target, name)
         elif node.op == "call_method" or node.target is not getattr:
@@ -204,6 +206,15 @@ def spell_einsum(node: fx.Node) -> None:
     node.op, node.target, node.args, node.kwargs = "call_function", torch.einsum, (equation, *flat), {}
 
 
+def spell_expansion(node: fx.Node, name: str) -> None:
+    """`x.expand(sizes)`, whichever way the sizes were handed over."""
+    x, *sizes = node.args
+    flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, fx.Node)) else sizes
+    if sizes:
+        node.op, node.target, node.kwargs = "call_method", name, {}
+        node.args = (x, tuple(flat) if isinstance(flat, (list, tuple)) else flat)
+
+
 def spell_out(node: fx.Node, name: str) -> None:
     function, defaults = SPELLED_OUT[name]
     aten = isinstance(node.target, torch._ops.OpOverload)
@@ -223,10 +234,12 @@ def spell_out(node: fx.Node, name: str) -> None:
     node.kwargs = {}
 
 
-def order_operands(graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = ()) -> None:
-    """In sums and products: what depends on the batch, then what depends on parameters, then constants, numbers."""
-    label = labels(graph, parameters, pure)
-    order = (Label.ACT, Label.PURE, Label.CONST)
+def order_operands(
+    graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = (), cases: str | None = None
+) -> None:
+    """In sums and products: what depends on the batch, then on parameters, then constants, then numbers."""
+    label = labels(graph, parameters, pure, cases)
+    order = tuple(Label)
 
     def rank(operand: Any) -> int:
         return order.index(label[operand]) if isinstance(operand, fx.Node) else len(order)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from tests.zoo import attention, convolution, dense, odd, parts, recurrent
+from tests.zoo import attention, convolution, dense, odd, parts, recurrent, tables
 from tests.zoo.case import Case, Expected
 
-CASES: tuple[Case, ...] = (*dense.CASES, *convolution.CASES, *attention.CASES, *parts.CASES, *recurrent.CASES, *odd.CASES)
+CASES: tuple[Case, ...] = (
+    *dense.CASES,
+    *convolution.CASES,
+    *attention.CASES,
+    *parts.CASES,
+    *tables.CASES,
+    *recurrent.CASES,
+    *odd.CASES,
+)
 ZOO: dict[str, Case] = {case.name: case for case in CASES}
 
 __all__ = ["CASES", "ZOO", "Case", "Expected"]

@@ -1,6 +1,6 @@
 """One declaration a layer, a file a family. `LAYERS` is all of them; a user's own join by `collect`."""
 
-from . import conv, embedding, linear, norm
+from . import conv, elementwise, embedding, linear, norm
 from .declaration import Form, Layer, collect, composite, layer
 from .rows import as_rows, by_group
 
@@ -24,7 +24,7 @@ LAYERS: dict[str, Layer] = collect(
     norm.group_norm,
     norm.batch_norm,
     norm.instance_norm,
-    norm.scale_and_shift,
+    elementwise.scale_and_shift,
 )
 
 __all__ = ["LAYERS", "Form", "Layer", "as_rows", "by_group", "collect", "composite", "layer"]

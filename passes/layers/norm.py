@@ -1,11 +1,7 @@
-"""What scales and shifts every element on its own: one group an element of the parameters, one input, one output.
-
-The rows of a normalization are its input normalized; how it was normalized is no business of the parameters.
-"""
+"""Normalizations with parameters: their rows are the input normalized; how is no business of the parameters."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,28 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from ..matrix import Layout
 from .declaration import layer
-from .rows import by_group, written
-
-
-def elements(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ...] -> [N, S, g, 1], with parameters along the last dimensions."""
-    return by_group(x.unsqueeze(-1), attrs["weight"])
+from .rows import ELEMENTWISE, by_group, elements
 
 
 def channels(x: Tensor, attrs: Attrs) -> Tensor:
     """[N, g, ...] -> [N, S, g, 1]."""
     return by_group(x.unsqueeze(-1), attrs["weight"] + (1,) * (x.dim() - 2))
-
-
-def shifted(dy: Tensor, attrs: Attrs) -> Tensor:
-    return by_group(dy.unsqueeze(-1), attrs["bias"])
-
-
-def nothing(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, S, g, 0]: a shift has no input."""
-    return by_group(x.unsqueeze(-1)[..., :0], attrs["bias"])
 
 
 def layer_normalized(x: Tensor, attrs: Attrs) -> Tensor:
@@ -66,21 +47,6 @@ def instance_normalized_by_running(x: Tensor, attrs: Attrs) -> Tensor:
     return channels(F.instance_norm(x, mean, var, use_input_stats=False, eps=attrs["eps"]), attrs)
 
 
-def alike(attrs: Attrs) -> bool:
-    return bool(attrs["weight"] == attrs["bias"])
-
-
-def weights(weight: Layout, attrs: Attrs) -> Layout:
-    return weight.reshape((math.prod(weight.result), 1, 1))
-
-
-def biases(bias: Layout, attrs: Attrs) -> Layout:
-    return bias.reshape((math.prod(bias.result), 1))
-
-
-COMMON: dict[str, Any] = {"layouts": {"weight": weights, "bias": biases}, "default": "full"}
-
-
 @layer(
     rows=layer_normalized,
     grad_rows=elements,
@@ -90,7 +56,7 @@ COMMON: dict[str, Any] = {"layouts": {"weight": weights, "bias": biases}, "defau
         lambda: (nn.LayerNorm((2, 5), bias=False), torch.randn(4, 7, 2, 5)),
         lambda: (nn.LayerNorm(5), torch.randn(5)),
     ),
-    **COMMON,
+    **ELEMENTWISE,
 )
 def layer_norm(
     x: Tensor, normalized_shape: list[int], eps: float, *, weight: Tensor, bias: Tensor | None = None
@@ -106,7 +72,7 @@ def layer_norm(
         lambda: (nn.RMSNorm(5), torch.randn(4, 7, 5)),
         lambda: (nn.RMSNorm((2, 5), eps=1e-3), torch.randn(4, 2, 5)),
     ),
-    **COMMON,
+    **ELEMENTWISE,
 )
 def rms_norm(x: Tensor, normalized_shape: list[int], eps: float | None, *, weight: Tensor) -> Tensor:
     return F.rms_norm(x, normalized_shape, weight, eps)
@@ -119,7 +85,7 @@ def rms_norm(x: Tensor, normalized_shape: list[int], eps: float | None, *, weigh
         lambda: (nn.GroupNorm(2, 6), torch.randn(4, 6, 5, 3)),
         lambda: (nn.GroupNorm(1, 6), torch.randn(4, 6)),
     ),
-    **COMMON,
+    **ELEMENTWISE,
 )
 def group_norm(x: Tensor, num_groups: int, eps: float, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.group_norm(x, num_groups, weight, bias, eps)
@@ -137,7 +103,7 @@ def group_norm(x: Tensor, num_groups: int, eps: float, *, weight: Tensor, bias: 
         lambda: (nn.BatchNorm3d(3, track_running_stats=False), torch.randn(4, 3, 5, 2, 7)),
         lambda: (nn.BatchNorm1d(1), torch.randn(4, 1, 7)),
     ),
-    **COMMON,
+    **ELEMENTWISE,
 )
 def batch_norm(
     x: Tensor, _mean: Any, _var: Any, momentum: float, eps: float, *, weight: Tensor, bias: Tensor | None = None
@@ -169,7 +135,7 @@ def batch_norm_by_running(
         lambda: (nn.InstanceNorm2d(3, affine=True), torch.randn(4, 3, 5, 7)),
         lambda: (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), torch.randn(4, 3, 7)),
     ),
-    **COMMON,
+    **ELEMENTWISE,
 )
 def instance_norm(
     x: Tensor, _mean: Any, _var: Any, momentum: float, eps: float, *, weight: Tensor, bias: Tensor | None = None
@@ -192,70 +158,3 @@ def instance_norm_by_running(
     bias: Tensor | None = None,
 ) -> Tensor:
     return F.instance_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-
-
-# --- by hand --------------------------------------------------------------------------------------------------------
-
-
-@layer(
-    rows=elements,
-    grad_rows=elements,
-    where=alike,
-    example=(
-        written(lambda x, w, b: x * w + b, (4, 7, 5), w=(5,), b=(5,)),
-        written(lambda x, w, b: b + w * x, (4, 7, 2, 5), w=(7, 1, 5), b=(7, 1, 5)),
-        written(lambda x, w, b: b.view(1, -1, 1) + w.view(1, -1, 1) * x, (4, 5, 7), w=(5,), b=(5,)),
-    ),
-    **COMMON,
-)
-def scale_and_shift(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return x * weight + bias
-
-
-@scale_and_shift.form(
-    where=lambda attrs: True,
-    example=(
-        written(lambda x, w: w * x, (4, 7, 5), w=(7, 5)),
-        written(lambda x, w: x * w, (4, 1, 5), w=(7, 5)),
-        written(lambda x, w: x * w, (4,), w=()),
-        written(lambda x, w: x * w, (4, 5), w=(4, 5)),
-    ),
-)
-def scale(x: Tensor, *, weight: Tensor) -> Tensor:
-    return x * weight
-
-
-@scale_and_shift.form(
-    rows=nothing,
-    grad_rows=shifted,
-    where=lambda attrs: True,
-    example=(
-        written(lambda x, b: x + b, (4, 7, 5), b=(1, 7, 5)),
-        written(lambda x, b: b + x, (4, 3, 2, 5), b=(3, 1, 1)),
-    ),
-)
-def shift(x: Tensor, *, bias: Tensor) -> Tensor:
-    return x + bias
-
-
-@scale_and_shift.form(
-    where=lambda attrs: True,
-    example=written(lambda x, w: x * (w + 1), (4, 7, 5), w=(5,)),
-)
-def scale_from_one(x: Tensor, *, weight: Tensor) -> Tensor:
-    return x * (weight + 1)
-
-
-@scale_and_shift.form(example=written(lambda x, w, b: x * (w + 1.0) + b, (4, 7, 5), w=(5,), b=(5,)))
-def scale_from_one_and_shift(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return x * (weight + 1) + bias
-
-
-@scale_and_shift.form(example=written(lambda x, w, b: torch.addcmul(b, x, w), (4, 7, 5), w=(5,), b=(5,)))
-def addcmul(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.addcmul(bias, x, weight)
-
-
-@scale_and_shift.form(example=written(lambda x, w, b: torch.addcmul(b, w, x), (4, 7, 5), w=(5,), b=(5,)))
-def addcmul_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.addcmul(bias, weight, x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from ..matrix import Shape
+from ..matrix import Layout, Shape
 from .declaration import Example
 
 
@@ -34,6 +34,22 @@ def by_group(tensor: Tensor, shape: Shape) -> Tensor:
     shared = [dim for dim, size in enumerate(shape) if size == 1]  # the cases first
     cases, *positions = (tensor.shape[dim] for dim in shared)
     return tensor.permute(*shared, *varies, -1).reshape(cases, math.prod(positions), math.prod(shape), tensor.shape[-1])
+
+
+def elements(x: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ...] -> [N, S, g, 1], with parameters along the last dimensions."""
+    return by_group(x.unsqueeze(-1), attrs["weight"])
+
+
+def weights(weight: Layout, attrs: Attrs) -> Layout:
+    return weight.reshape((math.prod(weight.result), 1, 1))
+
+
+def biases(bias: Layout, attrs: Attrs) -> Layout:
+    return bias.reshape((math.prod(bias.result), 1))
+
+
+ELEMENTWISE: dict[str, Any] = {"layouts": {"weight": weights, "bias": biases}, "default": "full"}
 
 
 class Written(nn.Module):

@@ -20,7 +20,7 @@ FLOORS = [
     "passes.layers",
     # Tools that several passes share.
     "passes.approximation passes.cells passes.holder passes.labels passes.pytree passes.recurrent passes.writer",
-    "passes.border passes.spelling passes.watch",
+    "passes.border passes.elements passes.spelling passes.watch",
     "passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.

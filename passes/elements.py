@@ -1,0 +1,156 @@
+"""Which elements of a parameter a tensor holds that was gathered from it: tables of relative positions, slices whose
+length the batch decides.
+
+table[index].view(s, s, h).permute(2, 0, 1)   ->   the same of the elements' numbers, beside it in the graph
+
+The numbers are constants that nothing reads but the tap of a use; without one they are no part of the emitted module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .labels import CASTS, EXPANDS, PERMUTES, VIEWS, Label, has_gradient, labels, op_name
+
+SELECTS = (VIEWS - CASTS) | PERMUTES | EXPANDS | {
+    "slice", "narrow", "select", "getitem", "index", "index_select", "flip", "roll", "take", "unfold", "diagonal",
+    "chunk", "split", "split_with_sizes", "unbind", "gather",
+}  # fmt: skip
+KEY = "elements"  # in a node's meta: (parameter, the node of the numbers); -1 is none of its elements
+
+
+def note_elements(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """For every tensor that holds nothing but elements of one parameter, and constants."""
+    label = labels(graph, parameters)
+    notes = Notes(graph, label)
+    for node in list(graph.nodes):
+        node.meta.pop(KEY, None)
+        if label[node] is Label.PURE and notes.gathered(node) and not merely_viewed(node):
+            node.meta[KEY] = notes.parameter(node), notes.numbers(node)
+
+
+def merely_viewed(node: fx.Node) -> bool:
+    """Then matchers need no help."""
+    while node.op != "get_attr" and op_name(node) in VIEWS:
+        node = node.all_input_nodes[0]
+    return node.op == "get_attr"
+
+
+class Notes:
+    """The numbers of nodes, made when asked for."""
+
+    def __init__(self, graph: fx.Graph, label: Mapping[fx.Node, Label]) -> None:
+        self.graph, self.label = graph, label
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.known: dict[fx.Node, bool] = {}
+
+    def gathered(self, node: fx.Node) -> bool:
+        if node not in self.known:
+            self.known[node] = node.op == "get_attr" or self.gathers(node)
+        return self.known[node] and self.label.get(node) is Label.PURE
+
+    def gathers(self, node: fx.Node) -> bool:
+        """Whether the node moves elements of its one operand that is no constant."""
+        if op_name(node) not in SELECTS | CASTS | SPECIAL.keys() or not has_gradient(node):
+            return False
+        pure = [operand for operand in node.all_input_nodes if self.label.get(operand) is not Label.CONST]
+        return len(pure) == 1 and self.gathered(pure[0]) and source(node) is pure[0]
+
+    def parameter(self, node: fx.Node) -> str:
+        while node.op != "get_attr":
+            node = source(node)
+        return str(node.target)
+
+    def numbers(self, node: fx.Node) -> fx.Node:
+        if node not in self.made:
+            with self.graph.inserting_after(node):
+                self.made[node] = self.make(node)
+        return self.made[node]
+
+    def make(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr":
+            return self.graph.call_function(numbered, (node,))
+        before = self.numbers(source(node))
+        if op_name(node) in CASTS:
+            return before
+        special = SPECIAL.get(op_name(node))
+        if special is not None:
+            return self.graph.call_function(special, (before, *rest(node)))
+        return self.graph.node_copy(node, lambda n: before if n is source(node) else n)
+
+
+def source(node: fx.Node) -> Any:
+    """The operand whose elements are moved."""
+    return node.args[PLACE.get(op_name(node), 0)]
+
+
+def rest(node: fx.Node) -> tuple[Any, ...]:
+    place = PLACE.get(op_name(node), 0)
+    return (*node.args[:place], *node.args[place + 1 :])
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+def numbered(parameter: Tensor) -> Tensor:
+    """The number of every element, in the shape of the parameter."""
+    return torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
+
+
+def looked_up(numbers: Tensor, ids: Tensor, padding_idx: int | None, *_: Any) -> Tensor:
+    found = numbers[ids]
+    if padding_idx is None:
+        return found
+    return found.masked_fill((ids == padding_idx % numbers.shape[0]).unsqueeze(-1), -1)
+
+
+def beside_constant(numbers: Tensor, constant: Any) -> Tensor:
+    """Of a sum."""
+    shape = constant.shape if isinstance(constant, Tensor) else ()
+    return numbers.expand(torch.broadcast_shapes(numbers.shape, shape))
+
+
+def where_not_masked(numbers: Tensor, mask: Tensor, _: Any) -> Tensor:
+    shape = torch.broadcast_shapes(numbers.shape, mask.shape)
+    return numbers.expand(shape).masked_fill(mask, -1)
+
+
+def where_kept(numbers: Tensor, mask: Tensor, _: Any) -> Tensor:
+    return where_not_masked(numbers, mask.logical_not(), _)
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {"embedding": looked_up, "add": beside_constant, "masked_fill": where_not_masked, "where": where_kept}
+PLACE = {"embedding": 1, "where": 1}
+
+
+# --- masks of attention ---------------------------------------------------------------------------------------------
+
+
+def expand_masks(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """A mask that is added inside attention has a row for every case, so that its gradient has one, too.
+
+    sdpa(q, k, v, table)   ->   sdpa(q, k, v, table.expand(n, -1, -1, -1))
+    """
+    label = labels(graph, parameters)
+    for node in list(graph.nodes):
+        given = [*node.args[3:4], *(value for key, value in node.kwargs.items() if key == "attn_mask")]
+        if op_name(node) != "scaled_dot_product_attention" or not given or not isinstance(given[0], fx.Node):
+            continue
+        query, mask = node.args[0], given[0]
+        seen, known = (one.meta.get("val") if isinstance(one, fx.Node) else None for one in (query, mask))
+        if label[mask] not in (Label.PURE, Label.FREE) or not isinstance(seen, Tensor) or not isinstance(known, Tensor):
+            continue
+        new = seen.dim() - known.dim()  # dimensions that the mask lacks
+        if new < 0 or (new == 0 and known.shape[0] != 1):
+            continue
+        rest = [1] * (new - 1) + [-1] * (seen.dim() - max(1, new))
+        with graph.inserting_before(node):
+            cases = graph.call_function(torch.ops.aten.sym_size.int, (query, 0))
+            expanded = graph.call_method("expand", (mask, (cases, *rest)))
+        cases.meta["val"] = seen.shape[0]
+        expanded.meta = {**node.meta, "val": known.expand(seen.shape[0], *rest)}
+        node.replace_input_with(mask, expanded)

@@ -1,0 +1,155 @@
+"""What scales and shifts every element on its own: one group an element of the parameters, one input, one output.
+
+And what a shift is, too, where it is no sum: a token in front of every sequence has the gradient of its own places.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ir import Attrs
+from .declaration import layer
+from .rows import ELEMENTWISE, by_group, elements, written
+
+INDEX = torch.tensor([[0, 1, 3], [1, 0, 1], [3, 1, 0]])  # of the examples' tables
+
+
+def shifted(dy: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ...] -> [N, S, g, 1]; what was gathered goes back to its elements, [N, 1, g, 1]."""
+    places = attrs.get("elements")
+    if places is None:
+        return by_group(dy.unsqueeze(-1), attrs["bias"])
+    dy = by_group(dy.unsqueeze(-1), places.shape).sum(1, keepdim=True)
+    dy = torch.where((places >= 0).flatten().unsqueeze(-1), dy, 0)
+    whole = dy.new_zeros(*dy.shape[:2], math.prod(attrs["bias"]), 1)
+    return whole.index_add(2, places.clamp(min=0).flatten(), dy)
+
+
+def nothing(x: Tensor, attrs: Attrs) -> Tensor:
+    """[N, S, g, 0]: a shift has no input."""
+    places = attrs.get("elements")
+    rows = by_group(x.unsqueeze(-1)[..., :0], attrs["bias"] if places is None else places.shape)
+    return rows if places is None else rows.new_zeros(rows.shape[0], 1, math.prod(attrs["bias"]), 0)
+
+
+def alike(attrs: Attrs) -> bool:
+    return bool(attrs["weight"] == attrs["bias"])
+
+
+@layer(
+    rows=elements,
+    grad_rows=elements,
+    where=alike,
+    example=(
+        written(lambda x, w, b: x * w + b, (4, 7, 5), w=(5,), b=(5,)),
+        written(lambda x, w, b: b + w * x, (4, 7, 2, 5), w=(7, 1, 5), b=(7, 1, 5)),
+        written(lambda x, w, b: b.view(1, -1, 1) + w.view(1, -1, 1) * x, (4, 5, 7), w=(5,), b=(5,)),
+    ),
+    **ELEMENTWISE,
+)
+def scale_and_shift(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+    return x * weight + bias
+
+
+@scale_and_shift.form(
+    where=lambda attrs: True,
+    example=(
+        written(lambda x, w: w * x, (4, 7, 5), w=(7, 5)),
+        written(lambda x, w: x * w, (4, 1, 5), w=(7, 5)),
+        written(lambda x, w: x * w, (4,), w=()),
+        written(lambda x, w: x * w, (4, 5), w=(4, 5)),
+    ),
+)
+def scale(x: Tensor, *, weight: Tensor) -> Tensor:
+    return x * weight
+
+
+@scale_and_shift.form(
+    rows=nothing,
+    grad_rows=shifted,
+    where=lambda attrs: True,
+    example=(
+        written(lambda x, b: x + b, (4, 7, 5), b=(1, 7, 5)),
+        written(lambda x, b: b + x, (4, 3, 2, 5), b=(3, 1, 1)),
+        written(lambda x, b: x + b[INDEX].permute(2, 0, 1), (4, 2, 3, 3), b=(4, 2)),
+        written(lambda x, b: x + F.embedding(INDEX, b, 2).permute(2, 0, 1).unsqueeze(0), (4, 2, 3, 3), b=(4, 2)),
+        written(lambda x, b: x + b[:, : x.shape[1]], (4, 3, 5), b=(1, 7, 5)),
+    ),
+)
+def shift(x: Tensor, elements: Any = None, *, bias: Tensor) -> Tensor:
+    return x + bias
+
+
+@scale_and_shift.form(
+    rows=nothing,
+    grad_rows=shifted,
+    where=lambda attrs: True,
+    example=(
+        written(lambda x, b: torch.cat([b.expand(x.shape[0], -1, -1), x], 1), (4, 7, 5), b=(1, 2, 5)),
+        written(lambda x, b: torch.cat([x, b.view(1, 2, 1).expand(x.size(0), 2, 3)], 2), (4, 2, 5), b=(2,)),
+        written(lambda x, b: torch.cat([b[INDEX].expand(x.shape[0], 3, 3, 2), x], 1), (4, 3, 3, 2), b=(4, 2)),
+    ),
+)
+def token(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
+    return bias.expand(_sizes)
+
+
+@scale_and_shift.form(
+    rows=nothing,
+    grad_rows=shifted,
+    where=lambda attrs: True,
+    example=written(lambda x, b: torch.cat([b.repeat(x.shape[0], 1, 1), x], 1), (4, 7, 5), b=(1, 2, 5)),
+)
+def token_repeated(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
+    return bias.repeat(_sizes)
+
+
+@scale_and_shift.form(
+    rows=nothing,
+    grad_rows=lambda dy, attrs: shifted(torch.where(attrs["mask"], dy, 0), attrs),
+    where=lambda attrs: True,
+    example=(
+        written(lambda x, b: x + torch.where(x > 0, b, -9.0), (4, 7, 5), b=(7, 5)),
+        written(lambda x, b: x + torch.where(x > 0, b[INDEX].permute(2, 0, 1), -9.0), (4, 2, 3, 3), b=(4, 2)),
+    ),
+)
+def shift_where(_output: Any, mask: Tensor, _other: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
+    return torch.where(mask, bias, _other)
+
+
+@scale_and_shift.form(
+    rows=nothing,
+    grad_rows=lambda dy, attrs: shifted(dy.masked_fill(attrs["mask"], 0), attrs),
+    where=lambda attrs: True,
+    example=written(lambda x, b: x + b.masked_fill(x > 0, -9.0), (4, 7, 5), b=(7, 5)),
+)
+def shift_but_where(_output: Any, mask: Tensor, _value: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
+    return bias.masked_fill(mask, _value)
+
+
+@scale_and_shift.form(
+    where=lambda attrs: True,
+    example=written(lambda x, w: x * (w + 1), (4, 7, 5), w=(5,)),
+)
+def scale_from_one(x: Tensor, *, weight: Tensor) -> Tensor:
+    return x * (weight + 1)
+
+
+@scale_and_shift.form(example=written(lambda x, w, b: x * (w + 1.0) + b, (4, 7, 5), w=(5,), b=(5,)))
+def scale_from_one_and_shift(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+    return x * (weight + 1) + bias
+
+
+@scale_and_shift.form(example=written(lambda x, w, b: torch.addcmul(b, x, w), (4, 7, 5), w=(5,), b=(5,)))
+def addcmul(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addcmul(bias, x, weight)
+
+
+@scale_and_shift.form(example=written(lambda x, w, b: torch.addcmul(b, w, x), (4, 7, 5), w=(5,), b=(5,)))
+def addcmul_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addcmul(bias, weight, x)

@@ -1,0 +1,96 @@
+"""Parameters that enter the batch as they are: tokens, sinks, positions, biases of attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .case import Case, linear
+from .dense import batch, parameter
+
+
+class Tokens(nn.Module):
+    """A class token, registers, and a sink for attention, in front of a sequence of any length with its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.token, self.registers = parameter(1, 1, 4), parameter(2, 4)
+        self.sinks, self.position = parameter(2), parameter(1, 9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, S, 5]
+        n = x.shape[0]
+        x = self.embed(x)
+        x = x + self.position[:, : x.shape[1]]
+        x = torch.cat([self.token.expand(n, -1, -1), self.registers.unsqueeze(0).repeat(n, 1, 1), x], dim=1)
+        heads = x.unflatten(-1, (2, 2)).transpose(1, 2)  # [N, 2, S, 2]
+        scores = heads @ heads.transpose(-2, -1)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(n, -1, scores.shape[-2], -1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        x = x + (weights @ heads).transpose(1, 2).flatten(2)
+        y: Tensor = self.head(x[:, 0])
+        return y
+
+
+class RelativePositions(nn.Module):
+    """A table of biases, looked up by the distance of two positions, as an embedding or with an index."""
+
+    def __init__(self, fused: bool, looked_up: bool) -> None:
+        super().__init__()
+        self.fused, self.looked_up = fused, looked_up
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+        self.table = parameter(6, 2)
+        place = torch.arange(5)
+        self.register_buffer("distance", (place[:, None] - place[None]).abs().clamp(max=3))
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 5, 4]
+        q, k, v = (f(x).unflatten(-1, (2, 2)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        if self.looked_up:
+            bias = F.embedding(self.distance, self.table).permute(2, 0, 1)
+        else:
+            bias = self.table[self.distance.flatten()].view(5, 5, 2).permute(2, 0, 1).contiguous()
+        bias = bias.unsqueeze(0)
+        if self.fused:
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            x = x + F.scaled_dot_product_attention(x, k, v, attn_mask=bias)  # as in later layers of T5
+        else:
+            x = torch.softmax(q @ k.transpose(-2, -1) + bias, dim=-1) @ v
+        y: Tensor = self.head(x.transpose(1, 2).flatten(2).mean(1))
+        return y
+
+
+ATTENTION = (linear("query"), linear("key"), linear("value"), linear("head"))
+
+CASES = (
+    Case(
+        "tokens",
+        Tokens,
+        lambda: batch(3, 5, 5),
+        (
+            linear("embed"),
+            linear("head"),
+            *(("scale_and_shift", (name,), 1) for name in ("token", "registers", "sinks", "position")),
+        ),
+        "categorical",
+    ),
+    Case(
+        "relative_positions",
+        lambda: RelativePositions(fused=False, looked_up=False),
+        lambda: batch(3, 5, 4),
+        (*ATTENTION, ("scale_and_shift", ("table",), 1)),
+    ),
+    Case(
+        "relative_positions_embedded",
+        lambda: RelativePositions(fused=False, looked_up=True),
+        lambda: batch(3, 5, 4),
+        (*ATTENTION, ("scale_and_shift", ("table",), 1)),
+    ),
+    Case(
+        "relative_positions_in_fused_attention",
+        lambda: RelativePositions(fused=True, looked_up=False),
+        lambda: batch(3, 5, 4),
+        (*ATTENTION, ("scale_and_shift", ("table",), 2)),
+    ),
+)
