@@ -10,6 +10,7 @@ from kfac_fx.layer_collection import (
     get_default_layer_collection,
     set_default_layer_collection,
 )
+from kfac_fx.loss_scale import LossScaleWarning
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
@@ -46,6 +47,7 @@ __all__ = [
     "LayerError",
     "LinkError",
     "LossError",
+    "LossScaleWarning",
     "ModelChangedError",
     "NotRegisteredError",
     "RegistrationError",

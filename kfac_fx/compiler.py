@@ -33,6 +33,9 @@ class Listener(Protocol):
         """Called before every forward in training mode with gradients enabled; returns the outputs, or None to let
         the model compute them."""
 
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Called after it, with what the user is about to get."""
+
 
 def compile(
     model: nn.Module | LayerCollection,
@@ -196,8 +199,10 @@ class CompiledModule(nn.Module):
                 self.recorder(args, kwargs)
             if self._listener is not None:
                 outputs = self._listener.on_forward(args, kwargs)
-                if outputs is not None:
-                    return outputs
+                if outputs is None:
+                    outputs = self._plain(*args, **kwargs)
+                self._listener.on_outputs(args, kwargs, outputs)
+                return outputs
         return self._plain(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:

@@ -71,6 +71,13 @@ class LossFunction(ABC):
         with torch.no_grad():
             return self._sample(generator)
 
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        """Targets with which `gradient` may be a multiple of that of the loss; None if any could be.
+
+        gradient: of the shape of `inputs`.
+        """
+        return None
+
     def multiply_fisher(self, vector: Tensor) -> Tensor:
         """F v, case by case; `vector` broadcasts against `inputs`."""
         return self.multiply_fisher_factor(self.multiply_fisher_factor_transpose(vector))

@@ -41,6 +41,10 @@ class Categorical(LossFunction):
         p = precise(self.inputs).softmax(-1)
         return (p.sqrt() * (vector - (p * vector).sum(-1, keepdim=True))).to(vector.dtype)
 
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        """The one class whose logit is to grow, in s (p - e); no gradient, no target."""
+        return torch.where(gradient.any(-1), gradient.argmin(-1), -100)
+
     def _target_shape(self) -> torch.Size:
         return self.inputs.shape[:-1]
 
@@ -60,6 +64,10 @@ class OnehotCategorical(Categorical):
     """`Categorical` with one-hot targets."""
 
     targets_like = "one-hot vectors, of the shape of the logits"
+
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        classes = F.one_hot(gradient.argmin(-1), self.inputs.shape[-1]).to(self.inputs.dtype)
+        return classes * gradient.any(-1, keepdim=True)
 
     def _target_shape(self) -> torch.Size:
         return self.inputs.shape
@@ -122,6 +130,13 @@ class NormalMeanVariance(LossFunction):
 
     multiply_fisher_factor_transpose = multiply_fisher_factor
 
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        """With u = m - t the gradient is (s u / v, s / 2v - s u² / 2v²): a quadratic equation for s."""
+        mean, v = precise(self.inputs).chunk(2, dim=-1)
+        first, second = precise(gradient).chunk(2, dim=-1)
+        s = v * (second + (second.square() + first.square() / v).sqrt())
+        return mean - torch.where(s > 0, first * v / s, 0)
+
     def _target_shape(self) -> torch.Size:
         return self.inputs.shape[:-1] + (self.inputs.shape[-1] // 2,)
 
@@ -147,6 +162,10 @@ class MultiBernoulli(LossFunction):
         return ((p * (1 - p)).sqrt() * vector).to(vector.dtype)
 
     multiply_fisher_factor_transpose = multiply_fisher_factor
+
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        """s (p - t) with t zero or one: a logit that is to grow was one."""
+        return (gradient < 0).to(self.inputs.dtype)
 
     def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
         logits = precise(self.inputs)

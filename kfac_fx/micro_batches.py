@@ -7,6 +7,7 @@ from typing import Any
 
 from kfac_fx.closure import RandomState
 from kfac_fx.moments import POWER_OF_GRADIENT, Moments, Ride
+from kfac_fx.watched import Watched
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -14,12 +15,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 @dataclass
 class MicroBatches:
     """forwards: how many there were; calls: their arguments, where the step will need them again (references, dropped
-    after the step); rides: statistics that wait for the user's backward; start: the random streams before the first."""
+    after the step); rides: statistics that wait for the user's backward; start: the random streams before the first;
+    watched: what the backward sends into the outputs, at the first step."""
 
     forwards: int = 0
     calls: list[Call] = field(default_factory=list)
     rides: list[Ride] = field(default_factory=list)
     start: RandomState | None = None
+    watched: list[Watched] = field(default_factory=list)
 
     def moments(self, reduction: str, loss_scale: float) -> list[Moments]:
         """The statistics of the rides whose backward happened, for gradients of the loss summed over cases.

@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 
 from kfac_fx.closure import Closure, RandomState, checked, evaluate, without_a_trace
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.loss_scale import check
 from kfac_fx.micro_batches import MicroBatches
 from kfac_fx.options import read_options
 from kfac_fx.parameter_groups import Members, checked_net, split_group
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.update import all_finite
 from kfac_fx.updater import SCALARS, Updater
+from kfac_fx.watched import watch
 
 OPTIONS = tuple(inspect.signature(read_options).parameters)
 
@@ -135,7 +137,8 @@ class KFAC(Optimizer):
         self._members: Members | None = None
         self._seen = MicroBatches()
         self._used: dict[str, weakref.ref[Tensor]] = {}  # the gradients of the last step
-        self._paused = False
+        self._before: RandomState | None = None
+        self._paused, self._checked = False, False  # checked: that the loss is the registered one
         self.net.attach(self)
 
     # --- what torch expects -----------------------------------------------------------------------------------------
@@ -197,8 +200,9 @@ class KFAC(Optimizer):
         if self._paused:
             return None
         options, seen = self.options, self._seen
-        if self._adapting() and not seen.forwards:
-            seen.start = RandomState.now(self._devices())
+        if (self._adapting() and not seen.forwards) or not self._checked:
+            self._before = RandomState.now(self._devices())
+            seen.start = seen.start or self._before
         seen.forwards += 1
         if options.quadratic and not self._burning_in():
             seen.calls.append((args, kwargs))
@@ -219,6 +223,13 @@ class KFAC(Optimizer):
         )
         return None
 
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Until the first step, watch what the user's backward sends into the outputs."""
+        if self._checked or self._paused or self._before is None:
+            return
+        watched = watch(self.net.recorder(args, kwargs), args, kwargs, outputs, self._before)
+        self._seen.watched += [] if watched is None else [watched]
+
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _step(self, closure: Closure | None, loss: Tensor | float | None, by_closure: bool) -> None:
@@ -231,6 +242,7 @@ class KFAC(Optimizer):
                 f"adapt_damping needs the loss after the update, every {self.options.damping_rule.interval} steps: "
                 "call step(closure) with a closure that returns the loss of the batch"
             )
+        self._check_scale(loss)
         ok = all_finite(gradients) if gradients else torch.ones_like(self.skipped, dtype=torch.bool)
         if loss is not None:
             loss = self.updater.across_replicas(self.scalar + loss)
@@ -265,6 +277,15 @@ class KFAC(Optimizer):
             ok = self.updater.update(work, absent, first_order, self._seen.calls, ok)
         self.skipped += ~ok
         self.counter += 1
+
+    def _check_scale(self, loss: Tensor | float | None) -> None:
+        """At the first step, the one where the host waits to know. Warns with LossScaleWarning."""
+        if self._checked or not any(one.gradients for one in self._seen.watched):
+            return
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+        value = None if loss is None else float(loss)
+        check(self._seen.watched, reduction=self.options.reduction, loss_scale=scale, value=value)
+        self._checked, self._before = True, None
 
     def _burning_in(self) -> bool:
         return self.burned_in < self.options.num_burnin_steps

@@ -14,6 +14,7 @@ from kfac_fx.linalg import dense
 from kfac_fx.loss_function import LossFunction, precise
 from kfac_fx.moments import Moments, Ride
 from kfac_fx.passes.ir import Registration
+from kfac_fx.recorder import Recorder
 from kfac_fx.update import Work
 
 Group = dict[str, Any]
@@ -29,6 +30,7 @@ class CompiledNet(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def buffers(self) -> Iterator[Tensor]: ...
     def attach(self, listener: Any) -> None: ...
+    def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder: ...
     def record(
         self,
         args: tuple[Any, ...],

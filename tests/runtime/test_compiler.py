@@ -401,17 +401,20 @@ class Silent:
         self.calls += 1
         return self.answer
 
+    def on_outputs(self, args: Any, kwargs: Any, outputs: Any) -> None:
+        self.last = outputs
+
 
 def test_a_listener_hears_training_forwards_only() -> None:
     net = net_of(mlp(), X)
     listener = Silent()
     net.attach(listener)
-    net(X)
+    first = net(X)
     with torch.no_grad():
         net(X)
     net.plain(X)
     net.eval()(X)
-    assert listener.calls == 1
+    assert listener.calls == 1 and listener.last is first
     net.train()
     net.detach()
     net(X)

@@ -1,0 +1,213 @@
+"""A trained loss that is a multiple of the registered one is told at the first step, and nothing else is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import LossScaleWarning, losses, watched
+
+Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
+X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+CLASSES, VALUES = torch.arange(8) % 4, X.repeat(1, 2)[:, :4]
+BITS = (VALUES > 0).float()
+SOME = torch.where(torch.arange(8) < 3, -100, CLASSES)
+variance: Any = lambda y: losses.NormalMeanVariance(y[:, :2], y[:, 2:].exp())  # noqa: E731
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 0.1 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+def ce(scale: float = 1.0, **options: Any) -> Loss:
+    return lambda y, t, _: scale * F.cross_entropy(y, t, **options)
+
+
+def bce(reduction: str, scale: float = 1.0) -> Loss:
+    return lambda y, t, _: scale * F.binary_cross_entropy_with_logits(y, t, reduction=reduction)
+
+
+def warned(
+    loss: Any,
+    targets: Tensor,
+    trained: Loss,
+    *,
+    forwards: int = 1,
+    value: bool = False,
+    autocast: bool = False,
+    **options: Any,
+) -> str:
+    """What the first step warns of; "" for nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 4))
+    net = kfac_fx.compile(model, (X,), loss=loss)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for _ in range(2):  # steps
+            for _ in range(forwards):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    found = trained(net(X), targets, model)
+                found.backward()
+            optimizer.step(loss=found if value else None)
+    texts = [one for one in caught if issubclass(one.category, LossScaleWarning)]
+    assert all(one.filename == __file__ for one in texts) and len(texts) <= 1
+    return str(texts[0].message) if texts else ""
+
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "the mean": {"loss": "categorical", "targets": CLASSES, "trained": ce()},
+    "a penalty on parameters": {
+        "loss": "categorical", "targets": CLASSES, "trained": lambda *a: ce()(*a) + penalty(a[2]),
+    },
+    "a sum, declared": {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum"), "reduction": "sum"},
+    "some cases left out": {"loss": "categorical", "targets": SOME, "trained": ce()},
+    "micro-batches": {"loss": "categorical", "targets": CLASSES, "trained": ce(0.5), "forwards": 2},
+    "a registered factor": {"loss": lambda y: (3.0, losses.Categorical(y)), "targets": CLASSES, "trained": ce(3.0)},
+    "binary": {"loss": "multi_bernoulli", "targets": BITS, "trained": bce("sum", 1 / 8)},
+    "squares": {
+        "loss": "normal", "targets": VALUES, "trained": lambda y, t, _: (y - t).square().sum() / 8, "value": True
+    },
+    "a mean of squares and a penalty, which hides it": {
+        "loss": "normal", "targets": VALUES, "trained": lambda y, t, m: F.mse_loss(y, t) + penalty(m), "value": True
+    },
+    "another loss, by label smoothing": {
+        "loss": "categorical", "targets": CLASSES, "trained": ce(3.0, label_smoothing=0.1)
+    },
+    "another loss, by weights of classes": {
+        "loss": "categorical", "targets": CLASSES, "trained": ce(weight=torch.arange(1.0, 5.0))
+    },
+    "soft targets": {"loss": "multi_bernoulli", "targets": BITS * 0.8, "trained": bce("mean")},
+    "a scaler against underflow": {"loss": "categorical", "targets": CLASSES, "trained": ce(2.0**16)},
+    "a small scaler under autocast": {"loss": "categorical", "targets": CLASSES, "trained": ce(32.0), "autocast": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RIGHT.values(), ids=RIGHT)
+def test_what_is_right_or_cannot_be_told_is_not_warned_of(case: dict[str, Any]) -> None:
+    assert warned(**case) == ""
+
+
+def times(factor: str, name: str, reduction: str = "mean", cases: int = 8) -> str:
+    return f"the trained loss is {factor} times the {reduction} of the registered {name} loss over its {cases} cases; "
+
+
+REGISTER = "register it as loss=lambda outputs: ({}, kfac_fx.losses.{}(outputs{}))."
+ELEMENTS = "it is a mean over the 4 elements of a case, too: sum over them, or "
+SUM = "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')."
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a sum": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum")},
+        times("8", "Categorical") + SUM,
+    ),
+    "a sum in the training backward": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum"), "estimation_mode": "empirical"},
+        times("8", "Categorical") + SUM,
+    ),
+    "a sum under autocast": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum"), "autocast": True},
+        times("8", "Categorical") + SUM,
+    ),
+    "a mean, declared a sum": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(), "reduction": "sum"},
+        times("0.125", "Categorical", "sum") + "it is their mean: write KFAC(..., reduction='mean').",
+    ),
+    "a factor, and a penalty": (
+        {"loss": "categorical", "targets": CLASSES, "trained": lambda *a: ce(3.0)(*a) + penalty(a[2])},
+        times("3", "Categorical") + "take the factor out, or " + REGISTER.format(3, "Categorical", ""),
+    ),
+    "another factor than the registered one": (
+        {"loss": lambda y: (2.0, losses.Categorical(y / 5)), "targets": CLASSES,
+             "trained": lambda y, t, _: 6 * F.cross_entropy(y / 5, t)},
+        times("3", "Categorical") + "take the factor out, or " + REGISTER.format(6, "Categorical", ""),
+    ),
+    "one-hot": (
+        {"loss": losses.OnehotCategorical, "targets": CLASSES, "trained": ce(3.0)},
+        times("3", "OnehotCategorical") + "take the factor out, or " + REGISTER.format(3, "OnehotCategorical", ""),
+    ),
+    "a mean over elements": (
+        {"loss": "multi_bernoulli", "targets": BITS, "trained": bce("mean")},
+        times("0.25", "MultiBernoulli") + ELEMENTS + REGISTER.format(0.25, "MultiBernoulli", ""),
+    ),
+    "a mean of squares over elements, where the loss is known": (
+        {"loss": "normal", "targets": VALUES, "trained": lambda y, t, _: F.mse_loss(y, t), "value": True},
+        times("0.25", "Normal") + ELEMENTS + REGISTER.format(0.25, "Normal", ", var=0.5"),
+    ),
+    "a variance of its own": (
+        {"loss": variance, "targets": VALUES[:, :2],
+             "trained": lambda y, t, _: F.gaussian_nll_loss(y[:, :2], t, y[:, 2:].exp(), eps=0, reduction="sum") / 4},
+        times("2", "NormalMeanVariance") + "take the factor out, or " + REGISTER.format(2, "NormalMeanVariance", ""),
+    ),
+    "undivided micro-batches": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(), "forwards": 2},
+        times("2", "Categorical", cases=16) + "the step has 2 forwards: divide the loss of each by 2.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "text"), WRONG.values(), ids=WRONG)
+def test_a_factor_is_told_with_what_to_write(case: dict[str, Any], text: str) -> None:
+    assert warned(**case).partition("\n")[0] == text
+
+
+def test_of_a_large_batch_the_first_cases_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "LIMIT", 20)  # five of eight cases
+    assert warned("categorical", CLASSES, ce(reduction="sum")).startswith(times("8", "Categorical"))
+    assert warned("categorical", CLASSES, ce()) == ""
+
+
+class Own(nn.Module):
+    """Computes its loss, behind noise that must be the same when the step looks again."""
+
+    def __init__(self, reduction: str, scale: float) -> None:
+        super().__init__()
+        self.fc, self.noise, self.reduction, self.scale = nn.Linear(3, 4), nn.Dropout(0.3), reduction, scale
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.scale * F.cross_entropy(self.noise(self.fc(x)), y, reduction=self.reduction)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "inside", "outside", "factor"),
+    [("mean", 1, 1, None), ("sum", 1, 1, "8"), ("mean", 2, 1, "2"), ("mean", 1, 5, "5"), ("mean", 2, 0.5, None)],
+)
+def test_a_loss_that_forward_computes_is_followed_to_its_inputs(
+    reduction: str, inside: float, outside: float, factor: str | None
+) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Own(reduction, inside), (X, CLASSES))
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+    state = torch.get_rng_state()
+    loss = net(X, CLASSES)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    assert torch.equal(net.plain(X, CLASSES), loss) and torch.equal(torch.get_rng_state(), after)
+    (outside * loss).backward()
+    if factor is None:
+        optimizer.step()
+        return
+    rest = SUM if factor == "8" else f"take the factor out, or register it on a LayerCollection with coeff={factor}."
+    with pytest.warns(LossScaleWarning) as caught:
+        optimizer.step()
+    assert str(caught[0].message).startswith(times(factor, "Categorical") + rest)
+
+
+def test_several_losses_are_told_apart() -> None:
+    model = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 2)])
+    model.forward = lambda x: (model[0](x), model[1](x))  # type: ignore[method-assign, assignment]
+    both = lambda y: [(1.0, losses.Categorical(y[0])), (2.0, losses.MultiBernoulli(y[1]))]  # noqa: E731
+    net = kfac_fx.compile(model, (X,), loss=both)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+    scores, bits = net(X)
+    (F.cross_entropy(scores, CLASSES) + F.binary_cross_entropy_with_logits(bits, BITS[:, :2])).backward()
+    with pytest.warns(LossScaleWarning) as caught:
+        optimizer.step()
+    (text,) = str(caught[0].message).splitlines()[:-1]
+    assert text.startswith(times("0.25", "MultiBernoulli")) and "(0.5, kfac_fx.losses.MultiBernoulli" in text
