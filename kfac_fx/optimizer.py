@@ -242,7 +242,8 @@ class KFAC(Optimizer):
                 f"adapt_damping needs the loss after the update, every {self.options.damping_rule.interval} steps: "
                 "call step(closure) with a closure that returns the loss of the batch"
             )
-        self._check_scale(loss)
+        if gradients and not self._checked:
+            self._check_scale(loss)
         ok = all_finite(gradients) if gradients else torch.ones_like(self.skipped, dtype=torch.bool)
         if loss is not None:
             loss = self.updater.across_replicas(self.scalar + loss)
@@ -279,9 +280,7 @@ class KFAC(Optimizer):
         self.counter += 1
 
     def _check_scale(self, loss: Tensor | float | None) -> None:
-        """At the first step, the one where the host waits to know. Warns with LossScaleWarning."""
-        if self._checked or not any(one.gradients for one in self._seen.watched):
-            return
+        """At the first step with gradients, where the host waits to know. Warns with LossScaleWarning."""
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
         value = None if loss is None else float(loss)
         check(self._seen.watched, reduction=self.options.reduction, loss_scale=scale, value=value)
