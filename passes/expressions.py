@@ -30,7 +30,7 @@ VIEWS = PERMUTES | {
 }  # fmt: skip
 SUMS = {"add", "sub", "rsub"}
 PRODUCTS = {"mul", "div", "neg"}
-WRITES = {"zero_", "fill_", "setitem"}  # of what is no parameter
+WRITES = {"zero_", "fill_", "copy_"}
 Value = Any  # Made, a tuple of Made, or a number
 
 
@@ -172,22 +172,19 @@ class Expressions:
         return scaled(value, sign)
 
     def overwritten(self, base: Any, write: Any) -> Made | None:
-        """A tensor after numbers were written into a slab of a copy: of itself, or of what it was copied from."""
+        """A tensor after constants were written into a slab of a copy: of itself, or of what it was copied from."""
         value, target = self.known[base], write.args[0]
         copy = target
         while shares_memory(copy) and op_name(copy) != "clone":
             copy = copy.args[0]
-        if op_name(copy) != "clone" or op_name(write) not in WRITES or not is_one_slab(value):
+        constant = all(self.label[n] is Label.CONST for n in write.all_input_nodes if n is not target)
+        if op_name(copy) != "clone" or op_name(write) not in WRITES or not constant or not is_one_slab(value):
             return None
         if copy is not base:
             return value if base.op == "get_attr" else None  # not what was written into
-        like = whole(value.shape)
-        if op_name(write) == "setitem" and target is base and isinstance(write.args[2], (int, float)):
-            view = like[fx.map_arg(write.args[1], lambda n: self.known[n])]
-        elif op_name(write) != "setitem" and target.args[0] is base and not is_node(write.args[1:]):
-            view = called(target, (like, *fx.map_arg(target.args[1:], lambda n: self.known[n])))
-        else:
+        if target.args[0] is not base:
             return None
+        view = called(target, (whole(value.shape), *fx.map_arg(target.args[1:], lambda n: self.known[n])))
         dim, (start, stop) = next(iter(ranges(view, value.shape).items()))
         ends = [(first, last) for first, last in ((0, start), (stop, value.shape[dim])) if first < last]
         return Made(value.shape, tuple(narrowed(value.slabs[0], dim, *one) for one in ends))
@@ -260,7 +257,3 @@ def basic(index: Any) -> bool:
 
 def as_tuple(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
-
-
-def is_node(args: Any) -> bool:
-    return any(isinstance(one, fx.Node) for one in args)

@@ -1,0 +1,221 @@
+"""Where parameters are cut, what becomes of their uses, and what stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx.passes.check import check, check_registration
+from kfac_fx.passes.cut import cut
+from kfac_fx.passes.errors import LinkError, RegistrationError
+from kfac_fx.passes.expressions import express
+from kfac_fx.passes.ir import Program
+from kfac_fx.passes.match import match
+from kfac_fx.passes.resolve import resolve
+from kfac_fx.passes.verify import verify
+from tests.compiler.toy import Toy, before, found
+
+Function = Callable[..., Any]
+
+
+def cut_up(model: nn.Module, **options: Any) -> Program:
+    """Matches after the cuts."""
+    return verify(cut(match(express(before("match", model, **options)))), after="cut")
+
+
+def registered(function: Function, options: dict[str, Any] | None = None, **shapes: tuple[int, ...]) -> Program:
+    return check(resolve(cut_up(Toy(function, **shapes), **(options or {}))))
+
+
+def regions(program: Program) -> list[tuple[tuple[str, ...], Any]]:
+    return [(one.parameters, use.region) for one in program.registrations for use in one.uses]
+
+
+def test_nothing_is_cut_where_parameters_are_used_whole() -> None:
+    program = cut_up(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)))
+    assert program.pieces == {} and program.behind == {} and program.made == {}
+    assert all(use.region is None for use in program.matches)
+
+
+def test_slices_of_one_weight_are_registered_apart() -> None:
+    program = registered(lambda x, w, b: F.linear(x, w[:2], b[:2]).sum() + F.linear(x, w[2:], b[2:]), w=(6, 4), b=(6,))
+    assert found(program) == [("linear", ("w[0:2]", "b[0:2]"), 1), ("linear", ("w[2:6]", "b[2:6]"), 1)]
+    assert regions(program) == [(("w[0:2]", "b[0:2]"), None), (("w[2:6]", "b[2:6]"), None)]
+    assert program.shapes == {"w[0:2]": (2, 4), "w[2:6]": (4, 4), "b[0:2]": (2,), "b[2:6]": (4,)}
+    assert [one.owners for one in program.registrations] == [("w", "b"), ("w", "b")]
+
+
+def test_what_nothing_reads_is_unused() -> None:
+    program = registered(lambda x, w: F.linear(x, w[:2]) + F.linear(x, w[4:]), w=(6, 4))
+    assert program.unused == ("w[2:4]",)
+
+
+def test_overlapping_slices_are_cut_at_all_their_ends() -> None:
+    program = registered(lambda x, w: F.linear(x, w[:4]).sum() + F.linear(x, w[2:]), w=(6, 4))
+    assert found(program) == [("linear", ("w[0:2]",), 1), ("linear", ("w[2:4]",), 2), ("linear", ("w[4:6]",), 1)]
+    every = (0, 4)
+    assert regions(program) == [
+        (("w[0:2]",), ((0, 1), (0, 2), every)),
+        (("w[2:4]",), ((0, 1), (2, 4), every)),
+        (("w[2:4]",), ((0, 1), (0, 2), every)),
+        (("w[4:6]",), ((0, 1), (2, 4), every)),
+    ]
+
+
+def test_a_whole_use_is_taken_apart_where_a_slice_is_used_too() -> None:
+    program = registered(lambda x, w, b: F.linear(x, w[:2], b[:2]).sum() + F.linear(x, w, b), w=(6, 4), b=(6,))
+    assert found(program) == [("linear", ("w[0:2]", "b[0:2]"), 2), ("linear", ("w[2:6]", "b[2:6]"), 1)]
+
+
+def test_a_bias_is_cut_as_its_weight_is_in_every_use_of_it() -> None:
+    """The cut of w goes over to b, and from there to v."""
+    program = registered(
+        lambda x, w, b, v: F.linear(x, w[:2]).sum() + F.linear(x, w, b) + F.linear(x, v, b), w=(6, 4), b=(6,), v=(6, 4)
+    )
+    assert set(program.pieces) == {f"{name}[{ends}]" for name in "wbv" for ends in ("0:2", "2:6")}
+    assert found(program) == [
+        ("linear", ("w[0:2]",), 2),
+        *(("linear", (name,), uses) for name, uses in (("b[0:2]", 2), ("w[2:6]", 1), ("b[2:6]", 2))),
+        *(("linear", (name,), 1) for name in ("v[0:2]", "v[2:6]")),
+    ]
+
+
+def test_inputs_are_cut_as_well_as_outputs() -> None:
+    program = registered(lambda x, w, b: F.linear(x[..., :1], w[:, :1]).sum() + F.linear(x, w, b), w=(6, 4), b=(6,))
+    assert found(program) == [("linear", ("w[:, 0:1]",), 2), ("linear", ("b",), 1), ("linear", ("w[:, 1:4]",), 1)]
+
+
+def test_a_bias_put_together_cuts_the_weight() -> None:
+    program = registered(
+        lambda x, w, q, v: F.linear(x, w, torch.cat([q, torch.zeros_like(v), v])), w=(6, 4), q=(2,), v=(2,)
+    )
+    names = [("w[0:2]", "q"), ("w[2:4]",), ("w[4:6]", "v")]
+    assert found(program) == [("linear", parameters, 1) for parameters in names]
+    assert regions(program) == [
+        (parameters, ((0, 1), (2 * n, 2 * n + 2), (0, 4))) for n, parameters in enumerate(names)
+    ]
+
+
+def test_a_bias_put_together_is_registered_apart_from_a_weight_that_cannot_be_cut() -> None:
+    program = registered(lambda x, w, q, v: F.linear(x, w, torch.cat([q, v])) + w.exp().sum(), w=(4, 4), q=(2,), v=(2,))
+    assert found(program) == [("generic", ("w",), 0), ("linear", ("q",), 1), ("linear", ("v",), 1)]
+
+
+def test_weights_put_together_along_the_inputs() -> None:
+    program = registered(lambda x, w, v, b: x @ torch.cat([w.t(), v], 0) + b, w=(6, 3), v=(1, 6), b=(6,))
+    assert found(program) == [("linear", ("w", "b"), 1), ("linear", ("v",), 1)]
+    assert regions(program) == [(("w", "b"), ((0, 1), (0, 6), (0, 3))), (("v",), ((0, 1), (0, 6), (3, 4)))]
+
+
+def test_multiples_are_noted_in_the_use() -> None:
+    program = registered(lambda x, w, b: F.linear(x, w / 2, 1 - 3 * b), w=(6, 4), b=(6,))
+    (one,) = program.registrations
+    assert {role: bound.scale for role, bound in one.uses[0].parameters.items()} == {"weight": 0.5, "bias": -3.0}
+    assert one.parameters == ("w", "b") and one.uses[0].region is None and program.pieces == {}
+
+
+def test_a_parameter_read_whole_by_no_layer_stays_whole() -> None:
+    """Its slice goes with it, and the partner of the slice."""
+    program = registered(lambda x, w, b: F.linear(x, w[:2], b[:2]) + w.exp().sum(), w=(6, 4), b=(6,))
+    assert [(one.parameters, one.generic) for one in program.registrations] == [(("w",), True), (("b",), True)]
+    assert [str(note.reason) for note in program.dropped] == ["takes a part of w, which cannot be cut there"]
+
+
+def test_slices_along_two_dimensions_stay_whole() -> None:
+    program = registered(lambda x, w: F.linear(x, w[:2]).sum() + F.linear(x[..., :2], w[:, :2]), w=(6, 4))
+    assert found(program) == [("generic", ("w",), 0)]
+    assert len(program.dropped) == 2
+
+
+def test_a_piece_that_no_layer_reads_is_generic_and_the_others_are_not() -> None:
+    program = registered(lambda x, w: F.linear(x, w[2:].exp()).sum() + F.linear(x, w[:2]), w=(6, 4))
+    assert found(program) == [("linear", ("w[0:2]",), 1), ("generic", ("w[2:6]",), 0)]
+    reason = program.registrations[1].reason
+    assert reason is not None and reason.startswith("no layer has the form of linear")
+
+
+def test_a_slice_that_no_layer_reads_makes_all_pieces_generic_that_it_may_be_of() -> None:
+    program = registered(lambda x, w: F.linear(x[..., :2], w[:, 1:3].exp()).sum() + F.linear(x, w[:2]), w=(6, 4))
+    assert [(one.parameters, one.generic) for one in program.registrations] == [
+        (("w[0:2]",), True),
+        (("w[2:6]",), True),
+    ]
+    assert program.registrations[0].reason is not None
+    assert program.registrations[0].reason.startswith("w[0:2] has 2 uses, 1 of them matched")
+
+
+def test_the_own_name_of_a_parameter_asks_for_all_its_pieces() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x, w[:2]).sum() + F.linear(x, w[2:])
+
+    asked = registered(function, {"approximations": {"w": "diagonal"}}, w=(6, 4))
+    assert [one.approximation for one in asked.registrations] == ["diagonal", "diagonal"]
+    generic = registered(function, {"approximations": {"w": "generic"}}, w=(6, 4))
+    assert [one.reason for one in generic.registrations] == ["declared generic", "declared generic"]
+
+
+def test_linked_parameters_are_linked_piece_by_piece() -> None:
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.linear(x, w[:2], b[:2]).sum() + F.linear(x, w[2:], b[2:])
+
+    linked: dict[str, Any] = {"linked": {frozenset({"w", "b"}): "diagonal"}}
+    program = registered(function, linked, w=(6, 4), b=(6,))
+    assert [(one.parameters, one.approximation) for one in program.registrations] == [
+        (("w[0:2]", "b[0:2]"), "diagonal"),
+        (("w[2:6]", "b[2:6]"), "diagonal"),
+    ]
+    with pytest.raises(LinkError, match=r"(?s)w\[0:2\]  linked with b.*w\[2:6\]  linked with b"):
+        registered(lambda x, w, b: F.linear(x, w[:2]).sum() + F.linear(x, w[2:]) * b.exp(), linked, w=(6, 4), b=(4,))
+
+
+def test_the_check_takes_the_parameters_own_names() -> None:
+    program = registered(lambda x, w, v: F.linear(x, w[:2]) + F.linear(x, w[4:]) * v, w=(6, 4), v=(2,))
+    check_registration(program, ["w", "v"])
+    check_registration(program)
+    with pytest.raises(RegistrationError, match=r"1 registered parameters were not included in the list: v"):
+        check_registration(program, ["w"])
+    less = program.but(registrations=tuple(one for one in program.registrations if "w[4:6]" not in one.parameters))
+    with pytest.raises(RegistrationError, match=r"w\[4:6\] is not registered; it is used in linear_1"):
+        check_registration(less)
+
+
+def test_parts_of_a_convolution_along_channels() -> None:
+    program = registered(
+        lambda x, w, b: F.conv1d(x, w[:2], b[:2]).sum() + F.conv1d(x, w, b).sum() + F.conv1d(x[:, :1], w[:, :1]).sum(),
+        w=(4, 3, 2),
+        b=(4,),
+    )
+    assert found(program)[-1][0] == "generic"  # two dimensions
+    program = registered(
+        lambda x, w, b: F.conv1d(x, w, b).sum() + F.conv1d(x[:, :1], w[:, :1]).sum(), w=(4, 3, 2), b=(4,)
+    )
+    assert regions(program) == [
+        (("w[:, 0:1]",), ((0, 1), (0, 4), (0, 2))),
+        (("w[:, 0:1]",), None),
+        (("b",), ((0, 1), (0, 4), (0, 2))),
+        (("w[:, 1:3]",), ((0, 1), (0, 4), (2, 6))),
+    ]
+
+
+def test_a_layout_that_copies_keeps_its_parameters_whole() -> None:
+    """A transposed convolution with groups lays its weight out as no view of it."""
+    program = registered(
+        lambda x, w: F.conv_transpose1d(x, w, groups=2).sum() + F.linear(x, w[:2].flatten(1)).sum(), w=(4, 3, 2)
+    )
+    assert [one.parameters for one in program.registrations] == [("w",)]
+
+
+def test_a_separable_convolution_is_its_parts_when_one_is_cut() -> None:
+    program = registered(
+        lambda x, w, v: F.conv1d(F.conv1d(x, w, groups=4), v).sum() + F.conv1d(x, v[:1]).sum(), w=(4, 1, 2), v=(3, 4, 1)
+    )
+    assert found(program) == [
+        ("depthwise_conv1d", ("w",), 1),
+        ("conv1d", ("v[0:1]",), 2),
+        ("conv1d", ("v[1:3]",), 1),
+    ]

@@ -1,0 +1,185 @@
+"""What tensors that are computed from parameters alone are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx.passes.expressions import express
+from kfac_fx.passes.ir import Program
+from kfac_fx.passes.pieces import Made, ranges, view_of
+from tests.compiler.toy import Toy, before
+
+Function = Callable[..., Any]
+Part = tuple[Any, ...]
+X = (3, 5, 4)
+
+
+def expressed(function: Function, exported: bool = False, /, **shapes: tuple[int, ...]) -> Program:
+    """Traced symbolically, or by torch.export, which spells the same things in ATen."""
+    return express(before("match", Toy(function, **shapes), *[torch.randn(X)] * exported))
+
+
+def parts(program: Program, made: Made) -> list[Part]:
+    """`(box, parameter, {dim: (start, stop)})`, and the multiple if it is one."""
+    found: list[Part] = []
+    for slab in made.slabs:
+        along = ranges(view_of(slab), tuple(program.parameters[slab.parameter].shape))
+        found.append((slab.box, slab.parameter, along, *[slab.scale] * (slab.scale != 1)))
+    return found
+
+
+def test_plain_views_of_whole_parameters_are_left_to_the_matcher() -> None:
+    assert expressed(lambda x, w: x @ w.t().contiguous(), w=(6, 4)).made == {}
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "rows"),
+    [
+        (lambda x, w: F.linear(x, w[2:5]), (6, 4), (2, 5)),
+        (lambda x, w: F.linear(x, w.narrow(0, 2, 3)), (6, 4), (2, 5)),
+        (lambda x, w: F.linear(x, w.chunk(3)[1]), (6, 4), (2, 4)),
+        (lambda x, w: F.linear(x, w.split(4)[1]), (6, 4), (4, 6)),
+        (lambda x, w: F.linear(x, w.split([1, 2, 3])[1]), (6, 4), (1, 3)),
+        (lambda x, w: F.linear(x, w.view(3, 2, 4)[2]), (6, 4), (4, 6)),
+        (lambda x, w: F.linear(x, w.view(3, 2, 4).select(0, 1)), (6, 4), (2, 4)),
+        (lambda x, w: F.linear(x, w.unflatten(0, (3, 2)).unbind(0)[1]), (6, 4), (2, 4)),
+        (lambda x, w: x @ w[1].t(), (3, 2, 4), (1, 2)),
+        (lambda x, w: x @ w.permute(0, 2, 1)[1, :, :].contiguous(), (3, 2, 4), (1, 2)),
+        (lambda x, w: F.linear(x, w[w.shape[0] // 3 : 2 * w.size(0) // 3]), (6, 4), (2, 4)),
+        (lambda x, w: F.linear(x, w[2:][..., 1:3, :]), (6, 4), (3, 5)),
+    ],
+)
+def test_slices_are_found_in_all_their_spellings(
+    function: Function, shape: tuple[int, ...], rows: tuple[int, int]
+) -> None:
+    (made,) = expressed(function, w=shape).made.values()
+    (slab,) = made.slabs
+    assert ranges(view_of(slab), shape) == {0: rows}
+
+
+def test_slices_in_the_spelling_of_aten() -> None:
+    def sliced(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, w.chunk(3)[1]) + F.linear(x, w.split([1, 2, 3])[1]) + F.linear(x, w[4:])
+        return y @ w.view(3, 2, 4)[2] @ w.narrow(0, 2, 2).mT
+
+    found = expressed(sliced, True, w=(6, 4)).made.values()
+    assert [ranges(view_of(made.slabs[0]), (6, 4))[0] for made in found] == [(2, 4), (1, 3), (4, 6), (4, 6), (2, 4)]
+
+
+def test_tensors_put_together_hold_parts_and_constants() -> None:
+    program = expressed(
+        lambda x, w, q, v: F.linear(x, w, torch.cat([q, torch.zeros_like(v), v])), w=(6, 4), q=(2,), v=(2,)
+    )
+    (made,) = program.made.values()
+    assert made.shape == (6,)
+    assert parts(program, made) == [(((0, 2),), "q", {0: (0, 2)}), (((4, 6),), "v", {0: (0, 2)})]
+
+
+def test_parts_are_put_together_along_any_dimension_and_turned() -> None:
+    program = expressed(lambda x, w, v: F.linear(x, torch.cat([w.t(), v], dim=-2).mT), w=(6, 3), v=(1, 6))
+    (made,) = program.made.values()
+    assert made.shape == (6, 4)
+    assert [one[:2] for one in parts(program, made)] == [(((0, 6), (0, 3)), "w"), (((0, 6), (3, 4)), "v")]
+    program = expressed(lambda x, w, v: x @ torch.stack([w, v], 1), w=(4,), v=(4,))
+    (made,) = program.made.values()
+    assert made.shape == (4, 2)
+    assert [one[:2] for one in parts(program, made)] == [(((0, 4), (0, 1)), "w"), (((0, 4), (1, 2)), "v")]
+
+
+def zeroed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    bias = b.clone()
+    bias[2:4].zero_()
+    return F.linear(x, w, bias)
+
+
+def assigned(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    bias = b.clone()
+    bias[2:4] = 0
+    return F.linear(x, w, bias)
+
+
+def filled(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    bias = b.clone()
+    bias.narrow(0, 2, 2).fill_(1.5)
+    return F.linear(x, w, bias)
+
+
+@pytest.mark.parametrize(("function", "exported"), [(zeroed, False), (filled, False), (zeroed, True), (assigned, True)])
+def test_a_copy_is_constant_where_numbers_were_written(function: Function, exported: bool) -> None:
+    program = expressed(function, exported, w=(6, 4), b=(6,))
+    (made,) = program.made.values()
+    assert parts(program, made) == [(((0, 2),), "b", {0: (0, 2)}), (((4, 6),), "b", {0: (4, 6)})]
+
+
+@pytest.mark.parametrize(
+    ("function", "multiple"),
+    [
+        (lambda x, g: x * (0.5 * g), 0.5),
+        (lambda x, g: x * (g / 4 + 1), 0.25),
+        (lambda x, g: x * (1 - g), -1.0),
+        (lambda x, g: x * torch.neg(g), -1.0),
+        (lambda x, g: x * ((g - 1) * 2 * 3), 6.0),
+        (lambda x, g: x * (g.detach() + 2 * g), 2.0),
+    ],
+)
+@pytest.mark.parametrize("exported", [False, True])
+def test_multiples_and_constants_more_are_followed(function: Function, multiple: float, exported: bool) -> None:
+    program = expressed(function, exported, g=(4,))
+    (made,) = program.made.values()
+    assert parts(program, made) == [(((0, 4),), "g", {0: (0, 4)}, multiple)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, g: x * g.exp(),
+        lambda x, g: x * (g * g),
+        lambda x, g: x * (g * torch.tensor([1.0, 2.0, 3.0, 4.0])),
+        lambda x, g: x * (2 / g),
+        lambda x, g: x[..., :2] * g[torch.tensor([0, 2])],
+        lambda x, g: x * (g * 0),
+        lambda x, g: x * g.sum(),
+    ],
+)
+def test_what_computes_has_no_expression(function: Function) -> None:
+    assert expressed(function, g=(4,)).made == {}
+
+
+class Clipped(nn.Module):
+    """Writes into its own weight before it reads a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[:2].zero_()
+        return F.linear(x, self.weight[:4])
+
+
+def test_values_written_into_a_parameter_stay_its_elements() -> None:
+    program = express(before("match", Clipped(), torch.randn(X)))
+    (made,) = program.made.values()
+    assert parts(program, made) == [(((0, 4), (0, 4)), "weight", {0: (0, 4)})]
+
+
+def scattered(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    bias = b.clone()
+    bias[:2].copy_(b[4:])
+    return F.linear(x, w, bias)
+
+
+def test_a_copy_with_other_parameters_written_into_it_has_no_expression() -> None:
+    program = expressed(scattered, w=(6, 4), b=(6,))
+    assert all(node.name != "written" for node in program.made)
+
+
+def test_slices_as_long_as_the_batch_says_have_no_expression() -> None:
+    assert expressed(lambda x, w: x + w[: x.shape[1]], True, w=(7, 4)).made == {}
