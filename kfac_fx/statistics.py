@@ -7,9 +7,10 @@ row `r` ([i], with the bias column 1 appended) and the gradient row `d` ([o]) of
     gradient  Σ d rᵀ                    G  Σ d dᵀ     G_diag  Σ d²
     per_case  p_n = Σ_s d rᵀ, flat      square  Σ_n p_n²     outer   Σ_n p_n p_nᵀ
 
-with sums over all N·S rows. The one division of the project is in `factors`. Integer rows are one-hot and never
-materialized; a row of id -1 is no row at all, or, in a layer with a bias, the bias column alone. Everything is at least
-float32, whatever the network computes in, and compiles without graph breaks.
+with sums over all N·S rows, or over those that a mask keeps: what is padding enters nothing, the number of rows
+included. The one division of the project is in `factors`. Integer rows are one-hot and never materialized; a row of id
+-1 is no row at all, or, in a layer with a bias, the bias column alone. Everything is at least float32, whatever the
+network computes in, and compiles without graph breaks.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Rows:
     x: [N, S, g, i] floats without the bias column, or ids [N, S]; N = 1: shared by all cases.
     d: [N, S, g, o].
     matrix: (g, o, i) with the bias column.
+    kept: [N, S], which rows there are; x and d are zero, or -1, where it is false. None: all.
     """
 
     x: Tensor
     d: Tensor
     bias: bool
     matrix: Matrix
+    kept: Tensor | None = None
 
     @property
     def ids(self) -> bool:
@@ -56,25 +59,33 @@ class Rows:
         return self.x.expand(self.d.shape[0], *self.x.shape[1:])
 
 
-def canonical(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix) -> Rows:
+def canonical(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, kept: Tensor | None = None) -> Rows:
     """One group where no groups are, at least float32, and no gradient where no row is."""
+    if kept is not None:
+        rows = masked(rows.expand(len(kept), *rows.shape[1:]), kept, 0 if rows.is_floating_point() else -1)
+        grad_rows = masked(grad_rows, kept, 0)
     d = grad_rows.unsqueeze(2) if grad_rows.dim() == 3 else grad_rows
     d = d.to(torch.promote_types(d.dtype, torch.float32))
     if not rows.is_floating_point():
         d = d if bias else torch.where((rows >= 0)[..., None, None], d, 0)
-        return Rows(rows, d, bias, matrix)
+        return Rows(rows, d, bias, matrix, kept)
     x = rows.unsqueeze(2) if rows.dim() == 3 else rows
-    return Rows(x.to(d.dtype), d, bias, matrix)
+    return Rows(x.to(d.dtype), d, bias, matrix, kept)
+
+
+def masked(rows: Tensor, kept: Tensor, empty: int) -> Tensor:
+    """`rows` [N, S, ...], and `empty` where `kept` [N, S] is false."""
+    return torch.where(kept[(..., *(None,) * (rows.dim() - 2))], rows, empty)
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """`shape(matrix, N)` is the shape of what `compute(rows, grad_rows, has_bias, matrix)` returns;
-    matrix: (g, o, i) with the bias column."""
+    """`shape(matrix, N)` is the shape of what `compute(rows, grad_rows, has_bias, matrix, kept=None)` returns;
+    matrix: (g, o, i) with the bias column; kept: [N, S], the rows that are no padding, if not all."""
 
     name: str
     shape: Callable[[Matrix, int], Shape]
-    compute: Callable[[Tensor, Tensor, bool, Matrix], Tensor]
+    compute: Callable[..., Tensor]
 
 
 STATISTICS: dict[str, Statistic] = {}
@@ -84,9 +95,11 @@ def statistic(shape: Callable[[int, int, int, int], Shape]) -> Callable[[Callabl
     """Decorator: adds a function of rows to STATISTICS; shape: its result's, from g, o, i and N."""
 
     def add(function: Callable[[Rows], Tensor]) -> Statistic:
-        def compute(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix) -> Tensor:
+        def compute(
+            rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, kept: Tensor | None = None
+        ) -> Tensor:
             with torch.autocast(grad_rows.device.type, enabled=False):
-                return function(canonical(rows, grad_rows, bias, matrix))
+                return function(canonical(rows, grad_rows, bias, matrix, kept))
 
         name = function.__name__
         STATISTICS[name] = Statistic(name, lambda matrix, cases: shape(*matrix, cases), compute)
@@ -102,6 +115,8 @@ def statistic(shape: Callable[[int, int, int, int], Shape]) -> Callable[[Callabl
 def count(rows: Rows) -> Tensor:
     if rows.ids and not rows.bias:
         return (rows.x >= 0).sum().to(rows.d.dtype) * rows.repeats
+    if rows.kept is not None:
+        return rows.kept.sum().to(rows.d.dtype)
     return rows.d.new_full((), rows.d.shape[0] * rows.d.shape[1])
 
 
@@ -142,6 +157,8 @@ def total(rows: Rows) -> Tensor:
 def corner(rows: Rows) -> Tensor:
     """Σ 1 over the rows, [g]; `count` is over the gradient rows, which are others where rows are pixels."""
     g = rows.matrix[0]
+    if rows.kept is not None:
+        return rows.kept.sum().to(rows.d.dtype).expand(g)
     return rows.d.new_full((g,), rows.repeats * rows.x.shape[0] * rows.x.shape[1])
 
 

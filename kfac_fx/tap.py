@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.ir import SUA, Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import KEPT, SUA, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Region
 
@@ -35,7 +35,8 @@ class Tap(nn.Module):
         self.matrix, bias = registration.rows
         self.tower = use.tower
         both = self.both_rows(registration, use, layer)
-        self.function = tap_function(both, self.matrix, bias, use.tower, registration.towers)
+        mask = list(tensor_attrs(use)).index(KEPT) if KEPT in use.attrs else None
+        self.function = tap_function(both, self.matrix, bias, use.tower, registration.towers, mask)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
@@ -105,11 +106,12 @@ def within(rows: Tensor, grad_rows: Tensor, region: Region) -> tuple[Tensor, Ten
 
 
 def tap_function(
-    both: BothRows, matrix: Matrix, bias: bool, tower: int = 0, towers: int = 1
+    both: BothRows, matrix: Matrix, bias: bool, tower: int = 0, towers: int = 1, mask: int | None = None
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
 
     Its arguments are (output, input, k, k names of statistics, k probes, attributes computed in the graph).
+    mask: which of the attributes says what rows are no padding, if one does.
     """
 
     def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
@@ -141,8 +143,9 @@ def tap_function(
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
             with torch.no_grad():  # not `detach`, which vmap over several cotangents does not know
                 rows, grad_rows = both(output_grad, input, *values)
+                given = (rows, grad_rows, bias, matrix, None if mask is None else values[mask])
                 sums = [
-                    placed(name, STATISTICS[name].compute(rows, grad_rows, bias, matrix), shape) if want else None
+                    placed(name, STATISTICS[name].compute(*given), shape) if want else None
                     for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
                 ]
             return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in values))

@@ -27,6 +27,7 @@ SUA = "kron_sua"  # of layers that declare pixels
 APPROXIMATIONS = (*EVERY_LAYER, *SERIES, SUA)
 GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
 WANTED = "declared generic"  # the reason of what is
+KEPT = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
 UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part of another: of which
 
 

@@ -19,6 +19,7 @@ from .inplace import functional
 from .ir import Bound, Program, Use
 from .labels import CASTS, Label, ancestors, bound_parameter, labels, op_name, symbolic_sizes
 from .layers import Form, Layer
+from .masks import with_mask
 from .matrix import Layout, Shape
 from .pieces import Made
 from .spelling import order_operands, respell
@@ -61,7 +62,7 @@ def match(program: Program) -> Program:
         for pattern in patterns.get(node.target, ()):
             use = lay_over(pattern, node, label, shapes, program.parameters, program.made)
             if use is not None:
-                found.append(use if program.cases is None else with_batch_dim(use, program.cases))
+                found.append(with_mask(use if program.cases is None else with_batch_dim(use, program.cases)))
     return program.but(matches=tuple(found))
 
 

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
+
+from .errors import UntraceableError
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 NOT_RUN = "bug in kfac_fx: an operation that only stands for another one was run"
@@ -90,7 +93,7 @@ def _(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
 def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[None]:
     """Inside, torch's recurrent layers and packed sequences are the operations above.
 
-    longest: of the packed batches in the order of their packing, if they are not as long as their padding.
+    longest: the longest sequence of each packed batch, in the order of packing; else all of its padding.
     """
     mode = _Recurrent(longest)
     original = nn.RNNBase.get_expected_hidden_size
@@ -120,6 +123,45 @@ class _Batch:
     @property
     def cases(self) -> int:
         return self.lengths.shape[0]
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The packed batches of a graph. steps: of the longest sequence of each, a fact of the capture; lengths: computes
+    those of all sequences from the graph's inputs."""
+
+    steps: tuple[int, ...]
+    lengths: Callable[..., tuple[Tensor, ...]]
+
+    @torch.no_grad()
+    def longest(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Waits for the device, if the lengths are there."""
+        return tuple(int(one.max()) for one in self.lengths(*values))
+
+
+def packs_in(graph: fx.Graph, root: nn.Module) -> Packs | None:
+    found = [node for node in graph.nodes if node.target is torch.ops.kfac_fx.packed.default]
+    if not found:
+        return None
+    copies: dict[fx.Node, fx.Node] = {}
+    own = fx.Graph()
+    own.graph_copy(graph, copies)
+    own.output(tuple(copies[node.args[1]] for node in found))
+    own.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    steps = tuple(int(node.args[0].meta["val"].shape[0]) for node in found)
+    return Packs(steps, fx.GraphModule(root, own))
+
+
+def refuse_packed(model: str, tree: Any) -> None:
+    """Raises UntraceableError for packed sequences among the arguments: how many there are is in their data."""
+    if isinstance(tree, PackedSequence):
+        raise UntraceableError(
+            f"{model} takes a PackedSequence, whose number of sequences is data and no size, so no graph knows it.\n"
+            "Hand in the padded batch and a tensor of lengths, and pack inside forward: "
+            "pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)."
+        )
+    for one in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ():
+        refuse_packed(model, one)
 
 
 class _Recurrent(TorchFunctionMode):
@@ -165,6 +207,7 @@ class _Recurrent(TorchFunctionMode):
 
     def pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         x = x.transpose(0, 1) if batch_first else x
+        torch._check(x.shape[1] == lengths.shape[0])
         steps = next(self.longest, int(x.shape[0]))
         reached = torch.arange(steps)[:, None] < lengths
         batch = _Batch(reached.sum(1), lengths, steps)

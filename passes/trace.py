@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from .border import python_random, refuse_drawn, refuse_hidden_tensors, with_lef
 from .errors import UntraceableError
 from .holder import attribute, holder
 from .ir import Options, Program
-from .recurrent import recurrent_layers
+from .recurrent import packs_in, recurrent_layers, refuse_packed
 from .symbolic import symbolic_trace
 from .watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untouched, untraceable
 
@@ -133,7 +133,10 @@ def exported(
     options: Options,
     layers: Mapping[str, Any],
     every_size: bool,
+    longest: Sequence[int] = (),
 ) -> Capture:
+    """longest: see `recurrent_layers`."""
+    refuse_packed(type(model).__name__, (args, kwargs))
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
     refuse_hidden_tensors(type(model).__name__, leaves)
     flat = _Flat(model, leaves, spec)
@@ -146,7 +149,7 @@ def exported(
     with untouched(model) as assigned, custom_functions() as custom, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), recurrent_layers(), warnings.catch_warnings():
+            with torch.enable_grad(), recurrent_layers(longest), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=ASSIGNED)
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 dynamic = {"tensors": shapes} if tensors else {}
@@ -167,14 +170,18 @@ def exported(
     def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(leaf for leaf in pytree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
 
+    packs = packs_in(graph, root)
+    if packs is not None and (seen := packs.longest(bind(args, kwargs))) != packs.steps:
+        return exported(model, args, kwargs, options, layers, every_size, seen)
+
     def holds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        if guards is None:
-            return True
+        values = bind(args, kwargs)
         try:
-            guards(*bind(args, kwargs))
+            if guards is not None:
+                guards(*values)
         except AssertionError:
             return False
-        return True
+        return packs is None or packs.longest(values) == packs.steps
 
     parameters, aliases = named_parameters(model)
     captured = Program(graph, root, parameters, aliases, options, layers)

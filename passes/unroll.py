@@ -7,7 +7,7 @@
 
 so that every weight has one use a step, in the order of time, which the series approximations rely on; the input's
 weights, too, which could have one use with T positions: the sums over rows are the same. Packed sequences are computed
-with their padding: a sequence keeps its state beyond its length.
+with their padding: a sequence keeps its state beyond its length, and what is computed there does not count as rows.
 
 A first state that does not depend on the batch is given one row a case, so that its product with a weight is a use as
 the others. It adds nothing to the gradient of the weight if it is zero, but the bias beside it has one.
@@ -25,6 +25,7 @@ from torch import fx
 from .cells import CELLS, Cell, State, Value
 from .ir import UNROLLED, Program
 from .labels import Label, labels, op_name
+from .masks import counted
 from .writer import Writer
 
 # --- the pass -------------------------------------------------------------------------------------------------------
@@ -76,6 +77,11 @@ class Unroller(Writer):
             step: Value = self.create_proxy("call_function", torch.arange, (steps,), {"device": device})
             self.masks[key] = torch.lt(step.unsqueeze(-1), lengths.to(device))
         return self.masks[key]
+
+    def linear(self, x: Value, weight: Value, bias: Value | None, kept: Value | None) -> Value:
+        """kept: [N, 1], the sequences that have this step."""
+        y = F.linear(x, weight, bias)
+        return y if kept is None else self.create_proxy("call_function", counted, (y, kept), {})
 
     def pack(self, y: Value, mask: Value, rows: Any) -> Value:
         """[steps, N, ...] -> [rows, ...]; rows: how many, which is data."""
@@ -176,12 +182,13 @@ def through_time(
     state: State = []
     for step in reversed(range(len(inputs))) if layer.reverse else range(len(inputs)):
         write.at(f"{layer.name}_t{step}")
-        product = F.linear(inputs[step], w, b)
+        kept = None if reached is None else reached[step]
+        product = write.linear(inputs[step], w, b, kept)
         state = state or [write.first(one, number, product) for one, number in first]
-        new = layer.cell(product, F.linear(state[0], u, d), state)
+        new = layer.cell(product, write.linear(state[0], u, d, kept), state)
         if r is not None:  # the state is a projection of what the gates let out: Sak et al. 2014
-            new[0] = F.linear(new[0], r)
-        state = new if reached is None else [torch.where(reached[step], *both) for both in zip(new, state, strict=True)]
+            new[0] = write.linear(new[0], r, None, kept)
+        state = new if kept is None else [torch.where(kept, *both) for both in zip(new, state, strict=True)]
         outputs[step] = state[0]
     return outputs, state
 
@@ -190,7 +197,10 @@ def dropped(write: Unroller, y: Value, chance: float, mask: Value | None, rows: 
     """Dropout between layers, with the random numbers that torch draws: of packed sequences, for the packed data."""
     if mask is None:
         return F.dropout(y, chance, True)
-    return write.unpack(F.dropout(write.pack(y, mask, rows), chance, True), mask)
+    data = write.pack(y, mask, rows)
+    with write.valued(data.node.meta["val"]):
+        data = F.dropout(data, chance, True)
+    return write.unpack(data, mask)
 
 
 def by_step(x: Value, steps: int, dim: int = 0) -> list[Value]:

@@ -19,7 +19,8 @@ FLOORS = [
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
-    "passes.approximation passes.cells passes.holder passes.labels passes.pytree passes.recurrent passes.writer",
+    "passes.approximation passes.cells passes.holder passes.labels passes.masks passes.pytree "
+    "passes.recurrent passes.writer",
     "passes.border passes.elements passes.spelling passes.watch",
     "passes.inplace",
     "passes.symbolic",

@@ -68,11 +68,13 @@ def materialized(case: Case) -> tuple[Tensor, Tensor]:
     return x, d
 
 
-def defined(name: str, case: Case) -> Tensor:
+def defined(name: str, case: Case, kept: Tensor | None = None) -> Tensor:
     x, d = materialized(case)
+    kept = torch.ones(x.shape[:2], dtype=torch.bool) if kept is None else kept
+    x, d = x * kept[..., None, None], d * kept[..., None, None]
     p = torch.einsum("nsgo,nsgi->ngoi", d, x)
     if name == "count":
-        present = x.flatten(2).any(2) if not case.rows.is_floating_point() else torch.ones(x.shape[:2])
+        present = x.flatten(2).any(2) if not case.rows.is_floating_point() else kept
         return present.sum().to(d.dtype)
     return {
         "A": torch.einsum("nsgi,nsgj->gij", x, x),
@@ -95,6 +97,20 @@ def test_statistic_is_its_definition(name: str, form: str, bias: bool) -> None:
     computed = STATISTICS[name].compute(*case.arguments)
     assert tuple(computed.shape) == STATISTICS[name].shape(case.matrix, case.grad_rows.shape[0])
     torch.testing.assert_close(computed, defined(name, case))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", STATISTICS)
+def test_what_is_padding_enters_nothing(name: str, form: str, bias: bool) -> None:
+    """Neither the moments nor the number of rows, whatever is in it."""
+    torch.manual_seed(0)
+    case = FORMS[form](bias)
+    kept = torch.rand(case.grad_rows.shape[:2]) < 0.6
+    kept[0] = False
+    computed = STATISTICS[name].compute(*case.arguments, kept)
+    assert tuple(computed.shape) == STATISTICS[name].shape(case.matrix, case.grad_rows.shape[0])
+    torch.testing.assert_close(computed, defined(name, case, kept))
 
 
 @pytest.mark.parametrize("name", STATISTICS)
@@ -141,7 +157,9 @@ def test_all_statistics_compile_into_one_graph(form: str, bias: bool) -> None:
     case = FORMS[form](bias)
 
     def everything(rows: Tensor, grad_rows: Tensor) -> list[Tensor]:
-        return [s.compute(rows, grad_rows, case.bias, case.matrix) for s in STATISTICS.values()]
+        kept = grad_rows.flatten(2)[..., 0] > 0
+        given = (rows, grad_rows, case.bias, case.matrix)
+        return [s.compute(*given, mask) for s in STATISTICS.values() for mask in (None, kept)]
 
     torch.compiler.reset()
     compiled = torch.compile(everything, backend="aot_eager", fullgraph=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import kfac_fx
 from kfac_fx import captures
 from kfac_fx.compiler import CompiledModule
 from kfac_fx.passes.cells import CELLS
+from kfac_fx.passes.errors import UntraceableError
+from tests.whole.training import apart, step
 from tests.zoo.recurrent import Last
 
 
@@ -36,15 +40,14 @@ def by_hand(model: Last, x: Tensor, targets: Tensor) -> dict[str, tuple[list[Ten
     state = [x.new_zeros(len(x), inner.hidden_size) for _ in range(2 if inner.mode == "LSTM" else 1)]
     rows: dict[str, list[Tensor]] = {"ih": [], "hh": []}
     products: dict[str, list[Tensor]] = {"ih": [], "hh": []}
-    for step in range(x.shape[1]):
-        for side, given in (("ih", x[:, step]), ("hh", state[0])):
+    for t in range(x.shape[1]):
+        for side, given in (("ih", x[:, t]), ("hh", state[0])):
             weight, bias = (getattr(inner, f"{kind}_{side}_l0") for kind in ("weight", "bias"))
             rows[side].append(torch.cat([given, given.new_ones(len(given), 1)], dim=1).detach())
             products[side].append(F.linear(given, weight, bias))
         state = cell(products["ih"][-1], products["hh"][-1], state)
     loss = kfac_fx.losses.Normal(model.head(state[0]), targets=targets).evaluate()
-    steps = [*products["ih"], *products["hh"]]
-    grads = torch.autograd.grad(loss, steps)
+    grads = torch.autograd.grad(loss, [*products["ih"], *products["hh"]])
     return {
         "ih": (rows["ih"], list(grads[: x.shape[1]])),
         "hh": (rows["hh"], list(grads[x.shape[1] :])),
@@ -154,11 +157,124 @@ def test_kfac_trains_on_sequences_of_several_lengths() -> None:
     net = compiled(Last(nn.LSTM(1, 8, batch_first=True)), 16, 4, 1)
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
     losses = []
-    for step in range(40):
-        x = torch.randn(64, 3 + step % 3, 1).sign()
+    for batch in range(40):
+        x = torch.randn(64, 3 + batch % 3, 1).sign()
         loss = F.mse_loss(net(x), x.sum(1).expand(-1, 2))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert sum(losses[-6:]) / 6 < 2
+
+
+# --- packed sequences -----------------------------------------------------------------------------------------------
+
+LENGTHS = torch.tensor([2, 6, 1, 4, 6])
+
+
+class Packed(Last):
+    """The last output within each sequence's length, or all of them: padded, or still packed."""
+
+    def __init__(self, inner: nn.RNNBase, returns: str = "last", enforce_sorted: bool = False) -> None:
+        super().__init__(inner)
+        self.returns, self.enforce_sorted = returns, enforce_sorted
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, self.inner.batch_first, self.enforce_sorted)
+        y, last = self.inner(packed)
+        if self.returns == "last":
+            last = last[0] if isinstance(last, tuple) else last
+            last = last.unflatten(0, (self.inner.num_layers, -1))[-1]
+            y = last.transpose(0, 1).flatten(1)
+        elif self.returns == "packed":
+            y = torch.relu(y.data)
+        else:
+            total = x.shape[1] if self.returns == "total" else None
+            y, _ = pad_packed_sequence(y, True, padding_value=0.25, total_length=total)
+        out: Tensor = self.head(y)
+        return out
+
+
+def packed(model: Packed, lengths: Tensor = LENGTHS, **options: Any) -> CompiledModule:
+    return kfac_fx.compile(model, (torch.randn(len(lengths), 6, 3), lengths), loss="normal", strict=True, **options)
+
+
+@pytest.mark.parametrize("returns", ["last", "padded", "total", "packed"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences_are_captured_exactly(kind: Any, returns: str) -> None:
+    """Outputs, gradients and random numbers are torch's, dropout on the packed data included; the likeness check and
+    the proof run on the first batch, and here on another one."""
+    net = packed(Packed(kind(3, 4, num_layers=2, bidirectional=True, dropout=0.4, batch_first=True), returns))
+    twin, x = copy.deepcopy(net.model), torch.randn(3, 6, 3)
+    lengths = torch.tensor([3, 6, 5])
+    theirs = step(twin, lambda: twin(x, lengths))
+    assert apart(theirs, step(net.model, lambda: net.ride((x, lengths), {})[0])) == []
+    assert len(net.captures.known) == 1
+
+
+def test_padding_does_not_count_as_rows() -> None:
+    """The factors of a packed batch are those of its sequences one by one."""
+    torch.manual_seed(0)
+    model = Packed(nn.LSTM(3, 4, batch_first=True))
+    net, x, y = packed(model), torch.randn(5, 6, 3), torch.randn(5, 2)
+    x[LENGTHS[:, None] <= torch.arange(6)] = 100.0  # whatever it is
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="empirical")
+    estimator.update_covariances(x, LENGTHS, targets=y)
+    rows: dict[str, list[Tensor]] = {"ih": [], "hh": []}
+    grads: dict[str, list[Tensor]] = {"ih": [], "hh": []}
+    for n, length in enumerate(LENGTHS.tolist()):
+        for side, (r, d) in by_hand(model, x[n : n + 1, :length], y[n : n + 1]).items():
+            rows[side] += r
+            grads[side] += d
+    for side in ("ih", "hh"):
+        r, d = torch.cat(rows[side]), torch.cat(grads[side])
+        block = estimator.blocks[f"inner.weight_{side}_l0", f"inner.bias_{side}_l0"].factors
+        torch.testing.assert_close(block["A"].value, (r.mT @ r / len(r)).unsqueeze(0))
+        torch.testing.assert_close(block["G"].value, (d.mT @ d / len(d)).unsqueeze(0))
+        assert block["positions"].value.item() == pytest.approx(LENGTHS.sum().item() / 5)
+
+
+@pytest.mark.parametrize("approximation", ["diagonal", "full"])
+def test_gradients_of_packed_cases_are_those_of_the_dense_fisher(approximation: str) -> None:
+    torch.manual_seed(0)
+    model = Packed(nn.GRU(3, 4, batch_first=True)).double()
+    x, y = torch.randn(5, 6, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    net = kfac_fx.compile(model, (x, LENGTHS), loss="normal", approximations={"*": approximation})
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="empirical")
+    estimator.update_covariances(x, LENGTHS, targets=y)
+    for block in estimator.blocks.values():
+        assert block.registration.matrix is not None
+        gradients = []
+        for n in range(5):
+            model.zero_grad()
+            output = model(x[n : n + 1], LENGTHS[n : n + 1])
+            kfac_fx.losses.Normal(output, targets=y[n : n + 1]).evaluate().backward()
+            own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            gradients.append(block.registration.matrix.pack(own).flatten())
+        dense = torch.stack(gradients).mT @ torch.stack(gradients) / 5
+        found = block.full_fisher_block()
+        torch.testing.assert_close(found, dense if approximation == "full" else dense.diagonal().diag())
+
+
+def test_a_longest_sequence_of_another_length_is_another_capture() -> None:
+    """The steps and the padding of the output are as many as the longest sequence has."""
+    net = packed(Packed(nn.RNN(3, 4, batch_first=True), "padded"))
+    x, lengths = torch.randn(5, 6, 3), LENGTHS.clamp(max=4)
+    net.record((x, lengths), {})
+    (kept,) = net.captures.known.values()
+    assert [len(one.program.registrations[0].uses) for one in kept] == [6, 4]
+
+
+def test_sorted_sequences_need_no_sorting() -> None:
+    net = packed(Packed(nn.LSTM(3, 4, batch_first=True), "padded", enforce_sorted=True), LENGTHS.sort().values.flip(0))
+    assert [len(one.uses) for one in net.registrations] == [6, 6, 1]
+
+
+def test_packed_sequences_among_the_arguments_are_refused_by_name() -> None:
+    class Given(Last):
+        def forward(self, x: Any) -> Tensor:
+            return self.head(self.inner(x)[1][-1])
+
+    sequence = pack_padded_sequence(torch.randn(5, 6, 3), LENGTHS, True, False)
+    with pytest.raises(UntraceableError, match="Given takes a PackedSequence, whose number of sequences is data"):
+        kfac_fx.compile(Given(nn.RNN(3, 4)), ({"x": [sequence]},), loss="normal")

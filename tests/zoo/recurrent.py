@@ -49,7 +49,7 @@ class LearnedStart(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.inner(x, self.start.expand(-1, len(x), -1))
+        y, _ = self.inner(x, self.start.expand(-1, x.shape[0], -1))
         out: Tensor = self.head(y).sum(1)
         return out
 
@@ -116,8 +116,7 @@ CASES = (
         "rnn_learned_start",
         LearnedStart,
         lambda: batch(5, 4, 3),
-        (*layer("inner", 4, bias=False), linear("head")),
-        generic=("start",),
+        (("scale_and_shift", ("start",), 1), *layer("inner", 4, bias=False), linear("head")),
         rounded=True,
     ),
     Case(
