@@ -66,6 +66,7 @@ class KFAC(Optimizer):
         norm_constraint: float | None = None,
         weight_decay: float = 0.0,
         adapt_damping: bool = False,
+        update_damping_immediately: bool = True,
         damping_adaptation_interval: int = 5,
         damping_adaptation_decay: float = 0.95,
         damping_decrease_rho_threshold: float = 0.75,
@@ -94,6 +95,8 @@ class KFAC(Optimizer):
             norm_constraint: bounds the squared Fisher norm of an update by scaling it down.
             weight_decay: decoupled from the gradient.
             adapt_damping: `step` then needs a closure, at least on every `damping_adaptation_interval`-th step.
+            update_damping_immediately: False measures the loss after such a step at the beginning of the next, before
+                its inverses, where `step` then needs `previous`. The damping of a step is the same either way.
             min_damping, l2_reg: the damping stays above their sum; l2_reg / 2 |θ|² must be in the loss already.
             precon_damping_mult: the preconditioner's damping is this times λ; the quadratic model's is λ (section 6.6).
             qmodel_update_rescale: the learning rate of the "qmodel" types' parameter group, 1 if None.
@@ -138,6 +141,7 @@ class KFAC(Optimizer):
         self._seen = MicroBatches()
         self._used: dict[str, weakref.ref[Tensor]] = {}  # the gradients of the last step
         self._before: RandomState | None = None
+        self._late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
         self._paused, self._checked = False, False  # checked: that the loss is the registered one
         self.net.attach(self)
 
@@ -159,7 +163,11 @@ class KFAC(Optimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # the base class knows no `loss`
-        self, closure: Closure | None = None, *, loss: Tensor | float | None = None
+        self,
+        closure: Closure | None = None,
+        *,
+        loss: Tensor | float | None = None,
+        previous: Closure | None = None,
     ) -> Tensor | float | None:
         """Take a step. Returns the loss, if it is known.
 
@@ -171,6 +179,7 @@ class KFAC(Optimizer):
                 state of the step's first forward.
             loss: that of the batch, if the caller has it: a loss that is not finite skips the step, and adapting the
                 damping need not compute it again.
+            previous: returns the loss of the last step's batch, without `update_damping_immediately`.
 
         Raises ValueError if the damping is due to be adapted and there is no closure, FactorNotReady if nothing was
         ever recorded.
@@ -180,7 +189,7 @@ class KFAC(Optimizer):
             with torch.enable_grad():
                 loss = checked(closure())
         try:
-            self._step(closure, loss, by_closure)
+            self._step(closure, loss, previous, by_closure)
         finally:
             self._seen = MicroBatches()
             gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
@@ -232,16 +241,15 @@ class KFAC(Optimizer):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def _step(self, closure: Closure | None, loss: Tensor | float | None, by_closure: bool) -> None:
+    def _step(
+        self, closure: Closure | None, loss: Tensor | float | None, previous: Closure | None, by_closure: bool
+    ) -> None:
         members = self._members_of_groups()
         gradients, adapting = members.gradients(), self._adapting()
         if not gradients and not self._burning_in():
             return
-        if adapting and closure is None:
-            raise ValueError(
-                f"adapt_damping needs the loss after the update, every {self.options.damping_rule.interval} steps: "
-                "call step(closure) with a closure that returns the loss of the batch"
-            )
+        late = self._adapting_late()
+        self._check_losses(adapting, late, closure, loss, previous)
         if gradients and not self._checked:
             self._check_scale(loss)
         ok = all_finite(gradients) if gradients else torch.ones_like(self.skipped, dtype=torch.bool)
@@ -259,6 +267,10 @@ class KFAC(Optimizer):
         if self.counter == 0 and not ok.item():
             self.skipped += 1
             return
+        if late:
+            assert previous is not None
+            self.updater.adapt(self._ask(previous, by_closure, self._late))
+            self._late = None
         if self.counter % self.options.invert_every == 0:
             self._update_inverses()
         members.refresh(self.param_groups, self.names)
@@ -270,10 +282,14 @@ class KFAC(Optimizer):
             if name in self.registered and name not in work.g
         }
         if adapting:
-            assert closure is not None
-            before = self._ask(closure, by_closure) if loss is None else loss
-            ask = partial(self._ask, closure, by_closure)
-            ok = self.updater.measured_update(work, absent, first_order, self._seen.calls, ok, before, ask)
+            start = self._seen.start
+            if loss is None:
+                assert closure is not None
+                loss = self._ask(closure, by_closure, start)
+            now = self.options.update_damping_immediately
+            ask = partial(self._ask, closure, by_closure, start) if now and closure is not None else None
+            self._late = None if now else start
+            ok = self.updater.measured_update(work, absent, first_order, self._seen.calls, ok, loss, ask)
         else:
             ok = self.updater.update(work, absent, first_order, self._seen.calls, ok)
         self.skipped += ~ok
@@ -293,6 +309,35 @@ class KFAC(Optimizer):
         due = self.options.damping_rule.due(self.counter)
         return self.options.adapt_damping and due and not self._burning_in()
 
+    def _adapting_late(self) -> bool:
+        """Is the damping still to be adapted to the last step?"""
+        options = self.options
+        measured = self.counter > 0 and options.damping_rule.due(self.counter - 1)
+        return options.adapt_damping and not options.update_damping_immediately and measured
+
+    def _check_losses(
+        self,
+        adapting: bool,
+        late: bool,
+        closure: Closure | None,
+        loss: Tensor | float | None,
+        previous: Closure | None,
+    ) -> None:
+        """Raises ValueError for a loss that the damping rule needs and nobody gives."""
+        every = f"every {self.options.damping_rule.interval} steps"
+        if adapting and self.options.update_damping_immediately and closure is None:
+            raise ValueError(
+                f"adapt_damping needs the loss after the update, {every}: "
+                "call step(closure) with a closure that returns the loss of the batch"
+            )
+        if adapting and closure is None and loss is None:
+            raise ValueError(f"adapt_damping needs the loss before the update, {every}: call step(loss=loss)")
+        if late and previous is None:
+            raise ValueError(
+                f"update_damping_immediately=False measures a step in the next one, {every}: call step(loss=loss, "
+                "previous=closure) with a closure that returns the loss of the last step's batch"
+            )
+
     def _members_of_groups(self) -> Members:
         if self._members is None:
             self._members = Members.of(self.param_groups, self.names, self.scalar)
@@ -307,11 +352,11 @@ class KFAC(Optimizer):
                 "compiled module, net(x) and not the model it was made of, in training mode with gradients enabled"
             ) from error
 
-    def _ask(self, closure: Closure, with_backward: bool) -> Tensor:
+    def _ask(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor:
         """The loss at the present parameters."""
         self._paused = True
         try:
-            with without_a_trace(self.net.buffers(), self.names, self._devices(), self._seen.start):
+            with without_a_trace(self.net.buffers(), self.names, self._devices(), start):
                 loss = self.scalar + evaluate(closure, with_backward=with_backward)
         finally:
             self._paused = False
@@ -346,7 +391,8 @@ class KFAC(Optimizer):
         updater = {name: getattr(self.updater, name) for name in ("damping", *SCALARS)}
         counters = {"counter": self.counter, "burned_in": self.burned_in, "skipped": self.skipped}
         estimator = {"estimator": self.estimator.state_dict(), "generator": self.generator.get_state()}
-        return super().state_dict() | {"kfac": updater | counters | estimator}
+        late = {"late": None if self._late is None else (self._late.cpu, self._late.cuda)}
+        return super().state_dict() | {"kfac": updater | counters | estimator | late}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue bit for bit from `state_dict()`. Raises ValueError for the state of another kind of optimizer."""
@@ -365,6 +411,7 @@ class KFAC(Optimizer):
         self.skipped.copy_(kept["skipped"])
         self.estimator.load_state_dict(kept["estimator"])
         self.generator.set_state(kept["generator"].cpu())
+        self._late = None if kept["late"] is None else RandomState(*kept["late"])
         self._seen, self._used, self._members = MicroBatches(), {}, None
 
     rho = property(lambda self: self.updater.rho)

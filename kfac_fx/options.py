@@ -34,6 +34,7 @@ class Options:
     invert_every: int
     num_burnin_steps: int
     adapt_damping: bool
+    update_damping_immediately: bool
     damping_rule: DampingRule
     precon_damping_mult: float
     estimation_mode: str
@@ -64,6 +65,7 @@ def read_options(
     norm_constraint: float | None,
     weight_decay: float,
     adapt_damping: bool,
+    update_damping_immediately: bool,
     damping_adaptation_interval: int,
     damping_adaptation_decay: float,
     damping_decrease_rho_threshold: float,
@@ -120,6 +122,7 @@ def read_options(
         invert_every=invert_every,
         num_burnin_steps=num_burnin_steps,
         adapt_damping=adapt_damping,
+        update_damping_immediately=update_damping_immediately,
         damping_rule=DampingRule(
             interval=damping_adaptation_interval,
             decay=damping_adaptation_decay,

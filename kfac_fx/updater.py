@@ -29,19 +29,19 @@ from kfac_fx.update import (
     propose_quadratic,
 )
 
-SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum")
+SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
 
 
 class Updater:
     """Moves parameters; see KFAC for the rules, `Work` for what goes in.
 
-    damping: λ, adapted in place. rho, predicted_change, qmodel_learning_rate, qmodel_momentum: of the last step that
-    computed them; NaN before. across_replicas: averages a tensor over processes.
+    damping: λ, adapted in place. rho, predicted_change, qmodel_learning_rate, qmodel_momentum, loss_before: of the last
+    step that computed them; NaN before. across_replicas: averages a tensor over processes.
     """
 
     def __init__(self, net: CompiledNet, options: Options, estimator: FisherEstimator, damping: Tensor) -> None:
         self.net, self.options, self.estimator, self.damping = net, options, estimator, damping
-        self.rho, self.predicted_change, self.qmodel_learning_rate, self.qmodel_momentum = (
+        self.rho, self.predicted_change, self.qmodel_learning_rate, self.qmodel_momentum, self.loss_before = (
             torch.full_like(damping, torch.nan) for _ in SCALARS
         )
         self.across_replicas: Callable[[Tensor], Tensor] = lambda tensor: tensor
@@ -80,9 +80,9 @@ class Updater:
         calls: Sequence[Call],
         ok: Tensor,
         before: Tensor,
-        ask: Callable[[], Tensor],
+        ask: Callable[[], Tensor] | None,
     ) -> Tensor:
-        """The same step, with the damping adapted to what came of it.
+        """The same step, with the damping adapted to what came of it: now, or later by `adapt` if `ask` is None.
 
         before, ask(): the loss before and after, averaged over processes.
         """
@@ -97,11 +97,17 @@ class Updater:
             ok = ok & all_finite(proposal.moves)
         for one, proposal in made:
             one.commit(proposal.moves, proposal.state, ok)
-        damping, rho = self.options.damping_rule(self.damping, before, ask(), change)
-        self.damping.copy_(torch.where(ok, damping, self.damping))
         self.predicted_change.copy_(change)
-        self.rho.copy_(rho)
+        self.loss_before.copy_(torch.where(ok, before, torch.nan))
+        if ask is not None:
+            self.adapt(ask())
         return ok
+
+    def adapt(self, after: Tensor) -> None:
+        """The damping, from the loss after the last measured update; it stays where that was not made."""
+        damping, rho = self.options.damping_rule(self.damping, self.loss_before, after, self.predicted_change)
+        self.damping.copy_(torch.where(self.loss_before.isfinite(), damping, self.damping))
+        self.rho.copy_(rho)
 
     def propose(self, work: Work, absent: Tensors, calls: Sequence[Call]) -> Proposal:
         precondition = Preconditioner(self.multiply_inverse, absent)

@@ -102,6 +102,65 @@ def test_steps_follow_the_formulas(options: dict[str, Any]) -> None:
     assert opt.skipped.item() == 0
 
 
+def noisy_mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
+def test_damping_measured_in_the_next_step_is_the_same_damping(momentum_type: str) -> None:
+    """Between two steps the parameters stand still; the inverses of the next see the new damping either way, measured
+    under the same noise, also by an optimizer that was saved in between."""
+    kind: dict[str, Any] = {"momentum": None} if momentum_type == "qmodel" else {"lr": 0.3}
+    kind |= {"adapt_damping": True, "damping_adaptation_interval": 2, "invert_every": 2, "momentum_type": momentum_type}
+
+    def made(immediately: bool) -> tuple[CompiledModule, KFAC]:
+        net = compile(noisy_mlp(), loss="categorical")
+        return net, KFAC(net, damping=0.1, seed=0, update_damping_immediately=immediately, **kind)
+
+    (net, now), (other, later) = made(True), made(False)
+    last, measured = None, [(torch.tensor(0.1), torch.tensor(torch.nan))]
+    for number in range(7):
+        x, y = batch(number)
+        torch.manual_seed(number)
+        now.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        now.step(loss_of(net, x, y))
+        if number == 4:  # after a step that is still to be measured
+            state, parameters = later.state_dict(), other.state_dict()
+            other, later = made(False)
+            later.load_state_dict(state)
+            other.load_state_dict(parameters)
+            last = loss_of(other, *batch(3))
+        torch.manual_seed(number)
+        later.zero_grad()
+        loss = F.cross_entropy(other(x), y)
+        loss.backward()
+        later.step(loss=loss, previous=last)
+        torch.testing.assert_close((later.damping, later.rho), measured[-1], check_dtype=False, equal_nan=True)
+        measured.append((now.damping.clone(), now.rho.clone()))
+        last = loss_of(other, x, y)
+        for one, its in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, its)
+    assert len({damping.item() for damping, _ in measured}) > 1
+
+
+def test_a_late_measure_says_which_losses_it_needs() -> None:
+    net = compiled_mlp()
+    opt = KFAC(
+        net, lr=0.3, damping=0.1, adapt_damping=True, damping_adaptation_interval=1, update_damping_immediately=False
+    )
+    x, y = batch(0)
+    F.cross_entropy(net(x), y).backward()
+    with pytest.raises(ValueError, match=r"the loss before the update, every 1 steps: call step\(loss=loss\)"):
+        opt.step()
+    net(x)
+    opt.step(loss=1.5)
+    net(x)
+    with pytest.raises(ValueError, match=r"measures a step in the next one, every 1 steps: .*previous=closure\)"):
+        opt.step(loss=1.5)
+
+
 @pytest.mark.parametrize("momentum_type", ["regular", "adam", "qmodel"])
 def test_the_learning_rate_is_read_every_step(momentum_type: str) -> None:
     quadratic = momentum_type == "qmodel"
