@@ -19,6 +19,7 @@ from kfac_fx.passes.trace import Capture, capture
 
 from .blocks import statistics_of
 from .loss_spec import LossSpec
+from .masks import PaddingMask, with_mask
 from .moments import Key
 from .proof import prove
 from .recorder import Recorder
@@ -39,6 +40,7 @@ class Declared:
     verify: bool
     backend: str
     passes: Callable[[Program], Program] = run  # from a fresh capture to a program with registrations
+    padding_mask: PaddingMask | None = None
 
 
 class Captures:
@@ -53,6 +55,9 @@ class Captures:
 
     def trace_symbolically(self) -> None:
         """Without inputs: at once if torch.fx sees the whole model, else at the first training forward."""
+        if self.declared.padding_mask is not None:
+            self.refusal = "padding_mask needs the sizes of a batch, to know what it masks."
+            return
         try:
             traced = capture(self.model, options=self.declared.options, layers=self.declared.layers)
         except UntraceableError as error:
@@ -110,7 +115,10 @@ class Captures:
         """every_size: the sizes of images were seen to change."""
         options, layers = self.declared.options, self.declared.layers
         traced = capture(self.model, args, kwargs, options=options, layers=layers, every_size=every_size)
-        return self.proved(self.built(traced), args, kwargs)
+        program, said = self.declared.passes(traced.program), self.declared.padding_mask
+        if said is not None:
+            program = with_mask(program, said, self.model, args, kwargs)
+        return self.proved(self.emit(traced, program), args, kwargs)
 
     def built(self, traced: Capture) -> Recorder:
         return self.emit(traced, self.declared.passes(traced.program))

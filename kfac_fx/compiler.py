@@ -18,8 +18,9 @@ from .captured import CapturedModel
 from .captures import Captures, Declared
 from .layer_collection import LayerCollection
 from .loss_spec import LossSpec, loss_from
+from .masks import PaddingMask
 from .moments import Moments, Ride
-from .recorder import Recorder
+from .recorder import Recorder, replaced
 from .report import Report
 from .wrappers import compiled_model, refuse_scripted, unwrapped
 
@@ -50,6 +51,7 @@ def compile(
     verify: bool = True,
     backend: str = "eager",
     dense_limit: int = 4096,
+    padding_mask: PaddingMask | None = None,
     variables: Iterable[Any] | None = None,
 ) -> CompiledModule:
     """Capture `model` and register every use of every parameter.
@@ -68,14 +70,18 @@ def compile(
         verify: prove on the first batch that rows reproduce the autograd gradient.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
         dense_limit: a factor side wider than this becomes diagonal, and the report says so.
+        padding_mask: the name of an argument of forward, [cases, positions], nonzero where a position is real, such as
+            "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0. What
+            is padding enters no factor and is no case; the report says where the mask does not fit. The loss's mean
+            should leave padding out, too, as with targets of -100.
         variables: of a LayerCollection, the parameters that must be registered, and no others; None: all that its
             losses depend on. What is left out follows KFAC's first-order rule.
 
     Raises UntraceableError, RegistrationError and its kinds, LossError, LayerError; each names all culprits.
     """
     if isinstance(model, LayerCollection):
-        if example_inputs or example_kwargs or loss or linked or approximations or layers:
-            raise RegistrationError("a LayerCollection has its own inputs, losses and layers; give none of them")
+        if example_inputs or example_kwargs or loss or linked or approximations or layers or padding_mask:
+            raise RegistrationError("a LayerCollection has its own inputs, losses, layers and mask; give none of them")
         return compiled(model, variables, verify=verify, backend=backend)
     if variables is not None:
         raise RegistrationError(
@@ -102,7 +108,12 @@ def compile(
         dense_limit=dense_limit,
     )
     declared = Declared(
-        options, collect(*LAYERS.values(), *layers), None if loss is None else loss_from(loss), verify, backend
+        options,
+        collect(*LAYERS.values(), *layers),
+        None if loss is None else loss_from(loss),
+        verify,
+        backend,
+        padding_mask=padding_mask,
     )
     return CompiledModule(model, declared, example_inputs, example_kwargs, wrapper=wrapper)
 
@@ -241,11 +252,26 @@ class CompiledModule(nn.Module):
         recorder = self.recorder(args, kwargs)
         return recorder.outputs(parameters, recorder.capture.flatten(args, kwargs))
 
-    def losses(self, outputs: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> list[tuple[float, Any]]:
-        """(coefficient, loss) for each output distribution, on what `functional` returned."""
+    def losses(
+        self,
+        outputs: Any,
+        fisher: tuple[Tensor, ...],
+        targets: Any = None,
+        call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> list[tuple[float, Any]]:
+        """(coefficient, loss) for each output distribution, on what `functional` returned. call: (args, kwargs) that it
+        returned that for, whose padding is left out."""
         assert self.captures.first is not None, "bug in kfac_fx: losses before the first capture"
-        recorder = self.captures.first
-        return recorder.averaged(recorder.losses(outputs, fisher, targets))
+        if call is None or self.program.mask is None:
+            recorder = self.captures.first
+            return recorder.averaged(recorder.losses(outputs, fisher, targets))
+        recorder = self.recorder(*call)
+        losses = recorder.real_losses(
+            lambda given: recorder.losses(replaced(outputs, fisher, given), tuple(given), targets),
+            fisher,
+            recorder.capture.flatten(*call),
+        )
+        return recorder.averaged(losses)
 
     # --- attachment and change --------------------------------------------------------------------------------------
 

@@ -22,11 +22,13 @@ from kfac_fx.captured import CapturedModel
 from kfac_fx.fisher_blocks import FisherBlock
 from kfac_fx.loss_function import LossFunction
 from kfac_fx.loss_spec import LossSpec
+from kfac_fx.masks import checked
 from kfac_fx.passes.check import check_registration, uses_found
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError
 from kfac_fx.passes.ir import LossSite, Program, Registration, Use, where
 from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.padding import everything_behind, padding
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.unroll import unroll
 from kfac_fx.passes.verify import verify
@@ -43,6 +45,7 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
     def __init__(self, graph: CapturedModel, name: str = "LayerCollection") -> None:
         super().__init__(graph, name)
         self._losses = []
+        self.padding_mask: fx.Node | None = None
 
     @classmethod
     def of(cls, captured: CapturedModel, program: Program, loss: LossSpec | None) -> LayerCollection:
@@ -67,7 +70,23 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
         bare = self.bare_program
         found, taken = uses_found(bare), set(self.registered_variables)
         unused = tuple(name for name in bare.shapes if name not in taken and name not in found)
-        return verify(bare.but(registrations=self.registrations, unused=unused), after="LayerCollection")
+        whole = bare.but(registrations=self.registrations, unused=unused, mask=self.padding_mask)
+        return verify(padding(whole), after="LayerCollection")
+
+    # --- padding ----------------------------------------------------------------------------------------------------
+
+    def define_padding_mask(self, mask: fx.Node | str) -> None:
+        """What is padding in sequences enters no factor and is no case, of whatever is registered.
+
+        mask: a node [cases, positions], nonzero where a position is real, computed from inputs alone.
+
+        Raises RegistrationError for another node.
+        """
+        self.check_open()
+        node = checked(self.node(mask))
+        if any(one.op == "get_attr" for one in everything_behind(node)):
+            raise RegistrationError(f"the padding mask at {where(node)} must be computed from inputs alone")
+        self.padding_mask = node
 
     # --- automatic registration -------------------------------------------------------------------------------------
 
@@ -150,7 +169,13 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
         )
         outputs = tuple(nodes[node] for node in own.outputs)
         return fresh.but(
-            outputs=outputs, cases=case_size(fresh.graph, outputs), registrations=registrations, unused=own.unused
+            outputs=outputs,
+            cases=case_size(fresh.graph, outputs),
+            mask=own.mask and nodes[own.mask],
+            mask_dims=own.mask_dims,
+            registrations=registrations,
+            unused=own.unused,
+            unmasked=own.unmasked,
         )
 
     # --- the default collection -------------------------------------------------------------------------------------

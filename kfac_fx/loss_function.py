@@ -9,6 +9,7 @@ Everything is computed in float32 at least; products have the dtype of the vecto
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self
@@ -33,11 +34,17 @@ class LossFunction(ABC):
         self.inputs = inputs
         self.seed = seed
         self.targets = targets
+        self.real_cases: int | None = None  # where some of them are padding
 
     @property
     def cases(self) -> int:
         """The number of independent distributions."""
-        return self.inputs.shape[0] if self.inputs.ndim else 1
+        return math.prod(self.inputs.shape[: self.case_axes]) if self.real_cases is None else self.real_cases
+
+    @property
+    def case_axes(self) -> int:
+        """How many axes in front count them."""
+        return min(1, self.inputs.ndim)
 
     def with_targets(self, targets: Tensor | None) -> Self:
         """Give the true targets afterwards; returns the loss itself."""

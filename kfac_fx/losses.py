@@ -29,8 +29,8 @@ class Categorical(LossFunction):
         super().__init__(logits, targets, seed)
 
     @property
-    def cases(self) -> int:
-        return math.prod(self.inputs.shape[:-1])
+    def case_axes(self) -> int:
+        return self.inputs.ndim - 1
 
     def multiply_fisher_factor(self, vector: Tensor) -> Tensor:
         p = precise(self.inputs).softmax(-1)

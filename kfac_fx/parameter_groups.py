@@ -47,7 +47,7 @@ class CompiledNet(Protocol):
         self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Tensor, ...]]: ...
     def losses(
-        self, outputs: Any, fisher: tuple[Tensor, ...], targets: Any = None
+        self, outputs: Any, fisher: tuple[Tensor, ...], targets: Any = None, call: Any = None
     ) -> Sequence[tuple[float, LossFunction]]: ...
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError, table
-from kfac_fx.passes.ir import SERIES, SUA, Program, Registration, Use
+from kfac_fx.passes.ir import KEPT, SERIES, SUA, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 
 from .likeness import coarsest, compare
@@ -141,15 +141,21 @@ def replace_taps(recorder: Recorder) -> Recorder:
     needed = {
         one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.program.registrations if not one.generic
     }
-    program = recorder.program.but(registrations=tuple(map(with_patches, recorder.program.registrations)))
+    program = recorder.program.but(registrations=tuple(map(whole, recorder.program.registrations)))
     return Recorder(
         recorder.capture, program, recorder.model, recorder.loss, needed, backend="eager", make_tap=ProofTap
     )
 
 
-def with_patches(one: Registration) -> Registration:
-    """What is proved are the rows of the matrix."""
-    return replace(one, approximation="kron") if one.approximation in (SUA, *SERIES) else one
+def whole(one: Registration) -> Registration:
+    """What is proved are the rows of the matrix, all of them."""
+    uses = tuple(all_rows(use) if use.mask_dims else use for use in one.uses)
+    return replace(one, uses=uses, approximation="kron" if one.approximation in (SUA, *SERIES) else one.approximation)
+
+
+def all_rows(use: Use) -> Use:
+    """Without the user's mask, of which autograd knows nothing."""
+    return replace(use, attrs={name: value for name, value in use.attrs.items() if name != KEPT}, mask_dims=())
 
 
 def tap_list(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:

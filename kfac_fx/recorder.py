@@ -28,6 +28,7 @@ from .linalg import dense, full_precision
 from .link import Link
 from .loss_spec import NAMES, LossSpec
 from .losses import LossFunction
+from .masks import WeightedLosses, real_losses
 from .moments import Key, Moments, Ride, flat
 from .pieces import split
 from .pullback import MEMORY, SavedBytes
@@ -249,12 +250,22 @@ class Recorder:
         leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in fisher]
         if mode == "empirical" and targets is None and not isinstance(self.loss, LossSpec):
             targets = self.graph_targets(values)
-        return leaves, self.losses(self.rebuilt(output, fisher, leaves), tuple(leaves), targets)
+        return leaves, self.real_losses(
+            lambda given: self.losses(self.rebuilt(output, fisher, given), tuple(given), targets), leaves, values
+        )
 
-    def rebuilt(self, output: Any, fisher: tuple[Tensor, ...], leaves: list[Tensor]) -> Any:
+    def real_losses(
+        self, build: Callable[[Sequence[Tensor]], WeightedLosses], fisher: Sequence[Tensor], values: tuple[Any, ...]
+    ) -> WeightedLosses:
+        """The losses that `build` makes of the Fisher's outputs, without what is padding for these inputs."""
+        if self.program.mask is None:
+            return build(fisher)
+        mask = evaluated(self.program.mask, dict(zip(self.placeholders, values, strict=True)))
+        return real_losses(build, fisher, self.program.mask_dims, mask)
+
+    def rebuilt(self, output: Any, fisher: Sequence[Tensor], leaves: Sequence[Tensor]) -> Any:
         """What the model returned, with the Fisher's outputs replaced by `leaves`."""
-        by_id = {id(old): new for old, new in zip(fisher, leaves, strict=True)}
-        return self.capture.unflatten(tree_map(lambda value: by_id.get(id(value), value), output))
+        return self.capture.unflatten(replaced(output, fisher, leaves))
 
     def graph_targets(self, values: tuple[Any, ...]) -> list[Any]:
         """The targets that forward hands to the losses it computes, which must be inputs of the model."""
@@ -298,7 +309,11 @@ class Recorder:
         probes = self.make_probes(examples, next(iter(live.values()), torch.empty(())))
         output, fisher = self.run(live, buffers, values, probes)
         cases = (
-            self.cases(self.losses(self.capture.unflatten(output), fisher))
+            self.cases(
+                self.real_losses(
+                    lambda given: self.losses(self.rebuilt(output, fisher, given), tuple(given)), fisher, values
+                )
+            )
             if self.loss or self.program.losses
             else examples
         )
@@ -311,6 +326,11 @@ class Recorder:
         with self.isolated():
             output, fisher = self.call(given, self.copied_buffers(), values, [None] * len(self.program.registrations))
         return self.capture.unflatten(output), fisher
+
+
+def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+    by_id = {id(before): after for before, after in zip(old, new, strict=True)}
+    return tree_map(lambda value: by_id.get(id(value), value), tree)
 
 
 def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple[float, LossFunction]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
-from kfac_fx.passes.ir import Note, PassRecord, Program
+from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
 from kfac_fx.report_graph import dot
 from kfac_fx.report_html import page
 from kfac_fx.report_rows import Row, factor_dtype, rows, size
@@ -90,6 +90,11 @@ class Report:
         passes = ", ".join(f"{one.name} {one.summary or f'{one.nodes:,} nodes'}" for one in self.history)
         found = [("generic", generic or ["none"]), ("reasons", reasons), ("dropped", dropped or ["none"])]
         found += [("unused", list(self.unused) or ["none"]), ("memory", [self.memory]), ("passes", [passes or "none"])]
+        if self.program.mask is not None:
+            uses = [use for one in self.program.registrations for use in one.uses]
+            masked = sum(KEPT in use.attrs for use in uses)
+            said = [f"{self.program.mask.name} masks {masked:,} of {len(uses):,} uses"]
+            found.append(("padding", said + [f"{note.subject}: {note.reason}" for note in self.program.unmasked]))
         if self.counters is not None:
             counted = ", ".join(f"{name} {count:,}" for name, count in self.counters().items())
             found.append(("runtime", [counted or "none"]))

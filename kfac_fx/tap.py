@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from kfac_fx.passes.ir import KEPT, SUA, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.padding import real_rows
 from kfac_fx.passes.pieces import Region
 
 from .lagged import LAGGED
@@ -23,6 +24,7 @@ from .statistics import STATISTICS, Shape
 
 Probes = Mapping[str, Tensor]
 BothRows = Callable[..., tuple[Tensor, Tensor]]
+RealRows = Callable[[Tensor, Any], Tensor]
 Matrix = tuple[int, int, int]
 
 
@@ -36,7 +38,8 @@ class Tap(nn.Module):
         self.tower = use.tower
         both = self.both_rows(registration, use, layer)
         mask = list(tensor_attrs(use)).index(KEPT) if KEPT in use.attrs else None
-        self.function = tap_function(both, self.matrix, bias, use.tower, registration.towers, mask)
+        real = real_rows(use, layer) if use.mask_dims else None
+        self.function = tap_function(both, self.matrix, bias, use.tower, registration.towers, mask, real)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
@@ -106,12 +109,19 @@ def within(rows: Tensor, grad_rows: Tensor, region: Region) -> tuple[Tensor, Ten
 
 
 def tap_function(
-    both: BothRows, matrix: Matrix, bias: bool, tower: int = 0, towers: int = 1, mask: int | None = None
+    both: BothRows,
+    matrix: Matrix,
+    bias: bool,
+    tower: int = 0,
+    towers: int = 1,
+    mask: int | None = None,
+    real: RealRows | None = None,
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
 
     Its arguments are (output, input, k, k names of statistics, k probes, attributes computed in the graph).
-    mask: which of the attributes says what rows are no padding, if one does.
+    mask: which of the attributes says what rows are no padding, if one does; real: from (output, mask) to rows, if the
+        mask is of something else.
     """
 
     def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
@@ -143,7 +153,8 @@ def tap_function(
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
             with torch.no_grad():  # not `detach`, which vmap over several cotangents does not know
                 rows, grad_rows = both(output_grad, input, *values)
-                given = (rows, grad_rows, bias, matrix, None if mask is None else values[mask])
+                kept = None if mask is None else values[mask]
+                given = (rows, grad_rows, bias, matrix, kept if real is None else real(output_grad, kept))
                 sums = [
                     placed(name, STATISTICS[name].compute(*given), shape) if want else None
                     for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)

@@ -151,7 +151,7 @@ class Updater:
                 found: list[tuple[float, LossFunction]] = []
 
                 def losses(at: Tensors, call: Any = (args, kwargs), found: Any = found) -> Any:
-                    found[:] = self.net.losses(*self.net.functional(at, *call))
+                    found[:] = self.net.losses(*self.net.functional(at, *call), call=call)
                     return found
 
                 products = fisher_inner_products(

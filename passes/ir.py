@@ -19,6 +19,7 @@ from .matrix import Layout, MatrixForm, Shape
 from .pieces import Made, Piece, Region
 
 Attrs = Mapping[str, Any]
+Dims = tuple[int, ...]
 KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
 OWN_FOLDER = str(Path(__file__).parent)
 EVERY_LAYER = (*KRONECKER, "kron_indep", "diagonal", "full")
@@ -70,6 +71,8 @@ class Use:
     steps_in_positions: bool = False  # time-major along the positions, not along the cases
     made: Mapping[str, tuple[Made, Layout]] = field(default_factory=dict)  # until `cut`: roles that are expressions
     region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
+    mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
+    # twice if cases and positions are merged in it
 
     @property
     def parameter_set(self) -> frozenset[str]:
@@ -198,6 +201,9 @@ class Program:
     losses: tuple[LossSite, ...] = ()
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
     cases: str | None = None  # the symbolic size of the cases; None if the graph knows no sizes
+    mask: fx.Node | None = None  # [N, S], nonzero where a position of a case is no padding; None: everywhere
+    mask_dims: tuple[Dims | None, ...] = ()  # of every output, along which the mask goes
+    unmasked: tuple[Note, ...] = ()  # uses that the mask does not fit
     made: Mapping[fx.Node, Made] = field(default_factory=dict)  # expressions of parameters that layers may be made of
     pieces: Mapping[str, Piece] = field(default_factory=dict)  # of parameters that are used in pieces, by their names
     behind: Mapping[fx.Node, frozenset[str]] = field(default_factory=dict)  # the pieces that a node is made of

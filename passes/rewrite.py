@@ -41,6 +41,8 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
         copy.meta = dict(node.meta)
         if node.op == "placeholder":
             copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
+    if program.mask is not None:
+        hoist(graph, copies[program.mask])
     probes = add_probes(graph)
     taps: dict[str, nn.Module] = {}
     tapped: dict[fx.Node, fx.Node] = {}  # a node -> its last tap, which its readers read instead
@@ -71,6 +73,19 @@ def add_probes(graph: fx.Graph) -> fx.Node:
             return graph.placeholder("probes")
     with graph.inserting_before(next(iter(graph.nodes))):
         return graph.placeholder("probes")
+
+
+def hoist(graph: fx.Graph, mask: fx.Node) -> None:
+    """A mask, which is computed from inputs alone, in front of all taps."""
+    wanted, stack = set(), [mask]
+    while stack:
+        node = stack.pop()
+        if node not in wanted and node.op != "placeholder":
+            wanted.add(node)
+            stack += node.all_input_nodes
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in reversed([node for node in graph.nodes if node in wanted]):
+        inputs[-1].append(node)
 
 
 def insert_tap(

@@ -141,7 +141,9 @@ def exported(
     refuse_hidden_tensors(type(model).__name__, leaves)
     flat = _Flat(model, leaves, spec)
     flat.training = model.training  # its own flag only: submodules may be in other modes
-    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    # Of a view torch.export would keep guards on what it is a view of, which the next batch need not be.
+    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in given)
     # A size of 1 is static: torch specializes it anyway, and says so on stderr.
     free = [t.dim() if every_size or t.dim() < IMAGE else 2 for t in tensors]
     shapes = tuple({d: Dim.AUTO for d in range(n) if t.shape[d] > 1} for t, n in zip(tensors, free, strict=True))

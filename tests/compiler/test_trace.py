@@ -306,3 +306,11 @@ def test_random_numbers_of_no_input_need_inputs() -> None:
 def test_a_mean_loss_inside_is_captured_with_its_targets() -> None:
     model = Toy(lambda x, w: F.mse_loss(x @ w, x[:, :2].detach()), w=(3, 2))
     assert [op_name(one) for one in capture(model, (X,)).program.graph.nodes][-2] == "mse_loss"
+
+
+def test_an_example_that_is_a_view_stands_for_batches_that_are_none() -> None:
+    """torch.export would keep guards on what it is a view of."""
+    ids = torch.randint(9, (8, 7))
+    captured = capture(nn.Embedding(9, 4), (ids[:4, :3],))
+    assert captured.holds((torch.randint(9, (5, 2)),), {})
+    assert captured.holds((ids,), {})

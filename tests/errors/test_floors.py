@@ -27,7 +27,7 @@ FLOORS = [
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
     "passes.resolve passes.check passes.rewrite "
-    "passes.verify",
+    "passes.padding passes.verify",
     "passes.pipeline",
     "passes",
     "kfac_fx.linalg kfac_fx.progress kfac_fx.structure kfac_fx.wrappers",
@@ -38,7 +38,7 @@ FLOORS = [
     "kfac_fx.pieces",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.registered_losses kfac_fx.sources kfac_fx.tap",
     "kfac_fx.groups kfac_fx.link kfac_fx.pullback",
-    "kfac_fx.exact kfac_fx.inverses kfac_fx.series kfac_fx.sua",
+    "kfac_fx.exact kfac_fx.inverses kfac_fx.masks kfac_fx.series kfac_fx.sua",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.likeness",
     "kfac_fx.captured kfac_fx.proof kfac_fx.registry",

@@ -1,0 +1,197 @@
+"""Padding: which rows of every use are real.
+
+The mask is a node [N, S], nonzero where a position of a case is real. It goes with a use where it is known to which
+rows a position belongs: the use's output has a dimension of the cases and one of the positions, told by their symbolic
+sizes, or one dimension of both, made by a view of them; and the layer's own gradient rows of the mask, spread over such
+an output, are constant in every row. All rows of other uses count, and `unmasked` says which and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .errors import LayerError
+from .ir import KEPT, SERIES, SUA, Dims, Note, Program, Registration, Use, where
+from .labels import op_name
+from .layers import Layer
+
+MOVES = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions in the place of positions
+PICKS = {"index", "index_select", "gather", "take_along_dim"}
+VIEWS = {"view", "reshape", "flatten", "unsafe_view", "contiguous"}
+LENGTH = 3  # of a dimension whose size only the batch knows, for trying a layer's rows
+
+
+def padding(program: Program) -> Program:
+    """Give every use that the mask fits the mask, and say of the others why not."""
+    if program.mask is None:
+        return program
+    places = Places(program, program.mask)
+    notes: list[Note] = []
+
+    def masked(one: Registration, use: Use) -> Use:
+        if KEPT in use.attrs:
+            return use
+        dims, reason = places.of_use(one, use, program.layers[use.layer])
+        if dims is None:
+            notes.append(Note(f"{one} at {where(use.output)}", reason))
+            return use
+        return replace(use, attrs={**use.attrs, KEPT: program.mask}, mask_dims=dims)
+
+    registrations = tuple(
+        replace(one, uses=tuple(masked(one, use) for use in one.uses)) for one in program.registrations
+    )
+    outputs = tuple(places.of_output(node) for node in program.outputs)
+    return program.but(registrations=registrations, mask_dims=outputs, unmasked=tuple(notes))
+
+
+class Places:
+    """Where the cases and the positions of a mask are in the nodes of its graph."""
+
+    def __init__(self, program: Program, mask: fx.Node) -> None:
+        graph, self.shape = program.graph, tied(program, mask)
+        self.cases, self.positions = (str(size) for size in self.shape)
+        self.both = str(self.shape[0] * self.shape[1])
+        self.moved: dict[fx.Node, fx.Node] = {}  # a node -> what moved positions on the way to it
+        self.merged: set[fx.Node] = set()  # case by case, position by position, in their first dimension
+        for node in graph.nodes:
+            self.follow(node)
+
+    def follow(self, node: fx.Node) -> None:
+        sizes, operands = sizes_of(node), node.all_input_nodes
+        before = [self.moved[one] for one in operands if one in self.moved and self.positions in sizes_of(one)]
+        if before:
+            self.moved[node] = before[0]
+        elif (
+            operands
+            and self.positions in sizes
+            and (op_name(node) in MOVES or (op_name(node) in PICKS and sizes_of(operands[0])[:2] == sizes[:2]))
+        ):
+            self.moved[node] = node
+        if sizes[:1] != [self.both]:
+            return
+        if op_name(node) in VIEWS and sizes_of(operands[0])[:2] == [self.cases, self.positions]:
+            self.merged.add(node)
+            return
+        along = [one for one in operands if sizes_of(one)[:1] == [self.both]]
+        if along and op_name(node) not in MOVES | PICKS and all(one in self.merged for one in along):
+            self.merged.add(node)
+
+    def of_use(self, one: Registration, use: Use, layer: Layer) -> tuple[Dims | None, str]:
+        """(dimensions, why not)."""
+        if one.approximation == SUA and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
+            return None, "its pixels are not its output positions"
+        if one.approximation in SERIES:
+            return None, "a series of uses takes all of them"
+        if use.output in self.moved:
+            return None, f"positions are moved by {where(self.moved[use.output])}"
+        found = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]
+        if len(found) == 1:
+            return found[0], ""
+        said = ", ".join(sizes_of(use.output))
+        if found:
+            return None, f"which dimension of its output [{said}] counts positions is not clear"
+        return None, f"its output [{said}] has no rows of [{self.cases}, {self.positions}] cases and positions"
+
+    def of_output(self, node: fx.Node) -> Dims | None:
+        """Of an output of the Fisher; the first dimensions, where several have the sizes."""
+        return None if node in self.moved else next(iter(self.candidates(node)), None)
+
+    def candidates(self, node: fx.Node) -> list[Dims]:
+        sizes = sizes_of(node)
+        pairs = product(*([i for i, size in enumerate(sizes) if size == own] for own in (self.cases, self.positions)))
+        apart: list[Dims] = [(i, j) for i, j in pairs if i != j]
+        return apart or ([(0, 0)] if node in self.merged else [])
+
+
+def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
+    """The sizes of a mask. Those that nothing else in the graph has, since forward does not read the mask, are those of
+    the other inputs that are as large in the example, if that is clear."""
+    cases, positions = mask.meta["val"].shape
+    behind = everything_behind(mask)
+    others = [node for node in program.graph.nodes if node not in behind]
+    inputs = [size for node in others if node.op == "placeholder" for size in shape_of(node)]
+    elsewhere = {str(size) for node in others for size in shape_of(node)}
+
+    def same(own: Any, first: str | None) -> Any:
+        if str(own) in elsewhere:
+            return own
+        alike = {str(size): size for size in inputs if int(size) == int(own)}
+        chosen = first if first in alike else next(iter(alike)) if len(alike) == 1 else None
+        return own if chosen is None else alike[chosen]
+
+    return same(cases, program.cases), same(positions, None)
+
+
+def everything_behind(node: fx.Node) -> set[fx.Node]:
+    """The node and all that it is computed from."""
+    found, stack = set(), [node]
+    while stack:
+        if (one := stack.pop()) not in found:
+            found.add(one)
+            stack += one.all_input_nodes
+    return found
+
+
+def sizes_of(node: fx.Node) -> list[str]:
+    return [str(size) for size in shape_of(node)]
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    """Of its tensor, sizes that only the batch knows as symbols; empty for what is none."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def fits(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:
+    """Whether a row of the layer belongs to one position, tried on a mask of different numbers."""
+    sizes = [size if isinstance(size, int) else LENGTH for size in mask]
+    shape = [size if isinstance(size, int) else LENGTH for size in use.output.meta["val"].shape]
+    if len(set(dims)) == 1:
+        shape[dims[0]] = sizes[0] * sizes[1]
+    numbers = torch.arange(1.0, sizes[0] * sizes[1] + 1).view(sizes)
+    try:
+        rows = spread_rows(replace(use, mask_dims=dims), layer)(torch.empty(shape, device="meta"), numbers).flatten(2)
+    except (RuntimeError, KeyError, ValueError, IndexError, LayerError):
+        return False
+    return bool((rows == rows[..., :1]).all())
+
+
+def real_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
+    """(output or its gradient, mask) -> which of the use's rows are real: [N, S]."""
+    rows = spread_rows(use, layer)
+
+    def real(output: Tensor, mask: Tensor) -> Tensor:
+        return rows(output, (mask != 0).to(torch.float32)).flatten(2)[..., 0] != 0
+
+    return real
+
+
+def spread_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
+    """The gradient rows that the mask, spread over the output, has. It closes over functions and literals only."""
+    form = layer.forms[use.form]
+    grad_rows, dims = form.grad_rows, use.mask_dims
+    literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
+    batch_dim = (use.batch_dim or 0) if form.leading else 0
+
+    def rows(output: Tensor, mask: Tensor) -> Tensor:
+        over = spread(mask, dims, output.shape)
+        return grad_rows(over.movedim(batch_dim, 0) if batch_dim else over, literals)
+
+    return rows
+
+
+def spread(mask: Tensor, dims: Iterable[int], shape: Sequence[int]) -> Tensor:
+    """The mask along `dims` of a tensor of this shape, the same one twice if they are merged: a view."""
+    dims = tuple(dims)
+    if len(set(dims)) < len(dims):
+        mask, dims = mask.reshape(-1), dims[:1]
+    mask = mask.permute(sorted(range(len(dims)), key=dims.__getitem__))
+    own = sorted(dims)
+    view = [mask.shape[own.index(dim)] if dim in own else 1 for dim in range(len(shape))]
+    return mask.reshape(view).expand(shape)

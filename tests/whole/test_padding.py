@@ -1,0 +1,392 @@
+"""Padding masks: a padded batch has the statistics of its sequences one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
+from kfac_fx.losses import Categorical, Normal
+from kfac_fx.passes.padding import spread
+
+LENGTHS = (3, 5, 2)
+MASK = torch.tensor([[position < length for position in range(5)] for length in LENGTHS])
+Sums = dict[tuple[tuple[str, ...], str], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Translator(nn.Module):
+    """Embeddings of words and of positions, attention over what is real, rows in a view and rows in heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(6, 4)
+        self.query, self.key, self.value = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.norm, self.wide, self.narrow = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.heads, self.out = nn.Linear(2, 2), nn.Linear(4, 5)
+
+    def features(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        scores = (self.query(x) @ self.key(x).mT).masked_fill(attention_mask[:, None] == 0, -torch.inf)
+        x = x + scores.softmax(-1) @ self.value(x)
+        flat = self.norm(x).view(-1, 4)
+        x = x + self.narrow(torch.tanh(self.wide(flat))).view(x.shape)
+        heads = self.heads(x.view(x.shape[0], x.shape[1], 2, 2).transpose(1, 2))
+        return heads.transpose(1, 2).flatten(2)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.out(self.features(ids, attention_mask))
+
+
+class Judge(Translator):
+    """One prediction a sequence: the mean over what is real."""
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        real = attention_mask.unsqueeze(-1)
+        return self.out((self.features(ids, attention_mask) * real).sum(1) / real.sum(1))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 4), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.words(ids) if attention_mask is None else self.words(ids) * attention_mask.unsqueeze(-1)
+        out: Tensor = self.out(torch.tanh(x).view(-1, 4)).view(*ids.shape, 5)
+        return out
+
+
+def batch(cases: int = 3) -> tuple[Tensor, dict[str, Any]]:
+    """Ids whose padding would show, and their mask."""
+    return torch.randint(1, 9, (cases, 5)), {"attention_mask": MASK[:cases].long()}
+
+
+def masked(model: nn.Module, ids: Tensor, kwargs: dict[str, Any], **options: Any) -> kfac_fx.CompiledModule:
+    return kfac_fx.compile(model, (ids,), kwargs, loss="categorical", padding_mask="attention_mask", **options)
+
+
+@cache
+def nets(kind: type[Translator]) -> tuple[kfac_fx.CompiledModule, kfac_fx.CompiledModule]:
+    """One with a mask, and one without for the same model."""
+    model, (ids, kwargs) = kind(), batch()
+    kinds = {"query": "full", "value": "diagonal"} if kind is Judge else {}
+    given = {"loss": "categorical", "approximations": kinds}
+    return (
+        kfac_fx.compile(model, (ids,), kwargs, padding_mask="attention_mask", **given),
+        kfac_fx.compile(model, (ids,), kwargs, **given),
+    )
+
+
+def sums(moments: Any) -> Sums:
+    """Additive over batches."""
+    return {
+        (key, "outer" if name == "per_case" else name): value.mT @ value if name == "per_case" else value
+        for key, one in moments.statistics.items()
+        for name, value in one.items()
+    }
+
+
+def alone(ids: Tensor, targets: Tensor) -> Iterator[tuple[tuple[Tensor], dict[str, Any], Tensor]]:
+    """Every sequence without padding; twice, since torch.export takes a size of 1 as fixed."""
+    for own, target, length in zip(ids, targets, LENGTHS, strict=True):
+        twice = own[:length].repeat(2, 1)
+        labels = target[:length].repeat(2, 1) if target.dim() else target.repeat(2)
+        yield (twice,), {"attention_mask": torch.ones_like(twice)}, labels
+
+
+def one_by_one(net: kfac_fx.CompiledModule, ids: Tensor, targets: Tensor, mode: str = "empirical") -> tuple[Sums, int]:
+    total: Sums = {}
+    cases = 0
+    for args, kwargs, labels in alone(ids, targets):
+        moments = net.record(args, kwargs, mode=mode, targets=labels)
+        cases += moments.cases // 2
+        for key, value in sums(moments).items():
+            total[key] = total.get(key, 0) + value / 2
+    return total, cases
+
+
+def same(found: Sums, expected: Sums) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            found[key], value, rtol=1e-10, atol=1e-12, msg=lambda said, key=key: f"{key}: {said}"
+        )
+
+
+@pytest.mark.parametrize("mode", ["empirical", "exact"])
+@pytest.mark.parametrize("kind", [Translator, Judge])
+def test_a_padded_batch_is_its_sequences_one_by_one(kind: type[Translator], mode: str) -> None:
+    """Rows, gradient rows, how many there are, the bias column, gradients of single cases, and the number of cases."""
+    (net, plain), (ids, kwargs) = nets(kind), batch()
+    targets = torch.randint(5, (3, 5) if kind is Translator else (3,))
+    moments = net.record((ids,), kwargs, mode=mode, targets=targets)
+    expected, cases = one_by_one(plain, ids, targets, mode)
+    assert moments.cases == cases == (10 if kind is Translator else 3)
+    same(sums(moments), expected)
+    assert moments.statistics["key.weight",]["count"] == 10
+    assert moments.statistics["heads.weight", "heads.bias"]["count"] == 20
+    assert len(net.program.unmasked) == (0 if kind is Translator else 1)
+
+
+def test_what_is_in_the_padding_does_not_matter() -> None:
+    """Not the ids there, not the sampled targets there."""
+    (net, _), (ids, kwargs) = nets(Translator), batch()
+    other = torch.where(MASK, ids, torch.randint(1, 9, (3, 5)))
+    assert not torch.equal(ids, other)
+    ours, theirs = (net.record((one,), kwargs, generator=torch.Generator().manual_seed(1)) for one in (ids, other))
+    same(sums(ours), sums(theirs))
+
+
+def test_without_a_mask_padding_is_in_the_factors() -> None:
+    (_, plain), (ids, kwargs) = nets(Translator), batch()
+    moments = plain.record((ids,), kwargs)
+    assert moments.cases == 15 and moments.statistics["key.weight",]["count"] == 15
+
+
+# --- ways to run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_ride_leaves_padding_out() -> None:
+    (net, plain), (ids, kwargs) = nets(Translator), batch()
+    targets = torch.randint(5, (3, 5))
+    outputs, ride = net.ride((ids,), kwargs)
+    F.cross_entropy(outputs.flatten(0, 1), torch.where(MASK, targets, -100).flatten()).backward()
+    net.zero_grad()
+    expected, cases = one_by_one(plain, ids, targets)
+    assert ride.cases == cases == 10
+    same(sums(ride.moments()), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+def test_masks_compile_into_one_graph() -> None:
+    model, (ids, kwargs) = Small(), batch()
+    eager, other = masked(model, ids, kwargs), masked(model, ids, kwargs, backend="aot_eager")
+    assert not eager.program.unmasked
+    ours, theirs = (net.record((ids,), kwargs, generator=torch.Generator().manual_seed(1)) for net in (eager, other))
+    same(sums(ours), sums(theirs))
+
+
+def test_the_quadratic_model_of_the_optimizer_has_no_padding() -> None:
+    (net, plain), (ids, kwargs) = nets(Translator), batch()
+    v = {name: torch.randn_like(parameter) for name, parameter in net.named_parameters()}
+    found = []
+    for one, calls in ((net, [((ids,), kwargs)]), (plain, [(args, own) for args, own, _ in alone(ids, ids)])):
+        optimizer = KFAC(one, momentum_type="qmodel", momentum=None, damping=0.1)
+        found.append(optimizer.updater.products(calls)([v]))  # averaged by cases over calls
+        one.detach()
+    torch.testing.assert_close(*found, rtol=1e-10, atol=0)
+
+
+# --- ways to say it -------------------------------------------------------------------------------------------------
+
+
+def test_a_function_of_the_inputs_is_a_mask() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(9, 4), nn.Linear(4, 5)
+
+        def forward(self, ids: Tensor, *, padding: Tensor | None = None) -> Tensor:
+            return self.out(torch.tanh(self.table(ids)))
+
+    model, ids = Words(), torch.where(MASK, torch.randint(1, 9, (3, 5)), 0)
+    said = {
+        "ids": ((), lambda ids: ids != 0),
+        "padding": ((("padding", ~MASK),), lambda ids, padding: ~padding),
+        "lengths": ((), lambda ids: torch.arange(ids.shape[1]) < (ids != 0).sum(1, keepdim=True)),
+    }
+    for kwargs, function in said.values():
+        net = kfac_fx.compile(model, (ids,), dict(kwargs), loss="categorical", padding_mask=function)
+        assert net.record((ids,), dict(kwargs)).cases == 10
+        shorter = net.record((ids[:2],), {name: value[:2] for name, value in kwargs})
+        assert shorter.cases == 8 and shorter.statistics["table.weight",]["count"] == 8
+
+
+def test_a_model_without_example_inputs_is_masked_from_its_first_forward() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5))
+    net = kfac_fx.compile(model, loss="categorical", padding_mask=lambda ids: ids > 0)
+    ids = torch.where(MASK, 1, 0)
+    assert net.record((ids,), {}).cases == 10
+
+
+def test_a_call_without_the_argument_has_no_padding() -> None:
+    ids, kwargs = batch()
+    net = masked(Small(), ids, kwargs)
+    assert net.record((ids,), kwargs).cases == 10
+    assert net.record((ids,), {}).cases == 15
+
+
+def test_a_collection_takes_a_node_of_its_graph() -> None:
+    ids = torch.where(MASK, torch.randint(1, 9, (3, 5)), 0)
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(9, 4), nn.Linear(4, 5)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.table(ids) * (ids != 0).unsqueeze(-1))
+
+    lc = LayerCollection(kfac_fx.capture(Words(), (ids,)))
+    lc.define_padding_mask("ne")
+    lc.register_fully_connected(("out.weight", "out.bias"), lc.inputs_of("out"), lc.outputs_of("out"))
+    lc.register_categorical_predictive_distribution(lc.outputs_of("out"))
+    lc.auto_register_layers()
+    est = FisherEstimator(lc)
+    est.update_covariances(ids)
+    assert {key: float(block.factors["positions"].value) for key, block in est.blocks.items()} == {
+        ("out.weight", "out.bias"): 1.0, ("table.weight",): 1.0,
+    }  # fmt: skip
+    seen = est.blocks["table.weight",].factors["A"].value
+    torch.testing.assert_close(seen[0], torch.bincount(ids[MASK], minlength=9).double() / 10)
+    assert "padding   ne masks 2 of 2 uses" in str(est.net.report)
+
+
+def test_a_loss_that_is_a_function_counts_what_is_real_in_it() -> None:
+    """Shifted by one, as for the next word."""
+    model, (ids, kwargs) = Small(), batch()
+    net = kfac_fx.compile(
+        model,
+        (ids,),
+        kwargs,
+        loss=lambda out: Categorical(out[:, :-1].log_softmax(-1)),
+        padding_mask="attention_mask",
+    )
+    assert net.record((ids,), kwargs).cases == 3 + 4 + 2
+    assert net.record((ids,), kwargs, mode="exact").cases == 9
+
+
+# --- where it does not fit ------------------------------------------------------------------------------------------
+
+
+FITS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "as many outputs as positions": (lambda x, w: x @ w, (4, 5)),
+    "positions first": (lambda x, w: x.transpose(0, 1) @ w, (4, 2)),
+    "merged in a view": (lambda x, w: (x.reshape(-1, 4).tanh() @ w).tanh(), (4, 2)),
+    "convolution": (lambda x, w: F.conv1d(x.mT, w, padding=1), (2, 4, 3)),
+    "scale": (lambda x, w: x * w, (4,)),
+    "beams": (lambda x, w: x.unsqueeze(1).expand(-1, 2, -1, -1) @ w, (4, 2)),
+}
+DOES_NOT: dict[str, tuple[Any, tuple[int, ...], str]] = {
+    "pooled": (lambda x, w: x.mean(1) @ w, (4, 5), "has no rows"),
+    "shorter": (lambda x, w: x[:, 1:] @ w, (4, 2), "has no rows"),
+    "valid convolution": (lambda x, w: F.conv1d(x.mT, w), (2, 4, 3), "has no rows"),
+    "flipped": (lambda x, w: x.flip(1).tanh() @ w, (4, 2), "positions are moved by flip"),
+    "rolled": (lambda x, w: (x + x.roll(1, 1)) @ w, (4, 2), "positions are moved by roll"),
+    "picked": (lambda x, w: x[:, torch.arange(x.shape[1]).neg()] @ w, (4, 2), "positions are moved by index"),
+    "merged the other way": (lambda x, w: x.transpose(0, 1).reshape(-1, 4) @ w, (4, 2), "has no rows"),
+}
+
+
+def test_the_mask_goes_where_positions_are_known() -> None:
+    """Also a mask that forward does not read."""
+    everything = {name: (function, shape) for name, (function, shape, *_) in (FITS | DOES_NOT).items()}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, (_, shape) in everything.items():
+                self.register_parameter(name.replace(" ", "_"), nn.Parameter(torch.randn(shape)))
+
+        def forward(self, x: Tensor, mask: Tensor) -> list[Tensor]:
+            return [function(x, self.get_parameter(n.replace(" ", "_"))) for n, (function, _) in everything.items()]
+
+    net = kfac_fx.compile(Model(), (torch.randn(3, 5, 4), MASK), loss=lambda outs: Normal(outs[0]), padding_mask="mask")
+    notes = {note.subject.partition("(")[2].partition(")")[0]: note.reason for note in net.program.unmasked}
+    assert notes.keys() == {name.replace(" ", "_") for name in DOES_NOT}
+    for name, (_, _, reason) in DOES_NOT.items():
+        assert reason in notes[name.replace(" ", "_")]
+    dims = {one.parameters[0]: one.uses[0].mask_dims for one in net.registrations}
+    assert [dims[name.replace(" ", "_")] for name in FITS] == [(0, 1), (1, 0), (0, 0), (0, 2), (0, 1), (0, 2)]
+
+
+def test_an_image_of_pixels_is_masked_where_they_are_the_positions() -> None:
+    for padding, wanted in ((1, 0), (0, 1)):
+
+        class Wave(nn.Module):
+            def __init__(self, padding: int = padding) -> None:
+                super().__init__()
+                self.conv = nn.Conv1d(4, 2, 3, padding=padding)
+
+            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+                out: Tensor = self.conv(x)
+                return out
+
+        x = torch.randn(3, 4, 5)
+        net = kfac_fx.compile(
+            Wave(), (x, MASK), loss="normal", padding_mask="mask", approximations={"conv1d": "kron_sua"}
+        )
+        assert len(net.program.unmasked) == wanted
+        if not wanted:
+            a = net.record((x, MASK), {}).statistics["conv.weight", "conv.bias"]["A"][0]
+            pixels = torch.cat([x.mT[MASK], torch.ones(10, 1)], dim=1)
+            torch.testing.assert_close(a, pixels.mT @ pixels)
+
+
+def test_the_report_says_what_is_masked() -> None:
+    text = str(nets(Judge)[0].report).splitlines()
+    (line,) = [number for number, one in enumerate(text) if one.startswith("padding")]
+    assert text[line] == "padding   attention_mask masks 9 of 10 uses"
+    assert text[line + 1].startswith("          linear(out.weight, out.bias) at linear")
+    assert "has no rows of [" in " ".join(part.strip() for part in text[line + 1 : line + 3])
+
+
+def test_spreading_a_mask() -> None:
+    mask = torch.arange(6.0).view(2, 3)
+    assert torch.equal(spread(mask, (0, 1), (2, 3, 4)), mask.unsqueeze(-1).expand(2, 3, 4))
+    assert torch.equal(spread(mask, (2, 0), (3, 4, 2)), mask.mT.unsqueeze(1).expand(3, 4, 2))
+    assert torch.equal(spread(mask, (1, 1), (4, 6)), mask.flatten().expand(4, 6))
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (
+            "attention_masks",
+            "padding_mask='attention_masks' is no argument of Small.forward. Did you mean 'attention_mask'?",
+        ),
+        (lambda ids, attention_mask: 0 if ids.sum() > 3 else 1, "padding_mask cannot be traced: "),
+        (lambda ids, attention_mask: torch.ones(3, 5), "padding_mask returned a "),
+        (lambda ids, attention_mask: attention_mask[:, None], "padding_mask has shape ["),
+    ],
+)
+def test_what_is_no_mask_is_refused(said: Any, text: str) -> None:
+    ids, kwargs = batch()
+    with pytest.raises(RegistrationError) as failure:
+        kfac_fx.compile(Small(), (ids,), kwargs, loss="categorical", padding_mask=said)
+    assert str(failure.value).startswith(text)
+    assert isinstance(failure.value, ValueError)
+
+
+def test_a_node_without_a_shape_or_of_parameters_is_no_mask() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
+    lc = LayerCollection(kfac_fx.capture(model))
+    with pytest.raises(RegistrationError, match="has no shape in this graph: capture the model with example inputs"):
+        lc.define_padding_mask("tanh")
+    lc = LayerCollection(kfac_fx.capture(model, (torch.randn(3, 4),)))
+    with pytest.raises(RegistrationError, match="the padding mask at tanh.* must be computed from inputs alone"):
+        lc.define_padding_mask("tanh")
+
+
+def test_a_collection_has_its_own_mask() -> None:
+    ids, kwargs = batch()
+    lc = LayerCollection(kfac_fx.capture(Small(), (ids,), kwargs))
+    with pytest.raises(RegistrationError, match="has its own inputs, losses, layers and mask; give none of them"):
+        kfac_fx.compile(lc, padding_mask="attention_mask")
