@@ -7,11 +7,13 @@ or refuses under `strict`; the function refuses always, with all culprits in one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from .errors import RegistrationError, nearest, table
 from .ir import WANTED, Program, Registration, where
 from .labels import Edge, labels, op_name, parameters_behind, use_edges
+
+Edges = Mapping[str, set[Edge]]  # of a parameter; empty if it has none
 
 
 def check(program: Program) -> Program:
@@ -25,7 +27,7 @@ def check(program: Program) -> Program:
     program = program.but(registrations=tuple(kept))
     if program.options.strict:
         refuse_generic(program)
-    check_registration(program)
+    refuse(culprits(program, None, found, registered))
     return program
 
 
@@ -42,7 +44,7 @@ def ordered(edges: set[Edge]) -> list[Edge]:
     return sorted(edges, key=lambda edge: (order[edge[1]], order[edge[0]]))
 
 
-def uses_found(program: Program) -> dict[str, set[Edge]]:
+def uses_found(program: Program) -> Edges:
     """Every edge over which a parameter enters the graph behind the losses; counted without the matcher."""
     label = labels(program.graph, program.parameters, cases=program.cases)
     found: dict[str, set[Edge]] = defaultdict(set)
@@ -52,7 +54,7 @@ def uses_found(program: Program) -> dict[str, set[Edge]]:
     return found
 
 
-def uses_registered(program: Program) -> dict[str, set[Edge]]:
+def uses_registered(program: Program) -> Edges:
     """The edges that the uses of the registrations account for."""
     label = labels(program.graph, program.parameters, cases=program.cases)
     by_node: dict[object, list[Edge]] = defaultdict(list)
@@ -78,7 +80,10 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
     Raises RegistrationError with every culprit: not registered, registered with a use missing, registered but not
     among `variables`, or an unknown name.
     """
-    found, registered = uses_found(program), uses_registered(program)
+    refuse(culprits(program, variables, uses_found(program), uses_registered(program)))
+
+
+def culprits(program: Program, variables: Iterable[str] | None, found: Edges, registered: Edges) -> list[str]:
     by_name = {name: one for one in program.registrations for name in one.parameters}
     own = [name for name in program.parameters if any(found.get(one) for one in program.parts(name))]
     wanted = list(variables) if variables is not None else own
@@ -97,6 +102,10 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
     extra = [name for name in by_name if name not in asked]
     if extra:
         errors.append(f"{len(extra)} registered parameters were not included in the list: {', '.join(extra)}")
+    return errors
+
+
+def refuse(errors: list[str]) -> None:
     if errors:
         raise RegistrationError(
             "found the following errors with the registration of parameters:\n"
