@@ -46,15 +46,8 @@ class ExactPass:
     def statistics(self) -> dict[Key, Sums]:
         """Additive sums of every registration over all sources."""
         found: dict[Key, Sums] = {}
-        structured = [(one, mine) for one, mine in zip(self.registrations, self.probes, strict=True) if not one.generic]
-        probes = [probe for _, mine in structured for probe in mine.values()]
-        inputs = self.everywhere(probes)
-        for grads in self.sources(probes):
-            each, once = iter(grads), iter(inputs)
-            for one, mine in structured:
-                chunk = {name: (next(each), next(once)) for name in mine}
-                sums = summed(one.approximation, chunk)
-                found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
+        for free in (False, True):
+            self.add_structured(found, free)
         generic = [one for one in self.registrations if one.generic]
         names = list(dict.fromkeys(name for one in generic for name in one.owners))
         for grads in self.sources([self.parameters[name] for name in names], by_case=True):
@@ -65,6 +58,23 @@ class ExactPass:
                 sums = additive(one.approximation, {"per_case": flat})
                 found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
         return found
+
+    def add_structured(self, found: dict[Key, Sums], free: bool) -> None:
+        """Sums of the registrations that have uses `free` of the batch, whose gradients are summed over cases, or of
+        the others."""
+        structured = [
+            (one, mine)
+            for one, mine in zip(self.registrations, self.probes, strict=True)
+            if not one.generic and any(use.free for use in one.uses) is free
+        ]
+        probes = [probe for _, mine in structured for probe in mine.values()]
+        inputs = self.everywhere(probes)
+        for grads in self.sources(probes, by_case=free):
+            each, once = iter(grads), iter(inputs)
+            for one, mine in structured:
+                chunk = {name: (next(each), next(once)) for name in mine}
+                sums = summed(one.approximation, chunk)
+                found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the parameters, summed over all sources."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.ir import KEPT, SUA, Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import CASES, KEPT, SUA, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.passes.pieces import Region
@@ -23,6 +23,7 @@ from .lagged import LAGGED
 from .statistics import STATISTICS, Shape
 
 Probes = Mapping[str, Tensor]
+OF_INPUTS = ("count", "A", "A_diag")
 BothRows = Callable[..., tuple[Tensor, Tensor]]
 RealRows = Callable[[Tensor, Any], Tensor]
 Matrix = tuple[int, int, int]
@@ -37,9 +38,10 @@ class Tap(nn.Module):
         self.matrix, bias = registration.rows
         self.tower = use.tower
         both = self.both_rows(registration, use, layer)
-        mask = list(tensor_attrs(use)).index(KEPT) if KEPT in use.attrs else None
+        names = list(tensor_attrs(use))
+        mask, cases = (names.index(key) if key in names else None for key in (KEPT, CASES))
         real = real_rows(use, layer) if use.mask_dims else None
-        self.function = tap_function(both, self.matrix, bias, use.tower, registration.towers, mask, real)
+        self.function = tap_function(both, self.matrix, bias, use.tower, registration.towers, mask, real, cases)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
@@ -66,7 +68,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
         make_rows = form.pixels
     literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
     names = tuple(tensor_attrs(use))
-    batch_dim = (use.batch_dim or 0) if form.leading else 0
+    batch_dim, free = (use.batch_dim or 0) if form.leading else 0, use.free
     weightless, transposed = registration.matrix.weight is None, use.transposed
     region, (by, grad_by) = use.region, scales(use)
 
@@ -85,9 +87,17 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
             rows = rows * by
         if weightless:
             rows = (rows if rows.is_floating_point() else grad_rows)[..., :0]
+        if free:
+            rows, grad_rows = shared_by_cases(rows, grad_rows)
         return (grad_rows, rows) if transposed else (rows, grad_rows)
 
     return both
+
+
+def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[1, M, ...] both: what does not see the batch has positions only."""
+    rows = rows.expand(grad_rows.shape[0], *rows.shape[1:])
+    return rows.flatten(0, 1).unsqueeze(0), grad_rows.flatten(0, 1).unsqueeze(0)
 
 
 def scales(use: Use) -> tuple[float, float]:
@@ -116,13 +126,19 @@ def tap_function(
     towers: int = 1,
     mask: int | None = None,
     real: RealRows | None = None,
+    cases: int | None = None,
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
 
     Its arguments are (output, input, k, k names of statistics, k probes, attributes computed in the graph).
     mask: which of the attributes says what rows are no padding, if one does; real: from (output, mask) to rows, if the
         mask is of something else.
+    cases: which of the attributes says how many cases share the rows, if they do.
     """
+
+    def times(name: str, values: list[Any]) -> Any:
+        """Every case has the rows that all share; the gradient is the sum over cases already."""
+        return values[cases] if cases is not None and name in OF_INPUTS else 1
 
     def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
         """Gradients of a tower's cases in rows of their own: uses of one case add up, those of two towers do not."""
@@ -156,7 +172,7 @@ def tap_function(
                 kept = None if mask is None else values[mask]
                 given = (rows, grad_rows, bias, matrix, kept if real is None else real(output_grad, kept))
                 sums = [
-                    placed(name, STATISTICS[name].compute(*given), shape) if want else None
+                    placed(name, STATISTICS[name].compute(*given), shape) * times(name, values) if want else None
                     for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
                 ]
             return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in values))

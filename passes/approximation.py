@@ -36,7 +36,8 @@ def choose(
     chosen = asked or default
     reason: str | None = None
     if chosen in PER_CASE and not all(cases_apart(program, use) for use in uses):
-        reason = f"cases are merged with positions at its output, so not {chosen!r}"
+        why = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
+        reason = f"{why} at its output, so not {chosen!r}"
         chosen = "kron"
     if chosen == SUA and (other := next((use for use in uses if not has_pixels(program, use)), None)):
         reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {SUA!r}", "kron"
@@ -52,6 +53,8 @@ def choose(
 
 
 def cases_apart(program: Program, use: Use) -> bool:
+    if use.free:
+        return False
     return use.batch_dim == 0 or (use.batch_dim is not None and program.layers[use.layer].forms[use.form].leading)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .labels import CASTS, EXPANDS, PERMUTES, VIEWS, Label, has_gradient, labels, op_name
+from .labels import CASTS, EXPANDS, PERMUTES, VIEWS, Label, has_gradient, is_layer_of_data, labels, op_name
+from .layers.embedding import learned
 
 SELECTS = (VIEWS - CASTS) | PERMUTES | EXPANDS | {
     "slice", "narrow", "select", "getitem", "index", "index_select", "flip", "roll", "take", "unfold", "diagonal",
@@ -123,8 +124,31 @@ def where_kept(numbers: Tensor, mask: Tensor, _: Any) -> Tensor:
     return where_not_masked(numbers, mask.logical_not(), _)
 
 
-SPECIAL: dict[str, Callable[..., Any]] = {"embedding": looked_up, "add": beside_constant, "masked_fill": where_not_masked, "where": where_kept}
+SPECIAL: dict[str, Callable[..., Any]] = {
+    "embedding": looked_up,
+    "add": beside_constant,
+    "masked_fill": where_not_masked,
+    "where": where_kept,
+}
 PLACE = {"embedding": 1, "where": 1}
+
+
+# --- tables that layers are applied to ------------------------------------------------------------------------------
+
+
+def mark_tables(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """A parameter in the place of a layer's input is an embedding of all its rows.
+
+    layer_norm(table, w, b)   ->   layer_norm(learned(table), w, b)
+    """
+    label = labels(graph, parameters)
+    for node in [node for node in graph.nodes if label[node] is Label.FREE and is_layer_of_data(node, label)]:
+        table = node.args[0]
+        if isinstance(table, fx.Node) and label[table] is Label.PURE and merely_viewed(table):
+            with graph.inserting_before(node):
+                marked = graph.call_function(learned, (table,))
+            marked.meta = dict(table.meta) | {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
+            node.update_arg(0, marked)
 
 
 # --- masks of attention ---------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ APPROXIMATIONS = (*EVERY_LAYER, *SERIES, SUA)
 GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
 WANTED = "declared generic"  # the reason of what is
 KEPT = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
+CASES = "cases"  # among the attributes of a use that is free of the batch: the number of cases that share it
 UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part of another: of which
 
 
@@ -77,6 +78,11 @@ class Use:
     @property
     def parameter_set(self) -> frozenset[str]:
         return frozenset(bound.parameter for bound in self.parameters.values())
+
+    @property
+    def free(self) -> bool:
+        """Whether it does not see the batch: its output's gradient is a sum over the cases."""
+        return CASES in self.attrs
 
     @property
     def matrix(self) -> MatrixForm:

@@ -135,6 +135,8 @@ def labels(
 
 def is_layer_of_data(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
     """Whether a PURE node applies a layer with parameters to something else: coordinates, a learned table."""
+    if op_name(node) == "learned":
+        return True
     data = node.args[0] if op_name(node) in DATA_FIRST and node.args else None
     others = [operand for operand in node.all_input_nodes if operand is not data]
     return isinstance(data, fx.Node) and any(label[operand] is Label.PURE for operand in others)

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from . import pytree
 from .elements import KEY as ELEMENTS
 from .errors import LayerError
 from .holder import attribute
 from .inplace import functional
-from .ir import Bound, Program, Use
+from .ir import CASES, Bound, Program, Use
 from .labels import CASTS, Label, ancestors, bound_parameter, labels, op_name, symbolic_sizes
 from .layers import Form, Layer
 from .masks import with_mask
@@ -47,6 +48,7 @@ class Binding:
     parameters: dict[str, tuple[str, Layout]] = field(default_factory=dict)
     expressions: Mapping[fx.Node, Made] = field(default_factory=dict)  # what may fill a role beside a parameter
     made: dict[str, Made] = field(default_factory=dict)  # the roles that an expression fills
+    free: bool = False  # of the batch: what is computed from parameters alone may be the input
 
 
 def match(program: Program) -> Program:
@@ -113,7 +115,8 @@ def lay_over(
 ) -> Use | None:
     """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; what of an
     expression does is for `cut` to say."""
-    form, binding = pattern.form, Binding(expressions={} if pattern.layer.parts else expressions or {})
+    form, known = pattern.form, {} if pattern.layer.parts else expressions or {}
+    binding = Binding(expressions=known, free=label[root] is Label.FREE)
     if not fits(pattern.root, root, form, binding, label, shapes):
         return None
     inside = set(binding.nodes.values())
@@ -130,6 +133,8 @@ def lay_over(
     trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
     if not (trainable or binding.made) or not form.where(attrs):
         return None
+    if binding.free:
+        attrs[CASES] = number_of_cases(root.graph, None)
     bound: dict[str, Bound] = {}
     made: dict[str, tuple[Made, Layout]] = {}
     try:
@@ -189,7 +194,7 @@ def binds(
         return bool(binding.names[name] is given)
     binding.names[name] = given
     if name not in form.roles:
-        return not isinstance(given, fx.Node) or label[given] is not Label.PURE
+        return not isinstance(given, fx.Node) or label[given] is not Label.PURE or binding.free
     if given is None:
         return bool(wanted.args)  # optional: the form gives it a default
     if not isinstance(given, fx.Node) or label[given].activation:
@@ -210,4 +215,21 @@ def binds(
 def with_batch_dim(use: Use, cases: str) -> Use:
     """Where the cases are in the use's output; None if no dimension has their size."""
     sizes = symbolic_sizes(use.output)
+    if use.free:
+        use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output.graph, cases)})
     return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use
+
+
+def number_of_cases(graph: fx.Graph, cases: str | None) -> fx.Node:
+    """A node of the size of the cases; where it is not known, the first size of the first input."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    found = [(node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases]
+    node, dim = found[0] if found else (inputs[0], 0)
+    known = [user for user in node.users if user.target is size and user.args[1] == dim]
+    with graph.inserting_after(inputs[-1]):
+        return known[0] if known else graph.call_function(size, (node, dim))
+
+
+def size(value: Any, dim: int) -> int:
+    """Of an input: a tensor, or several in a container."""
+    return next((int(one.shape[dim]) for one in pytree.leaves(value) if isinstance(one, Tensor) and one.dim()), 1)

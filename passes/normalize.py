@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from .elements import expand_masks, note_elements
+from .elements import expand_masks, mark_tables, note_elements
 from .inplace import functional, sequence
 from .ir import Program
 from .labels import has_effect
@@ -46,6 +46,7 @@ def normalize(program: Program) -> Program:
     respell(graph)
     order_operands(graph, program.parameters)
     expand_masks(graph, program.parameters)
+    mark_tables(graph, program.parameters)
     note_elements(graph, program.parameters)
     losses = tuple(copies.get(node, node) for node in program.outputs)
     return program.but(graph=graph, outputs=losses)

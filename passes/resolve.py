@@ -28,6 +28,8 @@ from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, whe
 from .labels import Edge, labels, parameters_behind, use_edges
 from .matrix import Layout, MatrixForm
 
+FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
+
 
 def resolve(program: Program) -> Program:
     """See the module's docstring. Raises AmbiguousRegistrationError and LinkError with all culprits."""
@@ -193,7 +195,8 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     if any(use.transposed for use in uses):
         reason = "tied: some uses are transposed, their inputs and output gradients change sides"
     chosen, why = choose(program, first.layer, matrix, uses)
-    said = "; ".join(text for text in (reason, why) if text) or None
+    free = FREE if any(use.free for use in uses) else None
+    said = "; ".join(text for text in (reason, free, why) if text) or None
     pieces = program.pieces_among(matrix.parameters)
     return Registration(first.layer, matrix, matrix.parameters, tuple(uses), chosen, said, pieces)
 

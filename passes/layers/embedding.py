@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..ir import EVERY_LAYER, Attrs
+from ..matrix import Layout
 from .declaration import Example, layer
-from .rows import Written, as_rows
+from .rows import Written, as_rows, written
 
 
 def ids_as_rows(ids: Tensor, attrs: Attrs) -> Tensor:
@@ -94,6 +96,40 @@ def positions_added(
     weight: Tensor,
 ) -> Tensor:
     return base + F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+# --- a table that is data itself ------------------------------------------------------------------------------------
+
+
+def learned(table: Tensor) -> Tensor:
+    """`table`, a parameter that a layer is applied to: all of an embedding at once. `normalize` writes it."""
+    return table
+
+
+fx.wrap("learned")
+
+
+def every_id(table: Tensor, attrs: Attrs) -> Tensor:
+    return torch.arange(math.prod(table.shape[:-1]), device=table.device).unsqueeze(0)
+
+
+def rows_of_table(table: Layout, attrs: Attrs) -> Layout:
+    *entries, outputs = table.result
+    return (
+        table.reshape((math.prod(entries), outputs)).rearrange("i o -> o i").reshape((1, outputs, math.prod(entries)))
+    )
+
+
+@embedding.form(
+    rows=every_id,
+    grad_rows=lambda dy, attrs: dy.reshape(1, -1, dy.shape[-1]),
+    where=lambda attrs: len(attrs["weight"]) > 1,
+    layouts={"weight": rows_of_table},
+    leading=False,
+    example=written(lambda x, w: x @ F.linear(w, w.t()), (4, 5), w=(5, 5)),
+)
+def whole_table(_output: Any, *, weight: Tensor) -> Tensor:
+    return learned(weight)
 
 
 # --- bags -----------------------------------------------------------------------------------------------------------

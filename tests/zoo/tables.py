@@ -1,4 +1,5 @@
-"""Parameters that enter the batch as they are: tokens, sinks, positions, biases of attention."""
+"""Parameters that enter the batch as they are: tokens, sinks, positions, biases of attention; and layers that do not
+see the batch, which make such tables."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .case import Case, linear
+from .case import Case, affine, linear
 from .dense import batch, parameter
 
 
@@ -61,6 +62,41 @@ class RelativePositions(nn.Module):
         return y
 
 
+class MadeByNetwork(nn.Module):
+    """Biases of attention from the coordinates of positions, by a small network, as in Swin V2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(1, 6), nn.ReLU(), nn.Linear(6, 2, bias=False))
+        self.value, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        place = torch.arange(5)
+        self.register_buffer("coordinates", torch.linspace(-1, 1, 9).unsqueeze(-1))
+        self.register_buffer("index", place[:, None] - place[None] + 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 5, 4]
+        bias = 2 * torch.sigmoid(self.network(self.coordinates)[self.index].permute(2, 0, 1))
+        value = self.value(x).unflatten(-1, (2, 2)).transpose(1, 2)
+        x = torch.softmax(value @ value.transpose(-2, -1) + bias.unsqueeze(0), dim=-1) @ value
+        y: Tensor = self.head(x.transpose(1, 2).flatten(2).mean(1))
+        return y
+
+
+class SharedKey(nn.Module):
+    """One projection of the sequence and of a learned table of positions behind a norm, as in DeBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.query, self.key, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 5, 4]
+        query, content = self.query(x), self.key(x)
+        places = self.key(self.norm(self.positions.weight))
+        scores = query @ content.transpose(1, 2) + query @ places.t()
+        y: Tensor = self.head((scores.softmax(-1) @ x).mean(1))
+        return y
+
+
 ATTENTION = (linear("query"), linear("key"), linear("value"), linear("head"))
 
 CASES = (
@@ -92,5 +128,24 @@ CASES = (
         lambda: RelativePositions(fused=True, looked_up=False),
         lambda: batch(3, 5, 4),
         (*ATTENTION, ("scale_and_shift", ("table",), 2)),
+    ),
+    Case(
+        "table_made_by_a_network",
+        MadeByNetwork,
+        lambda: batch(3, 5, 4),
+        (linear("network.0"), linear("network.2", bias=False), linear("value"), linear("head")),
+    ),
+    Case(
+        "projection_of_a_table",
+        SharedKey,
+        lambda: batch(3, 5, 4),
+        (
+            affine("embedding", "positions", bias=False),
+            affine("layer_norm", "norm"),
+            linear("query"),
+            linear("key", 2),
+            linear("head"),
+        ),
+        "categorical",
     ),
 )

@@ -1,0 +1,139 @@
+"""Uses that do not see the batch, against the dense Fisher: where K-FAC is exact for them, and what it sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.moments import Moments
+
+
+@pytest.fixture(autouse=True)
+def _double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class OneRow(nn.Module):
+    """Two layers of one constant row each, whose result every case sees in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 4), nn.Linear(4, 5, bias=False)
+        self.inner, self.head = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.register_buffer("row", torch.randn(1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.inner(x) + self.second(torch.tanh(self.first(self.row)))))
+        return y
+
+
+FREE = [("first.weight", "first.bias"), ("second.weight",)]
+
+
+def dense_fisher(model: nn.Module, x: Tensor, names: tuple[str, ...]) -> Tensor:
+    """Σ_n J_nᵀ 2 I J_n / N of a normal with variance ½; weights flattened, the bias as their last column."""
+    parameters = dict(model.named_parameters())
+    total: Tensor | float = 0.0
+    for case in x:
+        for output in model(case.unsqueeze(0)).squeeze(0):
+            grads = torch.autograd.grad(output, [parameters[name] for name in names], retain_graph=True)
+            matrix = torch.cat([grads[0], *(bias.unsqueeze(-1) for bias in grads[1:])], dim=1)
+            total = total + 2 * torch.outer(matrix.flatten(), matrix.flatten()) / len(x)
+    assert isinstance(total, Tensor)
+    return total
+
+
+@pytest.mark.parametrize("exported", [True, False], ids=["exported", "symbolic"])
+@pytest.mark.parametrize("names", FREE)
+def test_one_row_that_all_cases_share_is_exact(names: tuple[str, ...], exported: bool) -> None:
+    """F = E[r rᵀ] ⊗ E[d dᵀ] if there is one r; the sources of the exact mode are single cases then."""
+    torch.manual_seed(0)
+    model, x = OneRow(), torch.randn(4, 3)
+    net = kfac_fx.compile(model, (x,) if exported else None, loss="normal")
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+    estimator.update_covariances(x)
+    torch.testing.assert_close(estimator.blocks[names].full_fisher_block(), dense_fisher(model, x, names))
+
+
+@pytest.mark.parametrize("mode", ["gradients", "curvature_prop"])
+def test_sums_over_cases_are_right_in_expectation(mode: str) -> None:
+    """Gradients of two cases are independent and have no mean, so the square of their sum is the sum of their squares;
+    held to five standard errors of the mean over rounds."""
+    torch.manual_seed(0)
+    model, x = OneRow(), torch.randn(4, 3)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    generator = torch.Generator().manual_seed(0)
+    rounds = [net.record((x,), {}, mode=mode, generator=generator) for _ in range(300)]
+    exact = net.record((x,), {}, mode="exact")
+    for names in FREE:
+        samples = torch.stack([one.statistics[names]["G"] for one in rounds])
+        wanted = exact.statistics[names]["G"]
+        error = samples.std(0).norm() / len(rounds) ** 0.5
+        assert (samples.mean(0) - wanted).norm() < 5 * error
+        assert error < 0.2 * wanted.norm()  # the bound means something
+
+
+class Shared(nn.Module):
+    """A projection of the batch and of a learned table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.key, self.head = nn.Embedding(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, S, 4]
+        y: Tensor = self.head((torch.tanh(self.key(x)) @ self.key(self.table.weight).t()).sum(-1, keepdim=True) * x)
+        return y.mean(1)
+
+
+def recorded(model: nn.Module, x: Tensor) -> Moments:
+    return kfac_fx.compile(model, (x,), loss="normal").record((x,), {}, generator=torch.Generator().manual_seed(0))
+
+
+def test_every_case_has_the_rows_that_all_share() -> None:
+    """count and A: N S rows of the batch, and the table's three once a case."""
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(5, 7, 4)
+    statistics = recorded(model, x).statistics["key.weight", "key.bias"]
+    rows = torch.cat([x.flatten(0, 1), model.table.weight.detach().repeat(5, 1)])
+    rows = torch.cat([rows, torch.ones(len(rows), 1)], dim=1)
+    assert float(statistics["count"]) == 5 * 7 + 5 * 3
+    torch.testing.assert_close(statistics["A"].squeeze(0), rows.mT @ rows)
+
+
+def test_a_table_that_layers_are_applied_to_is_an_embedding_of_all_its_rows() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(5, 7, 4)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    one = next(one for one in net.registrations if one.parameters == ("table.weight",))
+    assert (one.layer, one.approximation, len(one.uses)) == ("embedding", "kron_in_diag", 1)
+    statistics = recorded(model, x).statistics["table.weight",]
+    assert float(statistics["count"]) == 5 * 3
+    torch.testing.assert_close(statistics["A_diag"], torch.full((1, 3), 5.0))
+
+
+def test_the_report_says_that_gradients_are_summed() -> None:
+    net = kfac_fx.compile(OneRow(), (torch.randn(4, 3),), loss="normal", approximations={"first": "diagonal"})
+    first = next(one for one in net.registrations if one.parameters == FREE[0])
+    assert first.approximation == "kron"
+    assert first.reason == (
+        "free of the batch: one gradient for all cases, right in expectation over sampled targets; its gradient is "
+        "summed over cases at its output, so not 'diagonal'"
+    )
+    assert "free of the batch" in str(net.report)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6])
+def test_a_batch_of_another_size_feeds_the_same_blocks(batch: int) -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(5, 7, 4)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    net.record((x,), {})
+    other = torch.randn(batch, 7, 4)
+    moments = net.record((other,), {})
+    assert float(moments.statistics["key.weight", "key.bias"]["count"]) == batch * (7 + 3)
