@@ -10,6 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.passes.watch import custom_functions, untouched
 
 from .linalg import dense
@@ -71,7 +73,8 @@ def of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any
     held = dict(model.named_buffers(remove_duplicate=False))
     before = {name: buffer.clone() for name, buffer in held.items()}
     args, kwargs = tree_map(copied, (args, dict(kwargs)))  # forward may change its inputs
-    with recorder.isolated(), untouched(model), custom_functions():  # reentrant checkpoints have no autograd.grad
+    # Reentrant checkpoints have no autograd.grad, and some devices' own kernels other random numbers.
+    with recorder.isolated(), untouched(model), custom_functions(), written_out(recorder.program):
         outputs = pytree.leaves(model(*args, **kwargs))
         after = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         found = gradients(outputs, recorder.program.parameters)
@@ -79,6 +82,13 @@ def of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any
         for name, buffer in held.items():
             buffer.copy_(before[name])
     return detached(outputs), found, after
+
+
+def written_out(program: Program) -> AbstractContextManager[Any]:
+    """Recurrent layers without cuDNN, which draws the dropout between them from a stream of its own and rounds to TF32;
+    without it they compute what the graph has written out for them."""
+    unrolled = any(UNROLLED in node.meta for node in program.graph.nodes)
+    return torch.backends.cudnn.flags(enabled=False) if unrolled else nullcontext()
 
 
 def of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:

@@ -71,6 +71,23 @@ def test_factors_are_means_over_cases_and_steps(kind: Any) -> None:
             assert block["positions"].item() == steps
 
 
+def test_series_have_the_moments_of_consecutive_steps() -> None:
+    """A1 = Σ_t r_t+1 r_tᵀ and G1 = Σ_t d_t+1 d_tᵀ over the number of all rows; the steps of an LSTM are their order."""
+    torch.manual_seed(0)
+    model = Last(nn.LSTM(3, 4, batch_first=True))
+    net, x, y = (
+        compiled(model, 5, 4, 3, approximations={nn.LSTM: "kron_series_1"}),
+        torch.randn(7, 4, 3),
+        torch.randn(7, 2),
+    )
+    found = factors(net, x, y)
+    for side, (rows, grads) in by_hand(model, x, y).items():
+        block = found[f"inner.weight_{side}_l0", f"inner.bias_{side}_l0"]
+        for name, series in (("A1", rows), ("G1", grads)):
+            lagged = sum(later.mT @ earlier for earlier, later in zip(series[:-1], series[1:], strict=True))
+            torch.testing.assert_close(block[name], (lagged / (7 * 4)).unsqueeze(0))
+
+
 def test_one_step_of_one_case_is_exact() -> None:
     """A single row makes A ⊗ G the gradient's outer product with itself, the zero state's row included."""
     torch.manual_seed(0)
@@ -278,3 +295,19 @@ def test_packed_sequences_among_the_arguments_are_refused_by_name() -> None:
     sequence = pack_padded_sequence(torch.randn(5, 6, 3), LENGTHS, True, False)
     with pytest.raises(UntraceableError, match="Given takes a PackedSequence, whose number of sequences is data"):
         kfac_fx.compile(Given(nn.RNN(3, 4)), ({"x": [sequence]},), loss="normal")
+
+
+def test_cudnn_is_off_while_the_graph_is_compared_with_the_model() -> None:
+    """It draws dropout from a stream of its own and rounds to TF32, which no graph could repeat."""
+    seen: list[bool] = []
+
+    class Watched(Last):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.backends.cudnn.enabled)
+            return super().forward(x)
+
+    assert torch.backends.cudnn.enabled
+    net = compiled(Watched(nn.GRU(3, 4, num_layers=2, dropout=0.5, batch_first=True)), 5, 4, 3)
+    assert seen[-1] is False and torch.backends.cudnn.enabled
+    net(torch.randn(5, 4, 3))
+    assert seen[-1] is True
