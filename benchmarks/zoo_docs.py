@@ -69,9 +69,10 @@ def origin(found: Sequence[Result], command: str) -> str:
     dates = sorted({str(one["date"]) for one in found if "date" in one})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "unknown"
     return (
-        f"Measured with `{command}`, one thread a model, on a shared machine with two cores, {when}\n({text}).\n"
+        f"Measured with `{command}`, one thread a model, on a shared machine with two cores, {when}\n"
+        f"({text}).\n"
         "This page is made by `python -m benchmarks.zoo --write-docs` from `benchmarks/results/zoo.jsonl`. Seconds\n"
-        "are of the whole `compile`, most of them torch.export's.\n"
+        "are CPU time of the whole `compile`, most of it torch.export's.\n"
     )
 
 
@@ -98,7 +99,7 @@ def summary_row(name: str, group: Sequence[Result]) -> tuple[str, ...]:
     known = [one for one in group if "elements" in one]
     works = sum(one["status"] == "works" for one in group)
     whole = sum(one["elements"]["used"] == one["elements"]["structured"] for one in known)
-    seconds = [float(one["seconds"]) for one in known]
+    seconds = [float(one["seconds"]) for one in known if "seconds" in one]
     return (
         name,
         f"{len(group)}",
@@ -193,7 +194,7 @@ def model_row(one: Result) -> tuple[str, ...]:
         f"{tensors['structured']} of {tensors['used']}",
         f"{len(one['generic'])}",
         f"{one['proven']}" if "proven" in one else "",
-        f"{one['seconds']:.1f}",
+        f"{one['seconds']:.1f}" if "seconds" in one else "",
     )
 
 

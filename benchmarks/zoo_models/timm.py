@@ -21,17 +21,17 @@ SIZE = 64
 
 # Those that take any image size.
 FREE = [
-    "caformer_s18", "convmixer_768_32", "convnext_atto", "convnextv2_atto", "cpubone_nano", "cs3darknet_s",
-    "cspnext_tiny", "davit_tiny", "densenet121", "dla46_c", "dpn68", "ecaresnet26t", "edgenext_xx_small",
+    "caformer_s18", "convmixer_768_32", "convnext_atto", "convnextv2_atto", "cs3darknet_s",
+    "cspnext_tiny", "davit_tiny", "densenet121", "dla46_c", "ecaresnet26t", "edgenext_xx_small",
     "efficientnet_b0", "efficientvim_m1", "efficientvit_b0", "fasternet_t0", "fastvit_t8", "focalnet_tiny_srf",
-    "ghostnet_050", "ghostnetv3_050", "hgnetv2_b0", "hrnet_w18_small", "iformer_t", "inception_next_atto",
-    "lambda_resnet26t", "lcnetv2_small", "legacy_seresnet18", "lowformer_b0", "mambaout_femto", "mixnet_s",
-    "mobilenetv3_small_050", "mobilenetv4_conv_small_035", "mobileone_s0", "mobilevit_xxs", "mobilevitv2_050",
-    "nextvit_small", "nf_regnet_b0", "poolformer_s12", "pvt_v2_b0", "rdnet_tiny", "regnetx_002", "regnety_002",
+    "ghostnet_050", "hgnetv2_b0", "hrnet_w18_small", "inception_next_atto",
+    "lambda_resnet26t", "legacy_seresnet18", "mambaout_femto", "mixnet_s",
+    "mobilenetv3_small_050", "mobilenetv4_conv_small_035", "mobilevit_xxs", "mobilevitv2_050",
+    "nf_regnet_b0", "poolformer_s12", "pvt_v2_b0", "rdnet_tiny", "regnetx_002", "regnety_002",
     "regnetz_005", "repghostnet_050", "repvgg_a0", "repvit_m0_9", "res2net50_26w_4s", "resnest14d", "resnet18",
-    "resnet50", "resnetv2_50x1_bit", "rexnet_100", "selecsls42", "shvit_s1", "skresnet18", "starnet_s050",
-    "test_convnext", "test_efficientnet_evos", "test_nfnet", "tiny_vit_5m_224", "tinynet_e", "vovnet39a",
-    "xception41", "xcit_nano_12_p16_224",
+    "resnet50", "resnetv2_50x1_bit", "rexnet_100", "shvit_s1", "starnet_s050",
+    "test_convnext", "test_efficientnet_evos", "test_nfnet", "tiny_vit_5m_224", "tinynet_e",
+    "xcit_nano_12_p16_224",
 ]  # fmt: skip
 
 # name: (image size, further arguments)
@@ -42,7 +42,6 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "cait_xxs24_224": (64, {"img_size": 64, "depth": 4}),
     "coat_tiny": (64, {"img_size": 64}),
     "convit_tiny": (64, {"img_size": 64, "depth": 11}),
-    "crossvit_tiny_240": (240, {}),
     "csatv2": (64, {}),
     "deit3_small_patch16_224": (64, {"img_size": 64, "depth": 4}),
     "efficientformer_l1": (224, {}),
@@ -51,10 +50,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "eva02_tiny_patch14_224": (56, {"img_size": 56, "depth": 4}),
     "vit_tiny_patch16_dinov3_qkvb": (64, {"img_size": 64, "depth": 4}),
     "gcvit_xxtiny": (64, {"img_size": 64}),
-    "hiera_tiny_224": (224, {}),
-    "sam2_hiera_tiny": (64, {}),
     "inception_v3": (96, {}),
-    "inception_v4": (96, {}),
     "levit_128s": (224, {}),
     "test_coatnet": (160, {}),
     "test_maxvit": (160, {}),
@@ -71,20 +67,16 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "tnt_s_patch16_224": (64, {"img_size": 64, "depth": 3}),
     "twins_svt_small": (64, {"img_size": 64}),
     "twins_pcpvt_small": (64, {"img_size": 64}),
-    "visformer_tiny": (64, {"img_size": 64}),
     "vit_tiny_patch16_224": (64, {"img_size": 64, "depth": 4}),
     "vit_relpos_small_patch16_224": (64, {"img_size": 64, "depth": 3}),
     "vit_small_patch16_18x2_224": (64, {"img_size": 64, "depth": 3}),
     "vit_tiny_r_s16_p8_224": (64, {"img_size": 64, "depth": 3}),
     "samvit_base_patch16_224": (64, {"img_size": 64, "depth": 3, "embed_dim": 96, "num_heads": 3}),
-    "vitamin_small_224": (64, {"img_size": 64}),
     "volo_d1_224": (64, {"img_size": 64}),
     "test_vit": (160, {}),
     "naflexvit_base_patch16_gap": (64, {"depth": 2, "embed_dim": 64, "num_heads": 2}),
     "gemma4_vit_167m": (96, {"depth": 2}),
-    "qwen3_vit_88m": (64, {"depth": 2}),
     "deepseek_vit_412m": (56, {"depth": 2}),
-    "mobilenetv5_base": (64, {}),
 }
 
 

@@ -26,7 +26,6 @@ CLASSIFIERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "googlenet": ((3, 64, 64), {"aux_logits": True, "init_weights": False}),
     "mobilenet_v2": ((3, 64, 64), {}),
     "mobilenet_v3_small": ((3, 64, 64), {}),
-    "mvit_v2_s": ((3, 4, 64, 64), {"spatial_size": (64, 64), "temporal_size": 4}),
     "r3d_18": ((3, 4, 32, 32), {}),
     "regnet_y_400mf": ((3, 64, 64), {}),
     "resnet18": ((3, 64, 64), {}),

@@ -61,6 +61,7 @@ def tiny(kind: Any, overrides: Options) -> Any:
     """A configuration of this class with every size that it has made small, in its parts, too."""
     known = kind()
     given = {name: value for name, value in TINY.items() if name in known.to_dict()}
+    given["num_labels"] = CLASSES  # kept as a table of labels
     given |= {name: value() if callable(value) else value for name, value in overrides.items()}
     for name in getattr(kind, "sub_configs", {}):
         part = getattr(known, name, None)

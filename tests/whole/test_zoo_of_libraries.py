@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import zoo_docs, zoo_measure
-from benchmarks.zoo import results
+from benchmarks.zoo import LIBRARIES, OUT, main, results
 from benchmarks.zoo_models.entry import Entry, images, predictions
 from kfac_fx import likeness, proof
 from kfac_fx.passes.errors import UntraceableError
@@ -104,3 +104,16 @@ def test_the_last_result_of_a_model_counts(tmp_path: Any) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps({"model": "a/b", "status": status}) + "\n" for status in ("bug", "works")))
     assert results(path) == {"a/b": {"model": "a/b", "status": "works"}}
+
+
+def test_the_page_is_made_of_the_results(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_docs, "DOCS", tmp_path / "zoo.md")
+    main(["--write-docs"])
+    committed = (OUT.parents[2] / "docs" / "zoo.md").read_text(encoding="utf-8")
+    assert zoo_docs.DOCS.read_text(encoding="utf-8") == committed, "run python -m benchmarks.zoo --write-docs"
+
+
+def test_nothing_in_the_results_is_silently_wrong() -> None:
+    found = results(OUT)
+    assert len(found) >= 250 and {one.partition("/")[0] for one in found} == set(LIBRARIES)
+    assert [name for name, one in found.items() if one["status"] == "wrong"] == []
