@@ -23,6 +23,7 @@ from .likeness import coarsest, compare
 from .linalg import dense
 from .pieces import split
 from .recorder import Recorder
+from .sloped import project
 from .tap import BothRows, Tap
 
 Gradients = dict[tuple[str, ...], Tensor]
@@ -189,7 +190,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
     for one in registrations:
         assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
         wanted[one.parameters] = one.matrix.pack(split(by_name, [one]))
-        got[one.parameters] = next(statistics)
+        got[one.parameters] = project(one, next(statistics), live)
         bound[one.parameters] = (next(statistics).sum() * next(statistics).sum()).sqrt()
     return wanted, got, bound, fisher
 

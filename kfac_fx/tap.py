@@ -20,6 +20,7 @@ from kfac_fx.passes.padding import real_rows
 from kfac_fx.passes.pieces import Region
 
 from .lagged import LAGGED
+from .sloped import slopes_of
 from .statistics import STATISTICS, Shape
 
 Probes = Mapping[str, Tensor]
@@ -70,7 +71,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     names = tuple(tensor_attrs(use))
     batch_dim, free = (use.batch_dim or 0) if form.leading else 0, use.free
     weightless, transposed = registration.matrix.weight is None, use.transposed
-    region, (by, grad_by) = use.region, scales(use)
+    region, (by, grad_by), sloped = use.region, scales(use), slopes_of(registration, use)
 
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
@@ -85,6 +86,8 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
             grad_rows = grad_rows * grad_by
         if by != 1.0:
             rows = rows * by
+        if sloped is not None:
+            rows, grad_rows = sloped((rows, grad_rows), attrs)
         if weightless:
             rows = (rows if rows.is_floating_point() else grad_rows)[..., :0]
         if free:

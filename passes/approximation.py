@@ -13,6 +13,7 @@ from torch import fx
 from .errors import ApproximationError, table
 from .ir import GENERIC, KRONECKER, SERIES, SUA, Program, Use, tensor_attrs, where
 from .matrix import MatrixForm
+from .slopes import NORMALIZED
 
 PER_CASE = ("full", "diagonal")
 SIDES = {
@@ -39,6 +40,10 @@ def choose(
         why = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
         reason = f"{why} at its output, so not {chosen!r}"
         chosen = "kron"
+    if any(one.name in NORMALIZED for use in uses for one in use.slopes):
+        reason = "its filters are normalized: without the projection of their gradients that this makes"
+        if chosen not in (*KRONECKER, "kron_indep"):
+            reason, chosen = f"{reason}, so not {chosen!r}", "kron"
     if chosen == SUA and (other := next((use for use in uses if not has_pixels(program, use)), None)):
         reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {SUA!r}", "kron"
     if chosen in SERIES and (why := why_no_series(uses)):

@@ -25,7 +25,21 @@ from .errors import LayerError
 from .ir import Bound, Note, Program, Use, where
 from .labels import Label, labels, reads_values, use_edges
 from .matrix import Layout, Shape
-from .pieces import Piece, Region, Slab, axis_along, layout_in, ranges, region_in, view_of, viewed, whole
+from .pieces import (
+    Piece,
+    Region,
+    Slab,
+    Slope,
+    axis_along,
+    constant_along,
+    layout_in,
+    ranges,
+    region_in,
+    view_of,
+    viewed,
+    whole,
+)
+from .slopes import NORMALIZED, STANDARDIZED
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
 NOTHING = (0, 0)
@@ -44,6 +58,7 @@ class Part:
     region: Region
     scale: float = 1.0
     piece: Piece | None = None
+    slopes: tuple[Slope, ...] = ()
 
 
 class Uncuttable(Exception):
@@ -121,9 +136,10 @@ class Cutter:
         self.rigid: set[str] = set()
         for number, use in enumerate(program.matches):
             if self.parts[number] is None and use.made:
-                self.forget(number, "its parameters cannot be told apart")
+                self.forget(number, "its parameters have no place of their own in its matrix")
             elif self.parts[number] is None and not program.layers[use.layer].parts:
                 self.rigid |= use.parameter_set
+            self.rigid |= {part.parameter for part in self.parts.get(number) or () if part.slopes}
         self.label = labels(program.graph, program.parameters, cases=program.cases)
         self.edges = use_edges(program.graph, self.label, program.outputs)
 
@@ -235,38 +251,54 @@ class Cutter:
 
 
 def parts_of(use: Use, program: Program) -> list[Part] | None:
-    """The parameters in a use's matrix; None where they are copied on the way, and for a composite layer."""
-    layer = program.layers[use.layer]
+    """The parameters in a use's matrix, without roles that do not say where they are in it; None if there are none, if
+    a whole parameter is copied on the way, and for a composite layer."""
+    if program.layers[use.layer].parts:
+        return None
     found: list[Part] = []
     for role, bound in use.parameters.items():
-        view = None if layer.parts else viewed(bound.layout, whole(bound.used.shape))
+        view = viewed(bound.layout, whole(bound.used.shape))
         if view is None:
             return None
         found.append(Part(role, bound.parameter, as_matrix(view), everywhere(as_matrix(view)), bound.scale))
-    for role, (made, canonical) in use.made.items():
-        matrix = viewed(canonical, whole(made.shape))
-        for slab in made.slabs:
-            try:
-                layout = layer.forms[use.form].layout(role, Layout(slab.shape), use.attrs)
-            except LayerError:
-                return None
-            box = whole(made.shape)[tuple(slice(*ends) for ends in slab.box)]
-            place, view = viewed(layout, box), viewed(layout, view_of(slab))
-            if matrix is None or place is None or view is None:
-                return None
-            region = region_in(as_matrix(matrix), as_matrix(place))
-            if region is None:
-                return None
-            found.append(Part(role, slab.parameter, as_matrix(view), region, slab.scale))
+    for role in use.made:
+        found += parts_made(use, role, program) or []
+    return found or None
+
+
+def parts_made(use: Use, role: str, program: Program) -> list[Part] | None:
+    form, (made, canonical) = program.layers[use.layer].forms[use.form], use.made[role]
+    matrix = viewed(canonical, whole(made.shape))
+    found: list[Part] = []
+    for slab in made.slabs:
+        try:
+            layout = form.layout(role, Layout(slab.shape), use.attrs)
+        except LayerError:
+            return None
+        box = whole(made.shape)[tuple(slice(*ends) for ends in slab.box)]
+        place, view = viewed(layout, box), viewed(layout, view_of(slab))
+        if matrix is None or place is None or view is None:
+            return None
+        region = region_in(as_matrix(matrix), as_matrix(place))
+        if region is None:
+            return None
+        part = Part(role, slab.parameter, as_matrix(view), region, slab.scale, None, slab.slopes)
+        if slab.slopes and sides_of(part, tuple(program.parameters[slab.parameter].shape)) is None:
+            return None
+        found.append(part)
     return found
 
 
 def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Iterator[Use]:
-    """A use for every part of the weight, with the bias of its outputs, and for every bias that has no such weight."""
+    """A use for every part of the weight, with the bias of its outputs, and for every bias that has no such weight.
+    What has slopes is on its own: they are not those of its partner."""
     biases = {part.region[:2]: part for part in parts if part.role == "bias"}
     for part in sorted((part for part in parts if part.role == "weight"), key=lambda part: part.region):
-        bias = biases.pop(part.region[:2], None)
-        yield use_of(use, part.region, [part] if bias is None else [part, bias], shapes)
+        bias = biases.get(part.region[:2])
+        if bias is None or bias.slopes or part.slopes:
+            yield use_of(use, part.region, [part], shapes)
+        else:
+            yield use_of(use, part.region, [part, biases.pop(part.region[:2])], shapes)
     for region, bias in biases.items():
         yield use_of(use, (*region, NOTHING), [bias], shapes)
 
@@ -277,7 +309,28 @@ def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str,
     g, o, i = layouts["weight"].result if "weight" in layouts else (*layouts["bias"].result, 0)
     bound = {part.role: bound_to(part, shapes[part.parameter]) for part in parts}
     all_of_it = region == ((0, g), (0, o), (0, i))
-    return replace(use, parameters=bound, made={}, region=None if all_of_it else region)
+    use = replace(use, parameters=bound, made={}, region=None if all_of_it else region)
+    return with_slopes(use, parts[0], shapes) if parts[0].slopes else use
+
+
+def with_slopes(use: Use, part: Part, shapes: Mapping[str, Shape]) -> Use:
+    """What the tap needs beside the input: arguments of the functions, and the gains."""
+    nodes = {f"operand{n}": one.operand for n, one in enumerate(part.slopes)}
+    nodes |= {f"factor{n}": one.factor for n, one in enumerate(part.slopes) if one.factor is not None}
+    side = sides_of(part, shapes[part.parameter])
+    return replace(use, attrs={**use.attrs, **nodes}, slopes=part.slopes, slope_side=side)
+
+
+def sides_of(part: Part, shape: Shape) -> str | None:
+    """Whether what the slopes multiply varies along outputs only, or along inputs only; None if along both."""
+    g, o, i = part.view.shape
+    dims = [0 if one.name == STANDARDIZED else one.settings[0] for one in part.slopes if one.name in NORMALIZED]
+    if dims:
+        outputs = constant_along(part.view, shape, dims[0], 2)
+        inputs = all(constant_along(part.view, shape, dims[0], axis) for axis in OUTPUTS)
+    else:
+        outputs, inputs = i == 1, g * o == 1
+    return "outputs" if outputs else "inputs" if inputs else None
 
 
 def bound_to(part: Part, shape: Shape) -> Bound:

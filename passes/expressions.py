@@ -10,6 +10,7 @@ Nothing is computed: a part of a parameter is a view of a tensor without data, w
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,16 +21,18 @@ from .holder import attribute
 from .inplace import shares_memory
 from .ir import Program
 from .labels import CASTS, PERMUTES, SHAPE_ONLY, Label, ancestors, bound_parameter, labels, op_name, reads_values
-from .matrix import Shape
-from .pieces import Box, Made, Slab, narrowed, ranges, slab_of, view_of, whole
+from .matrix import Layout, Shape
+from .pieces import Box, Made, Piece, Slab, Slope, layout_in, narrowed, ranges, slab_of, view_of, viewed, whole
+from .slopes import ELEMENTWISE, NORMALIZED, STANDARDIZED, UNIT
 
-RESHAPES = {"reshape", "flatten", "view", "unflatten"}
+RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}
 VIEWS = PERMUTES | {
     "squeeze", "unsqueeze", "select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind",
     "expand", "expand_as", "view_as",
 }  # fmt: skip
 SUMS = {"add", "sub", "rsub"}
 PRODUCTS = {"mul", "div", "neg"}
+NORMS = {"batch_norm", "_weight_norm"}
 WRITES = {"zero_", "fill_", "copy_"}
 Value = Any  # Made, a tuple of Made, or a number
 
@@ -102,6 +105,8 @@ class Expressions:
             return self.viewed(node, value)
         if name in SUMS:
             return self.shifted(first, node.args[1], 1.0)
+        if name in ELEMENTWISE or name in NORMS:
+            return self.sloped(node, first, value)
         return scaled(value, factor(name, node)) if name in PRODUCTS else None
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -123,8 +128,21 @@ class Expressions:
         if op_name(node) in RESHAPES:
             result = view.view(result.shape)  # raises where the elements had to be copied
         if isinstance(result, (list, tuple)):
-            return tuple(made_of(slab.parameter, one, slab.scale) for one in result)
-        return made_of(slab.parameter, result, slab.scale)
+            return tuple(made_of(one, slab) for one in result)
+        return made_of(result, slab)
+
+    def sloped(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
+        """A function of every element, or a normalization of a weight's filters."""
+        (slab,) = value.slabs
+        shape = tuple(attribute(self.root, slab.parameter).shape)
+        layout = layout_in(Piece(slab.parameter, 0, 0, *shape[:1] or (1,)), shape, view_of(slab))
+        if layout is None or not is_one_slab(value) or any(one.name in NORMALIZED for one in slab.slopes):
+            return None
+        if op_name(node) in NORMS and (slab.scale != 1.0 or slab.slopes):
+            return None
+        make = {"batch_norm": standardization, "_weight_norm": normalization}.get(op_name(node), elementwise)
+        slope = make(node, operand, layout)
+        return None if slope is None else Made(value.shape, (replace(slab, slopes=(*slab.slopes, slope)),))
 
     def joined(self, node: fx.Node, stack: bool) -> Made | None:
         operands: Any = node.args[0]
@@ -204,11 +222,47 @@ def is_one_slab(value: Made) -> bool:
     return len(value.slabs) == 1 and value.slabs[0].shape == value.shape
 
 
-def made_of(parameter: str, view: Tensor, scale: float) -> Made:
-    """Raises ValueError where elements are repeated."""
+def made_of(view: Tensor, slab: Slab) -> Made:
+    """A view of a slab. Raises ValueError where elements are repeated."""
     if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.stride(), strict=True)):
         raise ValueError
-    return Made(tuple(view.shape), (slab_of(parameter, view, scale),))
+    return Made(tuple(view.shape), (slab_of(slab.parameter, view, slab.scale, slab.slopes),))
+
+
+def elementwise(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
+    settings: tuple[Any, ...] = tuple(node.args[1:])
+    if op_name(node) == "clamp":
+        low, high = (*settings, None, None)[:2]
+        settings = node.kwargs.get("min", low), node.kwargs.get("max", high)
+    elif node.kwargs or settings:
+        return None
+    numbers = all(one is None or isinstance(one, (int, float)) for one in settings)
+    return Slope(op_name(node), operand, layout, None, settings) if numbers else None
+
+
+def standardization(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
+    """`batch_norm(v.reshape(1, o, -1), weight=γ)`, of a weight whose first dimension counts filters."""
+    _, mean, var, gain, shift, training, _, eps = node.args
+    filters = bool(layout.shape) and layout.result == (1, layout.shape[0], math.prod(layout.shape[1:]))
+    if not filters or training is not True or (mean, var, shift) != (None, None, None) or reordered(layout):
+        return None
+    return Slope(STANDARDIZED, operand, layout, gain, (1, eps)) if isinstance(gain, fx.Node | None) else None
+
+
+def normalization(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
+    """`_weight_norm(v, g, dim)`; not of the whole tensor."""
+    gain, dim = (*node.args[1:], 0)[:2]
+    slices = isinstance(dim, int) and 0 <= dim < len(layout.shape) and layout.result == layout.shape
+    if not slices or reordered(layout) or not isinstance(gain, fx.Node):
+        return None
+    return Slope(UNIT, operand, layout, gain, (dim, 0.0))
+
+
+def reordered(layout: Layout) -> bool:
+    """Whether the elements are in another order than in the parameter."""
+    places = whole(layout.shape)
+    view = viewed(layout, places)
+    return view is None or not view.is_contiguous()
 
 
 def scaled(value: Made | None, by: float | None) -> Made | None:

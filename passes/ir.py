@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx, nn
 
 from .matrix import Layout, MatrixForm, Shape
-from .pieces import Made, Piece, Region
+from .pieces import Made, Piece, Region, Slope
 
 Attrs = Mapping[str, Any]
 Dims = tuple[int, ...]
@@ -72,6 +72,8 @@ class Use:
     steps_in_positions: bool = False  # time-major along the positions, not along the cases
     made: Mapping[str, tuple[Made, Layout]] = field(default_factory=dict)  # until `cut`: roles that are expressions
     region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
+    slopes: tuple[Slope, ...] = ()  # functions between its one parameter and the operation
+    slope_side: str | None = None  # what they multiply: gradient rows ("outputs") or rows ("inputs")
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
 

@@ -7,10 +7,11 @@ torch.cat([q_bias, zeros, v_bias])              a tensor made of two parameters 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .matrix import Layout, Shape
 
@@ -41,10 +42,25 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Slope:
+    """A function on the way from a parameter to its use, that multiplies its gradient; see `passes.slopes`.
+
+    operand: its argument, `layout` of the parameter, or a multiple of it and a constant. factor: γ of a normalization.
+    """
+
+    name: str
+    operand: fx.Node
+    layout: Layout
+    factor: fx.Node | None = None
+    settings: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Slab:
     """`scale` times some elements of a parameter, in a box of a tensor: (start, stop) along each of its dimensions.
 
-    strides, offset: which elements these are and in what order, as those of a view of the parameter.
+    strides, offset: which elements these are and in what order, as those of a view of the parameter. slopes: functions
+    that were applied to them.
     """
 
     box: Box
@@ -52,6 +68,7 @@ class Slab:
     strides: Shape
     offset: int
     scale: float = 1.0
+    slopes: tuple[Slope, ...] = ()
 
     @property
     def shape(self) -> Shape:
@@ -81,17 +98,17 @@ def view_of(slab: Slab) -> Tensor:
     return whole((reach,)).as_strided(sizes, slab.strides, slab.offset)
 
 
-def slab_of(parameter: str, view: Tensor, scale: float = 1.0) -> Slab:
+def slab_of(parameter: str, view: Tensor, scale: float = 1.0, slopes: tuple[Slope, ...] = ()) -> Slab:
     """All of a tensor."""
     box = tuple((0, int(size)) for size in view.shape)
-    return Slab(box, parameter, view.stride(), int(view.storage_offset()), scale)
+    return Slab(box, parameter, view.stride(), int(view.storage_offset()), scale, slopes)
 
 
 def narrowed(slab: Slab, dim: int, start: int, stop: int) -> Slab:
     """What of a slab is between these places of its tensor along `dim`."""
     first, _ = slab.box[dim]
     box = (*slab.box[:dim], (start, stop), *slab.box[dim + 1 :])
-    return Slab(box, slab.parameter, slab.strides, slab.offset + (start - first) * slab.strides[dim], slab.scale)
+    return replace(slab, box=box, offset=slab.offset + (start - first) * slab.strides[dim])
 
 
 def viewed(layout: Layout, tensor: Tensor) -> Tensor | None:
@@ -168,3 +185,11 @@ def region_in(matrix: Tensor, part: Tensor) -> Region | None:
             return None
     g, o, i = ((start, start + int(size)) for start, size in zip(starts, part.shape, strict=True))
     return g, o, i
+
+
+def constant_along(view: Tensor, shape: Shape, dim: int, axis: int) -> bool:
+    """Whether a step along an axis of a view leaves the place along `dim` of the parameter as it is."""
+    step, size, inner = view.stride(axis), int(view.shape[axis]), math.prod(shape[dim + 1 :])
+    above = step % (inner * shape[dim]) == 0
+    below = step * size <= inner and inner % (step * size) == 0
+    return size == 1 or above or below

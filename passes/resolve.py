@@ -25,8 +25,10 @@ from torch import fx
 from .approximation import check_requests, choose, requested
 from .errors import AmbiguousRegistrationError, LinkError, table
 from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, where
-from .labels import Edge, labels, parameters_behind, use_edges
+from .labels import VIEWS, Edge, labels, op_name, parameters_behind, use_edges
 from .matrix import Layout, MatrixForm
+
+MOVES = VIEWS | {"getitem", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "expand", "reshape_as"}
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
@@ -233,4 +235,8 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
 
 def enters(edges: list[Edge]) -> str:
     more = f" and {len(edges) - 1} more" if len(edges) > 1 else ""
-    return where(edges[0][1]) + more
+    (pure, act), *_ = edges
+    while pure.op != "get_attr" and op_name(pure) in MOVES and isinstance(pure.args[0], fx.Node):
+        pure = pure.args[0]
+    through = f" through {op_name(pure)}" if pure.op != "get_attr" else ""
+    return where(act) + through + more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zoo import attention, convolution, dense, odd, parts, recurrent, tables
+from tests.zoo import attention, convolution, dense, odd, parts, recurrent, reparametrized, tables
 from tests.zoo.case import Case, Expected
 
 CASES: tuple[Case, ...] = (
@@ -10,6 +10,7 @@ CASES: tuple[Case, ...] = (
     *convolution.CASES,
     *attention.CASES,
     *parts.CASES,
+    *reparametrized.CASES,
     *tables.CASES,
     *recurrent.CASES,
     *odd.CASES,

@@ -138,7 +138,7 @@ def test_multiples_and_constants_more_are_followed(function: Function, multiple:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, g: x * g.exp(),
+        lambda x, g: x * g.softmax(0),
         lambda x, g: x * (g * g),
         lambda x, g: x * (g * torch.tensor([1.0, 2.0, 3.0, 4.0])),
         lambda x, g: x * (2 / g),
@@ -183,3 +183,53 @@ def test_a_copy_with_other_parameters_written_into_it_has_no_expression() -> Non
 
 def test_slices_as_long_as_the_batch_says_have_no_expression() -> None:
     assert expressed(lambda x, w: x + w[: x.shape[1]], True, w=(7, 4)).made == {}
+
+
+def slopes(program: Program) -> list[tuple[str, tuple[Any, ...], bool]]:
+    """(function, settings, whether it has a gain) of the only expression."""
+    (made,) = program.made.values()
+    (slab,) = made.slabs
+    return [(one.name, one.settings, one.factor is not None) for one in slab.slopes]
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda x, g: x * g.exp(), [("exp", (), False)]),
+        (lambda x, g: x * torch.sigmoid(2 * g).view(1, 4), [("sigmoid", (), False)]),
+        (lambda x, g: x * -g.clamp(max=4.6).exp(), [("clamp", (None, 4.6), False), ("exp", (), False)]),
+        (lambda x, g: x * F.softplus(g[:]), [("softplus", (), False)]),
+    ],
+)
+@pytest.mark.parametrize("exported", [False, True])
+def test_functions_of_every_element_are_followed(function: Function, wanted: list[Part], exported: bool) -> None:
+    assert slopes(expressed(function, exported, g=(4,))) == wanted
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_normalized_weights_are_followed(exported: bool) -> None:
+    def standardized(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        filters = F.batch_norm(w.view(1, 3, -1), None, None, g.view(-1), training=True, momentum=0.0, eps=1e-6)
+        return F.linear(x, filters.view_as(w))
+
+    def normalized(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        return F.linear(x, torch._weight_norm(w, g, 0))
+
+    assert slopes(expressed(standardized, exported, w=(3, 4), g=(3, 1))) == [("standardized", (1, 1e-6), True)]
+    assert slopes(expressed(normalized, exported, w=(3, 4), g=(3, 1))) == [("unit", (0, 0.0), True)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.linear(x, torch._weight_norm(2 * w, w.norm(2, 1, keepdim=True), 0)),
+        lambda x, w: F.linear(x, torch._weight_norm(w.t(), w.t().norm(2, 1, keepdim=True), 0).t()),
+        lambda x, w: F.linear(x, F.batch_norm(w, None, None, training=True)),
+        lambda x, w: F.linear(x, torch.exp(torch._weight_norm(w, w.norm(2, 1, keepdim=True), 0))),
+        lambda x, w: F.linear(x, F.softplus(w, 2.0)),
+        lambda x, w: F.linear(x, torch.clamp(w, w.min(), w.max())),
+    ],
+)
+def test_other_normalizations_and_functions_are_not(function: Function) -> None:
+    program = expressed(function, w=(3, 4))
+    assert program.outputs[0].args[1] not in program.made

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = [
     "passes.errors",
     "passes.matrix",
-    "passes.pieces",
+    "passes.pieces passes.slopes",
     "passes.ir",
     "passes.layers.declaration",
     "passes.layers.contraction passes.layers.rows",
@@ -35,7 +35,7 @@ FLOORS = [
     "kfac_fx.statistics kfac_fx.losses",
     "kfac_fx.lagged",
     "kfac_fx.pieces",
-    "kfac_fx.pieces",
+    "kfac_fx.pieces kfac_fx.sloped",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.registered_losses kfac_fx.sources kfac_fx.tap",
     "kfac_fx.groups kfac_fx.link kfac_fx.pullback",
     "kfac_fx.exact kfac_fx.inverses kfac_fx.masks kfac_fx.series kfac_fx.sua",

@@ -141,7 +141,7 @@ class Unused(nn.Module):
 
 
 class Generic(nn.Module):
-    """Parameters that enter through functions of their own: a temperature, a softplus, a gate."""
+    """Parameters that no layer takes: a gate that sums to one, a width and a temperature to divide by."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,8 +150,8 @@ class Generic(nn.Module):
         self.temperature = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.inner(x)) * torch.sigmoid(self.gate) / F.softplus(self.width)
-        y: Tensor = torch.exp(self.temperature) * self.head(h)
+        h = torch.tanh(self.inner(x)) * torch.softmax(self.gate, 0) / F.softplus(self.width)
+        y: Tensor = self.head(h) / torch.exp(self.temperature)
         return y
 
 

@@ -1,0 +1,61 @@
+"""Rows of a parameter behind functions: the rows of the tensor in the use, times what multiplies gradients on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kfac_fx.passes.ir import Registration, Use
+from kfac_fx.passes.slopes import NORMALIZED, STANDARDIZED, projected, slope
+
+Rows = tuple[Tensor, Tensor]
+Attrs = Mapping[str, Any]
+
+
+def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], Rows] | None:
+    """(rows, gradient rows) of W = f(v) -> those of v, but for the projection of a normalization; see `passes.slopes`.
+
+    None for a use without such functions. What is returned closes over literals and functions only.
+    """
+    if not use.slopes:
+        return None
+    assert registration.matrix is not None, "bug in kfac_fx: slopes of a generic registration"
+    entry = registration.matrix.weight or registration.matrix.bias
+    assert entry is not None, "bug in kfac_fx: a matrix form without parameters"
+    canonical, outputs, transposed = entry[1], use.slope_side == "outputs", use.transposed
+    steps = [(n, one.name, one.settings, one.layout) for n, one in enumerate(use.slopes)]
+    centered = any(one.name == STANDARDIZED for one in use.slopes)
+
+    def sloped(both: Rows, attrs: Attrs) -> Rows:
+        rows, grad_rows = both
+        for n, name, settings, layout in steps:
+            by = slope(name, attrs[f"operand{n}"], attrs.get(f"factor{n}"), settings)
+            matrix = canonical.apply(layout.invert(by))  # [g, o, i], or [g, o] of a bias
+            matrix = matrix.mT if transposed else matrix
+            if outputs:
+                side = matrix if matrix.dim() == 2 else matrix[:, :, 0]
+                grad_rows = grad_rows * (side if grad_rows.dim() == 4 else side[0])
+            else:
+                rows = rows * (matrix[:, 0] if rows.dim() == 4 else matrix[0, 0])
+        if centered:
+            rows = rows - rows.mean(-1, keepdim=True)
+        return rows, grad_rows
+
+    return sloped
+
+
+def project(registration: Registration, gradient: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """The gradient of W in the place of v's, as a matrix [g, o, i], with the projection that rows leave out.
+
+    values: of the parameters.
+    """
+    found = [one for use in registration.uses for one in use.slopes if one.name in NORMALIZED]
+    if not found or registration.matrix is None:
+        return gradient
+    layout = found[0].layout
+    ((name, tensor),) = registration.matrix.unpack(gradient).items()
+    value = layout.apply(values[name].detach())
+    tensor = layout.invert(projected(found[0].name, layout.apply(tensor), value, *found[0].settings))
+    return registration.matrix.pack({name: tensor})

@@ -1,0 +1,74 @@
+"""Functions between a parameter and its use, by how much the tensor in the use changes with the parameter.
+
+    exp(s) * x                          every element on its own: a diagonal Jacobian, exact
+    conv2d(x, standardized(v))          W = γ (v - mean v) / √(var v + ε), filter by filter (Qiao et al. 2019)
+    conv1d(x, g v / |v|)                weight normalization (Salimans and Kingma 2016)
+
+With D the gradient of W, the gradient of v in a normalized layer is P (s C D): s = γ / √(var v + ε) or g / |v|
+multiplies a filter, C takes its mean off (standardization only), and P = I - u uᵀ projects every filter on what is
+orthogonal to u, itself. s and C belong to outputs and inputs, so a Kronecker product has them; it leaves out P, which
+takes one of a filter's dimensions. The proof has P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ELEMENTWISE: Mapping[str, Callable[..., Tensor]] = {
+    "exp": torch.exp,
+    "expm1": torch.exp,
+    "log": torch.reciprocal,
+    "log1p": lambda x: 1 / (1 + x),
+    "sqrt": lambda x: 0.5 * x.rsqrt(),
+    "square": lambda x: 2 * x,
+    "abs": torch.sign,
+    "tanh": lambda x: 1 - torch.tanh(x) ** 2,
+    "sigmoid": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
+    "softplus": torch.sigmoid,
+    "relu": lambda x: (x > 0).to(x),
+    "clamp": lambda x, low=None, high=None: between(x, low, high),
+}
+STANDARDIZED, UNIT = "standardized", "unit"
+NORMALIZED = (STANDARDIZED, UNIT)
+
+
+def between(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    inside = torch.ones_like(x, dtype=torch.bool)
+    inside = inside if low is None else inside & (x >= low)
+    inside = inside if high is None else inside & (x <= high)
+    return inside.to(x)
+
+
+def slope(name: str, value: Tensor, factor: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
+    """What multiplies the gradient on its way through a function of `value`; shaped as `value`.
+
+    factor: γ or g, one a slice; settings: (dim, ε) of a normalization, else the further arguments.
+    """
+    if name not in NORMALIZED:
+        return ELEMENTWISE[name](value, *settings)
+    by = 1 / spread_of(name, value, *settings)
+    return (by if factor is None else by * factor.reshape(by.shape)).expand_as(value)
+
+
+def spread_of(name: str, value: Tensor, dim: int, eps: float) -> Tensor:
+    """√(var v + ε) or |v|, of every slice along `dim`."""
+    others = [other for other in range(value.dim()) if other != dim]
+    if name == STANDARDIZED:
+        return (value.var(others, unbiased=False, keepdim=True) + eps).sqrt()
+    length: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True)
+    return length
+
+
+def projected(name: str, gradient: Tensor, value: Tensor, dim: int, eps: float) -> Tensor:
+    """P of a gradient, slice by slice along `dim`; both in the shape of the parameter."""
+    others = [other for other in range(value.dim()) if other != dim]
+    spread = spread_of(name, value, dim, eps)
+    if name == STANDARDIZED:
+        u = (value - value.mean(others, keepdim=True)) / spread
+        return gradient - u * (u * gradient).mean(others, keepdim=True)
+    u = value / spread
+    return gradient - u * (u * gradient).sum(others, keepdim=True)

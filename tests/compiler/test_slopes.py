@@ -1,0 +1,70 @@
+"""Slopes and projections of functions of parameters, held to autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfac_fx.passes.slopes import ELEMENTWISE, STANDARDIZED, UNIT, projected, slope
+
+POSITIVE = ("log", "log1p", "sqrt")
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_slopes_of_every_element_are_derivatives(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, dtype=torch.float64)
+    x = (x.abs() + 0.1 if name in POSITIVE else x).requires_grad_()
+    settings: tuple[Any, ...] = (-0.4, 0.5) if name == "clamp" else ()
+    function = getattr(torch, name, None) or getattr(F, name)
+    (wanted,) = torch.autograd.grad(function(x, *settings).sum(), x)
+    torch.testing.assert_close(slope(name, x.detach(), None, settings), wanted)
+
+
+@pytest.mark.parametrize("settings", [(None, 0.5), (-0.4, None)])
+def test_a_clamp_may_have_one_end(settings: tuple[float | None, ...]) -> None:
+    x = torch.linspace(-1, 1, 9, requires_grad=True)
+    (wanted,) = torch.autograd.grad(torch.clamp(x, *settings).sum(), x)
+    torch.testing.assert_close(slope("clamp", x.detach(), None, settings), wanted)
+
+
+def standardized(v: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return F.batch_norm(v, None, None, gain, training=True, eps=eps)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_the_gradient_through_a_standardization(eps: float) -> None:
+    """P (s C D), of an ε that matters, too."""
+    torch.manual_seed(0)
+    v, gain = torch.randn(1, 4, 6, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    outer = torch.randn(1, 4, 6, dtype=torch.float64)
+    v.requires_grad_()
+    (wanted,) = torch.autograd.grad((standardized(v, gain, eps) * outer).sum(), v)
+    v = v.detach()
+    centered = outer - outer.mean(-1, keepdim=True)
+    found = projected(STANDARDIZED, slope(STANDARDIZED, v, gain, (1, eps)) * centered, v, 1, eps)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_the_gradient_through_a_weight_normalization(dim: int) -> None:
+    torch.manual_seed(0)
+    v, outer = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    v.requires_grad_()
+    g = torch.rand([size if n == dim else 1 for n, size in enumerate(v.shape)], dtype=torch.float64)
+    (wanted,) = torch.autograd.grad((torch._weight_norm(v, g, dim) * outer).sum(), v)
+    v = v.detach()
+    found = projected(UNIT, slope(UNIT, v, g, (dim, 0.0)) * outer, v, dim, 0.0)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_projection_takes_one_dimension_of_every_slice() -> None:
+    torch.manual_seed(0)
+    v, gradient = torch.randn(2, 4, 6, dtype=torch.float64)
+    once = projected(UNIT, gradient, v, 0, 0.0)
+    torch.testing.assert_close(projected(UNIT, once, v, 0, 0.0), once)
+    torch.testing.assert_close((once * v).sum(1), torch.zeros(4, dtype=torch.float64))

@@ -1,0 +1,101 @@
+"""Factors of parameters behind functions, from their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import kfac_fx
+from tests.zoo.reparametrized import StandardizedConv
+
+
+@pytest.fixture(autouse=True)
+def _double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def recorded(model: nn.Module, x: Tensor) -> tuple[kfac_fx.FisherEstimator, Tensor]:
+    """The estimator after one batch with the targets zero, and the gradient of the loss for the output."""
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
+    output = model(x).detach()
+    estimator.update_covariances(x, targets=torch.zeros_like(output))
+    return estimator, 2 * output
+
+
+def test_factors_of_a_standardized_convolution() -> None:
+    """A: patches without their mean; G: gradients times γ / √(var + ε)."""
+    torch.manual_seed(0)
+    model, x = StandardizedConv(2, 3, 2, gain=True), torch.randn(5, 2, 4, 4)
+    estimator, gradient = recorded(model, x)
+    block = estimator.blocks["weight",]
+    assert block.registration.reason is not None and "projection" in block.registration.reason
+    patches = F.unfold(x, 2).mT.flatten(0, 1)
+    patches = patches - patches.mean(1, keepdim=True)
+    torch.testing.assert_close(block.factors["A"].value[0], patches.mT @ patches / len(patches))
+    assert model.gain is not None
+    scale = 0.3 * model.gain.flatten() / (model.weight.flatten(1).var(1, unbiased=False) + 1e-6).sqrt()
+    rows = gradient.flatten(2).mT.flatten(0, 1) * scale.detach()
+    torch.testing.assert_close(block.factors["G"].value[0], rows.mT @ rows / len(rows))
+
+
+def test_factors_of_a_normalized_weight() -> None:
+    torch.manual_seed(0)
+    model, x = weight_norm(nn.Linear(4, 3)), torch.randn(5, 4)
+    parameters = dict(model.named_parameters())
+    g, v = (parameters[f"parametrizations.weight.original{n}"] for n in range(2))
+    with torch.no_grad():
+        g.mul_(1.7)
+    estimator, gradient = recorded(model, x)
+    block = estimator.blocks["parametrizations.weight.original1",]
+    torch.testing.assert_close(block.factors["A"].value[0], x.mT @ x / 5)
+    rows = gradient * (g.flatten() / v.norm(dim=1)).detach()
+    torch.testing.assert_close(block.factors["G"].value[0], rows.mT @ rows / 5)
+
+
+def test_the_block_is_that_of_the_gradients_but_for_the_projection() -> None:
+    """Of one case without weight sharing, where K-FAC is exact."""
+    torch.manual_seed(0)
+    model, x = weight_norm(nn.Linear(4, 3)), torch.randn(1, 4)
+    estimator, _ = recorded(model, x)
+    v = dict(model.named_parameters())["parametrizations.weight.original1"]
+    (gradient,) = torch.autograd.grad((model(x) ** 2).sum(), v)
+    u = (v / v.norm(dim=1, keepdim=True)).detach()
+    projection = torch.block_diag(*(torch.eye(4) - torch.outer(row, row) for row in u))
+    block = estimator.blocks["parametrizations.weight.original1",].full_fisher_block()
+    exact = torch.outer(gradient.flatten(), gradient.flatten())
+    torch.testing.assert_close(projection @ block @ projection, exact)
+    assert not torch.allclose(block, exact)
+
+
+@pytest.mark.parametrize("asked", ["full", "diagonal", "kron_sua"])
+def test_only_kronecker_products_leave_the_projection_out(asked: str) -> None:
+    model = StandardizedConv(2, 3, 2, gain=False)
+    net = kfac_fx.compile(model, (torch.randn(5, 2, 4, 4),), loss="normal", approximations={"weight": asked})
+    (one,) = (one for one in net.registrations if one.parameters == ("weight",))
+    assert one.approximation == "kron" and one.reason is not None and f"so not {asked!r}" in one.reason
+
+
+def test_a_sloped_weight_may_be_tied_and_transposed() -> None:
+    """An autoencoder whose decoder is the encoder's normalized weight transposed."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = weight_norm(nn.Linear(4, 3, bias=False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.encoder.weight
+            return torch.tanh(F.linear(x, weight)) @ weight
+
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Tied(), (torch.randn(5, 4),), loss="normal")
+    (one,) = (one for one in net.registrations if not one.generic)
+    assert [use.transposed for use in one.uses].count(True) == 1 and one.approximation == "kron_indep"

@@ -1,0 +1,104 @@
+"""Parameters behind functions: gates, standardized convolutions, weight normalization."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from .case import Case, Expected, linear
+from .dense import batch
+
+
+class Gates(nn.Module):
+    """A function of every element of a gain, before it multiplies or shifts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.rate = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(4))
+        self.gate, self.floor, self.size = (nn.Parameter(torch.randn(4)) for _ in range(3))
+        self.norm, self.linear = nn.LayerNorm(4, elementwise_affine=False), nn.Linear(4, 4, bias=False)
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.temperature.clamp(max=4.6).exp()
+        x = self.norm(x * -torch.exp(0.5 * self.rate)) * F.softplus(self.size)
+        x = torch.sigmoid(2 * self.gate - 1).view(1, -1, 1) * x.mT + self.floor.abs().unsqueeze(-1)
+        return F.linear(x.mT, self.linear.weight, torch.tanh(self.bias))
+
+
+GATES: tuple[Expected, ...] = (
+    *(("scale_and_shift", (name,), 1) for name in ("temperature", "rate", "size", "gate", "floor")),
+    linear("linear", bias=False),
+    ("linear", ("bias",), 1),
+)
+
+
+class StandardizedConv(nn.Conv2d):
+    """As in NFNets, with a gain; without one as in BiT."""
+
+    def __init__(self, channels: int, filters: int, kernel: int, *, gain: bool, groups: int = 1) -> None:
+        super().__init__(channels, filters, kernel, groups=groups)
+        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5) if gain else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        filters = self.weight.reshape(1, self.out_channels, -1)
+        gain = None if self.gain is None else (0.3 * self.gain).view(-1)
+        weight = F.batch_norm(filters, None, None, weight=gain, training=True, momentum=0.0, eps=1e-6)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias, self.stride, self.padding, 1, self.groups)
+
+
+class Standardized(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            StandardizedConv(3, 6, 3, gain=True),
+            nn.GELU(),
+            StandardizedConv(6, 6, 3, gain=True, groups=2),
+            nn.GELU(),
+            StandardizedConv(6, 4, 1, gain=False),
+            nn.Flatten(2),
+        )
+
+
+class WeightNorm(nn.Module):
+    """Filter by filter, and by position in the kernel, as the position embedding of wav2vec 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = weight_norm(nn.Linear(4, 6))
+        self.conv = weight_norm(nn.Conv1d(6, 6, 3, padding=1, groups=2), dim=2)
+        self.head = spectral_norm(nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.conv(torch.tanh(self.linear(x)).mT).mT))
+        return y
+
+
+CASES = (
+    Case("gates", Gates, lambda: batch(3, 5, 4), GATES),
+    Case(
+        "standardized",
+        Standardized,
+        lambda: batch(3, 3, 8, 8),
+        (
+            *(("conv2d", (f"{n}.{name}",), 1) for n in (0, 2) for name in ("weight", "bias")),
+            *(("conv2d", (f"4.{name}",), 1) for name in ("weight", "bias")),
+        ),
+        generic=("0.gain", "2.gain"),
+    ),
+    Case(
+        "weight_norm",
+        WeightNorm,
+        lambda: batch(3, 5, 4),
+        (
+            *(("linear", (f"linear.{name}",), 1) for name in ("parametrizations.weight.original1", "bias")),
+            *(("conv1d", (f"conv.{name}",), 1) for name in ("parametrizations.weight.original1", "bias")),
+        ),
+        generic=(
+            *(f"{name}.parametrizations.weight.original0" for name in ("linear", "conv")),
+            "head.bias",
+            "head.parametrizations.weight.original",
+        ),
+    ),
+)
