@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from examples import influence, own_layer, shared_weights
+from examples import influence, own_layer, recurrent, shared_weights
 
 
 def test_shared_weights_are_registered_once_with_all_their_uses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,3 +29,14 @@ def test_a_layer_of_ones_own_is_structured(capsys: pytest.CaptureFixture[str]) -
 
 def test_influence_points_at_the_wrong_label() -> None:
     assert int(influence.main().argmax()) == 0
+
+
+def test_three_approximations_read_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    results = recurrent.main(steps=8, width=8, batch=128, seeds=1)
+    assert [one.approximation for one in results] == ["kron_indep", "kron_series_1", "kron_series_2"]
+    assert all(one.loss < 2.2 for one in results)  # guessing costs log 10 = 2.3
+    assert len({one.loss for one in results}) == 3
+    table = capsys.readouterr().out
+    assert "a linear layer at each of 8 steps of lstm" in table
+    assert [line.split()[0] for line in table.splitlines()[-3:]] == list(recurrent.APPROXIMATIONS)
