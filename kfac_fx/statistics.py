@@ -36,7 +36,8 @@ class Rows:
     x: [N, S, g, i] floats without the bias column, or ids [N, S]; N = 1: shared by all cases.
     d: [N, S, g, o].
     matrix: (g, o, i) with the bias column.
-    kept: [N, S], which rows there are; x and d are zero, or -1, where it is false. None: all.
+    kept: [N, S], which rows there are, or [N, S, g], which are in which group; x and d are zero, or -1, where it is
+        false. None: all.
     """
 
     x: Tensor
@@ -48,6 +49,11 @@ class Rows:
     @property
     def ids(self) -> bool:
         return not self.x.is_floating_point()
+
+    @property
+    def apart(self) -> bool:
+        """Whether every group has rows of its own."""
+        return self.kept is not None and self.kept.dim() == 3
 
     @property
     def repeats(self) -> int:
@@ -74,8 +80,8 @@ def canonical(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, kept:
 
 
 def masked(rows: Tensor, kept: Tensor, empty: int) -> Tensor:
-    """`rows` [N, S, ...], and `empty` where `kept` [N, S] is false."""
-    return torch.where(kept[(..., *(None,) * (rows.dim() - 2))], rows, empty)
+    """`rows` [N, S, ...], and `empty` where `kept` [N, S] or [N, S, g] is false."""
+    return torch.where(kept[(..., *(None,) * (rows.dim() - kept.dim()))], rows, empty)
 
 
 @dataclass(frozen=True)
@@ -113,22 +119,29 @@ def statistic(shape: Callable[[int, int, int, int], Shape]) -> Callable[[Callabl
 
 @statistic(shape=lambda g, o, i, n: ())
 def count(rows: Rows) -> Tensor:
+    return number(rows)
+
+
+def number(rows: Rows) -> Tensor:
+    """Of rows, those of all groups together where every group has its own."""
     if rows.ids and not rows.bias:
         return (rows.x >= 0).sum().to(rows.d.dtype) * rows.repeats
     if rows.kept is not None:
-        return rows.kept.sum().to(rows.d.dtype)
+        return rows.kept.flatten(2).any(-1).sum().to(rows.d.dtype) if rows.apart else rows.kept.sum().to(rows.d.dtype)
     return rows.d.new_full((), rows.d.shape[0] * rows.d.shape[1])
 
 
 @statistic(shape=lambda g, o, i, n: (g, i, i))
 def A(rows: Rows) -> Tensor:
     body = torch.diag_embed(squares(rows)) if rows.ids else gram(rows.x.flatten(0, 1)) * rows.repeats
-    return bordered(body, total(rows), corner(rows)) if rows.bias else body
+    whole = bordered(body, total(rows), corner(rows)) if rows.bias else body
+    return whole * upscale(rows)[:, None, None] if rows.apart else whole
 
 
 @statistic(shape=lambda g, o, i, n: (g, i))
 def A_diag(rows: Rows) -> Tensor:
-    return torch.cat([squares(rows), corner(rows).unsqueeze(-1)], dim=-1) if rows.bias else squares(rows)
+    whole = torch.cat([squares(rows), corner(rows).unsqueeze(-1)], dim=-1) if rows.bias else squares(rows)
+    return whole * upscale(rows)[:, None] if rows.apart else whole
 
 
 @statistic(shape=lambda g, o, i, n: (g, o, o))
@@ -158,8 +171,14 @@ def corner(rows: Rows) -> Tensor:
     """Σ 1 over the rows, [g]; `count` is over the gradient rows, which are others where rows are pixels."""
     g = rows.matrix[0]
     if rows.kept is not None:
-        return rows.kept.sum().to(rows.d.dtype).expand(g)
+        return rows.kept.sum((0, 1)).to(rows.d.dtype) if rows.apart else rows.kept.sum().to(rows.d.dtype).expand(g)
     return rows.d.new_full((g,), rows.repeats * rows.x.shape[0] * rows.x.shape[1])
+
+
+def upscale(rows: Rows) -> Tensor:
+    """All rows by the rows of each group, [g]: with it the mean over all rows is the mean over the group's own, and
+    `c A ⊗ G` has the share of the group once, in G, and not twice."""
+    return number(rows) / corner(rows).clamp(min=1)
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .elements import expand_masks, mark_tables, note_elements
+from .experts import route
 from .inplace import functional, sequence
 from .ir import Program
 from .labels import has_effect
@@ -44,6 +45,7 @@ def normalize(program: Program) -> Program:
     functional(graph)
     sequence(graph)
     respell(graph)
+    route(graph)
     order_operands(graph, program.parameters)
     expand_masks(graph, program.parameters)
     mark_tables(graph, program.parameters)

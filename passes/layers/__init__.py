@@ -1,11 +1,12 @@
 """One declaration a layer, a file a family. `LAYERS` is all of them; a user's own join by `collect`."""
 
-from . import conv, elementwise, embedding, linear, norm
+from . import conv, elementwise, embedding, experts, linear, norm
 from .declaration import Form, Layer, collect, composite, layer
 from .rows import as_rows, by_group
 
 LAYERS: dict[str, Layer] = collect(
     linear.linear,
+    experts.experts,
     conv.conv1d,
     conv.conv2d,
     conv.conv3d,

@@ -21,7 +21,7 @@ FLOORS = [
     # Tools that several passes share.
     "passes.approximation passes.cells passes.holder passes.labels passes.masks passes.pytree "
     "passes.recurrent passes.writer",
-    "passes.border passes.elements passes.spelling passes.watch",
+    "passes.border passes.elements passes.experts passes.spelling passes.watch",
     "passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.

@@ -100,6 +100,31 @@ def test_statistic_is_its_definition(name: str, form: str, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_groups_with_rows_of_their_own_have_means_of_their_own(name: str, bias: bool) -> None:
+    """A over all rows is the mean over the group's; the rest are sums over the group's rows, as ever."""
+    torch.manual_seed(0)
+    case = make(randn(4, 3, 5, 2), 5, 3, bias)
+    kept = torch.rand(4, 3, 5) < 0.4
+    kept[..., 0] = False
+    computed = STATISTICS[name].compute(*case.arguments, kept)
+    rows = kept.any(-1).sum()
+    if name == "count":
+        return torch.testing.assert_close(computed, rows.double())
+    alone = []
+    for group in range(5):
+        own = make(case.rows[:, :, group : group + 1], 1, 3, bias)
+        own.grad_rows = case.grad_rows[:, :, group : group + 1]
+        share = kept[..., group].sum().clamp(min=1)
+        alone.append(defined(name, own, kept[..., group]) * (rows / share if name.startswith("A") else 1))
+    joined = torch.block_diag(*alone) if name == "outer" else torch.cat(alone, dim=1 if name == "per_case" else 0)
+    if name == "outer":  # gradients of two groups of one case meet, too
+        inside = torch.block_diag(*(torch.ones_like(one) for one in alone)).bool()
+        computed = torch.where(inside, computed, 0)
+    torch.testing.assert_close(computed, joined)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", STATISTICS)
 def test_what_is_padding_enters_nothing(name: str, form: str, bias: bool) -> None:
