@@ -37,8 +37,8 @@ def choose(
     chosen = asked or default
     reason: str | None = None
     if chosen in PER_CASE and not all(cases_apart(program, use) for use in uses):
-        why = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
-        reason = f"{why} at its output, so not {chosen!r}"
+        how = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
+        reason = f"{how} at its output, so not {chosen!r}"
         chosen = "kron"
     if any(one.name in NORMALIZED for use in uses for one in use.slopes):
         reason = "its filters are normalized: without the projection of their gradients that this makes"

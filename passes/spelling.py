@@ -57,6 +57,7 @@ SPELLED_OUT: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "use_input_stats": True, "momentum": 0.1, "eps": 1e-5,
         },
     ),
+    "bilinear": (F.bilinear, {"input1": REQUIRED, "input2": REQUIRED, "weight": REQUIRED, "bias": None}),
     "addmm": (torch.addmm, {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED}),
     "matmul": (torch.matmul, {"input": REQUIRED, "other": REQUIRED}),
     "cross_entropy": (

@@ -1,11 +1,12 @@
 """One declaration a layer, a file a family. `LAYERS` is all of them; a user's own join by `collect`."""
 
-from . import conv, elementwise, embedding, experts, linear, norm
+from . import bilinear, conv, elementwise, embedding, experts, linear, norm
 from .declaration import Form, Layer, collect, composite, layer
 from .rows import as_rows, by_group
 
 LAYERS: dict[str, Layer] = collect(
     linear.linear,
+    bilinear.bilinear,
     experts.experts,
     conv.conv1d,
     conv.conv2d,
@@ -26,6 +27,7 @@ LAYERS: dict[str, Layer] = collect(
     norm.batch_norm,
     norm.instance_norm,
     elementwise.scale_and_shift,
+    elementwise.prelu,
 )
 
 __all__ = ["LAYERS", "Form", "Layer", "as_rows", "by_group", "collect", "composite", "layer"]

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ir import Attrs
+from ..matrix import Shape
 from .declaration import layer
 from .rows import ELEMENTWISE, by_group, elements, written
 
@@ -153,3 +154,25 @@ def addcmul(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
 @scale_and_shift.form(example=written(lambda x, w, b: torch.addcmul(b, w, x), (4, 7, 5), w=(5,), b=(5,)))
 def addcmul_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addcmul(bias, weight, x)
+
+
+# --- of the negative part only --------------------------------------------------------------------------------------
+
+
+def slopes(weight: Shape, x: Tensor) -> Shape:
+    """The shape that the slopes of channels, or the one of all, broadcast with."""
+    return (*weight, *(1,) * (x.dim() - 2)) if weight != (1,) else weight
+
+
+@layer(
+    rows=lambda x, attrs: by_group(x.clamp(max=0).unsqueeze(-1), slopes(attrs["weight"], x)),
+    grad_rows=lambda dy, attrs: by_group(dy.unsqueeze(-1), slopes(attrs["weight"], dy)),
+    example=(
+        lambda: (nn.PReLU(4), torch.randn(3, 4)),
+        lambda: (nn.PReLU(4), torch.randn(3, 4, 5, 2)),
+        lambda: (nn.PReLU(), torch.randn(3, 4, 5)),
+    ),
+    **ELEMENTWISE,
+)
+def prelu(x: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.prelu(x, weight)

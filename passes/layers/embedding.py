@@ -98,6 +98,61 @@ def positions_added(
     return base + F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
+# --- looked up by an index ------------------------------------------------------------------------------------------
+
+
+def places(ids: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ...] -> [N, S], counted from the front."""
+    return torch.remainder(torch.atleast_1d(ids).unsqueeze(1).flatten(1), attrs["weight"][0])
+
+
+def entries(dy: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ..., *entry] -> [N, S, o]"""
+    return as_rows(dy.reshape(*dy.shape[: dy.dim() + 1 - len(attrs["weight"])], -1), attrs)
+
+
+def flat_entries(weight: Layout, attrs: Attrs) -> Layout:
+    number, *entry = weight.result
+    return weight.reshape((1, number, math.prod(entry))).permute((0, 2, 1))
+
+
+INDEXED: dict[str, Any] = {
+    "rows": places,
+    "grad_rows": entries,
+    "where": lambda attrs: len(attrs["weight"]) > 0,
+    "layouts": {"weight": flat_entries},
+}
+
+
+@embedding.form(
+    **INDEXED,
+    example=(
+        lambda: (Written(lambda x, w: w[x], {"w": (5, 3)}), ids(4, 7) - 5),
+        lambda: (Written(lambda x, w: w[x], {"w": (5, 2, 3)}), ids(4)),
+        lambda: (Written(lambda x, w: w[x], {"w": (5,)}), ids(4, 7)),
+    ),
+)
+def indexed(ids: Tensor, *, weight: Tensor) -> Tensor:
+    return weight[ids]
+
+
+@embedding.form(
+    **INDEXED,
+    example=lambda: (Written(lambda x, w: torch.ops.aten.index.Tensor(w, [x]), {"w": (5, 3)}), ids(4, 7)),
+)
+def indexed_as_exported(ids: Tensor, *, weight: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten.index.Tensor(weight, [ids])
+    return found
+
+
+@embedding.form(
+    **INDEXED,
+    example=lambda: (Written(lambda x, w: torch.index_select(w, 0, x), {"w": (5, 2, 3)}), ids(4)),
+)
+def index_selected(ids: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.index_select(weight, 0, ids)
+
+
 # --- a table that is data itself ------------------------------------------------------------------------------------
 
 

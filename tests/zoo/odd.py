@@ -174,26 +174,41 @@ class Elementwise(nn.Module):
         return y
 
 
-class Prelu(nn.Module):
-    """A layer that only the user knows."""
+class Mixed(nn.Module):
+    """With a layer that only the user knows: a mixture of two functions, learned for every channel."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.act, self.head = nn.Linear(5, 4), nn.PReLU(4), nn.Linear(4, 3)
+        self.inner, self.mix, self.head = nn.Linear(5, 4), parameter(4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.act(self.inner(x)))
+        h = self.inner(x)
+        y: Tensor = self.head(torch.lerp(torch.tanh(h), torch.relu(h), self.mix))
         return y
 
 
 @layer(
-    rows=lambda x, attrs: x.clamp(max=0).unsqueeze(1).unsqueeze(-1),  # [N, C] -> [N, 1, C, 1]
+    rows=lambda x, attrs: (attrs["end"] - x).unsqueeze(1).unsqueeze(-1),  # [N, C] -> [N, 1, C, 1]
     grad_rows=lambda dy, attrs: dy.unsqueeze(1).unsqueeze(-1),
     layouts={"weight": "g -> g 1 1"},
-    example=lambda: (nn.PReLU(4), torch.randn(3, 4)),
+    example=lambda: (Mixed(), torch.randn(3, 5)),
 )
-def prelu(x: Tensor, *, weight: Tensor) -> Tensor:
-    return torch.prelu(x, weight)
+def mixture(x: Tensor, end: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.lerp(x, end, weight)
+
+
+class Rare(nn.Module):
+    """Layers that few models have: slopes, products of two inputs, a table that data index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.slopes, self.slope = nn.Linear(5, 4), nn.PReLU(4), nn.PReLU()
+        self.products, self.table = nn.Bilinear(4, 4, 3), parameter(6, 3)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        h = self.inner(x)
+        y: Tensor = self.products(self.slopes(h), self.slope(-h)) * self.table[ids]
+        return y
 
 
 def of_several_outputs(outputs: Mapping[str, Tensor]) -> Any:
@@ -297,10 +312,22 @@ CASES = (
     ),
     Case(
         "own_layer",
-        Prelu,
+        Mixed,
         lambda: batch(5, 5),
-        (linear("inner"), affine("prelu", "act", bias=False), linear("head")),
-        layers=(prelu,),
+        (linear("inner"), ("mixture", ("mix",), 1), linear("head")),
+        layers=(mixture,),
+    ),
+    Case(
+        "rare",
+        Rare,
+        lambda: (*batch(5, 5), torch.randint(6, (5,))),
+        (
+            linear("inner"),
+            affine("prelu", "slopes", bias=False),
+            affine("prelu", "slope", bias=False),
+            affine("bilinear", "products"),
+            ("embedding", ("table",), 1),
+        ),
     ),
     Case("evaluated", lambda: mlp().eval(), lambda: batch(5, 6), (linear("0"), linear("2", bias=False), linear("4"))),
 )
