@@ -62,6 +62,7 @@ class FisherEstimator(BlockDiagonalFisher):
         compute_cholesky: bool = False,
         compute_cholesky_inverse: bool = False,
         compute_params_stats: bool = False,
+        batch_size: int | None = None,
         fraction: float = 1.0,
         seed: int | None = None,
         memory: int | None = None,
@@ -80,6 +81,7 @@ class FisherEstimator(BlockDiagonalFisher):
                 coordinate of the outputs; the last two with "_GGN" for the generalized Gauss-Newton matrix.
             compute_cholesky, compute_cholesky_inverse: keep what `multiply_cholesky` and its inverse need.
             compute_params_stats: keep `params_stats`.
+            batch_size: how many cases every batch must have, all of its micro-batches and towers together; None: any.
             fraction: the part of every batch that is recorded.
             seed: of the sampled targets and signs; None: torch's own generator.
             memory: bytes that the exact modes may take for a chunk of their sources; None: 1 GiB.
@@ -115,6 +117,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
         self._options |= {} if memory is None else {"memory": memory}
         self._pending_gradients: dict[str, Tensor] = {}
+        self.batch_size = batch_size
         self.params_stats: dict[str, Tensor] = {}
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
@@ -174,9 +177,13 @@ class FisherEstimator(BlockDiagonalFisher):
         """Average what was accumulated into all factors, as one batch; nothing happens if there is nothing.
 
         decay: None for cov_ema_decay. accept: a 0-d bool tensor; where False, the sums are dropped.
+
+        Raises ValueError for a batch that is not of `batch_size` cases.
         """
         if not self._pending:
             return
+        if self.batch_size is not None and self._pending_cases != self.batch_size:
+            raise ValueError(f"a batch of {self._pending_cases} cases was recorded, and batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
         with full_precision():
             for group in self.groups:

@@ -261,6 +261,17 @@ def test_moments_must_cover_every_registration() -> None:
         FisherEstimator(net).accumulate(moments)
 
 
+def test_a_batch_of_another_size_than_promised_is_refused() -> None:
+    net = deep()
+    est = FisherEstimator(net, batch_size=6)
+    for moments in parts(net, batch(6), [1, 3, 2]):
+        est.accumulate(moments)
+    est.fold()
+    est.accumulate(net.record((batch(5),), {}, mode="exact"))
+    with pytest.raises(ValueError, match=r"a batch of 5 cases was recorded, and batch_size=6\."):
+        est.fold()
+
+
 def test_only_the_chosen_variables_are_estimated() -> None:
     net, x = deep(), batch()
     est = FisherEstimator(net, variables=["0.weight", "0.bias", "5.bias", "5.weight"])

@@ -1,0 +1,121 @@
+"""Every class of Fisher block, as a `LayerCollection` makes it, with all of its products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kfac_fx
+from kfac_fx import LayerCollection
+from kfac_fx.fisher_blocks import FisherBlock
+from tests.runtime.collections_of_toys import collection
+from tests.runtime.test_layer_collection import SHAPES, everything
+
+DAMPING = 0.3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def lc() -> LayerCollection:
+    """Thirteen blocks of eleven classes on one batch."""
+    torch.manual_seed(0)
+    x = torch.randint(0, 7, (6, 32)).double() / 1.5
+    made = collection(everything, x, **SHAPES)
+    made.register_conv2d(("c1", "c1b"), 1, 1, None, "conv2d")
+    made.register_conv2d("c2", 1, 0, None, "conv2d_1", approx="diagonal")
+    made.register_depthwise_conv2d("dw", None, "conv2d_2", approx="kron")
+    made.register_conv2d("pw", 1, 0, None, "conv2d_3", approx="kron_sua")
+    made.register_convolution("c3", None, "conv1d")
+    made.register_fully_connected(("w1", "b1"), None, "add", approx="kron_both_diag")
+    made.register_fully_connected("w2", "tanh", "matmul_1", approx="diagonal")
+    made.register_scale_and_shift(("scale", "shift"), "matmul_1", "add_1")
+    made.register_fully_connected_multi("w3", None, ["matmul_2", "matmul_3"])
+    made.register_embedding("emb", None, "embedding")
+    made.register_embedding_multi("emb2", None, ["embedding_1", "embedding_2"])
+    made.register_generic("g1")
+    made.register_generic("g2", approx="full")
+    made.register_categorical_predictive_distribution("add_5")
+    est = kfac_fx.FisherEstimator(
+        made, estimation_mode="exact", damping=DAMPING, exps=(-1, 0.5, -0.5), compute_cholesky=True,
+        compute_cholesky_inverse=True,
+    )  # fmt: skip
+    est.update_covariances(x)
+    est.update_inverses()
+    return made
+
+
+KEYS = (("c1", "c1b"), "c2", "dw", "pw", "c3", ("w1", "b1"), "w2", ("scale", "shift"), "w3", "emb", "emb2", "g1", "g2")
+
+
+@pytest.fixture(params=KEYS, ids=[str(key) for key in KEYS])
+def block(lc: LayerCollection, request: pytest.FixtureRequest) -> FisherBlock:
+    return lc.fisher_blocks[request.param]
+
+
+def vector(block: FisherBlock) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    parameters = block.layer_collection.parameters
+    return {name: torch.randn(parameters[name].shape, generator=generator) for name in block.params}
+
+
+def close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(dict(one), dict(other))
+
+
+def test_products_and_powers_belong_together(block: FisherBlock) -> None:
+    v = vector(block)
+    product, inverse = block.multiply(v), block.multiply_inverse(v)
+    close(block.multiply_inverse(product), v)
+    close(block.multiply_matpower(v, 1), product)
+    close(block.multiply_matpower(v, -1), inverse)
+    close(block.multiply_matpower(block.multiply_matpower(v, 0.5), 0.5), product)
+    close(block.multiply_matpower(block.multiply_matpower(v, -0.5), -0.5), inverse)
+
+
+def test_triangular_factors_make_the_block_and_its_inverse(block: FisherBlock) -> None:
+    v = vector(block)
+    close(block.multiply_cholesky(block.multiply_cholesky(v, transpose=True)), block.multiply(v))
+    white = block.multiply_cholesky_inverse(v)
+    close(block.multiply_cholesky_inverse(white, transpose=True), block.multiply_inverse(v))
+    close(block.multiply_cholesky(white), v)
+
+
+def test_the_product_is_that_of_the_full_block_and_the_damping(block: FisherBlock) -> None:
+    """Exactly λ I where the block is no Kronecker product; of one, the damping of both sides meets in λ, too."""
+    registration, v = block.registration, vector(block)
+    flat = torch.cat([one.flatten() for one in v.values()])
+    product, full = block.multiply(v), block.full_fisher_block()
+    if registration.matrix is not None:
+        flat = registration.matrix.pack(v).flatten()
+        product_flat = registration.matrix.pack(product).flatten()
+    else:
+        product_flat = torch.cat([one.flatten() for one in product.values()])
+    without = product_flat - full @ flat
+    if "F" in block.operator.factors:
+        torch.testing.assert_close(without, DAMPING * flat)
+    assert without @ flat >= DAMPING * flat @ flat * (1 - 1e-9)  # the cross terms are positive
+
+
+def test_a_vector_is_a_mapping_a_tuple_or_a_tensor(block: FisherBlock) -> None:
+    v = vector(block)
+    expected = block.multiply_inverse(v)
+    parts = tuple(v.values())
+    torch.testing.assert_close(block.multiply_inverse(parts), tuple(expected.values()))
+    if len(parts) == 1:
+        torch.testing.assert_close(block.multiply_inverse(parts[0]), expected[block.params[0]])
+
+
+def test_every_block_knows_its_towers_and_outputs(block: FisherBlock) -> None:
+    tensors = block.tensors_to_compute_grads()
+    assert block.num_registered_towers == 1
+    assert tensors == block.params if block.registration.generic else len(tensors) == 1
