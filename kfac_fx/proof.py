@@ -169,7 +169,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
     outputs."""
     registrations = [one for one in prover.program.registrations if not one.generic]
     with prover.isolated():
-        live = {name: value.detach().requires_grad_() for name, value in prover.live_parameters().items()}
+        live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
         probes = prover.make_probes(prover.examples(values), next(iter(live.values()), torch.empty(())))
         _, fisher = prover.call(live, prover.copied_buffers(), values, probes)
         generator = torch.Generator().manual_seed(0)
@@ -193,6 +193,15 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
         got[one.parameters] = project(one, next(statistics), live)
         bound[one.parameters] = (next(statistics).sum() * next(statistics).sum()).sqrt()
     return wanted, got, bound, fisher
+
+
+def revealing(value: Tensor) -> Tensor:
+    """Small random numbers for a parameter that is all zero, as many are at the start: there is no gradient in front of
+    it, and what is zero on both sides would prove nothing. What is proved holds for any numbers."""
+    if not value.is_floating_point() or bool(value.any()):
+        return value
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return 0.02 * noise.to(value)
 
 
 def demoted(

@@ -158,3 +158,12 @@ def test_rows_of_the_right_shape(rows: Any, grads: Any, sizes: Any) -> None:
 def test_rows_of_a_wrong_shape(rows: Any, grads: Any, sizes: Any) -> None:
     with pytest.raises(ValueError, match="rows of shape .*, wanted"):
         check_shapes(torch.zeros(rows), torch.zeros(grads), sizes)
+
+
+def test_a_head_that_starts_at_zero_hides_nothing() -> None:
+    """All gradients in front of it are zero, in rows and in autograd alike."""
+    declared = wrong(rows=lambda x, attrs: 2 * as_rows(x, attrs))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    nn.init.zeros_(model[2].weight)
+    assert list(proved(model, layers=(declared,)).failed) == [("0.weight", "0.bias"), ("2.weight",)]
+    assert not model[2].weight.any()
