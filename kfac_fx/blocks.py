@@ -155,7 +155,7 @@ def make_groups(
         example = parameters[one.parameters[0]]
         place = dtype or torch.promote_types(example.dtype, torch.float32), device or example.device
         kernel = one.kernel if one.approximation == SUA else None
-        series = (one.approximation, one.steps) if one.approximation in SERIES else None
+        series = one.approximation if one.approximation in SERIES else None
         return SIDES[one.approximation], kernel, series, one.generic, form_of(one, parameters).shape, place
 
     found: dict[tuple[object, ...], list[Registration]] = {}

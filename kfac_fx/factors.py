@@ -8,7 +8,8 @@ for a shared layer), the sums of `statistics` become
     F = Σ_n p_n p_nᵀ / N (full) or its diagonal, from per-case gradients p_n;
     F = g gᵀ / N (full) or its diagonal for generic parameters, from the gradient g of the summed loss.
 
-For series of uses there are A1 and G1 besides, from products of consecutive rows, also divided by M (`kfac_fx.lagged`).
+For series of uses there are A1 and G1 besides, from products of consecutive rows, also divided by M, and the number of
+such pairs, divided by N as positions are (`kfac_fx.lagged`).
 For "kron_sua" the rows of A are the input's pixels with a 1 appended, and A is their mean (`kfac_fx.sua`).
 
 Every factor is a running average of these values over batches with weights 1, decay, decay², ...: it is free of bias
@@ -183,6 +184,7 @@ def batch_values(approximation: str, sums: Mapping[str, Tensor], cases: int) -> 
             sides["A"] = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
         if approximation in SERIES:
             sides |= {name: sums[name] / spread(rows, sums[name]) for name in ("A1", "G1")}
+            sides["pairs"] = sums["pairs"] / cases
         return {**sides, "positions": sums["count"] / cases}
     if "gradient" in sums:
         g = sums["gradient"]  # [L, p], or [L, k, p] of k cotangents

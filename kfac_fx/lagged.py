@@ -1,10 +1,11 @@
-"""What series blocks need beside the statistics of single uses: second moments of the rows of consecutive uses.
+"""What series blocks need beside the statistics of single uses: sums over pairs of rows of consecutive uses.
 
-    A1  Σ r_t+1 r_tᵀ        G1  Σ d_t+1 d_tᵀ
+    A1  Σ r_t+1 r_tᵀ        G1  Σ d_t+1 d_tᵀ        pairs  Σ 1
 
 over all cases, positions and pairs of uses one step apart, the later one on the left. With `count` rows in all, and not
 one use less, in the denominator they are moments of sequences with zeros before and behind (a use without a neighbor
-has a neighbor of zeros), so that [[A, A1ᵀ], [A1, A]] has no negative eigenvalues, whatever the batch is.
+has a neighbor of zeros), so that [[A, A1ᵀ], [A1, A]] has no negative eigenvalues, whatever the batch is. A sequence has
+one pair less than it has rows, so the mean length of the sequences is count / (count - pairs).
 """
 
 from __future__ import annotations
@@ -18,24 +19,44 @@ from torch import Tensor
 from .statistics import Matrix, Rows, Shape
 
 
+@dataclass(frozen=True)
+class Lagged:
+    """`shape(matrix)` is the shape of what `compute(later, earlier)` returns; matrix: (g, o, i) with bias."""
+
+    shape: Callable[[Matrix], Shape]
+    compute: Callable[[Rows, Rows], Tensor]
+
+
 def input_lag(later: Rows, earlier: Rows) -> Tensor:
-    """A1 [g, i, i] of two uses."""
-    if later.x.shape[0] == earlier.x.shape[0]:
-        body, after, before, repeats = cross(later.x, earlier.x), later.x, earlier.x, later.repeats
-    else:
-        after, before, repeats = later.expanded(), earlier.expanded(), 1
-        body = cross(after, before)
-    if not later.bias:
-        return body * repeats
-    corner = body.new_full((*body.shape[:-2], 1, 1), before.shape[0] * before.shape[1])
-    above = torch.cat([body, after.sum((0, 1)).unsqueeze(-1)], dim=-1)
-    below = torch.cat([before.sum((0, 1)).unsqueeze(-2), corner], dim=-1)
-    return torch.cat([above, below], dim=-2) * repeats
+    if later.x.shape[0] == earlier.x.shape[0] == 1 and later.kept is None:
+        return cross(homogeneous(later), homogeneous(earlier)) * later.repeats
+    return cross(*(homogeneous(rows).expand(rows.d.shape[0], -1, -1, -1) for rows in (later, earlier)))
 
 
 def gradient_lag(later: Rows, earlier: Rows) -> Tensor:
-    """G1 [g, o, o] of two uses."""
     return cross(later.d, earlier.d)
+
+
+def pairs(later: Rows, earlier: Rows) -> Tensor:
+    if later.kept is None or earlier.kept is None:
+        return later.d.new_full((), later.d.shape[0] * later.d.shape[1])
+    return (later.kept & earlier.kept).sum().to(later.d.dtype)
+
+
+LAGGED = {
+    "A1": Lagged(lambda matrix: (matrix[0], matrix[2], matrix[2]), input_lag),
+    "G1": Lagged(lambda matrix: (matrix[0], matrix[1], matrix[1]), gradient_lag),
+    "pairs": Lagged(lambda matrix: (), pairs),
+}
+
+
+def homogeneous(rows: Rows) -> Tensor:
+    """x with the bias column, if there is one: ones, and zeros where there is no row."""
+    if not rows.bias:
+        return rows.x
+    ones = rows.x.new_ones(*rows.x.shape[:-1], 1)
+    kept = ones if rows.kept is None else ones * rows.kept[..., None, None]
+    return torch.cat([rows.x, kept], dim=-1)
 
 
 def cross(later: Tensor, earlier: Tensor) -> Tensor:
@@ -56,17 +77,3 @@ def unfolded(rows: Rows, steps: int, in_positions: bool) -> tuple[Rows, Rows]:
         Rows(x[1:].flatten(0, 1), d[1:].flatten(0, 1), rows.bias, rows.matrix),
         Rows(x[:-1].flatten(0, 1), d[:-1].flatten(0, 1), rows.bias, rows.matrix),
     )
-
-
-@dataclass(frozen=True)
-class Lagged:
-    """`shape(matrix)` is the shape of what `compute(later, earlier)` returns; matrix: (g, o, i) with bias."""
-
-    shape: Callable[[Matrix], Shape]
-    compute: Callable[[Rows, Rows], Tensor]
-
-
-LAGGED = {
-    "A1": Lagged(lambda matrix: (matrix[0], matrix[2], matrix[2]), input_lag),
-    "G1": Lagged(lambda matrix: (matrix[0], matrix[1], matrix[1]), gradient_lag),
-}

@@ -42,10 +42,17 @@ class Link(nn.Module):
         )
 
     def forward(
-        self, output: Tensor, input: Tensor, probes: Probes | None, carried: Tensor | None, earlier: Tensor | None
+        self,
+        output: Tensor,
+        input: Tensor,
+        probes: Probes | None,
+        carried: Tensor | None,
+        earlier: Tensor | None,
+        *masks: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """`output` unchanged, and the carrier for the next use. carried, earlier: the carrier and the input of the use
-        before. Raises RegistrationError if that has another shape."""
+        before; masks: which rows are no padding, of this use and that before. Raises RegistrationError if that has
+        another shape."""
         if not probes:
             return output, None
         if carried is not None and carried.shape != output.shape:
@@ -54,7 +61,7 @@ class Link(nn.Module):
                 f"{list(carried.shape)} one use before: no series of uses; let it be 'kron_indep'"
             )
         pair: tuple[Tensor, Tensor] = self.function.apply(
-            output, input, carried, earlier, *(probes[name] for name in LAGGED)
+            output, input, carried, earlier, *(probes[name] for name in LAGGED), *masks
         )
         return pair
 
@@ -67,7 +74,8 @@ def link_function(
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one link: a class of its own, that closes over functions and literals only.
 
-    Its arguments are (output, input, carrier and input of the use before or None, the probes of `LAGGED`).
+    Its arguments are (output, input, carrier and input of the use before or None, the probes of `LAGGED`, no masks or
+    those of this use and that before).
     place: (first, last, uses held in these rows one after another, and whether along their positions).
     errors: for rows that are ids, and for rows that do not hold so many uses.
     """
@@ -77,36 +85,40 @@ def link_function(
     class LinkFunction(torch.autograd.Function):
         @staticmethod
         def forward(
-            output: Tensor, input: Tensor, carried: Tensor | None, earlier: Tensor | None, *probes: Tensor
+            output: Tensor, input: Tensor, carried: Tensor | None, earlier: Tensor | None, *rest: Tensor
         ) -> tuple[Tensor, Tensor]:
             return output.view_as(output), output.new_zeros(()).expand(output.shape)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            _, input, _, earlier, *_ = inputs
-            ctx.save_for_backward(*([input] if earlier is None else [input, earlier]))
+            _, input, _, earlier, *rest = inputs
+            ctx.save_for_backward(input, input if first else earlier, *rest[len(LAGGED) :])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             output_grad, later_grad = grads
-            input, *before = ctx.saved_tensors
+            input, earlier, *masks = ctx.saved_tensors
+            kept = masks[0] if masks else None
             with torch.no_grad(), torch.autocast(output_grad.device.type, enabled=False):
-                # The uses are alike, so that one's rows can be made with the other's attributes.
-                here = canonical(*both(output_grad, input), bias, matrix)
+                here = canonical(*both(output_grad, input, *masks[:1]), bias, matrix, kept)
                 if not here.x.is_floating_point():
                     raise RegistrationError(of_ids)
-                beside = canonical(
-                    *both(output_grad if last else later_grad, before[0] if before else input), bias, matrix
-                )
-                sums: list[Tensor | None] = [None, None]
-                a, g = (LAGGED[name].compute for name in LAGGED)
+                if here.d.shape[in_positions] % steps:
+                    raise RegistrationError(uneven)
+                sums: list[Tensor | None]
+                a, g, pairs = (LAGGED[name].compute for name in LAGGED)
                 if steps > 1:
-                    if here.d.shape[in_positions] % steps:
-                        raise RegistrationError(uneven)
                     pair = unfolded(here, steps, in_positions)
-                    sums = [a(*pair), g(*pair)]
+                    sums = [a(*pair), g(*pair), pairs(*pair)]
                 else:
-                    sums = [None if first else a(here, beside), None if last else g(beside, here)]
-            return output_grad, None, None if first else output_grad, None, *sums
+                    # The uses are alike, so rows of both are made as these are; where there is no next row, its
+                    # gradient is zero.
+                    before = canonical(
+                        *both(output_grad, earlier, *masks[1:]), bias, matrix, masks[1] if masks else None
+                    )
+                    after = canonical(*both(output_grad if last else later_grad, input, *masks[:1]), bias, matrix)
+                    sums = [a(here, before), None if last else g(after, here), pairs(here, before)]
+                    sums = [None if first else sums[0], sums[1], None if first else sums[2]]
+            return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)
 
     return LinkFunction

@@ -21,6 +21,7 @@ POWER_OF_GRADIENT = {
     "A1": 0,
     "G": 2,
     "G1": 2,
+    "pairs": 0,
     "G_diag": 2,
     "square": 2,
     "outer": 2,

@@ -19,7 +19,8 @@ the block is F = N Nᵀ with N = M √w (kron_series_1) or N = (I - Ψ)⁻¹ M �
 V_0 - Ψ V_0 Ψᵀ = M (1 - μ_G μ_A) Mᵀ). N is what `multiply_cholesky` multiplies with; it is not triangular.
 
 With S positions at each use, taken to be independent as everywhere, everything is S = c / T times larger; T = 1 is
-c G ⊗ A. The eigenvalues ψ keep their sign: what alternates in time makes F smaller, not larger.
+c G ⊗ A. Of sequences of different lengths T is the mean. The eigenvalues ψ keep their sign: what alternates in time
+makes F smaller, not larger.
 """
 
 from __future__ import annotations
@@ -37,30 +38,37 @@ from kfac_fx.groups import ALL, BlockGroup, Roots
 from kfac_fx.linalg import RESCUES, Root, cholesky, damp, eigh, is_finite, spread
 from kfac_fx.passes.errors import ApproximationError
 
-KEPT = (-1.0, "cholesky", "cholesky_inverse")
+ROOTS = (-1.0, "cholesky", "cholesky_inverse")
+LONGEST = 1023  # steps that blocks are prepared for, where the first batch has fewer: ten bits of T
 
 
 class SeriesGroup(BlockGroup):
-    """Blocks of one T. Their decompositions are their own: `Inverter` leaves them alone."""
+    """Their decompositions are their own: `Inverter` leaves them alone."""
 
     def __init__(self, registrations: Sequence[Any], forms: Sequence[Any], **options: Any) -> None:
         """See BlockGroup. Raises ApproximationError for powers other than 1 and -1, which have no structure."""
         super().__init__(registrations, forms, **options)
-        if wrong := [root for root in self.roots if root not in KEPT]:
+        if wrong := [root for root in self.roots if root not in ROOTS]:
             names = "; ".join(str(one) for one in registrations)
             raise ApproximationError(
                 f"{names}: {self.approximation} has the powers 1 and -1 only, not "
                 f"{', '.join(f'{root:g}' for root in wrong)}.\nUse other `exps`, or 'kron_indep' for these parameters."
             )
-        self.steps = registrations[0].steps
+        self.longest = max(LONGEST, *(one.steps for one in registrations))
         self.decomposed = []
         blocks = len(self)
+        self.factors["pairs"] = Stack.zeros(blocks, (), self.dtype, self.device)
         for side in self.sides:
             self.factors[lagged(side)] = Stack.zeros(blocks, side.shape(self.shape), self.dtype, self.device)
         squares = [torch.zeros_like(self.factors[side.factor].moment) for side in self.sides]
         weights = torch.zeros(blocks, *self.shape, dtype=self.dtype, device=self.device)
         again = [] if self.symmetric else [torch.zeros_like(square) for square in squares]
         self.roots = {root: [one.clone() for one in (*squares, weights, *again)] for root in self.roots}
+
+    def steps(self) -> Tensor:
+        """T of every block: [L]."""
+        positions = self.positions()
+        return (positions / (positions - self.factors["pairs"].value)).round()
 
     @property
     def symmetric(self) -> bool:
@@ -75,7 +83,7 @@ class SeriesGroup(BlockGroup):
     def multiply(self, matrix: Tensor, root: Root, transpose: bool = False, members: slice = ALL) -> Tensor:
         operators = [operator[members] for operator in self.operators(root)]
         if root == 1:
-            return self.product(matrix, operators[:2], operators[2:], self.positions()[members])
+            return self.product(matrix, operators[:2], operators[2:], members)
         if root == "cholesky":
             return self.half(matrix, operators, transpose)
         if root == "cholesky_inverse":
@@ -93,24 +101,25 @@ class SeriesGroup(BlockGroup):
         operators = [lower for lower, _, _ in found] + [hat for _, hat, _ in found]
         return [operator.view(like.shape) for operator, like in zip(operators, likes * 2, strict=True)]
 
-    def product(self, matrix: Tensor, lower: Sequence[Tensor], hats: Sequence[Tensor], positions: Tensor) -> Tensor:
+    def product(self, matrix: Tensor, lower: Sequence[Tensor], hats: Sequence[Tensor], members: slice) -> Tensor:
         """F W = c/T L [Σ_d (T - |d|) Ψ̂^|d|] Lᵀ W, or c L [Σ_d Ψ̂^d] Lᵀ W with Ψ̂^-d = (Ψ̂^d)ᵀ."""
+        c, steps = (spread(one[members], matrix) for one in (self.positions(), self.steps()))
         inner = kron(lower, matrix, transpose=True)
         if self.symmetric:
-            inner = (2 * triangle(hats, inner, self.steps) - self.steps * inner) / self.steps
+            inner = 2 * triangle(hats, inner, steps, self.longest) / steps - inner
         else:
-            backward = resolvent([hat.mT for hat in hats], inner, self.steps)
-            inner = resolvent(hats, inner, self.steps) + backward - inner
-        return kron(lower, inner) * spread(positions, matrix)
+            backward = resolvent([hat.mT for hat in hats], inner, self.longest)
+            inner = resolvent(hats, inner, self.longest) + backward - inner
+        return c * kron(lower, inner)
 
     def half(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool) -> Tensor:
         """N W or Nᵀ W: M and √w, and for series 2 Ψ̃ = Eᵀ Ψ̂ E, for (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
         basis, weights, hats = operators[:2], operators[2], operators[3:]
         if transpose:
             inner = kron(basis, matrix, transpose=True)
-            return weights * (resolvent([hat.mT for hat in hats], inner, self.steps) if hats else inner)
+            return weights * (resolvent([hat.mT for hat in hats], inner, self.longest) if hats else inner)
         inner = weights * matrix
-        return kron(basis, resolvent(hats, inner, self.steps) if hats else inner)
+        return kron(basis, resolvent(hats, inner, self.longest) if hats else inner)
 
     def half_inverse(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool) -> Tensor:
         """N⁻¹ W or N⁻ᵀ W: M⁻ᵀ and 1/√w, and for series 2 (M⁻¹ Ψ)ᵀ."""
@@ -128,7 +137,7 @@ class SeriesGroup(BlockGroup):
         size = math.prod(self.shape)
         basis = torch.eye(size, dtype=self.dtype, device=self.device).view(size, *self.shape)
         roots, hats = [root for root, _ in whitened], [hat for _, hat in whitened]
-        return self.product(basis, roots, hats, self.positions()[index]).view(size, size)
+        return self.product(basis, roots, hats, slice(index, index + 1)).view(size, size)
 
     def whitened_without_damping(self, side: Side, index: int) -> tuple[Tensor, Tensor]:
         """(R = C^½, R⁺ C1 R⁺) of one block."""
@@ -180,8 +189,8 @@ class SeriesGroup(BlockGroup):
         lowers, hats = [lower for lower, _, _ in found], [hat for _, hat, _ in found]
         (left, e_left), (right, e_right) = (eigh(hat if self.symmetric else hat @ hat.mT) for hat in hats)
         products = (left.unsqueeze(-1) * right.unsqueeze(-2)).view(len(self), *self.shape)
-        w = fejer(products, self.steps) / self.steps if self.symmetric else 1 - products
-        w = w * spread(self.positions().to(w.dtype), w)
+        c, steps = (spread(one.to(products.dtype), products) for one in (self.positions(), self.steps()))
+        w = c * (fejer(products, steps) / steps if self.symmetric else 1 - products)
         fine = [one.view(len(self), -1).all(1) for _, _, one in found] + [(w > 0).flatten(1).all(1)]
         bases = (e_left, e_right)
         inverse = [solve_transposed(lower, basis) for lower, basis in zip(lowers, bases, strict=True)]

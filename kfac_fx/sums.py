@@ -54,7 +54,7 @@ def parts(total: Mapping[tuple[str, int], Tensor], name: str) -> Tensor:
 
 def joined(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
-    once, listed = ("count", "A", "A_diag", "A1"), ("per_case", "gradient")
+    once, listed = ("count", "A", "A_diag", "A1", "pairs"), ("per_case", "gradient")
     return {
         name: first if name in once else torch.stack([s[name] for s in sources]) if name in listed
         else torch.stack([s[name] for s in sources]).sum(0)

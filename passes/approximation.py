@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from .errors import ApproximationError, table
-from .ir import GENERIC, KRONECKER, SERIES, SUA, Program, Use, tensor_attrs, where
+from .ir import GENERIC, KEPT, KRONECKER, SERIES, SUA, Program, Use, tensor_attrs, where
 from .matrix import MatrixForm
 from .slopes import NORMALIZED
 
@@ -46,8 +46,8 @@ def choose(
             reason, chosen = f"{reason}, so not {chosen!r}", "kron"
     if chosen == SUA and (other := next((use for use in uses if not has_pixels(program, use)), None)):
         reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {SUA!r}", "kron"
-    if chosen in SERIES and (why := why_no_series(uses)):
-        reason, chosen = f"{why}, so not {chosen!r}", default if default in KRONECKER else "kron"
+    if chosen in SERIES and (obstacle := why_no_series(uses)):
+        reason, chosen = f"{obstacle}, so not {chosen!r}", default if default in KRONECKER else "kron"
     if len(uses) > 1 and chosen == "kron":
         chosen = "kron_indep"
     limited = narrow(chosen, matrix, program.options.dense_limit)
@@ -79,7 +79,9 @@ def why_no_series(uses: Sequence[Use], least: int = 2) -> str | None:
         return "it has one use"
     if turned := next((use for use in uses if use.transposed), None):
         return f"its use at {where(turned.output)} is transposed"
-    if more := next((use for use in uses if tensor_attrs(use)), None):
+    if free := next((use for use in uses if use.free), None):
+        return f"its gradient at {where(free.output)} is summed over cases"
+    if more := next((use for use in uses if tensor_attrs(use).keys() - {KEPT}), None):
         return f"its rows at {where(more.output)} depend on more than its input"
     if other := next((use for use in uses if kind_of(use) != kind_of(uses[0])), None):
         return f"its uses at {where(uses[0].output)} and {where(other.output)} are not alike"

@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from .holder import attribute, holder
 from .inplace import memory
-from .ir import SERIES, Program, Registration, Use, tensor_attrs
+from .ir import KEPT, SERIES, Program, Registration, Use, tensor_attrs
 from .labels import changes_memory, has_effect
 
 TapFactory = Callable[[Registration, Use], nn.Module]
@@ -133,6 +133,7 @@ def insert_links(
         uses = sorted((u for u in registration.uses if u.tower == tower), key=lambda use: order[copies[use.output]])
         carrier: fx.Node | None = None
         earlier: fx.Node | None = None
+        previous = uses[0]
         for use in uses:
             name = fresh(tap_name(registration), links)
             links[name] = make(registration, use, use is uses[0], use is uses[-1])
@@ -142,7 +143,8 @@ def insert_links(
             with graph.inserting_after(output):
                 probe = graph.create_node("call_function", operator.getitem, (probes, number), name=f"{name}_probes")
             with graph.inserting_after(probe):
-                arguments = (output, copies[use.input], probe, carrier, earlier)
+                masks = [copies[one.attrs[KEPT]] for one in (use, previous) if KEPT in one.attrs]
+                arguments = (output, copies[use.input], probe, carrier, earlier, *masks)
                 link = graph.create_node("call_module", f"links.{name}", arguments, name=f"{name}_link")
             with graph.inserting_after(link):
                 carrier = graph.create_node("call_function", operator.getitem, (link, 1), name=f"{name}_carrier")
@@ -151,7 +153,7 @@ def insert_links(
             for reader in readers:
                 reader.replace_input_with(output, linked)
             tapped[original] = linked
-            earlier = copies[use.input]
+            earlier, previous = copies[use.input], use
 
 
 def protect(graph: fx.Graph) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from kfac_fx.blocks import FisherBlock, make_block, statistics_of
 from kfac_fx.lagged import LAGGED
@@ -97,9 +97,15 @@ FORMS |= CONVOLUTIONS
 
 
 def register(form: Form, approximation: str, uses: int = 1) -> Registration:
-    use = cast(Use, SimpleNamespace(tower=0, steps=1, attrs=form.shapes))
+    use = use_of("layer", form.shapes)
     uses = STEPS if approximation in SERIES else uses
     return Registration("layer", form.matrix, tuple(form.shapes), (use,) * uses, approximation)
+
+
+def use_of(layer: str, attrs: Mapping[str, Any]) -> Use:
+    """A use that is nowhere in a graph."""
+    nowhere = cast(fx.Node, None)
+    return Use(layer, 0, nowhere, nowhere, {}, attrs, frozenset())
 
 
 def roots_of(approximation: str) -> tuple[Root, ...]:

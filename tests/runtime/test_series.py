@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -15,10 +13,10 @@ from kfac_fx.chain import fejer, resolvent, rounds, triangle
 from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import ApproximationError
-from kfac_fx.passes.ir import SERIES, Registration, Use
+from kfac_fx.passes.ir import SERIES, Registration
 from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.statistics import Rows
-from tests.runtime.fisher_cases import FORMS, dense_series, sequence_statistics, sequences, weight
+from tests.runtime.fisher_cases import FORMS, dense_series, sequence_statistics, sequences, use_of, weight
 
 ROOTS: tuple[Root, ...] = (-1.0, "cholesky", "cholesky_inverse")
 FORM = FORMS["linear with bias"]  # [3, 2] and a bias: K = 3 · 3
@@ -28,10 +26,9 @@ both = pytest.mark.parametrize("approximation", SERIES)
 
 def registered(approximation: str, steps: int, shape: tuple[int, int] | None = None) -> Registration:
     """shape: of a weight alone; None: `FORM`."""
-    uses = tuple(cast(Use, SimpleNamespace(tower=0, steps=1)) for _ in range(steps))
     form = FORM.matrix if shape is None else MatrixForm(weight(shape, "o i -> o i"), None)
     assert form is not None
-    return Registration("linear", form, form.parameters, uses, approximation)
+    return Registration("linear", form, form.parameters, (use_of("linear", {}),) * steps, approximation)
 
 
 def block_of(
@@ -156,7 +153,7 @@ def test_numbers_of_one_weight(approximation: str, expected: float) -> None:
     block = make_block(registered(approximation, 3, (1, 1)), parameters={"weight": torch.zeros(1, 1)}, damping=0.0)
     sums = {"A": 10 / 3, "A1": 5 / 6, "G": 1.208333333, "G1": 0.083333333}
     moments = {name: torch.full((1, 1, 1), 6 * value) for name, value in sums.items()}
-    block.update({**moments, "count": torch.tensor(6.0)}, 2, decay=0.0)
+    block.update({**moments, "count": torch.tensor(6.0), "pairs": torch.tensor(4.0)}, 2, decay=0.0)
     block.update_inverses()
     found = block.multiply_inverse({"weight": torch.ones(1, 1)})["weight"].item()
     assert found == pytest.approx(expected, abs=1e-6)
@@ -206,11 +203,13 @@ def test_sums_over_lags_are_the_plain_sums(steps: int) -> None:
     torch.manual_seed(steps)
     x = torch.linspace(-0.95, 0.95, 21)
     plain = sum((steps - abs(d)) * x ** abs(d) for d in range(1 - steps, steps))
-    torch.testing.assert_close(fejer(x, steps), plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(fejer(x, torch.tensor(float(steps))), plain, rtol=1e-12, atol=1e-12)
     hats = [torch.randn(size, size) / 3 for size in (2, 3)]
     w = torch.randn(2, 3)
     terms = [torch.linalg.matrix_power(hats[0], d) @ w @ torch.linalg.matrix_power(hats[1], d).mT for d in range(steps)]
-    torch.testing.assert_close(triangle(hats, w, steps), sum((steps - d) * term for d, term in enumerate(terms)))
+    t = torch.tensor(float(steps))
+    for longest in (steps, 31):
+        torch.testing.assert_close(triangle(hats, w, t, longest), sum((steps - d) * x for d, x in enumerate(terms)))
 
 
 @pytest.mark.parametrize("steps", [2, 5, 30])

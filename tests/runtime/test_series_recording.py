@@ -89,7 +89,7 @@ def test_links_record_what_neighbors_have_in_common(all_outputs: bool) -> None:
     moments = net.record((x,), {}, mode="empirical", targets=y)
     expected = by_hand(model, x, y)
     found = moments.statistics[KEY]
-    assert set(found) == {"count", "A", "G", "A1", "G1"} == set(expected)
+    assert set(found) == {"count", "A", "G", "A1", "G1", "pairs"} == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.to(found[name].dtype).view(found[name].shape))
 
@@ -103,7 +103,7 @@ def test_recorded_in_chunks_of_sources_it_is_the_same_block(approximation: str) 
     for name in ("G", "G1"):
         each = [by_hand(model, x, model(x).detach() - torch.eye(O)[k])[name] for k in range(O)]
         torch.testing.assert_close(found[name], torch.stack(each).sum(0))
-    for name in ("A", "A1", "count"):
+    for name in ("A", "A1", "count", "pairs"):
         torch.testing.assert_close(found[name], by_hand(model, x, model(x).detach())[name].view(found[name].shape))
 
 
@@ -311,17 +311,78 @@ def test_ids_of_a_layer_of_ones_own_are_no_series() -> None:
         kfac_fx.compile(Table(), (x,), verify=False, **options).record((x,), {})
 
 
-def test_series_of_other_lengths_are_another_block() -> None:
-    class Loop(Cell):
-        def forward(self, x: Tensor) -> Tensor:
-            self.steps = x.shape[1]
-            return super().forward(x)
+class Loop(Cell):
+    """As long as its input."""
 
-    net = kfac_fx.compile(Loop(), (torch.randn(N, T, I),), loss=normal, approximations={"cell": "kron_series_1"})
-    with pytest.raises(
-        ModelChangedError, match="with 4 uses at first, linear with 3 uses here; kron_series_1 takes one"
-    ):
-        net.record((torch.randn(N, 3, I),), {})
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = x.shape[1]
+        return super().forward(x)
+
+
+def test_batches_of_other_lengths_are_averaged() -> None:
+    """T is the mean length of all sequences."""
+    model, x, y = Loop(), torch.randn(N, T, I), torch.randn(N, O)
+    net = kfac_fx.compile(model, (x,), loss=normal, approximations={"cell": "kron_series_1"})
+    est = FisherEstimator(net, estimation_mode="empirical", damping=0.1)
+    for part in (x, x[:, :2]):
+        est.update_covariances(part, targets=y, should_decay=False)
+    sums = [by_hand(model, part, y) for part in (x, x[:, :2])]
+    factors = est.blocks[KEY].factors
+    for name in ("A", "A1", "G", "G1"):
+        means = [one[name] / one["count"] for one in sums]
+        torch.testing.assert_close(factors[name].value, (means[0] + means[1]) / 2)
+    assert factors["positions"].value == 3 and factors["pairs"].value == 2
+    assert est.blocks[KEY].group.steps().tolist() == [3]
+
+
+def test_series_longer_than_prepared_for_are_another_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfac_fx.captures.LONGEST", 4)
+    net = kfac_fx.compile(Loop(), (torch.randn(N, 3, I),), loss=normal, approximations={"cell": "kron_series_1"})
+    net.record((torch.randn(N, 4, I),), {})
+    text = "with 3 uses at first, linear with 5 uses here; kron_series_1 is prepared for 4 at most"
+    with pytest.raises(ModelChangedError, match=text):
+        net.record((torch.randn(N, 5, I),), {})
+
+
+def test_padding_has_no_neighbors() -> None:
+    """Packed sequences of different lengths: pairs of rows of one sequence, and nothing of its padding."""
+    torch.manual_seed(0)
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.RNN(I, H, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            _, h = self.rnn(packed)
+            return h[0]  # type: ignore[no-any-return]
+
+    model, lengths = Packed(), torch.tensor([4, 2, 3, 4, 1, 2])
+    x, y = torch.randn(N, T, I), torch.randn(N, H)
+    net = kfac_fx.compile(model, (x, lengths), loss=normal, approximations={"rnn": "kron_series_2"})
+    found = net.record((x, lengths), {}, mode="empirical", targets=y).statistics
+    w_x, w_h, b_x, b_h = (p.detach() for p in model.rnn.parameters())
+    sums: dict[str, dict[str, Tensor]] = {}
+    for case, length in enumerate(lengths):
+        h, rows, outputs = torch.zeros(1, H), [], []
+        for t in range(int(length)):
+            inputs = x[case, t][None]
+            z = (inputs @ w_x.t() + b_x + h @ w_h.t() + b_h).requires_grad_()
+            rows.append((inputs, h))
+            outputs.append(z)
+            h = torch.tanh(z)
+        grads = torch.autograd.grad((0.5 * (h - y[case]) ** 2).sum(), outputs)
+        d = torch.stack(grads).view(-1, 1, 1, 1, H)
+        for n, (key, size) in enumerate((("rnn.weight_ih_l0", I), ("rnn.weight_hh_l0", H))):
+            one = torch.stack([row[n].detach() for row in rows]).view(-1, 1, 1, 1, size)
+            for name, value in sequence_statistics(one, d, True, (1, H, size + 1)).items():
+                sums.setdefault(key, {})
+                sums[key][name] = sums[key].get(name, 0) + value
+    for key, wanted in sums.items():
+        mine = next(one for names, one in found.items() if names[0] == key)
+        for name, value in wanted.items():
+            torch.testing.assert_close(mine[name], value.view(mine[name].shape))
 
 
 def test_what_a_collection_is_told_must_be_a_series() -> None:
@@ -397,3 +458,25 @@ def test_a_state_continues_bit_for_bit() -> None:
     for method in ("multiply", "multiply_inverse", "multiply_cholesky"):
         mine, its = getattr(est, method)(v), getattr(other, method)(v)
         assert all(torch.equal(mine[name], its[name]) for name in v)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+@pytest.mark.parametrize("approximation", [pytest.param(SERIES[0], marks=pytest.mark.slow), SERIES[1]])
+def test_compiled_as_eager(approximation: str) -> None:
+    """Recording and products, without a graph break; also for another batch size."""
+    model, x, y = Cell(steps=2), torch.randn(N, 2, I), torch.randn(N, O)
+    nets = [
+        kfac_fx.compile(model, (x,), loss=normal, approximations={"cell": approximation}, backend=backend)
+        for backend in ("eager", "aot_eager")
+    ]
+    eager, other = (empirical(net, x, targets=y) for net in nets)
+    for net, est in zip(nets, (eager, other), strict=True):
+        est.accumulate(net.record((x[:4],), {}, mode="empirical", targets=y[:4]))
+        est.fold()
+        est.update_inverses()
+    same_fisher(eager, other)
+    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    for method in ("multiply", "multiply_inverse"):
+        product = torch.compile(getattr(other, method), fullgraph=True, backend="aot_eager")
+        for found, wanted in zip(product(v).values(), getattr(eager, method)(v).values(), strict=True):
+            torch.testing.assert_close(found, wanted)
