@@ -42,15 +42,16 @@ def compare(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             f"the graph of {name} does not run on these inputs: {str(error).splitlines()[0]}\n"
             "Give kfac_fx.compile example inputs, so that torch.export captures it."
         ) from error
-    pairs = zip(outputs, its_outputs, strict=True)
-    apart = [difference(one, other) for one, other in pairs if isinstance(one, Tensor) and not same(one, other)]
+    pairs, rounding = zip(outputs, its_outputs, strict=True), coarsest(recorder, values)
+    unlike = [(one, other) for one, other in pairs if isinstance(one, Tensor) and not same(one, other, rounding)]
+    apart = [difference(one, other) for one, other in unlike]
     if apart:
         raise UntraceableError(
             f"{name} computes something else than its graph: outputs differ by {max(apart):.2g}.\n"
             "Python randomness, and values kept between calls, are lost in a capture; compute them with torch, or hand "
             "them in as inputs."
         )
-    coarse = max(RELATIVE, 4 * coarsest(recorder, values))
+    coarse = max(RELATIVE, 4 * rounding)
     norms = [float(one.norm()) for one in gradients.values() if one is not None]
     largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
     wrong = [
@@ -135,12 +136,15 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def same(one: Tensor, other: Any) -> bool:
+def same(one: Tensor, other: Any, rounding: float = 0.0) -> bool:
+    """Up to the rounding of the values' own type, or a coarser one that took part, at the size of the largest."""
     if not isinstance(other, Tensor) or one.shape != other.shape:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=max(1e-4, 4 * torch.finfo(one.dtype).eps), atol=1e-5, equal_nan=True)
+    coarse = 4 * max(rounding, torch.finfo(one.dtype).eps)
+    largest = float(one.detach().abs().nan_to_num(0.0, 0.0).max()) if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=max(1e-4, coarse), atol=max(1e-5, coarse * largest), equal_nan=True)
 
 
 def difference(one: Tensor, other: Any) -> float:

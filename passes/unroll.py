@@ -33,12 +33,12 @@ from .writer import Writer
 
 def unroll(program: Program) -> Program:
     """See the module's docstring."""
-    if not any(op_name(node) in WRITTEN for node in program.graph.nodes if node.op == "call_function"):
+    if not any(map(is_recurrent, program.graph.nodes)):
         return program
     write = Unroller(labels(program.graph, program.parameters))
     results: dict[fx.Node, State] = {}
     for node in program.graph.nodes:
-        if node.op == "call_function" and op_name(node) in WRITTEN:
+        if is_recurrent(node):
             write.begin(node)
             results[node] = WRITTEN[op_name(node)](write, node)
             write.copies[node] = results[node][0].node  # what an operation of one result is
@@ -47,6 +47,10 @@ def unroll(program: Program) -> Program:
         else:
             write.copy(node)
     return program.but(graph=write.graph, outputs=tuple(write.copies[node] for node in program.outputs))
+
+
+def is_recurrent(node: fx.Node) -> bool:
+    return node.op == "call_function" and op_name(node) in WRITTEN and not node.kwargs
 
 
 class Unroller(Writer):

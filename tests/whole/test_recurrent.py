@@ -145,6 +145,15 @@ def test_approximations_are_asked_for_as_of_any_module(asked: Any, blocks: tuple
     assert tuple(one.approximation for one in net.registrations)[:2] == blocks
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])  # torch's LSTM has no bfloat16 under autocast on every processor
+def test_under_autocast_the_graph_is_the_model_up_to_the_rounding_of_bfloat16(kind: Any) -> None:
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net = compiled(Last(kind(3, 4, batch_first=True)), 5, 4, 3, strict=True)
+        net.record((torch.randn(5, 4, 3),), {})
+    assert [len(one.uses) for one in net.registrations] == [4, 4, 1]
+
+
 def test_a_recurrent_layer_may_be_generic() -> None:
     net = compiled(Last(nn.GRU(3, 4, batch_first=True)), 5, 4, 3, approximations={"inner": "generic"})
     assert [one.parameters for one in net.registrations if one.generic] == [
