@@ -26,7 +26,13 @@ PLAIN = """
     default_fully_connected_approximation default_fully_connected_multi_approximation num_registered_towers
     num_registered_minibatches full_fisher_block register_cholesky register_cholesky_inverse register_inverse
     tensors_to_compute_grads FisherBlock KroneckerProductFB FullyConnectedKFACBasicFB NaiveDiagonalFB
-    FisherFactor LossFunction VARIABLE_SCOPE LayersParamsDict LayerParametersDict KfacOptimizer
+    FisherFactor LossFunction VARIABLE_SCOPE LayersParamsDict LayerParametersDict FullyConnectedDiagonalFB FullFB
+    FullyConnectedMultiIndepFB FullyConnectedSeriesFB ConvKFCBasicMultiIndepFB EmbeddingKFACMultiIndepFB DiagonalFB
+    DepthwiseConvDiagonalFB DepthwiseConvKFCBasicFB NaiveFullFB ScaleAndShiftFullFB ScaleAndShiftDiagonalFB
+    register_conv1d register_scale_and_shift auto_register_layers register_softmax_cross_entropy_loss
+    register_sigmoid_cross_entropy_loss register_squared_error_loss rho qmodel_change blocks damping
+    CategoricalLogitsNegativeLogProbLoss OnehotCategoricalLogitsNegativeLogProbLoss MultiBernoulliNegativeLogProbLoss
+    NormalMeanNegativeLogProbLoss NormalMeanVarianceNegativeLogProbLoss get_cov_vars get_inv_vars
 """
 SPECIFICATION = {  # name: arguments
     **dict.fromkeys(PLAIN.split(), ""),
@@ -67,6 +73,13 @@ SPECIFICATION = {  # name: arguments
     "register_additional_tower": "inputs outputs",
     "register_additional_minibatch": "inputs outputs",
     "register_matpower": "exp",
+    "KfacOptimizer": "learning_rate damping layer_collection cov_ema_decay var_list momentum momentum_type "
+    "use_weight_decay weight_decay_coeff qmodel_update_rescale norm_constraint name estimation_mode dtype "
+    "colocate_gradients_with_ops batch_size placement_strategy compute_params_stats print_logs adapt_damping loss "
+    "update_damping_immediately is_chief prev_train_batch train_batch min_damping l2_reg damping_adaptation_decay "
+    "damping_adaptation_interval damping_decrease_rho_threshold damping_increase_rho_threshold precon_damping_mult "
+    "use_passed_loss tf_replicator loss_fn",
+    "PeriodicInvCovUpdateKfacOpt": "invert_every cov_update_every num_burnin_steps",
     "FisherEstimator": "variables cov_ema_decay damping layer_collection exps estimation_mode compute_cholesky "
     "colocate_gradients_with_ops name compute_cholesky_inverse compute_params_stats batch_size",
 }
@@ -105,3 +118,15 @@ def test_every_name_of_ours_exists(ours: str) -> None:
     if arguments:
         missing = [name for name in arguments if name not in inspect.signature(found).parameters]
         assert not missing, f"{path} has no {missing}"
+
+
+def test_every_register_function_and_default_of_ours_is_on_the_page() -> None:
+    kinds = ("register_", "default_", "set_default_", "total_", "eval_", "get_")
+    ours = {name for name in dir(kfac_fx.LayerCollection) if name.startswith(kinds)}
+    said = {parsed(cell)[0].removeprefix("LayerCollection.") for _, cell, _ in ROWS}
+    assert sorted(ours - said) == []
+
+
+def test_every_class_of_block_is_on_the_page() -> None:
+    ours = {name for name in vars(kfac_fx.fisher_blocks) if name.endswith("FB")}
+    assert sorted(ours - {"NaiveFB"} - {parsed(theirs)[0] for theirs, _, _ in ROWS}) == []
