@@ -50,6 +50,16 @@ def label(function: Callable[..., Any]) -> Label:
         (lambda x, w: torch.zeros_like(x), Label.CONST),
         (lambda x, w: x.shape[0], Label.CONST),
         (lambda x, w: x.new_ones(x.size(0)) + w, Label.PURE),
+        (lambda x, w: F.linear(torch.ones(2, 3), w), Label.FREE),
+        (lambda x, w: torch.relu(F.linear(w, w.t())) * w, Label.FREE),
+        (lambda x, w: F.linear(torch.ones(2, 3), w).detach(), Label.CONST),
+        (lambda x, w: F.layer_norm(w, (3,), w[0], w[1]), Label.FREE),
+        (lambda x, w: F.layer_norm(w, (3,)), Label.PURE),
+        (lambda x, w: w @ torch.ones(3, 3), Label.PURE),
+        (lambda x, w: F.linear(x, F.linear(torch.ones(3, 3), w)), Label.ACT),
+        (lambda x, w: w.expand(x.shape[0], 3, 3), Label.ACT),
+        (lambda x, w: w.repeat(x.size(0), 1, 1), Label.ACT),
+        (lambda x, w: w.expand(2, 3, 3), Label.PURE),
     ],
 )
 def test_a_node_is_what_it_depends_on(function: Callable[..., Any], expected: Label) -> None:
@@ -63,6 +73,19 @@ def test_a_constant_with_a_row_a_case_is_an_activation() -> None:
     found = labels(program.graph, program.parameters, cases=program.cases)
     assert found[node(program, "zeros")] is Label.ACT
     assert found[node(program, "zeros_1")] is Label.CONST
+
+
+def test_an_expansion_to_the_cases_is_an_activation_and_a_slice_is_none() -> None:
+    def both(x: Any, w: Any, p: Any) -> Any:
+        return torch.cat(
+            [w.expand(x.shape[0], -1, -1), x + p[:, : x.shape[1]], w.expand(x.shape[1], -1, -1)[:1] * x], 1
+        )
+
+    program = before("match", Toy(both, w=(1, 1, 3), p=(1, 9, 3)), torch.randn(5, 4, 3))
+    found = labels(program.graph, program.parameters, cases=program.cases)
+    assert found[node(program, "expand")] is Label.ACT
+    assert found[node(program, "expand_1")] is Label.PURE
+    assert {found[one] for one in program.graph.nodes if "slice" in one.name} <= {Label.PURE, Label.CONST}
 
 
 def spelled(function: Callable[..., Any], *inputs: torch.Tensor) -> list[str]:
