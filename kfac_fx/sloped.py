@@ -1,14 +1,17 @@
-"""Rows of a parameter behind functions: the rows of the tensor in the use, times what multiplies gradients on the way."""
+"""Rows of a parameter behind functions: those of the tensor in the use, times what multiplies gradients on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kfac_fx.passes.ir import Registration, Use
-from kfac_fx.passes.slopes import NORMALIZED, STANDARDIZED, projected, slope
+from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.pieces import Slope
+from kfac_fx.passes.slopes import NORMALIZED, STANDARDIZED, filters, projected, slope
 
 Rows = tuple[Tensor, Tensor]
 Attrs = Mapping[str, Any]
@@ -17,8 +20,11 @@ Attrs = Mapping[str, Any]
 def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], Rows] | None:
     """(rows, gradient rows) of W = f(v) -> those of v, but for the projection of a normalization; see `passes.slopes`.
 
-    None for a use without such functions. What is returned closes over literals and functions only.
+    Of the gain of normalized filters: what each of them computes without it, and the gradient of its output. None for a
+    use without either. What is returned closes over literals and functions only.
     """
+    if use.gain_of is not None:
+        return gains_of(*use.gain_of)
     if not use.slopes:
         return None
     assert registration.matrix is not None, "bug in kfac_fx: slopes of a generic registration"
@@ -44,6 +50,19 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
         return rows, grad_rows
 
     return sloped
+
+
+def gains_of(found: Slope, canonical: Layout) -> Callable[[Rows, Attrs], Rows]:
+    """rows [N, S, g, i] with filters [g, o, i], gradient rows [N, S, g, o] -> [N, S, g o, 1] both."""
+    name, settings, layout = found.name, found.settings, found.layout
+
+    def gains(both: Rows, attrs: Attrs) -> Rows:
+        rows, grad_rows = (one if one.dim() == 4 else one.unsqueeze(2) for one in both)
+        matrix = canonical.apply(layout.invert(filters(name, attrs["operand0"], *settings))).to(rows)
+        outputs = torch.einsum("nsgi,goi->nsgo", rows, matrix)
+        return outputs.flatten(2).unsqueeze(-1), grad_rows.flatten(2).unsqueeze(-1)
+
+    return gains
 
 
 def project(registration: Registration, gradient: Tensor, values: Mapping[str, Tensor]) -> Tensor:

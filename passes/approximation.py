@@ -33,7 +33,7 @@ def choose(
     asked = next(iter(requested(program, parameters, layer)), None)
     if matrix is None:
         return (asked if asked in PER_CASE else "diagonal"), None
-    default = program.layers[layer].default
+    default = "full" if any(use.gain_of for use in uses) else program.layers[layer].default
     chosen = asked or default
     reason: str | None = None
     if chosen in PER_CASE and not all(cases_apart(program, use) for use in uses):
@@ -64,7 +64,11 @@ def cases_apart(program: Program, use: Use) -> bool:
 
 
 def has_pixels(program: Program, use: Use) -> bool:
-    return SUA in program.layers[use.layer].approximations and not use.transposed and use.region is None
+    return (
+        SUA in program.layers[use.layer].approximations
+        and not use.transposed
+        and not (use.region or use.slopes or use.gain_of)
+    )
 
 
 def why_no_series(uses: Sequence[Use], least: int = 2) -> str | None:

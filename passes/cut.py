@@ -139,7 +139,8 @@ class Cutter:
                 self.forget(number, "its parameters have no place of their own in its matrix")
             elif self.parts[number] is None and not program.layers[use.layer].parts:
                 self.rigid |= use.parameter_set
-            self.rigid |= {part.parameter for part in self.parts.get(number) or () if part.slopes}
+            sloped = [part for part in self.parts.get(number) or () if part.slopes]
+            self.rigid |= {name for part in sloped for name in (part.parameter, *gains_in(part))}
         self.label = labels(program.graph, program.parameters, cases=program.cases)
         self.edges = use_edges(program.graph, self.label, program.outputs)
 
@@ -297,6 +298,7 @@ def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) ->
         bias = biases.get(part.region[:2])
         if bias is None or bias.slopes or part.slopes:
             yield use_of(use, part.region, [part], shapes)
+            yield from gains_of(use, part, shapes)
         else:
             yield use_of(use, part.region, [part, biases.pop(part.region[:2])], shapes)
     for region, bias in biases.items():
@@ -319,6 +321,27 @@ def with_slopes(use: Use, part: Part, shapes: Mapping[str, Shape]) -> Use:
     nodes |= {f"factor{n}": one.factor for n, one in enumerate(part.slopes) if one.factor is not None}
     side = sides_of(part, shapes[part.parameter])
     return replace(use, attrs={**use.attrs, **nodes}, slopes=part.slopes, slope_side=side)
+
+
+def gains_in(part: Part) -> list[str]:
+    return [one.gain.parameter for one in part.slopes if one.gain is not None]
+
+
+def gains_of(use: Use, part: Part, shapes: Mapping[str, Shape]) -> Iterator[Use]:
+    """The gain of normalized filters as a layer of its own, if there is one for every output in their order."""
+    found = next((one for one in part.slopes if one.gain is not None), None)
+    (g, o, _), shape = part.view.shape, shapes[part.parameter]
+    size = math.prod(shape[1:])
+    ordered = part.view.stride(1) == size and (g == 1 or part.view.stride(0) == o * size)
+    if found is None or found.gain is None or not ordered or shape[0] != g * o:
+        return
+    gain, own = found.gain, shapes[found.gain.parameter]
+    if math.prod(own) != g * o or sides_of(part, shape) != "outputs":
+        return
+    bound = Bound(gain.parameter, Layout(own), Layout(own).reshape((g * o, 1, 1)), gain.scale * part.scale)
+    filters = bound_to(part, shape).layout
+    attrs = {**use.attrs, "operand0": found.operand}
+    yield replace(use, parameters={"weight": bound}, made={}, attrs=attrs, gain_of=(found, filters))
 
 
 def sides_of(part: Part, shape: Shape) -> str | None:

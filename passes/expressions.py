@@ -142,7 +142,18 @@ class Expressions:
             return None
         make = {"batch_norm": standardization, "_weight_norm": normalization}.get(op_name(node), elementwise)
         slope = make(node, operand, layout)
+        if slope is not None and slope.factor is not None:
+            slope = replace(slope, gain=self.gain(slope.factor))
         return None if slope is None else Made(value.shape, (replace(slab, slopes=(*slab.slopes, slope)),))
+
+    def gain(self, factor: fx.Node) -> Slab | None:
+        """The parameter that a normalization multiplies by, if it is a whole one in its own order."""
+        value = self.known.get(factor)
+        if not isinstance(value, Made) or not is_one_slab(value) or value.slabs[0].slopes:
+            return None
+        (slab,) = value.slabs
+        size = math.prod(attribute(self.root, slab.parameter).shape)
+        return slab if view_of(slab).is_contiguous() and math.prod(slab.shape) == size else None
 
     def joined(self, node: fx.Node, stack: bool) -> Made | None:
         operands: Any = node.args[0]

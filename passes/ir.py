@@ -74,6 +74,7 @@ class Use:
     region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
     slopes: tuple[Slope, ...] = ()  # functions between its one parameter and the operation
     slope_side: str | None = None  # what they multiply: gradient rows ("outputs") or rows ("inputs")
+    gain_of: tuple[Slope, Layout] | None = None  # the parameter is the gain of these filters, whose matrix is [g, o, i]
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
 

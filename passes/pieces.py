@@ -42,20 +42,6 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Slope:
-    """A function on the way from a parameter to its use, that multiplies its gradient; see `passes.slopes`.
-
-    operand: its argument, `layout` of the parameter, or a multiple of it and a constant. factor: γ of a normalization.
-    """
-
-    name: str
-    operand: fx.Node
-    layout: Layout
-    factor: fx.Node | None = None
-    settings: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
 class Slab:
     """`scale` times some elements of a parameter, in a box of a tensor: (start, stop) along each of its dimensions.
 
@@ -73,6 +59,22 @@ class Slab:
     @property
     def shape(self) -> Shape:
         return tuple(stop - start for start, stop in self.box)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """A function on the way from a parameter to its use, that multiplies its gradient; see `passes.slopes`.
+
+    operand: its argument, `layout` of the parameter, or a multiple of it and a constant. factor: γ of a normalization;
+    gain: the parameter that it is, in its own order, if it is one.
+    """
+
+    name: str
+    operand: fx.Node
+    layout: Layout
+    factor: fx.Node | None = None
+    settings: tuple[Any, ...] = ()
+    gain: Slab | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@
 With D the gradient of W, the gradient of v in a normalized layer is P (s C D): s = γ / √(var v + ε) or g / |v|
 multiplies a filter, C takes its mean off (standardization only), and P = I - u uᵀ projects every filter on what is
 orthogonal to u, itself. s and C belong to outputs and inputs, so a Kronecker product has them; it leaves out P, which
-takes one of a filter's dimensions. The proof has P.
+takes one of a filter's dimensions. The proof has P. The gain itself, γ or g, scales what the filters compute without
+it: a layer of one input and one output a filter, exact.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ def slope(name: str, value: Tensor, factor: Tensor | None, settings: tuple[Any, 
     return (by if factor is None else by * factor.reshape(by.shape)).expand_as(value)
 
 
+def filters(name: str, value: Tensor, dim: int, eps: float) -> Tensor:
+    """What a gain multiplies: v / |v|, or (v - mean v) / √(var v + ε)."""
+    others = [other for other in range(value.dim()) if other != dim]
+    centered = value - value.mean(others, keepdim=True) if name == STANDARDIZED else value
+    return centered / spread_of(name, value, dim, eps)
+
+
 def spread_of(name: str, value: Tensor, dim: int, eps: float) -> Tensor:
     """√(var v + ε) or |v|, of every slice along `dim`."""
     others = [other for other in range(value.dim()) if other != dim]
@@ -66,9 +74,6 @@ def spread_of(name: str, value: Tensor, dim: int, eps: float) -> Tensor:
 def projected(name: str, gradient: Tensor, value: Tensor, dim: int, eps: float) -> Tensor:
     """P of a gradient, slice by slice along `dim`; both in the shape of the parameter."""
     others = [other for other in range(value.dim()) if other != dim]
-    spread = spread_of(name, value, dim, eps)
-    if name == STANDARDIZED:
-        u = (value - value.mean(others, keepdim=True)) / spread
-        return gradient - u * (u * gradient).mean(others, keepdim=True)
-    u = value / spread
-    return gradient - u * (u * gradient).sum(others, keepdim=True)
+    u = filters(name, value, dim, eps)
+    along = (u * gradient).mean if name == STANDARDIZED else (u * gradient).sum
+    return gradient - u * along(others, keepdim=True)

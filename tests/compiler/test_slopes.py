@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.slopes import ELEMENTWISE, STANDARDIZED, UNIT, projected, slope
+from kfac_fx.passes.slopes import ELEMENTWISE, STANDARDIZED, UNIT, filters, projected, slope
 
 POSITIVE = ("log", "log1p", "sqrt")
 
@@ -60,6 +60,14 @@ def test_the_gradient_through_a_weight_normalization(dim: int) -> None:
     v = v.detach()
     found = projected(UNIT, slope(UNIT, v, g, (dim, 0.0)) * outer, v, dim, 0.0)
     torch.testing.assert_close(found, wanted)
+
+
+def test_a_gain_multiplies_the_filters() -> None:
+    torch.manual_seed(0)
+    v, gain = torch.randn(1, 4, 6, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    found = filters(STANDARDIZED, v, 1, 0.5) * gain.view(1, -1, 1)
+    torch.testing.assert_close(found, standardized(v, gain, 0.5))
+    torch.testing.assert_close(filters(UNIT, v[0], 0, 0.0), torch._weight_norm(v[0], torch.ones(4, 1).double(), 0))
 
 
 def test_a_projection_takes_one_dimension_of_every_slice() -> None:

@@ -75,6 +75,29 @@ def test_the_block_is_that_of_the_gradients_but_for_the_projection() -> None:
     assert not torch.allclose(block, exact)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_block_of_a_gain_is_the_dense_fisher(groups: int) -> None:
+    torch.manual_seed(0)
+    model, x = StandardizedConv(4, 6, 2, gain=True, groups=groups), torch.randn(5, 4, 4, 4)
+    estimator, _ = recorded(model, x)
+    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), model.gain)[0].flatten() for case in x]
+    dense = torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
+    block = estimator.blocks["gain",]
+    assert block.registration.approximation == "full"
+    torch.testing.assert_close(block.full_fisher_block(), dense)
+
+
+def test_the_block_of_a_normalized_weights_length() -> None:
+    torch.manual_seed(0)
+    model, x = weight_norm(nn.Linear(4, 3)), torch.randn(5, 2, 4)
+    estimator, _ = recorded(model, x)
+    name = "parametrizations.weight.original0"
+    length = dict(model.named_parameters())[name]
+    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), length)[0].flatten() for case in x]
+    dense = torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
+    torch.testing.assert_close(estimator.blocks[name,].full_fisher_block(), dense)
+
+
 @pytest.mark.parametrize("asked", ["full", "diagonal", "kron_sua"])
 def test_only_kronecker_products_leave_the_projection_out(asked: str) -> None:
     model = StandardizedConv(2, 3, 2, gain=False)

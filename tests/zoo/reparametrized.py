@@ -82,21 +82,21 @@ CASES = (
         Standardized,
         lambda: batch(3, 3, 8, 8),
         (
-            *(("conv2d", (f"{n}.{name}",), 1) for n in (0, 2) for name in ("weight", "bias")),
+            *(("conv2d", (f"{n}.{name}",), 1) for n in (0, 2) for name in ("weight", "gain", "bias")),
             *(("conv2d", (f"4.{name}",), 1) for name in ("weight", "bias")),
         ),
-        generic=("0.gain", "2.gain"),
     ),
     Case(
         "weight_norm",
         WeightNorm,
         lambda: batch(3, 5, 4),
         (
-            *(("linear", (f"linear.{name}",), 1) for name in ("parametrizations.weight.original1", "bias")),
+            *(("linear", (f"linear.parametrizations.weight.original{n}",), 1) for n in range(2)),
+            ("linear", ("linear.bias",), 1),
             *(("conv1d", (f"conv.{name}",), 1) for name in ("parametrizations.weight.original1", "bias")),
         ),
         generic=(
-            *(f"{name}.parametrizations.weight.original0" for name in ("linear", "conv")),
+            "conv.parametrizations.weight.original0",
             "head.bias",
             "head.parametrizations.weight.original",
         ),
