@@ -52,7 +52,7 @@ def factors(watched: Watched, value: float | None) -> list[Found]:
     leaves, pairs = watched.losses()
     found = []
     taken: set[int] = set()
-    for coefficient, loss in pairs:
+    for registered, coefficient, loss in pairs:
         gradient = pushed(loss.inputs, leaves, arrived)
         if gradient is None or not bool(gradient.isfinite().all()):
             continue
@@ -61,7 +61,7 @@ def factors(watched: Watched, value: float | None) -> list[Found]:
             if targets is None:
                 whole = len(pairs) == 1 and watched.part == 1
                 factor = factor_of_value(coefficient, loss, gradient, value) if whole else None
-                found += [Found(factor, loss, coefficient, loss.cases, 1.0, spec)] if factor is not None else []
+                found += [Found(factor, loss, registered, loss.cases, 1.0, spec)] if factor is not None else []
                 continue
             loss.with_targets(targets)
         own = torch.autograd.grad(
@@ -72,7 +72,7 @@ def factors(watched: Watched, value: float | None) -> list[Found]:
         taken |= {*mine}
         if factor is not None:
             cases = round(loss.cases / watched.part)
-            found.append(Found(factor / watched.part, loss, coefficient, cases, counted(loss), spec))
+            found.append(Found(factor / watched.part, loss, registered, cases, counted(loss), spec))
     return found
 
 

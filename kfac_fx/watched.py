@@ -56,14 +56,16 @@ class Watched:
                     found[n] = gradient
         return found
 
-    def losses(self) -> tuple[list[Tensor], list[tuple[float, LossFunction]]]:
-        """The Fisher's outputs as constants, and the registered losses on them, for means over cases."""
+    def losses(self) -> tuple[list[Tensor], list[tuple[float, float, LossFunction]]]:
+        """The Fisher's outputs as constants, and on them (coefficient as registered, weight of its mean over its
+        own cases, loss)."""
         constants = [one.detach().requires_grad_(one.is_floating_point()) for one in self.fisher]
         outputs = list(self.outputs)
         for place, one in zip(self.places, constants, strict=False):
             outputs[place] = one
         made = self.recorder.losses(pytree.unflatten(outputs, self.spec), tuple(constants), self.targets)
-        return constants, self.recorder.averaged(made)
+        pairs = zip(made, self.recorder.averaged(made), strict=True)
+        return constants, [(registered, own, loss) for (registered, loss), (own, _) in pairs]
 
 
 def watch(
@@ -85,8 +87,9 @@ def watch(
     if places:
         watched, fisher = places, [leaves[n].detach() for n in places]
     else:
-        watched = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not watched or any(leaves[n].numel() > 1 for n in watched):
+        tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+        watched = [n for n, leaf in tensors.items() if leaf.numel() == 1]
+        if not watched:
             return None
         try:
             fisher, inner = within(recorder, values, watched, start)
@@ -150,9 +153,10 @@ def within(
         output, fisher = recorder.outputs(live, values)
     finally:
         now.restore()
-    leaves = pytree.leaves(output)
-    inner = {
-        n: torch.autograd.grad(leaves[n], fisher, retain_graph=True, allow_unused=True, materialize_grads=True)
-        for n in watched
-    }
-    return [one.detach() for one in fisher], {n: list(grads) for n, grads in inner.items()}
+    leaves, learned = pytree.leaves(output), [one for one in fisher if one.requires_grad]
+    inner = {}
+    for n in watched:
+        grads = torch.autograd.grad(leaves[n], learned, retain_graph=True, allow_unused=True, materialize_grads=True)
+        found = iter(grads)
+        inner[n] = [next(found) if one.requires_grad else torch.zeros_like(one) for one in fisher]
+    return [one.detach() for one in fisher], inner

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import kfac_fx
-from kfac_fx import losses
+from kfac_fx import exact, losses
 from kfac_fx.blocks import FisherBlock
 from kfac_fx.loss_function import LossFunction
 
@@ -188,6 +188,24 @@ def test_chunks_of_any_size_give_the_same_sums() -> None:
     for est in found[1:]:
         assert_same(found[0], est)
     assert found[0].net.captures.first.loop_reason is None
+
+
+def test_chunks_report_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, str, list[int]]] = []
+
+    def tracked(items: Any, total: int, what: str) -> Iterator[Any]:
+        done: list[int] = []
+        seen.append((total, what, done))
+        for amount, item in items:
+            done.append(amount)
+            yield item
+
+    monkeypatch.setattr(exact, "tracked", tracked)
+    model, x = case()
+    estimator(model, x, two_losses, "kron", "exact", memory=1).update_covariances(x)
+    (total, what, done), (by_case, _, _) = seen
+    assert (total, what) == (3 + 2, "exact: 5 backward passes") and done == [1] * 5  # coordinates of both outputs
+    assert by_case == 4 * (3 + 2)  # of every case, for the parameters of no layer
 
 
 def test_where_vmap_fails_sources_go_one_by_one_and_the_reason_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

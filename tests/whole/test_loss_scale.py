@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LossScaleWarning, losses, watched
+from tests.runtime.collections_of_toys import towers
 
 Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
@@ -197,6 +198,53 @@ def test_a_loss_that_forward_computes_is_followed_to_its_inputs(
     with pytest.warns(LossScaleWarning) as caught:
         optimizer.step()
     assert str(caught[0].message).startswith(times(factor, "Categorical") + rest)
+
+
+class Sequences(nn.Module):
+    """Returns its loss and the scores of all positions, of which the loss reads all but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        scores = self.fc(x)
+        loss = F.cross_entropy(scores[:, :-1].reshape(-1, 4), y[:, 1:].reshape(-1))
+        return {"loss": loss, "scores": scores}
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_loss_returned_beside_other_things_is_followed_too(factor: int) -> None:
+    x, y = torch.randn(2, 5, 3), torch.arange(10).view(2, 5) % 4
+    net = kfac_fx.compile(Sequences(), (x, y))
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+    outputs = net(x, y)
+    (factor * outputs["loss"] + 0.1 * outputs["scores"].square().mean()).backward()
+    if factor == 1:
+        optimizer.step()
+        return
+    with pytest.warns(LossScaleWarning) as caught:
+        optimizer.step()
+    assert str(caught[0].message).startswith(times("3", "Categorical"))
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_losses_of_a_layer_collection_are_looked_at_tower_by_tower(factor: int) -> None:
+    lc = towers(torch.randn(6, 2, 3))
+    for tower, output in enumerate(("add", "add_1")):
+        lc.register_categorical_predictive_distribution(output, name="loss", reuse=tower > 0)
+    lc.auto_register_layers()
+    net = kfac_fx.compile(lc)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+    mean = torch.stack([F.cross_entropy(scores, CLASSES[:6]) for scores in net(torch.randn(6, 2, 3))]).mean()
+    (factor * mean).backward()
+    if factor == 1:
+        optimizer.step()
+        return
+    with pytest.warns(LossScaleWarning) as caught:
+        optimizer.step()
+    (text,) = str(caught[0].message).splitlines()[:-1]
+    assert text.endswith("take the factor out, or register it on a LayerCollection with coeff=3.")
 
 
 def test_several_losses_are_told_apart() -> None:
