@@ -100,7 +100,7 @@ class FullyConnectedMultiIndepFB(KroneckerProductFB):
 
 
 class FullyConnectedSeriesFB(KroneckerProductFB):
-    """Uses in the order of time, `kron_series_1` or `kron_series_2`."""
+    """Uses in the order of time, which depend on each other (`kfac_fx.series`)."""
 
     layers = LINEAR
     default = "kron_series_1"

@@ -56,7 +56,8 @@ class LayerRegistrations(Defaults):
         Args:
             inputs, outputs: lists, one a use in the order of time; or single nodes that hold `num_uses` uses one after
                 another, [num_uses * batch, ...].
-            approx: "kron_indep", with "_in_diag", "_out_diag" or "_both_diag".
+            approx: "kron_indep", with "_in_diag", "_out_diag" or "_both_diag"; "kron_series_1" or "kron_series_2", for
+                uses in the order of time.
         """
         layers = LINEAR if dense_inputs else EMBEDDINGS
         return self.register("fully_connected_multi", params, inputs, outputs, approx, reuse, num_uses, layers)

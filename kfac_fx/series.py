@@ -20,7 +20,7 @@ V_0 - Ψ V_0 Ψᵀ = M (1 - μ_G μ_A) Mᵀ). N is what `multiply_cholesky` mult
 
 With S positions at each use, taken to be independent as everywhere, everything is S = c / T times larger; T = 1 is
 c G ⊗ A. Of sequences of different lengths T is the mean. The eigenvalues ψ keep their sign: what alternates in time
-makes F smaller, not larger.
+makes F smaller, not larger. "kron_series_1_abs" takes |ψ_G| and |ψ_A|, as TensorFlow's K-FAC does.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SeriesGroup(BlockGroup):
 
     @property
     def symmetric(self) -> bool:
-        return self.approximation == "kron_series_1"
+        return self.approximation != "kron_series_2"
 
     def operands(self, root: Root) -> list[str]:
         sides = [str(side) for side in self.sides]
@@ -146,8 +146,14 @@ class SeriesGroup(BlockGroup):
         regular = values > values[..., -1:] * values.shape[-1] * torch.finfo(values.dtype).eps
         roots = torch.where(regular, values, 0).sqrt()
         inverse = (vectors * torch.where(regular, 1 / roots, 0).unsqueeze(-2)) @ vectors.mT
-        hat = inverse @ (symmetrized(c1) if self.symmetric else c1) @ inverse
-        return (vectors * roots.unsqueeze(-2)) @ vectors.mT, hat
+        return (vectors * roots.unsqueeze(-2)) @ vectors.mT, self.assumed(inverse @ c1 @ inverse)
+
+    def assumed(self, hat: Tensor) -> Tensor:
+        """A whitened C1 [m, d, d], as the approximation takes it to be."""
+        if self.approximation == "kron_series_1_abs":
+            values, vectors = eigh(symmetrized(hat))
+            return (vectors * values.abs().unsqueeze(-2)) @ vectors.mT
+        return symmetrized(hat) if self.symmetric else hat
 
     # --- roots ------------------------------------------------------------------------------------------------------
 
@@ -155,9 +161,9 @@ class SeriesGroup(BlockGroup):
         """(L with L Lᵀ = C + λ I, Ĉ = L⁻¹ C1 L⁻ᵀ, which matrices are right), in the precision of λ [L, groups]."""
         c, c1 = (self.factors[name].value.to(damping.dtype).flatten(0, 1) for name in (side.factor, lagged(side)))
         lower, right = cholesky(damp(c, damping.flatten(), diagonal=False))
-        half = torch.linalg.solve_triangular(lower, symmetrized(c1) if self.symmetric else c1, upper=False)
+        half = torch.linalg.solve_triangular(lower, c1, upper=False)
         hat = torch.linalg.solve_triangular(lower, half.mT, upper=False).mT
-        return lower.view(c.shape), hat, right
+        return lower, self.assumed(hat), right
 
     def store(self, found: Mapping[Side, Roots], dampings: Mapping[Side, Tensor]) -> None:
         """Decompose. A block that comes out wrong is tried again with more damping and then in float64; if it still

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfac_fx.blocks import FisherBlock, make_block
 from kfac_fx.passes.ir import SERIES, SUA
-from tests.runtime.fisher_cases import CASES, FORMS, dense_series, draw, register, roots_of, trained
+from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, roots_of, trained
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
 WITH_POWERS = [(form, approximation) for form, approximation in CASES if approximation not in SERIES]
@@ -66,10 +66,9 @@ def damped(block: FisherBlock, damping: float) -> Tensor:
             blocks.append(c * torch.kron(g, a))
             continue
         a1, g1 = (block.factors[name].value[n] for name in ("A1", "G1"))
-        if one.approximation == "kron_series_1":
-            a1, g1 = (a1 + a1.mT) / 2, (g1 + g1.mT) / 2
-        steps = len(one.uses)
-        blocks.append(c / steps * dense_series(one.approximation, torch.kron(g, a), torch.kron(g1, a1), steps))
+        name, steps = one.approximation, len(one.uses)
+        v1 = torch.kron(assumed_lag(name, g, g1), assumed_lag(name, a, a1))
+        blocks.append(c / steps * dense_series(name, torch.kron(g, a), v1, steps))
     dense: Tensor = torch.block_diag(*blocks)
     return dense
 
