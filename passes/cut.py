@@ -14,51 +14,17 @@ that would need it are dropped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
-from torch import Tensor, fx
+from torch import fx
 
-from .errors import LayerError
-from .ir import Bound, Note, Program, Use, where
+from .ir import Note, Program, Use, where
 from .labels import Label, labels, reads_values, use_edges
-from .matrix import Layout, Shape
-from .pieces import (
-    Piece,
-    Region,
-    Slab,
-    Slope,
-    axis_along,
-    constant_along,
-    layout_in,
-    ranges,
-    region_in,
-    view_of,
-    viewed,
-    whole,
-)
-from .slopes import NORMALIZED, STANDARDIZED
-
-OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
-NOTHING = (0, 0)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some elements of a parameter in the matrix of a use.
-
-    view: of the parameter, as [g, o, i]; [g, o, 1] for a bias. piece: None for a parameter that is not cut.
-    """
-
-    role: str
-    parameter: str
-    view: Tensor
-    region: Region
-    scale: float = 1.0
-    piece: Piece | None = None
-    slopes: tuple[Slope, ...] = ()
+from .matrix import Shape
+from .parts import NOTHING, OUTPUTS, Part, gains_in, partial, parts_of, taken_apart
+from .pieces import Piece, Slab, axis_along, ranges, view_of
 
 
 class Uncuttable(Exception):
@@ -249,133 +215,6 @@ class Cutter:
                 yield from taken_apart(use, [one for part in parts for one in plan.divided(part)], self.shapes)
             elif number in self.parts and not use.made and not cut:
                 yield use
-
-
-def parts_of(use: Use, program: Program) -> list[Part] | None:
-    """The parameters in a use's matrix, without roles that do not say where they are in it; None if there are none, if
-    a whole parameter is copied on the way, and for a composite layer."""
-    if program.layers[use.layer].parts:
-        return None
-    found: list[Part] = []
-    for role, bound in use.parameters.items():
-        view = viewed(bound.layout, whole(bound.used.shape))
-        if view is None:
-            return None
-        found.append(Part(role, bound.parameter, as_matrix(view), everywhere(as_matrix(view)), bound.scale))
-    for role in use.made:
-        found += parts_made(use, role, program) or []
-    return found or None
-
-
-def parts_made(use: Use, role: str, program: Program) -> list[Part] | None:
-    form, (made, canonical) = program.layers[use.layer].forms[use.form], use.made[role]
-    matrix = viewed(canonical, whole(made.shape))
-    found: list[Part] = []
-    for slab in made.slabs:
-        try:
-            layout = form.layout(role, Layout(slab.shape), use.attrs)
-        except LayerError:
-            return None
-        box = whole(made.shape)[tuple(slice(*ends) for ends in slab.box)]
-        place, view = viewed(layout, box), viewed(layout, view_of(slab))
-        if matrix is None or place is None or view is None:
-            return None
-        region = region_in(as_matrix(matrix), as_matrix(place))
-        if region is None:
-            return None
-        part = Part(role, slab.parameter, as_matrix(view), region, slab.scale, None, slab.slopes)
-        if slab.slopes and sides_of(part, tuple(program.parameters[slab.parameter].shape)) is None:
-            return None
-        found.append(part)
-    return found
-
-
-def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Iterator[Use]:
-    """A use for every part of the weight, with the bias of its outputs, and for every bias that has no such weight.
-    What has slopes is on its own: they are not those of its partner."""
-    biases = {part.region[:2]: part for part in parts if part.role == "bias"}
-    for part in sorted((part for part in parts if part.role == "weight"), key=lambda part: part.region):
-        bias = biases.get(part.region[:2])
-        if bias is None or bias.slopes or part.slopes:
-            yield use_of(use, part.region, [part], shapes)
-            yield from gains_of(use, part, shapes)
-        else:
-            yield use_of(use, part.region, [part, biases.pop(part.region[:2])], shapes)
-    for region, bias in biases.items():
-        yield use_of(use, (*region, NOTHING), [bias], shapes)
-
-
-def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Use:
-    layouts = {role: bound.layout for role, bound in use.parameters.items()}
-    layouts |= {role: layout for role, (_, layout) in use.made.items()}
-    g, o, i = layouts["weight"].result if "weight" in layouts else (*layouts["bias"].result, 0)
-    bound = {part.role: bound_to(part, shapes[part.parameter]) for part in parts}
-    all_of_it = region == ((0, g), (0, o), (0, i))
-    use = replace(use, parameters=bound, made={}, region=None if all_of_it else region)
-    return with_slopes(use, parts[0], shapes) if parts[0].slopes else use
-
-
-def with_slopes(use: Use, part: Part, shapes: Mapping[str, Shape]) -> Use:
-    """What the tap needs beside the input: arguments of the functions, and the gains."""
-    nodes = {f"operand{n}": one.operand for n, one in enumerate(part.slopes)}
-    nodes |= {f"factor{n}": one.factor for n, one in enumerate(part.slopes) if one.factor is not None}
-    side = sides_of(part, shapes[part.parameter])
-    return replace(use, attrs={**use.attrs, **nodes}, slopes=part.slopes, slope_side=side)
-
-
-def gains_in(part: Part) -> list[str]:
-    return [one.gain.parameter for one in part.slopes if one.gain is not None]
-
-
-def gains_of(use: Use, part: Part, shapes: Mapping[str, Shape]) -> Iterator[Use]:
-    """The gain of normalized filters as a layer of its own, if there is one for every output in their order."""
-    found = next((one for one in part.slopes if one.gain is not None), None)
-    (g, o, _), shape = part.view.shape, shapes[part.parameter]
-    size = math.prod(shape[1:])
-    ordered = part.view.stride(1) == size and (g == 1 or part.view.stride(0) == o * size)
-    if found is None or found.gain is None or not ordered or shape[0] != g * o:
-        return
-    gain, own = found.gain, shapes[found.gain.parameter]
-    if math.prod(own) != g * o or sides_of(part, shape) != "outputs":
-        return
-    bound = Bound(gain.parameter, Layout(own), Layout(own).reshape((g * o, 1, 1)), gain.scale * part.scale)
-    filters = bound_to(part, shape).layout
-    attrs = {**use.attrs, "operand0": found.operand}
-    yield replace(use, parameters={"weight": bound}, made={}, attrs=attrs, gain_of=(found, filters))
-
-
-def sides_of(part: Part, shape: Shape) -> str | None:
-    """Whether what the slopes multiply varies along outputs only, or along inputs only; None if along both."""
-    g, o, i = part.view.shape
-    dims = [0 if one.name == STANDARDIZED else one.settings[0] for one in part.slopes if one.name in NORMALIZED]
-    if dims:
-        outputs = constant_along(part.view, shape, dims[0], 2)
-        inputs = all(constant_along(part.view, shape, dims[0], axis) for axis in OUTPUTS)
-    else:
-        outputs, inputs = i == 1, g * o == 1
-    return "outputs" if outputs else "inputs" if inputs else None
-
-
-def bound_to(part: Part, shape: Shape) -> Bound:
-    piece = part.piece or Piece(part.parameter, 0, 0, *shape[:1] or (1,))
-    layout = layout_in(piece, shape, part.view if part.role == "weight" else part.view[..., 0])
-    assert layout is not None, f"bug in kfac_fx: a part of {part.parameter} that is not what was cut"
-    name = part.parameter if part.piece is None else part.piece.name
-    return Bound(name, layout, Layout(layout.result), part.scale)
-
-
-def partial(view: Tensor, shape: Shape) -> bool:
-    return view.numel() < math.prod(shape)
-
-
-def as_matrix(view: Tensor) -> Tensor:
-    """[g, o, i], also of a bias."""
-    return view if view.dim() == 3 else view.unsqueeze(-1)
-
-
-def everywhere(matrix: Tensor) -> Region:
-    g, o, i = ((0, int(size)) for size in matrix.shape)
-    return g, o, i
 
 
 def behind_nodes(program: Program, plan: Plan) -> dict[fx.Node, frozenset[str]]:

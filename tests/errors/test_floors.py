@@ -21,7 +21,7 @@ FLOORS = [
     # Tools that several passes share.
     "passes.approximation passes.cells passes.holder passes.labels passes.masks passes.pytree "
     "passes.recurrent passes.writer",
-    "passes.border passes.elements passes.experts passes.spelling passes.watch",
+    "passes.border passes.elements passes.experts passes.parts passes.spelling passes.values passes.watch",
     "passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
@@ -34,7 +34,6 @@ FLOORS = [
     "kfac_fx.chain kfac_fx.loss_function",
     "kfac_fx.statistics kfac_fx.losses",
     "kfac_fx.lagged",
-    "kfac_fx.pieces",
     "kfac_fx.pieces kfac_fx.sloped",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.registered_losses kfac_fx.sources kfac_fx.tap",
     "kfac_fx.groups kfac_fx.link kfac_fx.pullback",
@@ -88,7 +87,6 @@ NUMERICAL = {
         "sua",
         "inverses",
         "fisher",
-        "pieces",
         "pieces",
         "loss_function",
         "losses",
