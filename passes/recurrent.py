@@ -209,7 +209,7 @@ class _Recurrent(TorchFunctionMode):
         x = x.transpose(0, 1) if batch_first else x
         torch._check(x.shape[1] == lengths.shape[0])
         steps = next(self.longest, int(x.shape[0]))
-        reached = torch.arange(steps)[:, None] < lengths
+        reached = torch.arange(steps, device=lengths.device)[:, None] < lengths
         batch = _Batch(reached.sum(1), lengths, steps)
         self.known[id(batch.sizes)] = batch
         return packed(x[:steps], lengths), batch.sizes
