@@ -14,7 +14,7 @@ from kfac_fx.fisher_blocks import FisherBlock, block_class
 from kfac_fx.fisher_factor import FisherFactor, factor_keys
 from kfac_fx.kinds import KINDS, check_num_uses, known
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError, ReuseError, nearest
-from kfac_fx.passes.ir import Use
+from kfac_fx.passes.ir import Sampling, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.registry import VARIABLE_SCOPE, Key, LayerParametersDict, resolved
@@ -35,6 +35,7 @@ class BaseCollection:
         self._linked: dict[frozenset[str], str | None] = {}
         self._defaults = {kind: one.default for kind, one in KINDS.items()}
         self.estimator: Any = None
+        self.sampling: Sampling | None = None
         self.finalized = False
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from .masks import PaddingMask
 from .moments import Moments, Ride
 from .recorder import Recorder, replaced
 from .report import Report
+from .subsample import read_sampling
 from .wrappers import compiled_model, refuse_scripted, unwrapped
 
 BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
@@ -52,6 +53,8 @@ def compile(
     backend: str = "eager",
     dense_limit: int = 4096,
     padding_mask: PaddingMask | None = None,
+    sub_sample_inputs: bool | float = False,
+    sub_sample_patches: bool | float = False,
     variables: Iterable[Any] | None = None,
 ) -> CompiledModule:
     """Capture `model` and register every use of every parameter.
@@ -74,6 +77,9 @@ def compile(
             "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0. What
             is padding enters no factor and is no case; the report says where the mask does not fit. The loss's mean
             should leave padding out, too, as with targets of -100.
+        sub_sample_inputs: compute input factors from this share of the cases; True: 0.2.
+        sub_sample_patches: and from so many rows for each of their inputs at most, as there are many where a weight is
+            shared by positions; True: 3. Both are right in expectation, with other rows at every recording.
         variables: of a LayerCollection, the parameters that must be registered, and no others; None: all that its
             losses depend on. What is left out follows KFAC's first-order rule.
 
@@ -106,6 +112,7 @@ def compile(
         loss_given=loss is not None,
         modules={name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name},
         dense_limit=dense_limit,
+        sampling=read_sampling(sub_sample_inputs, sub_sample_patches),
     )
     declared = Declared(
         options,
@@ -240,10 +247,12 @@ class CompiledModule(nn.Module):
         values = recorder.capture.flatten(args, kwargs)
         return recorder.record(values, mode=mode, targets=targets, fraction=fraction, generator=generator, **options)
 
-    def ride(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Ride]:
+    def ride(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
+    ) -> tuple[Any, Ride]:
         """The model's outputs, with taps that record during the user's own backward (the empirical Fisher)."""
         recorder = self.recorder(args, kwargs)
-        return recorder.ride(recorder.capture.flatten(args, kwargs))
+        return recorder.ride(recorder.capture.flatten(args, kwargs), generator)
 
     def functional(
         self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from kfac_fx.collection import BaseCollection
+from kfac_fx.subsample import read_sampling
 
 
 class Defaults(BaseCollection):
     """Setters raise ApproximationError for what the kind of layer has not."""
+
+    def set_default_sub_sampling(self, inputs: bool | float = False, patches: bool | float = False) -> None:
+        """Of all input factors that are registered from now on; see `kfac_fx.compile`."""
+        self.sampling = read_sampling(inputs, patches)
 
     @property
     def default_generic_approximation(self) -> str:

@@ -218,7 +218,7 @@ class KFAC(Optimizer):
         if not self._burning_in() and self.counter % options.cov_update_every:
             return None
         if options.riding:
-            outputs, ride = self.net.ride(args, kwargs)
+            outputs, ride = self.net.ride(args, kwargs, generator=self.generator)
             seen.rides.append(ride)
             return outputs
         self.estimator.accumulate(

@@ -151,7 +151,8 @@ def replace_taps(recorder: Recorder) -> Recorder:
 def whole(one: Registration) -> Registration:
     """What is proved are the rows of the matrix, all of them."""
     uses = tuple(all_rows(use) if use.mask_dims else use for use in one.uses)
-    return replace(one, uses=uses, approximation="kron" if one.approximation in (SUA, *SERIES) else one.approximation)
+    approximation = "kron" if one.approximation in (SUA, *SERIES) else one.approximation
+    return replace(one, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
 
 
 def all_rows(use: Use) -> Use:

@@ -34,6 +34,7 @@ from .pieces import split
 from .pullback import MEMORY, SavedBytes
 from .registered_losses import RegisteredLosses, cases_by_loss
 from .sources import check_mode, is_exact, one_source
+from .subsample import PHASES
 from .tap import Tap, make_probes
 
 
@@ -69,6 +70,8 @@ class Recorder:
         self.random = any(is_random(node) for node in self.emitted.graph.nodes)
         self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
         self.run = compiled(self.call, self.backend)
+        self.sampled = [tap for tap in self.emitted.modules() if isinstance(tap, Tap) and tap.sampling is not None]
+        self.recordings = 0
 
     # --- running the emitted module ---------------------------------------------------------------------------------
 
@@ -86,6 +89,18 @@ class Recorder:
 
     def copied_buffers(self) -> dict[str, Tensor]:
         return {name: self.model.get_buffer(name).clone() for name in self.buffer_names}
+
+    def sample_anew(self, generator: torch.Generator | None) -> None:
+        """Other rows than last time for input factors that are computed from a part of them."""
+        if not self.sampled:
+            return
+        self.recordings += 1
+        phases = torch.tensor([self.recordings * step % 1.0 for step in PHASES], dtype=torch.float64)
+        if generator is not None:
+            phases = torch.rand(2, generator=generator, dtype=torch.float64, device=generator.device)
+        phases = phases.to(next((p.device for p in self.model.parameters()), phases.device))
+        for tap in self.sampled:
+            tap.phases = phases
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -205,6 +220,7 @@ class Recorder:
         memory: bytes that a chunk of the exact modes' sources may take.
         """
         check_mode(mode)
+        self.sample_anew(generator)
         targets = self.part_of_targets(targets, values, fraction)
         values, saved = self.part(values, fraction), SavedBytes()
         run, watched = (self.call, saved.watched) if is_exact(mode) else (self.run, nullcontext)
@@ -285,8 +301,10 @@ class Recorder:
                 statistics[one.parameters] = {name: next(found) for name in mine}
         return statistics
 
-    def ride(self, values: tuple[Any, ...]) -> tuple[Any, Ride]:
+    def ride(self, values: tuple[Any, ...], generator: torch.Generator | None = None) -> tuple[Any, Ride]:
         """Forward of the emitted module in the place of the model's; the user's backward then fills the probes.
+
+        generator: of the sample of rows, where input factors are computed from one.
 
         Raises UntraceableError if forward does more than the emitted module would.
         """
@@ -298,6 +316,7 @@ class Recorder:
                 'Record in a pass of its own, with estimation_mode="gradients" or net.record(...), or return what '
                 "forward keeps."
             )
+        self.sample_anew(generator)
         live = self.live_parameters()
         generic = {name: live[name] for one in self.program.registrations if one.generic for name in one.owners}
         views = {name: parameter[...] for name, parameter in generic.items()}  # not `view_as`: sparse gradients pass

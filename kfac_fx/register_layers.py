@@ -7,18 +7,23 @@ and the like are read from the graph, too; what the caller says must agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
+
+from torch import Tensor
 
 from kfac_fx.default_approximations import Defaults
 from kfac_fx.find_use import Nodes, listed
 from kfac_fx.fisher_blocks import CONVOLUTIONS, DEPTHWISE, EMBEDDINGS, LINEAR, FisherBlock, block_class
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.ir import GENERIC, Use
+from kfac_fx.passes.ir import GENERIC, SUA, Sampling, Use
 from kfac_fx.passes.layers.conv import per_axis, same_or_given
 from kfac_fx.registry import VARIABLE_SCOPE
+from kfac_fx.subsample import ALL, read_sampling
 
 Reuse = bool | str | None
 Sizes = Sequence[int] | int | None
+Share = bool | float | None
 
 
 class LayerRegistrations(Defaults):
@@ -111,9 +116,14 @@ class LayerRegistrations(Defaults):
         dilations: Sizes = None,
         approx: str | None = None,
         reuse: Reuse = VARIABLE_SCOPE,
+        sub_sample_inputs: Share = None,
+        sub_sample_patches: Share = None,
     ) -> FisherBlock:
         self.check_geometry(params, CONVOLUTIONS, inputs, outputs, strides, padding, dilations, None)
-        return self.register("conv2d", params, inputs, outputs, approx, reuse, layers=("conv1d", "conv_transpose1d"))
+        sampling = own_sampling(sub_sample_inputs, sub_sample_patches)
+        block = self.register("conv2d", params, inputs, outputs, approx, reuse, layers=("conv1d", "conv_transpose1d"))
+        block.sampling = sampling or block.sampling
+        return block
 
     def register_conv2d(
         self,
@@ -126,10 +136,25 @@ class LayerRegistrations(Defaults):
         dilations: Sizes = None,
         approx: str | None = None,
         reuse: Reuse = VARIABLE_SCOPE,
+        sub_sample_inputs: Share = None,
+        sub_sample_patches: Share = None,
+        patch_mask: Tensor | None = None,
     ) -> FisherBlock:
-        """approx: "kron" (KFC), "kron_sua" (pixels in the place of patches) or "diagonal"."""
+        """
+        Args:
+            approx: "kron" (KFC), "kron_sua" (pixels in the place of patches) or "diagonal".
+            sub_sample_inputs, sub_sample_patches: see `kfac_fx.compile`; None: those of the collection.
+            patch_mask: [channels in a group, *kernel], what every patch is multiplied with; for weights that are masked
+                alike for all outputs.
+        """
         self.check_geometry(params, CONVOLUTIONS, inputs, outputs, strides, padding, dilations, data_format)
-        return self.register("conv2d", params, inputs, outputs, approx, reuse, layers=("conv2d", "conv_transpose2d"))
+        sampling = own_sampling(sub_sample_inputs, sub_sample_patches)
+        if patch_mask is not None:
+            self.check_patch_mask(params, inputs, outputs, approx, patch_mask)
+        block = self.register("conv2d", params, inputs, outputs, approx, reuse, layers=("conv2d", "conv_transpose2d"))
+        block.sampling = sampling or block.sampling
+        block.patch_mask = block.patch_mask if patch_mask is None else patch_mask.detach()
+        return block
 
     def register_conv2d_multi(
         self,
@@ -159,10 +184,15 @@ class LayerRegistrations(Defaults):
         data_format: str | None = None,
         approx: str | None = None,
         reuse: Reuse = VARIABLE_SCOPE,
+        sub_sample_inputs: Share = None,
+        sub_sample_patches: Share = None,
     ) -> FisherBlock:
         """Of one, two or three dimensions, transposed ones included."""
         self.check_geometry(params, CONVOLUTIONS, inputs, outputs, strides, padding, dilation_rate, data_format)
-        return self.register("conv2d", params, inputs, outputs, approx, reuse)
+        sampling = own_sampling(sub_sample_inputs, sub_sample_patches)
+        block = self.register("conv2d", params, inputs, outputs, approx, reuse)
+        block.sampling = sampling or block.sampling
+        return block
 
     def register_depthwise_conv2d(
         self,
@@ -204,6 +234,19 @@ class LayerRegistrations(Defaults):
         pointwise = self.register("conv2d", pointwise_params, depthwise_outputs, pointwise_outputs, approx, reuse)
         return depthwise, pointwise
 
+    def check_patch_mask(self, params: Any, inputs: Nodes, outputs: Nodes, approx: str | None, mask: Tensor) -> None:
+        """Raises RegistrationError for a mask that is not one of the patches."""
+        names = self.names_of(params)
+        (use, *_) = self.find_uses(CONVOLUTIONS, names, inputs, outputs)
+        kernel, columns = use.attrs["weight"][2:], use.matrix.shape[2] - ("bias" in use.parameters)
+        wanted = [columns // prod(kernel), *kernel]
+        if self.chosen("conv2d", names, approx) == SUA:
+            raise RegistrationError(f"{', '.join(names)}: patch_mask needs patches, and {SUA!r} has pixels")
+        if list(mask.shape) != wanted:
+            raise RegistrationError(
+                f"{', '.join(names)}: patch_mask has shape {list(mask.shape)}, the patches have {wanted}"
+            )
+
     def check_geometry(
         self,
         params: Any,
@@ -230,6 +273,13 @@ class LayerRegistrations(Defaults):
                     raise RegistrationError(f"{name}={given}, but the graph's {use} has {found}")
             if padding is not None and ends(padding, use) != ends(use.attrs["padding"], use):
                 raise RegistrationError(f"padding={padding!r}, but the graph's {use} has {use.attrs['padding']!r}")
+
+
+def own_sampling(inputs: Share, patches: Share) -> Sampling | None:
+    """None if nothing is said. Both False: all rows, whatever the collection's defaults are."""
+    if inputs is None and patches is None:
+        return None
+    return read_sampling(inputs or False, patches or False) or ALL
 
 
 def spatial(sizes: Sizes, use: Use) -> list[int] | None:

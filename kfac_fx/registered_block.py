@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from kfac_fx import blocks
 from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError
-from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, SUA, Registration, Use
+from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, SUA, Registration, Sampling, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
@@ -30,6 +30,7 @@ class Collection(Protocol):
     """What a block asks of the collection that it is in."""
 
     estimator: Any
+    sampling: Sampling | None
 
     @property
     def layers(self) -> Mapping[str, Layer]: ...
@@ -72,6 +73,8 @@ class FisherBlock:
                 f"{self.approximation!r} is no approximation; known are {', '.join(APPROXIMATIONS)}"
             )
         self.num_uses, self.reason = num_uses, reason
+        self.sampling: Sampling | None = layer_collection.sampling
+        self.patch_mask: Tensor | None = None
         self.towers: list[tuple[Use, ...]] = []
         self._roots: list[Root] = []
         self._batch: tuple[dict[str, Tensor], int, float | Tensor] | None = None
@@ -128,7 +131,15 @@ class FisherBlock:
         first = next((use for use in uses if not use.transposed), uses[0])
         names = first.matrix.parameters
         return Registration(
-            first.layer, first.matrix, names, tuple(uses), self.approximation, self.reason, self.pieces(names)
+            first.layer,
+            first.matrix,
+            names,
+            tuple(uses),
+            self.approximation,
+            self.reason,
+            self.pieces(names),
+            self.sampling,
+            None if self.patch_mask is None else tuple(self.patch_mask.flatten().tolist()),
         )
 
     def pieces(self, names: Key) -> tuple[Piece, ...]:

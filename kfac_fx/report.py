@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
@@ -18,6 +19,7 @@ from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
 from kfac_fx.report_graph import dot
 from kfac_fx.report_html import page
 from kfac_fx.report_rows import Row, factor_dtype, rows, size
+from kfac_fx.subsample import ALL
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -90,6 +92,9 @@ class Report:
         passes = ", ".join(f"{one.name} {one.summary or f'{one.nodes:,} nodes'}" for one in self.history)
         found = [("generic", generic or ["none"]), ("reasons", reasons), ("dropped", dropped or ["none"])]
         found += [("unused", list(self.unused) or ["none"]), ("memory", [self.memory]), ("passes", [passes or "none"])]
+        some = Counter(str(one.sampling) for one in self.program.registrations if one.sampling not in (None, ALL))
+        if some:
+            found.append(("sampling", [f"{many:,} input factors from {said}" for said, many in some.items()]))
         if self.program.mask is not None:
             uses = [use for one in self.program.registrations for use in one.uses]
             masked = sum(KEPT in use.attrs for use in uses)

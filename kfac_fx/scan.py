@@ -132,6 +132,7 @@ def block_of(
     multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
     made = block_class(one.layer, one.approximation, multi)
     block = made(collection, one.parameters, one.approximation, num_uses=num_uses, reason=one.reason)
+    block.sampling = one.sampling or collection.sampling
     for tower in towers:
         if one.generic:
             block.register_additional_tower()

@@ -22,6 +22,7 @@ from kfac_fx.passes.pieces import Region
 from .lagged import LAGGED
 from .sloped import slopes_of
 from .statistics import STATISTICS, Shape
+from .subsample import SAMPLED, Parts, parts_of, sample
 
 Probes = Mapping[str, Tensor]
 OF_INPUTS = ("count", "A", "A_diag")
@@ -42,7 +43,16 @@ class Tap(nn.Module):
         names = list(tensor_attrs(use))
         mask, cases = (names.index(key) if key in names else None for key in (KEPT, CASES))
         real = real_rows(use, layer) if use.mask_dims else None
-        self.function = tap_function(both, self.matrix, bias, use.tower, registration.towers, mask, real, cases)
+        self.sampling = parts_of(registration, use)
+        if self.sampling is not None:
+            self.register_buffer("phases", torch.zeros(2, dtype=torch.float64), persistent=False)
+        if registration.patch_mask is not None:
+            self.register_buffer("patch_mask", torch.tensor(registration.patch_mask), persistent=False)
+            both = with_patch_mask(both)
+        axis = (use.batch_dim or 0) if layer.forms[use.form].leading else 0
+        self.function = tap_function(
+            both, self.matrix, bias, use.tower, registration.towers, mask, real, cases, self.sampling, axis
+        )
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
@@ -51,6 +61,10 @@ class Tap(nn.Module):
         if not probes:
             return output
         own = {name: probe for name, probe in probes.items() if name not in LAGGED}
+        if hasattr(self, "patch_mask"):
+            tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
+        if self.sampling is not None:
+            tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # what it is at this forward
         tapped: Tensor = self.function.apply(output, input, len(own), *own, *own.values(), *tensors)
         return tapped
 
@@ -103,6 +117,16 @@ def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows.flatten(0, 1).unsqueeze(0), grad_rows.flatten(0, 1).unsqueeze(0)
 
 
+def with_patch_mask(both: BothRows) -> BothRows:
+    """With rows that are multiplied with the last of the attributes."""
+
+    def masked(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        rows, grad_rows = both(output_grad, input, *tensors[:-1])
+        return rows * tensors[-1].to(rows), grad_rows
+
+    return masked
+
+
 def scales(use: Use) -> tuple[float, float]:
     """Of the rows and the gradient rows of a use that sees multiples of its parameters: with `W = a V` and `b = c β`,
     the gradient of `[V, β]` is `Σ c d [(a / c) r, 1]ᵀ`."""
@@ -130,6 +154,8 @@ def tap_function(
     mask: int | None = None,
     real: RealRows | None = None,
     cases: int | None = None,
+    sampling: Parts | None = None,
+    axis: int = 0,
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
 
@@ -137,6 +163,7 @@ def tap_function(
     mask: which of the attributes says what rows are no padding, if one does; real: from (output, mask) to rows, if the
         mask is of something else.
     cases: which of the attributes says how many cases share the rows, if they do.
+    sampling: of the rows of input factors; its phases are then the last argument. axis: of the cases in the output.
     """
 
     def times(name: str, values: list[Any]) -> Any:
@@ -171,14 +198,28 @@ def tap_function(
             values = [next(found) if size is None else size for size in ctx.sizes]
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
             with torch.no_grad():  # not `detach`, which vmap over several cotangents does not know
-                rows, grad_rows = both(output_grad, input, *values)
+                phases = values.pop() if sampling is not None else None
                 kept = None if mask is None else values[mask]
-                given = (rows, grad_rows, bias, matrix, kept if real is None else real(output_grad, kept))
+                kept = kept if real is None else real(output_grad, kept)
+                some = sample(both, sampling, phases, axis, output_grad, input, values, kept)
+                if some is None:
+                    rows, grad_rows = both(output_grad, input, *values)
+                else:  # rows of all cases are not wanted
+                    _, grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)
+                    rows = grad_rows
+                given = (rows, grad_rows, bias, matrix, kept)
+
+                def computed(name: str) -> Tensor:
+                    if some is None or name not in SAMPLED:
+                        return STATISTICS[name].compute(*given)
+                    fewer, mine, scale = some
+                    return STATISTICS[name].compute(fewer, fewer, bias, matrix, mine) * scale
+
                 sums = [
-                    placed(name, STATISTICS[name].compute(*given), shape) * times(name, values) if want else None
+                    placed(name, computed(name), shape) * times(name, values) if want else None
                     for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
                 ]
-            return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in values))
+            return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in ctx.sizes))
 
     return TapFunction
 

@@ -97,6 +97,18 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """What an input factor is computed from: a share of the cases, and so many rows for each of its inputs at most."""
+
+    inputs: float = 1.0
+    patches: float | None = None
+
+    def __str__(self) -> str:
+        rows = "" if self.patches is None else f", at most {self.patches:g} rows an input"
+        return f"{self.inputs:.0%} of the cases{rows}"
+
+
+@dataclass(frozen=True)
 class Registration:
     """The parameters of one Fisher block with all their uses in graph order. No uses: generic."""
 
@@ -107,6 +119,8 @@ class Registration:
     approximation: str
     reason: str | None = None  # why this and not the obvious choice
     pieces: tuple[Piece, ...] = ()  # those of `parameters` that are pieces of parameters
+    sampling: Sampling | None = None  # of its input factor; None: all rows
+    patch_mask: tuple[float, ...] | None = None  # what every row is multiplied with, without the bias column
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -179,6 +193,7 @@ class Options:
     loss_given: bool = False  # the user named the loss: do not look for one in the graph
     modules: Mapping[str, type] = field(default_factory=dict)  # module path -> class, for approximations by module
     dense_limit: int = 4096  # a factor side wider than this becomes diagonal
+    sampling: Sampling | None = None  # of all input factors
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,8 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     free = FREE if any(use.free for use in uses) else None
     said = "; ".join(text for text in (reason, free, why) if text) or None
     pieces = program.pieces_among(matrix.parameters)
-    return Registration(first.layer, matrix, matrix.parameters, tuple(uses), chosen, said, pieces)
+    sampling = program.options.sampling
+    return Registration(first.layer, matrix, matrix.parameters, tuple(uses), chosen, said, pieces, sampling)
 
 
 def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:

@@ -32,7 +32,7 @@ FLOORS = [
     "passes",
     "kfac_fx.linalg kfac_fx.progress kfac_fx.structure kfac_fx.wrappers",
     "kfac_fx.chain kfac_fx.loss_function",
-    "kfac_fx.statistics kfac_fx.losses",
+    "kfac_fx.statistics kfac_fx.losses kfac_fx.subsample",
     "kfac_fx.lagged",
     "kfac_fx.pieces kfac_fx.sloped",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.registered_losses kfac_fx.sources kfac_fx.tap",
