@@ -20,6 +20,7 @@ from kfac_fx.passes.ir import SERIES, SUA, Registration
 from kfac_fx.pieces import split
 from kfac_fx.series import SeriesGroup
 from kfac_fx.sua import UncorrelatedGroup
+from kfac_fx.wide import WideGroup, in_blocks
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def statistics_of(registration: Registration) -> tuple[str, ...]:
         return ()
     if right is not None:
         lagged = LAGGED if registration.approximation in SERIES else ()
-        return "count", right.statistic, left.statistic, *lagged
+        outputs, inputs = registration.blocks
+        return "count", in_blocks(right.statistic, inputs), in_blocks(left.statistic, outputs), *lagged
     # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
     if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
         return (left.statistic,)
@@ -156,7 +158,7 @@ def make_groups(
         place = dtype or torch.promote_types(example.dtype, torch.float32), device or example.device
         kernel = one.kernel if one.approximation == SUA else None
         series = one.approximation if one.approximation in SERIES else None
-        return SIDES[one.approximation], kernel, series, one.generic, form_of(one, parameters).shape, place
+        return SIDES[one.approximation], one.blocks, kernel, series, one.generic, form_of(one, parameters).shape, place
 
     found: dict[tuple[object, ...], list[Registration]] = {}
     parameters = split(parameters, registrations := list(registrations))
@@ -180,7 +182,9 @@ def make_groups(
 def group_class(registration: Registration) -> type[BlockGroup]:
     if registration.approximation in SERIES:
         return SeriesGroup
-    return UncorrelatedGroup if registration.approximation == SUA else BlockGroup
+    if registration.approximation == SUA:
+        return UncorrelatedGroup
+    return BlockGroup if registration.blocks == (1, 1) else WideGroup
 
 
 def make_block(

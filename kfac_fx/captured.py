@@ -99,7 +99,7 @@ def capture(
     Args:
         example_inputs, example_kwargs: inputs to capture with; None: by torch.fx alone, if the model allows it.
         layers: the user's own layer declarations.
-        dense_limit: `auto_register_layers` makes a factor side that is wider than this diagonal.
+        dense_limit: `auto_register_layers` makes a factor side that is wider than this block-diagonal.
 
     Raises UntraceableError, LayerError.
     """

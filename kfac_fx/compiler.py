@@ -72,7 +72,8 @@ def compile(
         strict: a parameter that would become generic is an error.
         verify: prove on the first batch that rows reproduce the autograd gradient.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
-        dense_limit: a factor side wider than this becomes diagonal, and the report says so.
+        dense_limit: no factor takes more memory than a dense one of this width: a wider side keeps diagonal blocks
+            only, or its diagonal if it makes the Fisher's outputs, and the report says so.
         padding_mask: the name of an argument of forward, [cases, positions], nonzero where a position is real, such as
             "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0. What
             is padding enters no factor and is no case; the report says where the mask does not fit. The loss's mean

@@ -165,7 +165,8 @@ def additive(approximation: str, moments: Mapping[str, Tensor]) -> dict[str, Ten
 
     The gradient of generic parameters stays as it is, since it is squared when the batch is complete.
     """
-    sums = {name: moment for name, moment in moments.items() if name != "per_case"}
+    # "A/8" is A in eight diagonal blocks
+    sums = {name.partition("/")[0]: moment for name, moment in moments.items() if name != "per_case"}
     if "square" in sums:
         sums["square"] = sums["square"].flatten()  # as the squares of several uses' sums are
     if "per_case" in moments:

@@ -185,11 +185,15 @@ class BlockGroup:
         """X_G W X_Aᵀ, or X_Gᵀ W X_A: [L, g, o, i] -> the same."""
         left, *right = (operator[members] for operator in self.operators(root))
         rows = matrix if right else matrix.reshape(matrix.shape[0], 1, -1, 1)
-        rows = multiply_left(left.mT if transpose and not self.left.diagonal else left, rows, self.left.diagonal)
+        rows = self.multiply_outputs(rows, left.mT if transpose and not self.left.diagonal else left)
         if right:
             as_is = [transpose or side.diagonal for side in self.sides[1:]]
             rows = self.multiply_inputs(rows, [x if same else x.mT for x, same in zip(right, as_is, strict=True)])
         return rows.reshape(matrix.shape)
+
+    def multiply_outputs(self, rows: Tensor, operator: Tensor) -> Tensor:
+        """X W: [L, g, o, i] -> the same."""
+        return multiply_left(operator, rows, self.left.diagonal)
 
     def multiply_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
         """W X with the X of every part of the input side: [L, g, o, i] -> the same."""
@@ -231,10 +235,15 @@ class BlockGroup:
         self.check_updated()
         values = [(side, self.value(side)[index]) for side in self.sides]
         left, *right = (torch.diag_embed(value) if side.diagonal else value for side, value in values)
+        left = self.joined_outputs(left)
         a = self.joined(right) if right else torch.ones_like(left[:, :1, :1])
         same_group = torch.eye(left.shape[0], dtype=self.dtype, device=self.device)
         block = torch.einsum("gop,gij,gh->goihpj", left, a, same_group).flatten(0, 2).flatten(1)
         return block * self.positions()[index]
+
+    def joined_outputs(self, operator: Tensor) -> Tensor:
+        """The output side [groups, o, o] of one block."""
+        return operator
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The input side [groups, i, i] of one block from its parts, dense."""

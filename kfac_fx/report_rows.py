@@ -12,6 +12,7 @@ import torch
 
 from kfac_fx.passes.ir import SERIES, SUA, Program, Registration
 from kfac_fx.passes.labels import labels, parameters_behind, use_edges
+from kfac_fx.passes.matrix import block_width
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -41,8 +42,8 @@ class Row:
         """`"A 28 x 28, G 16 x 16"`, `"16 of (A 10 x 10, G 1 x 1)"`, `"A diag 50, G 8 x 8"`, `"F diag 320"`."""
         if "F" in self.factors:
             return side("F", self.factors["F"])
-        groups = self.factors["A"][0]
-        text = ", ".join(side(name, shape[1:]) for name, shape in self.factors.items())
+        groups = min(shape[0] for shape in self.factors.values())
+        text = ", ".join(side(name, shape[1:], shape[0] // groups) for name, shape in self.factors.items())
         return text if groups == 1 else f"{groups:,} of ({text})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,10 +109,14 @@ def factor_shapes(registration: Registration, program: Program) -> Shapes:
     a_diagonal = approximation in ("kron_in_diag", "kron_both_diag")
     g_diagonal = approximation in ("kron_out_diag", "kron_both_diag")
     sides: Shapes = {
-        "A": (groups, inputs) if a_diagonal else (groups, inputs, inputs),
-        "G": (groups, outputs) if g_diagonal else (groups, outputs, outputs),
+        "A": (groups, inputs) if a_diagonal else dense_shape(groups, inputs, registration.blocks[1]),
+        "G": (groups, outputs) if g_diagonal else dense_shape(groups, outputs, registration.blocks[0]),
     }
     return sides | {f"{name}1": shape for name, shape in sides.items()} if approximation in SERIES else sides
+
+
+def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
+    return groups * blocks, block_width(width, blocks), block_width(width, blocks)
 
 
 def block_words(registration: Registration, program: Program) -> str:
@@ -145,8 +150,11 @@ def fold(names: Iterable[str]) -> str:
     return ", ".join(p + (lasts[0] if len(lasts) == 1 else f"{{{', '.join(lasts)}}}") for p, lasts in groups.items())
 
 
-def side(name: str, shape: tuple[int, ...]) -> str:
-    return f"{name} diag {shape[0]:,}" if len(shape) == 1 else f"{name} {shape[0]:,} x {shape[1]:,}"
+def side(name: str, shape: tuple[int, ...], blocks: int = 1) -> str:
+    """`"A 10 x 10"`, `"A diag 50"`, `"A 8 blocks of 64 x 64"`."""
+    if len(shape) == 1:
+        return f"{name} diag {shape[0]:,}"
+    return f"{name} {f'{blocks:,} blocks of ' if blocks > 1 else ''}{shape[0]:,} x {shape[1]:,}"
 
 
 def size(count: float) -> str:

@@ -12,10 +12,12 @@ from torch import fx
 
 from .errors import ApproximationError, table
 from .ir import GENERIC, KEPT, KRONECKER, SERIES, SUA, Program, Use, tensor_attrs, where
+from .labels import VIEWS, op_name
 from .matrix import MatrixForm
 from .slopes import NORMALIZED
 
 PER_CASE = ("full", "diagonal")
+DIAGONAL_INPUTS, DIAGONAL_OUTPUTS = ("kron_in_diag", "kron_both_diag"), ("kron_out_diag", "kron_both_diag")
 SIDES = {
     (False, False): "kron",
     (True, False): "kron_in_diag",
@@ -50,8 +52,10 @@ def choose(
         reason, chosen = f"{obstacle}, so not {chosen!r}", default if default in KRONECKER else "kron"
     if len(uses) > 1 and chosen == "kron":
         chosen = "kron_indep"
-    limited = narrow(chosen, matrix, program.options.dense_limit)
-    if limited != chosen and asked is None:
+    if asked is not None:
+        return chosen, reason
+    limited = narrow(chosen, matrix, program.options.dense_limit, makes_outputs(program, uses))
+    if limited != chosen or side_blocks(program, layer, chosen, matrix) != (1, 1):
         wide = f"a side is wider than dense_limit={program.options.dense_limit}"
         return limited, f"{reason}; {wide}" if reason else wide
     return chosen, reason
@@ -100,17 +104,53 @@ def kind_of(use: Use) -> tuple[Any, ...]:
     return use.layer, use.form, use.batch_dim, repr(sorted(literals.items())), sizes
 
 
-def narrow(chosen: str, matrix: MatrixForm, limit: int) -> str:
-    """`chosen` with every side wider than `limit` made diagonal."""
+def narrow(chosen: str, matrix: MatrixForm, limit: int, last: bool = False) -> str:
+    """`chosen` with sides made diagonal that are wider than `limit` and that blocks do not help.
+
+    last: the outputs are those of the Fisher, a vocabulary, say. Their second moment is diagonal, or up to rank one, by
+    nature: blocks of neighbors would hold nothing else.
+    """
     _, outputs, inputs = matrix.shape
     if chosen == "full":
         return "full" if prod(matrix.shape) <= limit else "diagonal"
     if chosen not in (*KRONECKER, "kron_indep"):
         return chosen
-    in_diag = inputs > limit or chosen in ("kron_in_diag", "kron_both_diag")
-    out_diag = outputs > limit or chosen in ("kron_out_diag", "kron_both_diag")
+    in_diag = cuts(inputs, limit) is None or chosen in DIAGONAL_INPUTS
+    out_diag = cuts(outputs, limit) is None or chosen in DIAGONAL_OUTPUTS
+    out_diag = out_diag or (last and outputs > limit)
     sides = SIDES[in_diag, out_diag]
     return chosen if sides == "kron" else sides
+
+
+def side_blocks(program: Program, layer: str, approximation: str, matrix: MatrixForm) -> tuple[int, int]:
+    """Into how many diagonal blocks the dense sides, outputs and inputs, are cut: as few as keep every factor within
+    the memory of a dense one of width `dense_limit`. What the user asks for by name stays dense."""
+    if approximation not in (*KRONECKER, "kron_indep") or requested(program, matrix.parameters, layer):
+        return 1, 1
+    _, outputs, inputs = matrix.shape
+    limit = program.options.dense_limit
+    blocks = cuts(outputs, limit) or 1, cuts(inputs, limit) or 1
+    out_diag, in_diag = approximation in DIAGONAL_OUTPUTS, approximation in DIAGONAL_INPUTS
+    return 1 if out_diag else blocks[0], 1 if in_diag else blocks[1]
+
+
+def cuts(width: int, limit: int) -> int | None:
+    """The number of blocks b wide with width · b within limit², 1 within the limit; None: not even two are together."""
+    if width <= limit:
+        return 1
+    widest = limit**2 // width
+    return -(-width // widest) if widest > 1 else None
+
+
+def makes_outputs(program: Program, uses: Iterable[Use]) -> bool:
+    """Whether some use makes the Fisher's outputs, looking through views."""
+    ends: set[fx.Node] = set()
+    for node in program.outputs:
+        ends.add(node)
+        while op_name(node) in VIEWS and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+            ends.add(node)
+    return any(use.output in ends for use in uses)
 
 
 def check_requests(program: Program, groups: Iterable[tuple[str, Iterable[str]]]) -> None:

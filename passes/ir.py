@@ -121,6 +121,7 @@ class Registration:
     pieces: tuple[Piece, ...] = ()  # those of `parameters` that are pieces of parameters
     sampling: Sampling | None = None  # of its input factor; None: all rows
     patch_mask: tuple[float, ...] | None = None  # what every row is multiplied with, without the bias column
+    blocks: tuple[int, int] = (1, 1)  # into how many diagonal blocks the output and the input side are cut
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -192,7 +193,7 @@ class Options:
     strict: bool = False
     loss_given: bool = False  # the user named the loss: do not look for one in the graph
     modules: Mapping[str, type] = field(default_factory=dict)  # module path -> class, for approximations by module
-    dense_limit: int = 4096  # a factor side wider than this becomes diagonal
+    dense_limit: int = 4096  # no factor takes more memory than a dense one of this width
     sampling: Sampling | None = None  # of all input factors
 
 

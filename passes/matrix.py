@@ -147,3 +147,8 @@ class MatrixForm:
         if self.bias is not None:
             tensors[self.bias[0]] = self.bias[1].invert(matrix[..., -1])
         return tensors
+
+
+def block_width(width: int, blocks: int) -> int:
+    """Of each diagonal block of a side; the last one may be narrower."""
+    return -(-width // blocks)

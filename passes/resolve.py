@@ -22,7 +22,7 @@ from math import prod
 import torch
 from torch import fx
 
-from .approximation import check_requests, choose, requested
+from .approximation import check_requests, choose, requested, side_blocks
 from .errors import AmbiguousRegistrationError, LinkError, table
 from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, where
 from .labels import VIEWS, Edge, labels, op_name, parameters_behind, use_edges
@@ -200,8 +200,17 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     free = FREE if any(use.free for use in uses) else None
     said = "; ".join(text for text in (reason, free, why) if text) or None
     pieces = program.pieces_among(matrix.parameters)
-    sampling = program.options.sampling
-    return Registration(first.layer, matrix, matrix.parameters, tuple(uses), chosen, said, pieces, sampling)
+    return Registration(
+        first.layer,
+        matrix,
+        matrix.parameters,
+        tuple(uses),
+        chosen,
+        said,
+        pieces,
+        sampling=program.options.sampling,
+        blocks=side_blocks(program, first.layer, chosen, matrix),
+    )
 
 
 def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:

@@ -90,15 +90,27 @@ def test_several_uses_are_taken_as_independent() -> None:
     assert registered(model)["0"].approximation == "kron_indep"
 
 
-def test_wide_sides_become_diagonal_and_say_so() -> None:
-    model = nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9), nn.Linear(9, 9), nn.LayerNorm(9))
+def test_wide_sides_are_cut_into_blocks_within_the_memory_of_the_widest_dense_side() -> None:
+    model = nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9), nn.Linear(9, 17), nn.LayerNorm(17))
     found = registered(model, dense_limit=6)
-    assert [one.approximation for one in found.values()] == [
-        "kron_in_diag", "kron_out_diag", "kron_both_diag", "diagonal",
-    ]  # fmt: skip
+    assert [(one.approximation, one.blocks) for one in found.values()] == [
+        ("kron", (1, 4)),  # ten columns, with the bias: at most 36 // 10 = 3 at a time
+        ("kron", (3, 1)),
+        ("kron", (9, 4)),
+        ("diagonal", (1, 1)),
+    ]
     assert {one.reason for one in found.values()} == {"a side is wider than dense_limit=6"}
     asked = registered(model, dense_limit=6, approximations={nn.Linear: "kron", nn.LayerNorm: "full"})
-    assert [one.approximation for one in asked.values()] == ["kron", "kron", "kron", "full"]
+    assert [(one.approximation, one.blocks) for one in asked.values()] == [("kron", (1, 1))] * 3 + [("full", (1, 1))]
+
+
+def test_the_fishers_own_outputs_and_what_is_too_wide_for_blocks_become_diagonal() -> None:
+    model = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 17), nn.Flatten())
+    found = registered(model, dense_limit=6)
+    assert [(one.approximation, one.blocks) for one in found.values()] == [("kron", (3, 1)), ("kron_out_diag", (1, 4))]
+    assert {one.reason for one in found.values()} == {"a side is wider than dense_limit=6"}
+    (wide,) = registered(nn.Sequential(nn.Linear(19, 6), nn.ReLU()), dense_limit=6).values()
+    assert (wide.approximation, wide.blocks) == ("kron_in_diag", (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +125,7 @@ def test_wide_sides_become_diagonal_and_say_so() -> None:
 )
 def test_narrowing_keeps_what_is_diagonal_already(chosen: str, expected: str) -> None:
     matrix = MatrixForm(("w", Layout((1, 3, 9))), None)
-    assert narrow(chosen, matrix, 6) == expected
+    assert narrow(chosen, matrix, 3) == expected
     assert narrow(chosen, matrix, 30) == chosen
 
 

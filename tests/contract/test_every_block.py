@@ -23,9 +23,15 @@ POWERS = [
 ]
 
 
-def matrix(side: Tensor) -> Tensor:
-    """A factor's value as dense matrices of every group."""
-    return side if side.dim() == 3 else torch.diag_embed(side)
+def matrix(block: FisherBlock, name: str) -> Tensor:
+    """The value of A or G as dense matrices of every group."""
+    value = block.factors[name].value
+    if value.dim() == 2:
+        return torch.diag_embed(value)
+    g, o, i = block.group.shape
+    width, blocks = {"G": (o, block.registration.blocks[0]), "A": (i, block.registration.blocks[1])}[name]
+    groups = value.unflatten(0, (g, blocks))
+    return torch.stack([torch.block_diag(*one)[:width, :width] for one in groups])
 
 
 def patches_of(pixels: Tensor, kernel: int, bias: bool) -> Tensor:
@@ -44,7 +50,7 @@ def input_side(block: FisherBlock) -> Tensor:
     """A as dense matrices [g, i, i]."""
     one, value = block.registration, block.factors["A"].value
     if one.approximation != SUA:
-        return matrix(value)
+        return matrix(block, "A")
     assert one.matrix is not None
     return torch.stack([patches_of(pixels, one.kernel, one.matrix.bias is not None) for pixels in value])
 
@@ -56,9 +62,9 @@ def damped(block: FisherBlock, damping: float) -> Tensor:
         f = block.factors["F"].value
         full = f if f.dim() == 2 else torch.diag(f.flatten())
         return full + damping * torch.eye(len(full), dtype=full.dtype)
-    g_all, c = (block.factors[name].value for name in ("G", "positions"))
+    g_all, c = matrix(block, "G"), block.factors["positions"].value
     blocks, one = [], block.registration
-    for n, (a, g) in enumerate(zip(input_side(block), matrix(g_all), strict=True)):
+    for n, (a, g) in enumerate(zip(input_side(block), g_all, strict=True)):
         pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
         a = a + pi * (damping / c).sqrt() * torch.eye(len(a), dtype=a.dtype)
         g = g + (damping / c).sqrt() / pi * torch.eye(len(g), dtype=g.dtype)

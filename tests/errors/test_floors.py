@@ -19,9 +19,9 @@ FLOORS = [
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
-    "passes.approximation passes.cells passes.holder passes.labels passes.masks passes.pytree "
-    "passes.recurrent passes.writer",
-    "passes.border passes.elements passes.experts passes.parts passes.spelling passes.values passes.watch",
+    "passes.cells passes.holder passes.labels passes.masks passes.pytree passes.recurrent passes.writer",
+    "passes.approximation passes.border passes.elements passes.experts passes.parts passes.spelling passes.values "
+    "passes.watch",
     "passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
@@ -37,7 +37,7 @@ FLOORS = [
     "kfac_fx.pieces kfac_fx.sloped",
     "kfac_fx.factors kfac_fx.loss_spec kfac_fx.moments kfac_fx.registered_losses kfac_fx.sources kfac_fx.tap",
     "kfac_fx.groups kfac_fx.link kfac_fx.pullback",
-    "kfac_fx.exact kfac_fx.inverses kfac_fx.masks kfac_fx.series kfac_fx.sua",
+    "kfac_fx.exact kfac_fx.inverses kfac_fx.masks kfac_fx.series kfac_fx.sua kfac_fx.wide",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.likeness",
     "kfac_fx.captured kfac_fx.proof kfac_fx.registry",
@@ -85,6 +85,7 @@ NUMERICAL = {
         "groups",
         "series",
         "sua",
+        "wide",
         "inverses",
         "fisher",
         "pieces",

@@ -80,6 +80,16 @@ CASES = [
     if form != "generic" or approximation in ("diagonal", "full")
 ]
 CASES += [(form, SUA) for form in CONVOLUTIONS]
+IN_BLOCKS = {  # (approximation, diagonal blocks of the output and the input side)
+    "kron in blocks": ("kron", (2, 3)),
+    "kron_in_diag in blocks": ("kron_in_diag", (2, 1)),
+    "kron_out_diag in blocks": ("kron_out_diag", (1, 2)),
+}
+CASES += [
+    (form, approximation)
+    for form in ("linear", "linear with bias", "convolution", "grouped convolution")
+    for approximation in IN_BLOCKS
+]
 STEPS = 4  # of series
 CASES += [
     (form, approximation)
@@ -100,7 +110,8 @@ FORMS |= CONVOLUTIONS
 def register(form: Form, approximation: str, uses: int = 1) -> Registration:
     use = use_of("layer", form.shapes)
     uses = STEPS if approximation in SERIES else uses
-    return Registration("layer", form.matrix, tuple(form.shapes), (use,) * uses, approximation)
+    approximation, blocks = IN_BLOCKS.get(approximation, (approximation, (1, 1)))
+    return Registration("layer", form.matrix, tuple(form.shapes), (use,) * uses, approximation, blocks=blocks)
 
 
 def use_of(layer: str, attrs: Mapping[str, Any]) -> Use:

@@ -1,0 +1,87 @@
+"""Sides in diagonal blocks, from rows to products, against dense sides with all between the blocks struck out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.report_rows import rows
+from kfac_fx.statistics import STATISTICS
+from kfac_fx.wide import in_blocks
+
+
+def struck_out(dense: Tensor, width: int) -> Tensor:
+    """A matrix [d, d] without what is outside of its diagonal blocks [width, width]."""
+    block = torch.arange(len(dense)) // width
+    return torch.where(block[:, None] == block[None, :], dense, 0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("blocks", [2, 3, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_statistics_are_the_diagonal_blocks_of_the_dense_ones(bias: bool, blocks: int, masked: bool) -> None:
+    x, d = torch.randn(4, 3, 2, 5, dtype=torch.float64), torch.randn(4, 3, 2, 7, dtype=torch.float64)
+    kept = torch.rand(4, 3) > 0.4 if masked else None
+    for name, size in (("A", 5 + bias), ("G", 7)):
+        arguments = x, d, bias, (2, 7, 5 + bias), kept
+        dense, cut = (STATISTICS[one].compute(*arguments) for one in (name, in_blocks(name, blocks)))
+        width = -(-size // blocks)
+        assert cut.shape == STATISTICS[f"{name}/{blocks}"].shape((2, 7, 5 + bias), 4) == (2 * blocks, width, width)
+        for matrix, parts in zip(dense, cut.unflatten(0, (2, blocks)), strict=True):
+            torch.testing.assert_close(torch.block_diag(*parts)[:size, :size], struck_out(matrix, width))
+
+
+def test_rows_that_all_cases_share_count_for_every_case() -> None:
+    x, d = torch.randn(1, 3, 1, 5, dtype=torch.float64), torch.randn(4, 3, 1, 2, dtype=torch.float64)
+    shared = STATISTICS[in_blocks("A", 2)].compute(x, d, True, (1, 2, 6))
+    torch.testing.assert_close(
+        shared, STATISTICS["A/2"].compute(x.expand(4, -1, -1, -1).contiguous(), d, True, (1, 2, 6))
+    )
+
+
+def estimated(model: nn.Module, x: Tensor, **options: int) -> kfac_fx.FisherEstimator:
+    net = kfac_fx.compile(model, (x,), loss="normal", **options)
+    estimator = kfac_fx.FisherEstimator(net, damping=0.1, seed=0)
+    estimator.update_covariances(x)
+    estimator.update_inverses()
+    return estimator
+
+
+def model_and_batch() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+    return model, torch.randn(50, 10, dtype=torch.float64)
+
+
+def test_a_wide_layer_has_the_block_diagonal_part_of_its_dense_block() -> None:
+    model, x = model_and_batch()
+    dense, wide = (estimated(model, x, dense_limit=limit).blocks[("0.weight", "0.bias")] for limit in (4096, 8))
+    assert wide.registration.blocks == (2, 3)  # of at most 64 // 9 = 7 outputs, 64 // 11 = 5 columns
+    a, g, c = (dense.factors[name].value for name in ("A", "G", "positions"))
+    expected = c * torch.kron(struck_out(g[0], 5), struck_out(a[0], 4))
+    torch.testing.assert_close(wide.full_fisher_block(), expected)
+
+
+def test_products_compile_whole_and_the_state_is_resumed() -> None:
+    model, x = model_and_batch()
+    estimator = estimated(model, x, dense_limit=8)
+    vector = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    expected = estimator.multiply_inverse(vector)
+    compiled = torch.compile(estimator.multiply_inverse, fullgraph=True, backend="aot_eager")
+    for name, product in compiled(vector).items():
+        torch.testing.assert_close(product, expected[name])
+    net = kfac_fx.compile(model, (x,), loss="normal", dense_limit=8)
+    other = kfac_fx.FisherEstimator(net, damping=0.1, seed=1)
+    other.load_state_dict(estimator.state_dict())
+    assert all(torch.equal(product, expected[name]) for name, product in other.multiply_inverse(vector).items())
+
+
+def test_the_report_shows_the_blocks_and_the_memory_they_take() -> None:
+    model, x = model_and_batch()
+    net = kfac_fx.compile(model, (x,), loss="normal", dense_limit=8)
+    first = net.report.to_dict()["registrations"][0]
+    assert first["factors"] == {"A": [3, 4, 4], "G": [2, 5, 5]}
+    assert first["reason"] == "a side is wider than dense_limit=8"
+    assert rows(net.program)[0].factors_text == "A 3 blocks of 4 x 4, G 2 blocks of 5 x 5"
