@@ -32,6 +32,7 @@ class Row:
     generic: bool
     elements: int
     bytes: int
+    groups: int
 
     @property
     def names(self) -> str:
@@ -42,9 +43,8 @@ class Row:
         """`"A 28 x 28, G 16 x 16"`, `"16 of (A 10 x 10, G 1 x 1)"`, `"A diag 50, G 8 x 8"`, `"F diag 320"`."""
         if "F" in self.factors:
             return side("F", self.factors["F"])
-        groups = min(shape[0] for shape in self.factors.values())
-        text = ", ".join(side(name, shape[1:], shape[0] // groups) for name, shape in self.factors.items())
-        return text if groups == 1 else f"{groups:,} of ({text})"
+        text = ", ".join(side(name, shape[1:], shape[0] // self.groups) for name, shape in self.factors.items())
+        return text if self.groups == 1 else f"{self.groups:,} of ({text})"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -77,6 +77,7 @@ def row(registration: Registration, program: Program, places: Counter[str]) -> R
         generic=registration.generic,
         elements=elements_of(registration, program),
         bytes=sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize,
+        groups=1 if registration.matrix is None else registration.matrix.shape[0],
     )
 
 

@@ -68,7 +68,8 @@ def test_approximations_must_exist_and_name_something() -> None:
         "  Conv2d    names no parameter, module or layer of the model. Did you mean 'conv2d'?",
         "  block.*   names no parameter, module or layer of the model.",
         "  1.weight  'blob' is no approximation.",
-        "Approximations are kron, kron_in_diag, kron_out_diag, kron_both_diag, kron_indep, diagonal, full, generic.",
+        "Approximations are kron, kron_in_diag, kron_out_diag, kron_both_diag, kron_indep, diagonal, full, "
+        "kron_series_1, kron_series_1_abs, kron_series_2, kron_sua, generic.",
     ]
 
 
