@@ -65,11 +65,21 @@ class Tap(nn.Module):
             tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
         if self.sampling is not None:
             tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # what it is at this forward
-        tapped: Tensor = self.function.apply(output, input, len(own), *own, *own.values(), *tensors)
+        input, *rest = apart(output, input, *tensors)
+        tapped: Tensor = self.function.apply(output, input, len(own), *own, *own.values(), *rest)
         return tapped
 
     def extra_repr(self) -> str:
         return str(self.matrix)
+
+
+def apart(output: Tensor, *others: Any) -> list[Any]:
+    """`others` with a view in the place of what comes twice: torch.compile takes a tensor as one argument only."""
+    found: list[Any] = [output]
+    for one in others:
+        twice = isinstance(one, Tensor) and any(one is other for other in found)
+        found.append(one.view_as(one) if twice else one)
+    return found[1:]
 
 
 def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:

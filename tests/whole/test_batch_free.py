@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.moments import Moments
+from tests.models import ZOO
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def dense_fisher(model: nn.Module, x: Tensor, names: tuple[str, ...]) -> Tensor:
     for case in x:
         for output in model(case.unsqueeze(0)).squeeze(0):
             grads = torch.autograd.grad(output, [parameters[name] for name in names], retain_graph=True)
-            matrix = torch.cat([grads[0], *(bias.unsqueeze(-1) for bias in grads[1:])], dim=1)
+            matrix = torch.cat([grads[0], *(bias.unsqueeze(-1) for bias in grads[1:])], dim=-1)
             total = total + 2 * torch.outer(matrix.flatten(), matrix.flatten()) / len(x)
     assert isinstance(total, Tensor)
     return total
@@ -69,7 +70,7 @@ def test_sums_over_cases_are_right_in_expectation(mode: str) -> None:
     model, x = OneRow(), torch.randn(4, 3)
     net = kfac_fx.compile(model, (x,), loss="normal")
     generator = torch.Generator().manual_seed(0)
-    rounds = [net.record((x,), {}, mode=mode, generator=generator) for _ in range(300)]
+    rounds = [net.record((x,), {}, mode=mode, generator=generator) for _ in range(150)]
     exact = net.record((x,), {}, mode="exact")
     for names in FREE:
         samples = torch.stack([one.statistics[names]["G"] for one in rounds])
@@ -137,3 +138,28 @@ def test_a_batch_of_another_size_feeds_the_same_blocks(batch: int) -> None:
     other = torch.randn(batch, 7, 4)
     moments = net.record((other,), {})
     assert float(moments.statistics["key.weight", "key.bias"]["count"]) == batch * (7 + 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+@pytest.mark.parametrize("name", ["tokens", "projection_of_a_table", "rare"])
+def test_compiled_recordings_are_the_same(name: str) -> None:
+    """Without graph breaks, for tensors that a tap is given twice, too."""
+    torch.manual_seed(0)
+    model, x = ZOO[name].make(), ZOO[name].inputs()
+    eager, whole = (kfac_fx.compile(model, x, loss=ZOO[name].loss, backend=one) for one in ("eager", "aot_eager"))
+    records = [net.record(x, {}, generator=torch.Generator().manual_seed(0)).statistics for net in (eager, whole)]
+    torch.testing.assert_close(*records)
+
+
+@pytest.mark.parametrize("name", ["tokens", "relative_positions_in_fused_attention"])
+def test_tokens_and_tables_are_exact_in_the_exact_mode(name: str) -> None:
+    """The sources are the same coordinate of all cases at once, and go back together."""
+    torch.manual_seed(0)
+    model, (x,) = ZOO[name].make(), ZOO[name].inputs()
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+    estimator.update_covariances(x)
+    assert net.recorder((x,), {}).loop_reason is None
+    for key, block in estimator.blocks.items():
+        if block.registration.layer == "scale_and_shift":
+            torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, key))
