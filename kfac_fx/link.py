@@ -111,14 +111,12 @@ def link_function(
                     pair = unfolded(here, steps, in_positions)
                     sums = [a(*pair), g(*pair), pairs(*pair)]
                 else:
-                    # The uses are alike, so rows of both are made as these are; where there is no next row, its
-                    # gradient is zero.
-                    before = canonical(
-                        *both(output_grad, earlier, *masks[1:]), bias, matrix, masks[1] if masks else None
-                    )
-                    after = canonical(*both(output_grad if last else later_grad, input, *masks[:1]), bias, matrix)
-                    sums = [a(here, before), None if last else g(after, here), pairs(here, before)]
-                    sums = [None if first else sums[0], sums[1], None if first else sums[2]]
+                    # The uses are alike, so that the rows before and the gradients behind are made as these are. Where
+                    # there is no row behind, its gradient is zero; where there was none, a mask is needed.
+                    beside = canonical(*both(output_grad if last else later_grad, earlier, *masks[1:]), bias, matrix)
+                    before = canonical(beside.x, here.d, bias, matrix, masks[1]) if masks else beside
+                    sums = [None if first else a(here, before), None if last else g(beside, here)]
+                    sums += [None if first else pairs(here, before)]
             return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)
 
     return LinkFunction
