@@ -82,7 +82,7 @@ def test_registered_by_hand_or_compiled_the_fisher_is_the_same() -> None:
 def test_a_collection_can_be_compiled_and_other_batches_captured() -> None:
     model, x = Net(), torch.randn(6, 3)
     lc = registered(model, x)
-    with pytest.raises(RegistrationError, match="a LayerCollection has its own inputs, losses and layers"):
+    with pytest.raises(RegistrationError, match="a LayerCollection has its own inputs, losses, layers and mask"):
         kfac_fx.compile(lc, loss="categorical")
     net = kfac_fx.compile(lc)
     assert net.layer_collection is lc and net.registrations == lc.registrations
