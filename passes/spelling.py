@@ -192,8 +192,13 @@ def respell_aten(node: fx.Node, overload: torch._ops.OpOverload, name: str) -> N
     while args and len(args) <= len(positional) and has_default(positional[len(args) - 1], args[-1]):
         args.pop()
     function = public(name)
-    if function is not None:
+    if function is not None and not any(leaves_out(one) for one in args):
         node.target, node.args = function, tuple(args)
+
+
+def leaves_out(argument: Any) -> bool:
+    """Whether a list lacks a tensor, as the indices of `x[:, i] = y` do for the first dimension: torch takes none."""
+    return isinstance(argument, (list, tuple)) and any(one is None for one in argument)
 
 
 def has_default(argument: Any, value: Any) -> bool:
