@@ -44,7 +44,8 @@ class KFAC(Optimizer):
     Parameters without a gradient stand still, and count as a zero gradient in their Fisher block; a step without any
     gradient does nothing. Parameters in no Fisher block follow AdamW, in a parameter group of their own.
     The forwards in training mode between two steps are the micro-batches of a step; their statistics, and the quadratic
-    model, are averaged by cases. The step's gradient should be that of the mean loss over all of them.
+    model, are averaged by cases. The step's gradient should be that of the mean loss over all of them;
+    the first step warns (LossScaleWarning) where it sees a multiple of the registered loss.
 
     Attributes, 0-dim tensors on the device: damping (settable), skipped, rho, predicted_change (of the loss, at the
     last step that needed it), qmodel_learning_rate, qmodel_momentum. counter: steps taken. estimator: the
