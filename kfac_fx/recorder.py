@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import LossError, UntraceableError
-from kfac_fx.passes.ir import Program
+from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.labels import is_random, symbolic_sizes
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
@@ -55,13 +55,14 @@ class Recorder:
     make_tap: type[Tap] = Tap
     proven: bool = False
     emitted: Any = field(init=False)
+    taps: dict[Key, list[Tap]] = field(default_factory=dict, init=False)  # one a use, in their order
     loop_reason: str | None = field(default=None, init=False)  # of the last exact pass; see `Pullback`
 
     def __post_init__(self) -> None:
         layers = self.program.layers
         self.emitted = rewrite(
             self.program,
-            lambda one, use: self.make_tap(one, use, layers[use.layer]),
+            self.tap_of,
             lambda one, use, first, last: Link(one, use, layers[use.layer], first, last),
         )
         targets = {str(node.target) for node in self.emitted.graph.nodes if node.op == "get_attr"}
@@ -70,8 +71,23 @@ class Recorder:
         self.random = any(is_random(node) for node in self.emitted.graph.nodes)
         self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
         self.run = compiled(self.call, self.backend)
-        self.sampled = [tap for tap in self.emitted.modules() if isinstance(tap, Tap) and tap.sampling is not None]
         self.recordings = 0
+
+    def tap_of(self, one: Registration, use: Use) -> Tap:
+        tap = self.make_tap(one, use, self.program.layers[use.layer])
+        self.taps.setdefault(one.parameters, []).append(tap)
+        return tap
+
+    @property
+    def sampled(self) -> list[Tap]:
+        return [tap for taps in self.taps.values() for tap in taps if tap.sampling is not None]
+
+    def cast_to(self) -> set[torch.dtype]:
+        """What autocast inside of forward makes of its tensors, as far as the captures know of it."""
+        return set()
+
+    def note_proof(self, made: bool) -> None:
+        """Called when the batch that a proof was made on, or would have been, is through."""
 
     # --- running the emitted module ---------------------------------------------------------------------------------
 

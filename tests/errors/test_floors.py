@@ -22,15 +22,15 @@ FLOORS = [
     "passes.cells passes.holder passes.labels passes.masks passes.pytree passes.recurrent passes.writer",
     "passes.approximation passes.border passes.elements passes.experts passes.parts passes.spelling passes.values "
     "passes.watch",
-    "passes.inplace",
+    "passes.calls passes.inplace",
     "passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
-    "passes.resolve passes.check passes.rewrite "
-    "passes.padding passes.verify",
+    "passes.resolve passes.check passes.rewrite passes.submodules passes.padding passes.verify",
     "passes.pipeline",
+    "passes.divide",
     "passes",
-    "kfac_fx.linalg kfac_fx.progress kfac_fx.structure kfac_fx.wrappers",
+    "kfac_fx.frames kfac_fx.linalg kfac_fx.progress kfac_fx.structure kfac_fx.wrappers",
     "kfac_fx.chain kfac_fx.loss_function",
     "kfac_fx.statistics kfac_fx.losses kfac_fx.subsample",
     "kfac_fx.lagged",
@@ -39,7 +39,7 @@ FLOORS = [
     "kfac_fx.groups kfac_fx.link kfac_fx.pullback",
     "kfac_fx.exact kfac_fx.inverses kfac_fx.masks kfac_fx.series kfac_fx.sua kfac_fx.wide",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
-    "kfac_fx.likeness",
+    "kfac_fx.divided kfac_fx.likeness",
     "kfac_fx.captured kfac_fx.proof kfac_fx.registry",
     "kfac_fx.captures kfac_fx.steps kfac_fx.sums",
     # The layer collection, from what it holds to what users call.

@@ -268,8 +268,8 @@ def test_a_block_without_any_good_inverse_stands_still() -> None:
     assert block.failures == (1, 1)
 
 
-def test_a_batch_without_rows_changes_nothing_and_is_no_failure() -> None:
-    """An embedding whose ids are all masked."""
+def test_a_batch_without_rows_is_no_failure_and_lowers_only_the_rows_a_case() -> None:
+    """An embedding whose ids are all masked: there is nothing to average into A and G, and c of this batch is 0."""
     form = FORMS["embedding"]
     registration = register(form, "kron_in_diag")
     block = make_block(registration, parameters=form.parameters)
@@ -277,8 +277,10 @@ def test_a_batch_without_rows_changes_nothing_and_is_no_failure() -> None:
     before = {name: factor.moment.clone() for name, factor in block.factors.items()}
     ids, d = torch.full((4, 2), -1), torch.randn(4, 2, 2, dtype=torch.float64)
     nothing = {n: STATISTICS[n].compute(ids, d, False, (1, 2, 5)) for n in statistics_of(registration)}
+    positions = block.factors["positions"].value.clone()
     block.update(nothing, 4, decay=0.9)
-    assert all(torch.equal(block.factors[name].moment, moment) for name, moment in before.items())
+    assert all(torch.equal(block.factors[name].moment, before[name]) for name in ("A", "G"))
+    torch.testing.assert_close(block.factors["positions"].value, positions * 0.9 / 1.9)
     assert block.failures == (0, 0)
 
 
