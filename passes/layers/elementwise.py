@@ -22,7 +22,7 @@ INDEX = torch.tensor([[0, 1, 3], [1, 0, 1], [3, 1, 0]])  # of the examples' tabl
 
 def shifted(dy: Tensor, attrs: Attrs) -> Tensor:
     """[N, ...] -> [N, S, g, 1]; what was gathered goes back to its elements, [N, 1, g, 1]."""
-    places = attrs.get("elements")
+    places = attrs["elements"]
     if places is None:
         return by_group(dy.unsqueeze(-1), attrs["bias"])
     dy = by_group(dy.unsqueeze(-1), places.shape).sum(1, keepdim=True)
@@ -33,7 +33,7 @@ def shifted(dy: Tensor, attrs: Attrs) -> Tensor:
 
 def nothing(x: Tensor, attrs: Attrs) -> Tensor:
     """[N, S, g, 0]: a shift has no input."""
-    places = attrs.get("elements")
+    places = attrs["elements"]
     rows = by_group(x.unsqueeze(-1)[..., :0], attrs["bias"] if places is None else places.shape)
     return rows if places is None else rows.new_zeros(rows.shape[0], 1, math.prod(attrs["bias"]), 0)
 

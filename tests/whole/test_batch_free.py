@@ -163,3 +163,25 @@ def test_tokens_and_tables_are_exact_in_the_exact_mode(name: str) -> None:
     for key, block in estimator.blocks.items():
         if block.registration.layer == "scale_and_shift":
             torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, key))
+
+
+class Padded(nn.Module):
+    """Positions sliced to the length of the batch, in sequences with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.head = nn.Parameter(torch.randn(1, 9, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # [N, S, 4], [N, S]
+        y: Tensor = self.head(x + self.position[:, : x.shape[1]]) * mask.unsqueeze(-1)
+        return y.sum(1)
+
+
+def test_a_padding_mask_leaves_gathered_elements_alone() -> None:
+    """What is gathered goes back to its elements, where no row is a position; the layers around it are masked."""
+    x, mask = torch.randn(3, 5, 4), torch.ones(3, 5)
+    mask[1, 2:] = 0
+    net = kfac_fx.compile(Padded(), (x, mask), loss="normal", padding_mask="mask")
+    moments = net.record((x, mask), {})
+    assert float(moments.statistics["head.weight", "head.bias"]["count"]) == mask.sum()
+    assert [note.subject.split(" at ")[0] for note in net.program.unmasked] == ["scale_and_shift(position)"]
