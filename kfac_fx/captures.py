@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from kfac_fx.passes import pytree
+from kfac_fx.passes.border import capture_key
+from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import ModelChangedError, UntraceableError, table
 from kfac_fx.passes.ir import SERIES, Options, Program, Registration
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.trace import Capture, capture
 
 from .blocks import statistics_of
+from .divided import DividedRecorder
+from .frames import Unmet
 from .loss_spec import LossSpec
 from .masks import PaddingMask, with_mask
 from .moments import Key
@@ -28,7 +31,11 @@ from .series import LONGEST
 from .structure import Structure
 
 KINDS = 8  # of calls that are kept: modes, dtypes, devices, structures; the least recently used goes first
+LEFT = ("runs Python between its captured submodules",)  # what a ride cannot do
+ROUNDS = 4  # of meeting new calls on the same inputs
 SHAPES = 32  # of one kind that are kept, where one capture does not serve all, such as the lengths of sequences
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,29 @@ class Captures:
             self.known.popitem(last=False)
         return made
 
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        action: Callable[[Recorder, tuple[Any, ...]], Result],
+    ) -> Result:
+        """`action` on the capture for these inputs and on its inputs, as often as it meets calls that are new."""
+        for _ in range(ROUNDS):
+            recorder = self.recorder(args, kwargs)
+            try:
+                return action(recorder, recorder.capture.flatten(args, kwargs))
+            except Unmet as unmet:
+                assert isinstance(recorder, DividedRecorder), "bug in kfac_fx: a call in a graph of the whole"
+                self.meet(recorder, args, kwargs, unmet.captured)
+                path = unmet.path
+        raise self.restless(path)
+
+    def restless(self, path: str) -> UntraceableError:
+        return UntraceableError(
+            f"{type(self.model).__name__} calls {path} in another way at every forward, on the same inputs and with "
+            "the same random numbers.\nLet forward depend on its inputs, its attributes and random numbers only."
+        )
+
     def first_symbolic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
         """What was captured without inputs, if it holds on real ones; else None, and torch.export decides."""
         if self.first is None or not self.first.capture.holds(args, kwargs):
@@ -113,28 +143,82 @@ class Captures:
             return None
 
     def exported(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], every_size: bool) -> Recorder:
-        """every_size: the sizes of images were seen to change."""
+        """One graph of the whole model, or one for each of the largest submodules that have one.
+
+        every_size: the sizes of images were seen to change.
+        """
         options, layers = self.declared.options, self.declared.layers
-        traced = capture(self.model, args, kwargs, options=options, layers=layers, every_size=every_size)
-        program, said = self.declared.passes(traced.program), self.declared.padding_mask
-        if said is not None:
-            program = with_mask(program, said, self.model, args, kwargs)
-        return self.proved(self.emit(traced, program), args, kwargs)
+        try:
+            traced = capture(self.model, args, kwargs, options=options, layers=layers, every_size=every_size)
+            program, said = self.declared.passes(traced.program), self.declared.padding_mask
+            if said is not None:
+                program = with_mask(program, said, self.model, args, kwargs)
+            return self.proved(self.emit(traced, program), args, kwargs)
+        except UntraceableError as error:
+            # Registered by hand, on the nodes of one graph; or masked, with a node of one graph.
+            if self.declared.passes is not run or self.declared.padding_mask is not None:
+                raise
+            return self.divided(args, kwargs, error)
+
+    def divided(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        error: UntraceableError,
+        earlier: DividedRecorder | None = None,
+    ) -> Recorder:
+        """error: why the whole was not captured; earlier: what was captured on other inputs, to be kept."""
+        options, layers = self.declared.options, self.declared.layers
+        known = earlier.division if earlier is not None else None
+        try:
+            division = divide(self.model, args, kwargs, options, layers, error, known)
+        except UntraceableError:
+            raise
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as failure:
+            said = (str(failure).strip() or "no message").splitlines()[0]
+            raise UntraceableError(
+                f"{type(self.model).__name__} does not run on these inputs: {type(failure).__name__}: {said}\n"
+                f"Correct the inputs or the model. What torch.export says:\n{error}"
+            ) from failure
+        program = run(division.program, SUBMODULES)
+        if earlier is not None:
+            program = with_generic(program, earlier.program)
+        traced = Capture(program, lambda args, kwargs: (args, dict(kwargs)), unchanged, lambda args, kwargs: True, LEFT)
+        recorder = DividedRecorder(
+            traced, program, self.model, self.declared.loss, needs(program), self.declared.backend, division=division
+        )
+        if earlier is not None:
+            recorder.extends(earlier)
+        try:
+            return self.proved(recorder, args, kwargs)
+        except Unmet as unmet:
+            raise self.restless(unmet.path) from None
+
+    def meet(self, recorder: DividedRecorder, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: bool) -> None:
+        """Capture, if they are not, and prove the calls that these inputs make of submodules, beside those known."""
+        if captured:
+            recorder.checked = None
+            made = self.proved(recorder, args, kwargs)
+        else:
+            made = self.divided(args, kwargs, UntraceableError("it was divided on earlier inputs"), recorder)
+        made = self.agreeing(made)
+        for known in self.known.values():
+            known[:] = [made if one is recorder else one for one in known]
 
     def built(self, traced: Capture) -> Recorder:
         return self.emit(traced, self.declared.passes(traced.program))
 
     def emit(self, traced: Capture, program: Program) -> Recorder:
-        needs: dict[Key, tuple[str, ...]] = {
-            one.parameters: statistics_of(one) for one in program.registrations if not one.generic
-        }
-        return Recorder(traced, program, self.model, self.declared.loss, needs, self.declared.backend)
+        return Recorder(traced, program, self.model, self.declared.loss, needs(program), self.declared.backend)
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         verdict = prove(recorder, args, kwargs) if self.declared.verify else None
         if verdict is not None and verdict.program.registrations != recorder.program.registrations:
-            recorder = self.emit(recorder.capture, verdict.program)
+            recorder = with_program(recorder, verdict.program)
         recorder.proven = verdict is None or verdict.conclusive
+        recorder.note_proof(verdict is not None)
         return recorder
 
     # --- all captures feed the same blocks --------------------------------------------------------------------------
@@ -159,9 +243,7 @@ class Captures:
         )
         if adopted == made.program.registrations:
             return made
-        emitted = self.emit(made.capture, made.program.but(registrations=adopted))
-        emitted.proven = made.proven
-        return emitted
+        return with_program(made, made.program.but(registrations=adopted))
 
     def check_trained(self, made: Recorder) -> None:
         assert self.first is not None, "bug in kfac_fx: a capture before the first"
@@ -170,6 +252,28 @@ class Captures:
             raise ModelChangedError(
                 f"requires_grad was changed after kfac_fx.compile: {', '.join(changed)}.\nCompile again."
             )
+
+
+def needs(program: Program) -> dict[Key, tuple[str, ...]]:
+    return {one.parameters: statistics_of(one) for one in program.registrations if not one.generic}
+
+
+def with_program(recorder: Recorder, program: Program) -> Recorder:
+    return replace(recorder, program=program, statistics=needs(program))
+
+
+def with_generic(program: Program, earlier: Program) -> Program:
+    """What was generic stays it."""
+    reasons = {name: one.reason for one in earlier.registrations if one.generic for name in one.parameters}
+    kept: list[Registration] = []
+    for one in program.registrations:
+        again = any(name in reasons for name in one.parameters)
+        kept += [program.generic(name, reasons.get(name)) for name in one.parameters] if again else [one]
+    return program.but(registrations=tuple(kept))
+
+
+def unchanged(output: Any) -> Any:
+    return output
 
 
 def other_path(first: Registration | None, other: Registration | None) -> str:
@@ -189,15 +293,3 @@ def said(one: Registration | None) -> str:
         return "no block of its own"
     uses = "" if one.generic else f" with {len(one.uses)} use{'s' * (len(one.uses) != 1)}"
     return f"{one.layer}{uses}{f' ({one.reason})' if one.reason else ''}"
-
-
-def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a capture is specialized to beside shapes: modes, trainability, dtypes, devices, autocast, structure."""
-    leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
-    kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    parameters = tuple((p.requires_grad, p.dtype, p.device) for p in model.parameters())
-    modes = tuple(module.training for module in model.modules())
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    )
-    return hash((modes, parameters)), autocast, str(spec), kinds

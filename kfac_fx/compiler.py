@@ -244,9 +244,13 @@ class CompiledModule(nn.Module):
         **options: Any,
     ) -> Moments:
         """Statistics of one batch, from a forward and backward that touch nothing of the model; see Recorder."""
-        recorder = self.recorder(args, kwargs)
-        values = recorder.capture.flatten(args, kwargs)
-        return recorder.record(values, mode=mode, targets=targets, fraction=fraction, generator=generator, **options)
+
+        def recorded(recorder: Recorder, values: tuple[Any, ...]) -> Moments:
+            return recorder.record(
+                values, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
+            )
+
+        return self.captures.run(args, kwargs, recorded)
 
     def ride(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
@@ -259,8 +263,7 @@ class CompiledModule(nn.Module):
         self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """(outputs, the Fisher's outputs) as a pure function of the parameters."""
-        recorder = self.recorder(args, kwargs)
-        return recorder.outputs(parameters, recorder.capture.flatten(args, kwargs))
+        return self.captures.run(args, kwargs, lambda recorder, values: recorder.outputs(parameters, values))
 
     def losses(
         self,

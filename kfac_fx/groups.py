@@ -144,10 +144,11 @@ class BlockGroup:
         total = {name: stacked([one[name] for one in sums]).to(self.dtype) for name in sums[0]}
         batch = batch_values(self.approximation, total, cases)
         finite = torch.stack([is_finite(value) for value in batch.values()]).all(0)
-        accepted = finite & (total["count"] > 0) if "count" in total else finite
-        accepted = accepted if accept is None else accepted & accept
+        accepted = finite if accept is None else finite & accept
+        averaged = accepted & (total["count"] > 0) if "count" in total else accepted  # a batch without rows has no A
         for name, stack in self.factors.items():
-            stack[members].update(batch[name].view(stack[members].moment.shape), accepted, decay, weight)
+            taken = accepted if name == "positions" else averaged
+            stack[members].update(batch[name].view(stack[members].moment.shape), taken, decay, weight)
         self.skipped[members] += ~finite
         self.updated = True
 

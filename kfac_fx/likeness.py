@@ -108,10 +108,14 @@ def of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
 
 def coarsest(recorder: Recorder, values: tuple[Any, ...]) -> float:
     """The rounding of the least exact type that takes part: a parameter's, an input's or autocast's."""
-    tensors = [*recorder.live_parameters().values(), *(value for value in values if isinstance(value, Tensor))]
+    tensors = [
+        *recorder.live_parameters().values(),
+        *(leaf for leaf in pytree.leaves(values) if isinstance(leaf, Tensor)),
+    ]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     kinds = {tensor.device.type for tensor in tensors}
     dtypes |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    dtypes |= recorder.cast_to()
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 

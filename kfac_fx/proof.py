@@ -36,7 +36,6 @@ class ProofTap(Tap):
     """A tap whose rows may be wrong: it keeps what went wrong instead of raising in the middle of a backward."""
 
     failure: str | None = None
-    cases: int | None = None
     kind: tuple[Any, ...] = ()  # of its rows: are they ids, and how many
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
@@ -44,12 +43,13 @@ class ProofTap(Tap):
         both = super().both_rows(registration, use, layer)
         g, o, i = self.matrix
         inputs = i - (registration.matrix.bias is not None)
+        self.cases: set[int] = set()  # of every call
 
         def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             try:
                 rows, grad_rows = both(output_grad, input, *tensors)
                 check_shapes(rows, grad_rows, (g, o, inputs))
-                self.cases = grad_rows.shape[0]
+                self.cases.add(grad_rows.shape[0])
                 self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 self.failure = f"its rows could not be made: {str(error).splitlines()[0]}"
@@ -97,7 +97,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
     failed: dict[tuple[str, ...], str] = {}
     other: dict[tuple[str, ...], tuple[str, str]] = {}  # what fits the rows, and why
-    taps, towers = tap_list(prover), prover.tower_cases(fisher)
+    taps, towers = proof_taps(prover), prover.tower_cases(fisher)
 
     def cases(tap: ProofTap) -> int:
         return towers[tap.tower] if len(towers) > 1 else prover.examples(values)
@@ -114,7 +114,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 reason = f"the proof failed: rows give another gradient than autograd ({apart})"
         if reason is not None:
             failed[one.parameters] = reason
-        elif one.approximation in PER_CASE and any(tap.cases != cases(tap) for tap in taps[one.parameters]):
+        elif one.approximation in PER_CASE and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
             why = f"cases are merged with positions at its output, so not {one.approximation!r}"
             other[one.parameters] = "kron", why
         elif one.approximation in SERIES and (mixed := unlike(taps[one.parameters])):
@@ -143,9 +143,7 @@ def replace_taps(recorder: Recorder) -> Recorder:
         one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.program.registrations if not one.generic
     }
     program = recorder.program.but(registrations=tuple(map(whole, recorder.program.registrations)))
-    return Recorder(
-        recorder.capture, program, recorder.model, recorder.loss, needed, backend="eager", make_tap=ProofTap
-    )
+    return replace(recorder, program=program, statistics=needed, backend="eager", make_tap=ProofTap)
 
 
 def whole(one: Registration) -> Registration:
@@ -160,9 +158,8 @@ def all_rows(use: Use) -> Use:
     return replace(use, attrs={name: value for name, value in use.attrs.items() if name != KEPT}, mask_dims=())
 
 
-def tap_list(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
-    taps = iter(list(prover.emitted.taps.children()) if hasattr(prover.emitted, "taps") else [])
-    return {one.parameters: [next(taps) for _ in one.uses] for one in prover.program.registrations if not one.generic}
+def proof_taps(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
+    return {key: [one for one in taps if isinstance(one, ProofTap)] for key, taps in prover.taps.items()}
 
 
 def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gradients, Gradients, tuple[Tensor, ...]]:

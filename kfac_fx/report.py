@@ -84,6 +84,17 @@ class Report:
         kinds = sorted({str(factor_dtype(r, self.program)).removeprefix("torch.") for r in self.program.registrations})
         return f"{size(total)} of factors, {size(total)} of inverses ({', '.join(kinds) or 'none'})"
 
+    @property
+    def captured(self) -> list[str]:
+        """The submodules, if there is no graph of the whole model."""
+        names = list(dict.fromkeys(one.path for one in self.program.submodules))
+        return [f"{len(names)} submodules, one by one: {', '.join(names)}"] if names else []
+
+    @property
+    def python(self) -> list[str]:
+        """What stays Python beside them, and why."""
+        return [f"{note.subject}: {note.reason}" for note in self.program.left]
+
     def sections(self) -> list[tuple[str, list[str]]]:
         """What follows the table: (title, lines)."""
         generic = [f"{one.names}: {one.reason or 'no layer has this form'}" for one in self.rows if one.generic]
@@ -91,7 +102,8 @@ class Report:
         dropped = [f"{note.subject}: {note.reason}" for note in self.dropped]
         passes = ", ".join(f"{one.name} {one.summary or f'{one.nodes:,} nodes'}" for one in self.history)
         found = [("generic", generic or ["none"]), ("reasons", reasons), ("dropped", dropped or ["none"])]
-        found += [("unused", list(self.unused) or ["none"]), ("memory", [self.memory]), ("passes", [passes or "none"])]
+        found += [("unused", list(self.unused) or ["none"]), ("captured", self.captured), ("python", self.python)]
+        found += [("memory", [self.memory]), ("passes", [passes or "none"])]
         some = Counter(str(one.sampling) for one in self.program.registrations if one.sampling not in (None, ALL))
         if some:
             found.append(("sampling", [f"{many:,} input factors from {said}" for said, many in some.items()]))
@@ -151,6 +163,8 @@ class Report:
             "parameters": {**self.elements, "unused": list(self.unused)},
             "registrations": [one.to_dict() for one in self.rows],
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
+            "submodules": [{"module": one.path, "calls": one.calls} for one in self.program.submodules],
+            "python": [{"module": note.subject, "reason": note.reason} for note in self.program.left],
             "passes": [{"name": one.name, "nodes": one.nodes, "seconds": one.seconds} for one in self.history],
         }
 

@@ -69,7 +69,7 @@ def row(registration: Registration, program: Program, places: Counter[str]) -> R
     return Row(
         layer=registration.layer,
         parameters=registration.parameters,
-        uses=len(registration.uses) or max(places[name] for name in registration.parameters),
+        uses=uses_of(registration, places),
         block=block_words(registration, program),
         approximation=registration.approximation,
         factors=shapes,
@@ -79,6 +79,13 @@ def row(registration: Registration, program: Program, places: Counter[str]) -> R
         bytes=sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize,
         groups=1 if registration.matrix is None else registration.matrix.shape[0],
     )
+
+
+def uses_of(registration: Registration, places: Counter[str]) -> int:
+    """In the graph; of submodules that were captured one by one, those of the first batch."""
+    if registration.generic:
+        return max(places[name] for name in registration.parameters)
+    return sum(use.calls or 0 for use in registration.uses) if registration.called else len(registration.uses)
 
 
 def elements_of(registration: Registration, program: Program) -> int:

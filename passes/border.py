@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import pytree
 from .errors import UntraceableError
@@ -60,7 +60,7 @@ def refuse_hidden_tensors(model: str, leaves: list[Any]) -> None:
 def holds_tensor(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, Tensor):
         return True
-    if depth == 0 or isinstance(value, (torch.nn.Module, type)):
+    if depth == 0 or isinstance(value, (nn.Module, type)):
         return False
     inside = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots(value))]
     return any(holds_tensor(leaf, depth - 1) for one in inside for leaf in pytree.leaves(one))
@@ -69,6 +69,25 @@ def holds_tensor(value: Any, depth: int = DEPTH) -> bool:
 def slots(value: Any) -> list[str]:
     found = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
     return [name for names in found for name in ((names,) if isinstance(names, str) else names)]
+
+
+def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a capture is specialized to in its inputs beside shapes: structure, dtypes, devices, values, autocast."""
+    leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
+    kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return autocast(), str(spec), kinds
+
+
+def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a capture is specialized to beside shapes: modes, trainability, dtypes and devices, too."""
+    parameters = tuple((p.requires_grad, p.dtype, p.device) for p in model.parameters())
+    modes = tuple(module.training for module in model.modules())
+    return hash((modes, parameters)), *call_key(args, kwargs)
+
+
+def autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of devices that autocast is on for, and to what."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 @contextmanager

@@ -85,7 +85,8 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
 
 def culprits(program: Program, variables: Iterable[str] | None, found: Edges, registered: Edges) -> list[str]:
     by_name = {name: one for one in program.registrations for name in one.parameters}
-    own = [name for name in program.parameters if any(found.get(one) for one in program.parts(name))]
+    in_use = {name for name in program.parameters if any(found.get(one) for one in program.parts(name))}
+    own = [name for name in program.parameters if name in in_use or name in program.python]
     wanted = list(variables) if variables is not None else own
     errors: list[str] = []
     for name in wanted:

@@ -77,6 +77,7 @@ class Use:
     gain_of: tuple[Slope, Layout] | None = None  # the parameter is the gain of these filters, whose matrix is [g, o, i]
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
+    calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any
 
     @property
     def parameter_set(self) -> frozenset[str]:
@@ -122,6 +123,7 @@ class Registration:
     sampling: Sampling | None = None  # of its input factor; None: all rows
     patch_mask: tuple[float, ...] | None = None  # what every row is multiplied with, without the bias column
     blocks: tuple[int, int] = (1, 1)  # into how many diagonal blocks the output and the input side are cut
+    called: bool = False  # its uses are in submodules that may be called any number of times
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -140,7 +142,8 @@ class Registration:
     @property
     def one_use_a_case(self) -> bool:
         """Whether the gradient of a case comes from a single use: every tower has cases of its own."""
-        return len(self.uses) == 1 or len({use.tower for use in self.uses}) == len(self.uses)
+        apart = len(self.uses) == 1 or len({use.tower for use in self.uses}) == len(self.uses)
+        return apart and not self.called
 
     @property
     def steps(self) -> int:
@@ -171,6 +174,14 @@ class Note:
 
     subject: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Submodule:
+    """One that was captured on its own; see `passes.submodules`."""
+
+    path: str
+    calls: int  # on the first batch; 0: captured without inputs, for none of the examples reached it
 
 
 @dataclass(frozen=True)
@@ -237,6 +248,9 @@ class Program:
     unused: tuple[str, ...] = ()
     dropped: tuple[Note, ...] = ()
     history: tuple[PassRecord, ...] = ()
+    submodules: tuple[Submodule, ...] = ()  # whose graphs these are; none: the graph is the whole model
+    left: tuple[Note, ...] = ()  # modules that stay Python, and why
+    python: Mapping[str, str] = field(default_factory=dict)  # parameters that this Python reads, "read at net.py:12"
 
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:

@@ -14,10 +14,12 @@ from .losses import find_losses
 from .match import match
 from .normalize import normalize
 from .resolve import resolve
+from .submodules import find_outputs, leave_python
 from .unroll import unroll
 from .verify import verify
 
 PIPELINE: tuple[Pass, ...] = (unroll, normalize, find_losses, link, express, match, cut, resolve, check)
+SUBMODULES: tuple[Pass, ...] = (find_outputs, link, express, match, cut, resolve, leave_python, check)  # of joined ones
 
 
 def run(program: Program, passes: Sequence[Pass] = PIPELINE) -> Program:
@@ -35,6 +37,8 @@ def summary(name: str, program: Program) -> str:
     """The one number that says what a pass found."""
     return {
         "find_losses": f"{len(program.outputs)} outputs",
+        "find_outputs": f"{len(program.submodules)} submodules",
+        "leave_python": f"{len(program.python)} parameters left",
         "link": f"{len(program.options.linked)} groups",
         "express": f"{len(program.made)} expressions",
         "match": f"{len(program.matches)} uses",

@@ -24,7 +24,6 @@ from kfac_fx import (
 )
 from kfac_fx.captures import KINDS
 from kfac_fx.compiler import CompiledModule, compile
-from tests.compiler.test_watch import Branches
 from tests.whole.training import differences, step
 
 X = torch.randn(6, 4)
@@ -282,15 +281,34 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
     assert [len(one.uses) for one in net.registrations] == [2]
 
 
+class Bare(nn.Module):
+    """No submodule to capture, and a branch on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if x.sum() > 0 else x @ self.weight.exp()
+
+
 def test_what_cannot_be_captured_at_all_is_an_error_at_compile_or_at_the_first_step() -> None:
-    model, x = nn.Sequential(nn.Tanh(), Branches()), -torch.ones(6, 2)
-    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_watch.py:\d+\)"):
+    model, x = nn.Sequential(nn.Tanh(), Bare()), -torch.ones(6, 2)
+    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_compiler.py:\d+\)"):
         net_of(model, x)
     net = net_of(model)
     for _ in range(2):
-        with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_watch.py:\d+\)"):
+        with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_compiler.py:\d+\)"):
             net(x)
     assert torch.equal(net.eval()(x), model(x))
+
+
+def test_a_model_that_does_not_run_is_told_so() -> None:
+    with pytest.raises(UntraceableError) as failure:
+        net_of(nn.Sequential(nn.Linear(4, 3)), torch.randn(6, 5))
+    lines = str(failure.value).splitlines()
+    assert lines[0].startswith("Sequential does not run on these inputs: RuntimeError: mat1 and mat2 shapes")
+    assert lines[1] == "Correct the inputs or the model. What torch.export says:"
 
 
 # --- what must stay as it was compiled ------------------------------------------------------------------------------

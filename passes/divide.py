@@ -1,0 +1,210 @@
+"""A model that no single graph can hold, divided into the largest submodules that graphs can hold.
+
+The model runs on the example inputs, watched, and again with other random numbers as long as that reaches more of it.
+From the outermost module inwards, a submodule is captured if it can be, for every kind of call that was seen, or else
+left as Python and its children are tried. One that was never reached is captured without inputs, by torch.fx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import pytree
+from .border import call_key
+from .calls import Call, calls_of, read_outside, seed_all, without_trace
+from .errors import UntraceableError
+from .ir import Note, Options, Program, Submodule
+from .labels import op_name
+from .normalize import normalize
+from .pipeline import run
+from .submodules import in_model, join
+from .trace import Capture, capture, named_parameters
+from .unroll import unroll
+
+FORWARDS = 12  # at most, to reach modules that are drawn at random
+IN_VAIN = 4  # of them in a row that reached nothing new: the rest is not reached at random
+LOSSES = {"cross_entropy_loss", "cross_entropy", "mse_loss", "binary_cross_entropy_with_logits"}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A submodule and its capture for one kind of call. key: what it is specialized to; None: to nothing."""
+
+    submodule: Submodule
+    module: nn.Module
+    capture: Capture
+    key: Any
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> bool:
+        return (self.key is None or self.key == key) and self.capture.holds(args, kwargs)
+
+
+@dataclass(frozen=True)
+class Division:
+    """program: joined, before any pass looked for layers. left: modules (their ids) that stay Python."""
+
+    program: Program
+    captured: tuple[Captured, ...]
+    left: frozenset[int]
+
+
+def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return module.training, call_key(args, kwargs)
+
+
+def divide(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    layers: Mapping[str, Any],
+    error: UntraceableError,
+    known: Division | None = None,
+) -> Division:
+    """Raises UntraceableError if there is nothing to capture: `error`, which says why the whole was not captured.
+
+    known: of earlier inputs; what was captured then stays, and so does what was left as Python.
+    """
+    calls, first = watched(model, args, kwargs)
+    divider = Divider(calls, first, options, layers, known)
+    divider.left.append((model, Note(type(model).__name__, in_short(error))))
+    for name, child in model.named_children():
+        divider.descend(name, child)
+    if not divider.captured:
+        raise error
+    captured = tuple(divider.captured)
+    parameters, aliases = named_parameters(model)
+    programs = [in_model(one.capture.program, one.submodule.path, parameters, aliases) for one in captured]
+    joined = join(
+        [(one.submodule, run(program, (unroll, normalize))) for one, program in zip(captured, programs, strict=True)]
+    )
+    inside = {str(node.target) for node in joined.graph.nodes if node.op == "get_attr"}
+    with without_trace(model):
+        read = read_outside(model, args, kwargs, {id(one.module): one.module for one in captured}.values())
+    python = dict(known.program.python) if known is not None else {}
+    for name, place in read.items():
+        if name in aliases:
+            python.setdefault(aliases[name], f"read at {place}, in Python that is not captured")
+    for name in parameters:
+        if name not in inside:
+            python.setdefault(name, "in a module that is not captured, and not read on the examples")
+    notes = tuple(note for _, note in divider.left)
+    left = frozenset(id(module) for module, _ in divider.left)
+    return Division(joined.but(left=notes, python=python), captured, left)
+
+
+def watched(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[dict[int, list[Call]], dict[int, list[Call]]]:
+    """(calls of all forwards, calls of the first) by module."""
+    with without_trace(model):
+        first = calls_of(model, args, kwargs)
+    calls = {module: list(found) for module, found in first.items()}
+    owners = {
+        id(module) for module in model.modules() if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+    in_vain = 0
+    for seed in range(1, FORWARDS):
+        if owners <= calls.keys() | {id(model)} or in_vain == IN_VAIN:
+            break
+        with without_trace(model):
+            seed_all(seed)
+            more = calls_of(model, args, kwargs)
+        in_vain = 0 if more.keys() - calls.keys() else in_vain + 1
+        for module, found in more.items():
+            calls.setdefault(module, []).extend(found)
+    return calls, first
+
+
+@dataclass
+class Divider:
+    """calls, first: by module, of all forwards and of the first."""
+
+    calls: Mapping[int, list[Call]]
+    first: Mapping[int, list[Call]]
+    options: Options
+    layers: Mapping[str, Any]
+    known: Division | None
+    captured: list[Captured] = field(default_factory=list)
+    left: list[tuple[nn.Module, Note]] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+
+    def descend(self, path: str, module: nn.Module) -> None:
+        if id(module) in self.seen or not any(p.requires_grad for p in module.parameters()):
+            return
+        self.seen.add(id(module))
+        calls = self.calls.get(id(module), [])
+        known = self.earlier(module)
+        reached = any(id(one) in self.calls for one in module.modules())
+        try:
+            if self.known is not None and id(module) in self.known.left:
+                raise UntraceableError("it was left as Python on earlier inputs")
+            if calls or known or not reached:
+                self.captured += self.of_calls(path, module, calls) if calls else known or self.no_calls(path, module)
+                return
+        except UntraceableError as error:
+            self.left.append((module, Note(path, in_short(error))))
+        for name, child in module.named_children():
+            self.descend(f"{path}.{name}", child)
+
+    def of_calls(self, path: str, module: nn.Module, calls: Sequence[Call]) -> list[Captured]:
+        """A capture for every kind of call. Raises UntraceableError."""
+        number = len(self.first.get(id(module), []))
+        mine = self.earlier(module)
+        shapes: dict[Any, set[Any]] = {}
+        for call in calls:
+            shapes.setdefault(self.key(module, call), set()).add(sizes(call))
+        for call in calls:
+            key = self.key(module, call)
+            if any(one.serves(call.args, call.kwargs, key) for one in mine):
+                continue
+            several = len(shapes[key]) > 1 or any(one.key == key for one in mine)
+            traced = under(call, lambda call=call, several=several: self.traced(module, call, several))  # type: ignore[misc]
+            if not any(node.op == "placeholder" for node in traced.program.graph.nodes):
+                raise UntraceableError("it takes no tensors")
+            if not self.options.loss_given and any(op_name(node) in LOSSES for node in traced.program.graph.nodes):
+                raise UntraceableError("it computes a loss, whose distribution is looked for between its children")
+            mine.append(Captured(Submodule(path, number), module, traced, key, call.autocast))
+        return mine
+
+    def traced(self, module: nn.Module, call: Call, every_size: bool) -> Capture:
+        return capture(module, call.args, call.kwargs, options=self.options, layers=self.layers, every_size=every_size)
+
+    def key(self, module: nn.Module, call: Call) -> Any:
+        return under(call, lambda: key_of(module, call.args, call.kwargs))
+
+    def no_calls(self, path: str, module: nn.Module) -> list[Captured]:
+        """Without inputs. Raises UntraceableError."""
+        traced = capture(module, options=self.options, layers=self.layers)
+        return [Captured(Submodule(path, 0), module, traced, None)]
+
+    def earlier(self, module: nn.Module) -> list[Captured]:
+        return [one for one in self.known.captured if one.module is module] if self.known is not None else []
+
+
+def under(call: Call, function: Callable[[], Any]) -> Any:
+    """`function()` under the autocast of a call."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            dtype = dict(call.autocast).get(kind)
+            if dtype is not None or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+        return function()
+
+
+def sizes(call: Call) -> Any:
+    return tuple(leaf.shape for leaf in pytree.leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor))
+
+
+def in_short(error: UntraceableError) -> str:
+    """One sentence of an error that `passes.watch.untraceable` made, or the first line of another."""
+    first, *rest = str(error).splitlines()
+    _, gave_up, place = first.partition("; torch gave up in ")
+    return f"torch gave up in {place.rstrip(':')}: {rest[0].strip()}" if gave_up and rest else first

@@ -1,0 +1,161 @@
+"""A Program of several submodules, captured one by one, where no single graph holds the whole model.
+
+Their graphs lie side by side in one, which share what they read of the model: so every pass sees every use, and uses of
+one parameter in several submodules are one registration. What lies between the submodules stays Python, and is not in
+the graph; a parameter that this Python reads is generic, whatever the submodules do with it. How often a submodule runs
+is known at run time only: a use is as many as its submodule has calls.
+
+    encoder:  x -> linear(x, w)     decoder:  h -> linear(h, v)
+    graph:    (encoder_x, decoder_h) -> ((linear(encoder_x, w),), (linear(decoder_h, v),))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+
+from . import pytree
+from .holder import attribute, holder
+from .ir import SERIES, Program, Registration, Submodule, Use
+from .labels import has_gradient
+
+NUMBER = "kfac_fx_submodule"  # in the meta of a node: which submodule it belongs to
+
+
+def in_model(
+    program: Program, path: str, parameters: Mapping[str, nn.Parameter], aliases: Mapping[str, str]
+) -> Program:
+    """A submodule's program under the names of the model, whose parameters and aliases are given."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    held: dict[str, Any] = {}
+    for node in program.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        if node.op in ("get_attr", "call_module"):
+            name = f"{path}.{node.target}"
+            copies[node].target = aliases.get(name, name)
+            held[str(copies[node].target)] = attribute(program.root, str(node.target))
+    return program.but(graph=graph, root=holder(held), parameters=parameters, aliases=aliases)
+
+
+def join(captured: Sequence[tuple[Submodule, Program]]) -> Program:
+    """One program of normalized ones, which have the model's names."""
+    graph = fx.Graph()
+    read: dict[str, fx.Node] = {}
+    held: dict[str, Any] = {}
+    inputs = [
+        {node: placeholder(graph, node, number, one) for node in program.graph.nodes if node.op == "placeholder"}
+        for number, (one, program) in enumerate(captured)
+    ]
+    outputs = []
+    for number, ((_, program), copies) in enumerate(zip(captured, inputs, strict=True)):
+        for node in program.graph.nodes:
+            if node.op == "get_attr":
+                name = str(node.target)
+                value = attribute(program.root, name)
+                if held.setdefault(name, value) is not value:  # a constant of another capture of this module
+                    name = f"{name}_{number}"
+                    held[name] = value
+                if name not in read:
+                    read[name] = graph.get_attr(name)
+                    read[name].meta = dict(node.meta)
+                copies[node] = read[name]
+            elif node.op == "output":
+                outputs.append(fx.map_arg(node.args[0], lambda n, copies=copies: copies[n]))  # type: ignore[misc]
+            elif node.op != "placeholder":
+                copies[node] = graph.node_copy(node, lambda n, copies=copies: copies[n])  # type: ignore[misc]
+                copies[node].meta = {**node.meta, NUMBER: number}
+    graph.output(tuple(outputs))
+    own = tuple(one for one, _ in captured)
+    return captured[0][1].but(graph=graph, root=holder(held), submodules=own, history=())
+
+
+def placeholder(graph: fx.Graph, node: fx.Node, number: int, one: Submodule) -> fx.Node:
+    name = f"in_{one.path.replace('.', '_')}_{number}_{node.name}"
+    made = graph.create_node("placeholder", name, name=name)
+    made.meta = {**node.meta, NUMBER: number}
+    return made
+
+
+def graph_of(program: Program, number: int) -> Program:
+    """One submodule's part of the program, with all registrations but only its own uses; its outputs are its own."""
+    graph, copies, owner = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, Any]()
+    for node in program.graph.nodes:
+        if node.op == "output":
+            own = node.args[0][number]
+            graph.output(fx.map_arg(own, lambda n: wanted(graph, n, copies)))
+            break
+        if node.op == "get_attr":
+            continue
+        operands = (owner.get(operand) for operand in node.all_input_nodes)
+        owner[node] = node.meta.get(NUMBER, next((one for one in operands if one is not None), None))
+        assert owner[node] is not None, f"bug in kfac_fx: {node.name} belongs to no captured submodule"
+        if owner[node] == number:
+            copies[node] = graph.node_copy(node, lambda n: wanted(graph, n, copies))
+            copies[node].meta = dict(node.meta)
+    registrations = tuple(
+        replace(one, uses=tuple(moved(use, copies) for use in one.uses if use.output in copies))
+        for one in program.registrations
+    )
+    return program.but(graph=graph, registrations=registrations, outputs=(), made={}, behind={})
+
+
+def wanted(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The copy of `node`; what is read of the model is copied where it is wanted first."""
+    if node not in copies:
+        assert node.op == "get_attr", f"bug in kfac_fx: {node.name} is read by another captured submodule"
+        copies[node] = graph.get_attr(str(node.target))
+        copies[node].meta = dict(node.meta)
+    return copies[node]
+
+
+def moved(use: Use, nodes: Mapping[fx.Node, fx.Node]) -> Use:
+    """The same use in a copy of its graph."""
+    attrs = {name: nodes[value] if isinstance(value, fx.Node) else value for name, value in use.attrs.items()}
+    own = frozenset(nodes[node] for node in use.nodes if node in nodes)
+    return replace(use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs)
+
+
+# --- passes ---------------------------------------------------------------------------------------------------------
+
+
+def find_outputs(program: Program) -> Program:
+    """All that the submodules return may be behind the losses, which Python computes. It knows no size of the cases."""
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    returned = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
+    return program.but(outputs=tuple(dict.fromkeys(returned)))
+
+
+def leave_python(program: Program) -> Program:
+    """Generic what the Python between the submodules reads; every use as often as its submodule was called."""
+    kept: list[Registration] = []
+    for one in program.registrations:
+        reasons = [f"{name} is {program.python[name]}" for name in one.owners if name in program.python]
+        if one.generic and not reasons:
+            kept.append(one)
+        elif reasons:
+            kept += [program.generic(name, "; ".join(reasons)) for name in one.parameters]
+        else:
+            kept.append(called(program, one))
+    known = {name for one in kept for name in one.owners}
+    kept += [
+        program.generic(part, f"{name} is {reason}")
+        for name, reason in program.python.items()
+        if name not in known
+        for part in program.parts(name)
+    ]
+    unused = tuple(name for name in program.unused if program.owner(name) not in program.python)
+    return program.but(registrations=tuple(kept), unused=unused)
+
+
+def called(program: Program, one: Registration) -> Registration:
+    uses = tuple(replace(use, calls=program.submodules[use.output.meta[NUMBER]].calls) for use in one.uses)
+    repeated = len(uses) > 1 or any(use.calls and use.calls > 1 for use in uses)
+    if one.approximation in SERIES:
+        why = f"the order of its uses is known at run time only, so not {one.approximation!r}"
+        reason = f"{one.reason}; {why}" if one.reason else why
+        return replace(one, uses=uses, called=True, approximation="kron_indep", reason=reason)
+    indep = one.approximation == "kron" and repeated
+    return replace(one, uses=uses, called=True, approximation="kron_indep" if indep else one.approximation)
