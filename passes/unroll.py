@@ -129,8 +129,8 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
         rows = y.node.meta["val"].shape[0]
         mask = write.reached(write(lengths), steps, y)
         y = write.unpack(y, mask)
-    inputs = by_step(y, steps, 1 if batch_first else 0)
-    reached = None if mask is None else by_step(mask.unsqueeze(-1), steps)
+    inputs = by_step(write, y, steps, 1 if batch_first else 0)
+    reached = None if mask is None else by_step(write, mask.unsqueeze(-1), steps)
     last: list[State] = []
     for layer in range(layers):
         outputs: list[list[Value]] = []
@@ -144,7 +144,7 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
         write.at("")
         inputs = outputs[0] if directions == 1 else [torch.cat(both, -1) for both in zip(*outputs, strict=True)]
         if dropout and layer < layers - 1:
-            inputs = by_step(dropped(write, torch.stack(inputs), dropout, mask, rows), steps)
+            inputs = by_step(write, dropped(write, torch.stack(inputs), dropout, mask, rows), steps)
     y = torch.stack(inputs, 1 if batch_first else 0)
     ends = [torch.stack(states) for states in zip(*last, strict=True)]
     return [y if mask is None else write.pack(y, mask, rows), *ends]
@@ -207,8 +207,10 @@ def dropped(write: Unroller, y: Value, chance: float, mask: Value | None, rows: 
     return write.unpack(data, mask)
 
 
-def by_step(x: Value, steps: int, dim: int = 0) -> list[Value]:
-    parts = torch.unbind(x, dim)
+def by_step(write: Unroller, x: Value, steps: int, dim: int = 0) -> list[Value]:
+    one = write.one_of_its_kind(x.node.meta["val"].select(dim, 0))
+    with write.valued((one,) * steps):  # for without data, too, torch takes a tensor apart by slices
+        parts = torch.unbind(x, dim)
     return [parts[step] for step in range(steps)]
 
 
