@@ -6,7 +6,7 @@ symmetric correlation of neighbors, or of infinite length.
 
     python -m examples.recurrent
 
-With the default sizes the series came further in 60 steps, on one CPU thread:
+With the default sizes the series came further in 60 steps, in all of six starts. The means of three:
 
                     training loss  test loss  test errors
     kron_indep           1.06e-01      0.185         6.0%
