@@ -195,6 +195,19 @@ def test_uncorrelated_activations_follow_the_weight_s_order_stride_and_roots() -
     torch.testing.assert_close(est.multiply_cholesky(est.multiply_cholesky(v, transpose=True)), est.multiply(v))
 
 
+def test_a_masked_kernel_has_its_own_diagonal() -> None:
+    """A mask of patches is broadcast along the wrong axis where the diagonal of a convolution is computed."""
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    x = torch.randn(4, 3, 4, 4)
+    lc = collection(lambda x, w: F.conv2d(x, w * mask).sum((2, 3)), x, w=(2, 3, 2, 2))
+    lc.register_normal_predictive_distribution("sum_1")
+    lc.auto_register_layers()
+    found = estimated(lc, x, mode="exact").blocks[("w",)].full_fisher_block().diagonal().view(2, 3, 2, 2)
+    jacobian = torch.autograd.functional.jacobian(lambda w: F.conv2d(x, w * mask).sum((2, 3)), lc.parameters["w"])
+    torch.testing.assert_close(found, 2 * jacobian.square().sum((0, 1)) / 4)
+    assert not found[..., 0, 1].any() and found[..., 1, 0].all()
+
+
 # --- series ---------------------------------------------------------------------------------------------------------
 
 
