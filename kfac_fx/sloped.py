@@ -15,6 +15,7 @@ from kfac_fx.passes.slopes import NORMALIZED, STANDARDIZED, filters, projected, 
 
 Rows = tuple[Tensor, Tensor]
 Attrs = Mapping[str, Any]
+View = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], Rows] | None:
@@ -31,14 +32,14 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
     entry = registration.matrix.weight or registration.matrix.bias
     assert entry is not None, "bug in kfac_fx: a matrix form without parameters"
     canonical, outputs, transposed = entry[1], use.slope_side == "outputs", use.transposed
-    steps = [(n, one.name, one.settings, one.layout) for n, one in enumerate(use.slopes)]
+    steps = [(n, one.name, one.settings, views(one.layout, canonical)) for n, one in enumerate(use.slopes)]
     centered = any(one.name == STANDARDIZED for one in use.slopes)
 
     def sloped(both: Rows, attrs: Attrs) -> Rows:
         rows, grad_rows = both
-        for n, name, settings, layout in steps:
+        for n, name, settings, to_matrix in steps:
             by = slope(name, attrs[f"operand{n}"], attrs.get(f"factor{n}"), settings)
-            matrix = canonical.apply(layout.invert(by))  # [g, o, i], or [g, o] of a bias
+            matrix = viewed(by, to_matrix)  # [g, o, i], or [g, o] of a bias
             matrix = matrix.mT if transposed else matrix
             if outputs:
                 side = matrix if matrix.dim() == 2 else matrix[:, :, 0]
@@ -54,15 +55,27 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
 
 def gains_of(found: Slope, canonical: Layout) -> Callable[[Rows, Attrs], Rows]:
     """rows [N, S, g, i] with filters [g, o, i], gradient rows [N, S, g, o] -> [N, S, g o, 1] both."""
-    name, settings, layout = found.name, found.settings, found.layout
+    name, settings, to_matrix = found.name, found.settings, views(found.layout, canonical)
 
     def gains(both: Rows, attrs: Attrs) -> Rows:
         rows, grad_rows = (one if one.dim() == 4 else one.unsqueeze(2) for one in both)
-        matrix = canonical.apply(layout.invert(filters(name, attrs["operand0"], *settings))).to(rows)
+        matrix = viewed(filters(name, attrs["operand0"], *settings), to_matrix).to(rows)
         outputs = torch.einsum("nsgi,goi->nsgo", rows, matrix)
         return outputs.flatten(2).unsqueeze(-1), grad_rows.flatten(2).unsqueeze(-1)
 
     return gains
+
+
+def views(before: Layout, after: Layout) -> tuple[View, ...]:
+    """Back through one layout and on through another: (order, shape) of every view, one of them empty."""
+    back = [(one.back, ()) if one.back else ((), one.before) for one in reversed(before.steps)]
+    return (*back, *((one.order, ()) if one.order else ((), one.after) for one in after.steps))
+
+
+def viewed(tensor: Tensor, steps: tuple[View, ...]) -> Tensor:
+    for order, shape in steps:
+        tensor = tensor.permute(order) if order else tensor.reshape(shape)
+    return tensor
 
 
 def project(registration: Registration, gradient: Tensor, values: Mapping[str, Tensor]) -> Tensor:

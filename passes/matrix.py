@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,15 +27,18 @@ class Step:
     before: Shape
     after: Shape
     order: Shape | None = None
+    back: Shape | None = field(init=False, repr=False, compare=False, default=None)  # the inverse of `order`
+
+    def __post_init__(self) -> None:
+        if self.order is not None:  # here, since Dynamo does not sort
+            back = tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+            object.__setattr__(self, "back", back)
 
     def apply(self, tensor: Tensor) -> Tensor:
         return tensor.permute(self.order) if self.order is not None else tensor.reshape(self.after)
 
     def invert(self, tensor: Tensor) -> Tensor:
-        if self.order is None:
-            return tensor.reshape(self.before)
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return tensor.permute(inverse)
+        return tensor.reshape(self.before) if self.back is None else tensor.permute(self.back)
 
 
 @dataclass(frozen=True)

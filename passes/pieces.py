@@ -7,7 +7,7 @@ torch.cat([q_bias, zeros, v_bias])              a tensor made of two parameters 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,20 @@ Region = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # of a matrix
 
 @dataclass(frozen=True)
 class Piece:
-    """A slab of a parameter that is used apart from the rest: to the compiler and to blocks a parameter of its own."""
+    """A slab of a parameter that is used apart from the rest: to the compiler and to blocks a parameter of its own.
+
+    name: `"attn.in_proj_weight[0:64]"`, `"table[:, 2:5]"`; written once, for Dynamo writes no names of numbers.
+    """
 
     parameter: str
     dim: int
     start: int
     stop: int
+    name: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def name(self) -> str:
-        """`"attn.in_proj_weight[0:64]"`, `"table[:, 2:5]"`"""
-        return f"{self.parameter}[{':, ' * self.dim}{self.start}:{self.stop}]"
+    def __post_init__(self) -> None:
+        name = f"{self.parameter}[{':, ' * self.dim}{self.start}:{self.stop}]"
+        object.__setattr__(self, "name", name)
 
     def shape(self, whole: Shape) -> Shape:
         return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
@@ -151,16 +154,19 @@ def layout_in(piece: Piece, shape: Shape, view: Tensor) -> Layout | None:
         if close < apart and size > 1 and stride % apart and size * stride > close:
             return None  # runs on behind the cut
     strides = [stride // apart * close + stride % apart for stride in view.stride()]
-    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], -sizes[d]) if sizes[d] > 1 else (0, 0))
+    several = [d for d, size in enumerate(sizes) if size > 1]
+    order = sorted(several, key=lambda d: -strides[d])
     dense = 1
-    for d in reversed([d for d in order if sizes[d] > 1]):
+    for d in reversed(order):
         if strides[d] != dense:
             return None
         dense *= sizes[d]
     if dense != math.prod(piece.shape(shape)):
         return None
+    if order == several:
+        return Layout(piece.shape(shape)).reshape(sizes)
     split = Layout(piece.shape(shape)).reshape(tuple(sizes[d] for d in order))
-    return split.permute(tuple(order.index(d) for d in range(len(sizes))))
+    return split.permute(tuple(order.index(d) for d in several)).reshape(sizes)
 
 
 def axis_along(view: Tensor, shape: Shape, dim: int, length: int) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -122,3 +123,35 @@ def test_a_sloped_weight_may_be_tied_and_transposed() -> None:
     net = kfac_fx.compile(Tied(), (torch.randn(5, 4),), loss="normal")
     (one,) = (one for one in net.registrations if not one.generic)
     assert [use.transposed for use in one.uses].count(True) == 1 and one.approximation == "kron_indep"
+
+
+class Everything(nn.Module):
+    """Pieces, a gate, a standardized convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = StandardizedConv(2, 3, 2, gain=True)
+        self.gate, self.weight = nn.Parameter(torch.randn(3, 1)), nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.conv(x).flatten(2)) * torch.sigmoid(self.gate)
+        return F.linear(torch.tanh(F.linear(h, self.weight[:4])), self.weight[4:])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+def test_a_compiled_graph_records_and_steps_alike() -> None:
+    torch.manual_seed(0)
+    model, x = Everything(), torch.randn(5, 2, 3, 3)
+    steps = []
+    for backend in ("eager", "aot_eager"):
+        twin = copy.deepcopy(model)
+        net = kfac_fx.compile(twin, (x,), loss="normal", backend=backend)
+        assert all(not one.generic for one in net.registrations)
+        optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (net(x) ** 2).sum((1, 2)).mean().backward()
+            optimizer.step()
+        steps.append(dict(twin.named_parameters()))
+    torch.testing.assert_close(steps[1], steps[0])
