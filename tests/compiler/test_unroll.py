@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from kfac_fx.passes import pipeline, pytree
 from kfac_fx.passes.labels import op_name
 from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.recurrent import packed, recurrent, unpacked
 from kfac_fx.passes.trace import Capture, capture
 from kfac_fx.passes.unroll import unroll
 from tests.compiler.toy import Toy, code
@@ -175,3 +176,13 @@ def test_the_report_says_what_the_uses_are() -> None:
     assert [one.reason for one in program.registrations] == ["a linear layer at each of 6 steps of lstm"] * 2
     program = pipeline.run(capture(Only(nn.GRUCell(3, 4)), (torch.randn(5, 3),), layers=LAYERS).program)
     assert [one.reason for one in program.registrations] == ["a linear layer in each gru_cell"] * 2
+
+
+def test_what_stands_for_another_operation_is_never_run() -> None:
+    with pytest.raises(AssertionError, match="an operation that only stands for another one was run"):
+        packed(torch.randn(4, 2, 3), torch.tensor([4, 1]))
+    with pytest.raises(AssertionError, match="bug in kfac_fx"):
+        unpacked(torch.randn(5, 3), torch.tensor([4, 1]), 4, 0.0)
+    weights = [torch.randn(4, 3), torch.randn(4, 4)]
+    with pytest.raises(AssertionError, match="bug in kfac_fx"):
+        recurrent("gru", torch.randn(4, 2, 3), [torch.zeros(1, 2, 4)], weights, None, 4, False, 1, 0.0, False, False)

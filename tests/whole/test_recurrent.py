@@ -293,6 +293,14 @@ def test_a_longest_sequence_of_another_length_is_another_capture() -> None:
     assert [len(one.program.registrations[0].uses) for one in kept] == [6, 4]
 
 
+def test_outputs_may_be_padded_beyond_the_longest_sequence() -> None:
+    net = packed(Packed(nn.GRU(3, 4, batch_first=True), "total"), LENGTHS.clamp(max=4))
+    x = torch.randn(5, 6, 3)
+    outputs, _ = net.ride((x, LENGTHS.clamp(max=4)), {})
+    torch.testing.assert_close(outputs, net.model(x, LENGTHS.clamp(max=4)))
+    assert outputs.shape[1] == 6 and len(net.registrations[0].uses) == 4
+
+
 def test_sorted_sequences_need_no_sorting() -> None:
     net = packed(Packed(nn.LSTM(3, 4, batch_first=True), "padded", enforce_sorted=True), LENGTHS.sort().values.flip(0))
     assert [len(one.uses) for one in net.registrations] == [6, 6, 1]
