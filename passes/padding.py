@@ -110,13 +110,14 @@ class Places:
 
 
 def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
-    """The sizes of a mask. Those that nothing else in the graph has, since forward does not read the mask, are those of
-    the other inputs that are as large in the example, if that is clear."""
+    """The sizes of a mask. Those that no use and no other input has, since forward only expands the mask or does not
+    read it, are those of the other inputs that are as large in the example, if that is clear."""
     cases, positions = mask.meta["val"].shape
     behind = everything_behind(mask)
-    others = [node for node in program.graph.nodes if node not in behind]
-    inputs = [size for node in others if node.op == "placeholder" for size in shape_of(node)]
-    elsewhere = {str(size) for node in others for size in shape_of(node)}
+    others = [node for node in program.graph.nodes if node.op == "placeholder" and node not in behind]
+    inputs = [size for node in others for size in shape_of(node)]
+    outputs = [use.output for one in program.registrations for use in one.uses]
+    elsewhere = {str(size) for node in (*others, *outputs) for size in shape_of(node)}
 
     def same(own: Any, first: str | None) -> Any:
         if str(own) in elsewhere:

@@ -314,6 +314,26 @@ def test_the_mask_goes_where_positions_are_known() -> None:
     assert [dims[name.replace(" ", "_")] for name in FITS] == [(0, 1), (1, 0), (0, 0), (0, 2), (0, 1), (0, 2)]
 
 
+def test_a_mask_that_attention_alone_reads_has_the_sizes_of_the_other_inputs() -> None:
+    """torch.export does not tie its number of cases to theirs."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.inner = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            x = self.inner(self.words(ids)).unsqueeze(1)
+            length = ids.shape[1]
+            real = attention_mask[:, None, None].bool().expand(-1, 1, length, length)
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=real).squeeze(1)
+
+    ids, kwargs = batch()
+    net = masked(Attention(), ids, kwargs)
+    assert not net.program.unmasked
+    assert net.record((ids,), kwargs).statistics["inner.weight", "inner.bias"]["count"] == 10
+
+
 def test_an_image_of_pixels_is_masked_where_they_are_the_positions() -> None:
     for padding, wanted in ((1, 0), (0, 1)):
 
