@@ -27,7 +27,7 @@ from .moments import Key
 from .proof import prove
 from .recorder import Recorder
 from .registered_losses import RegisteredLosses
-from .series import LONGEST
+from .series import longest
 from .structure import Structure
 
 KINDS = 8  # of calls that are kept: modes, dtypes, devices, structures; the least recently used goes first
@@ -281,7 +281,7 @@ def other_path(first: Registration | None, other: Registration | None) -> str:
     if first is None or other is None:
         return f"{said(first)} at first, {said(other)} here"
     approximated = replace(other, approximation=first.approximation)
-    if first.approximation in SERIES and other.steps > (most := max(first.steps, LONGEST)):
+    if first.approximation in SERIES and other.steps > (most := longest(first.steps)):
         return f"{said(first)} at first, {said(other)} here; {first.approximation} is prepared for {most} at most"
     if first.layer == other.layer and statistics_of(first) == statistics_of(approximated):
         return ""

@@ -42,6 +42,11 @@ ROOTS = (-1.0, "cholesky", "cholesky_inverse")
 LONGEST = 1023  # steps that blocks are prepared for, where the first batch has fewer: ten bits of T
 
 
+def longest(steps: int) -> int:
+    """How many steps a block of `steps` at first is prepared for."""
+    return max(LONGEST, steps)
+
+
 class SeriesGroup(BlockGroup):
     """Their decompositions are their own: `Inverter` leaves them alone."""
 
@@ -54,7 +59,7 @@ class SeriesGroup(BlockGroup):
                 f"{names}: {self.approximation} has the powers 1 and -1 only, not "
                 f"{', '.join(f'{root:g}' for root in wrong)}.\nUse other `exps`, or 'kron_indep' for these parameters."
             )
-        self.longest = max(LONGEST, *(one.steps for one in registrations))
+        self.longest = longest(max(one.steps for one in registrations))
         self.decomposed = []
         blocks = len(self)
         self.factors["pairs"] = Stack.zeros(blocks, (), self.dtype, self.device)
