@@ -192,6 +192,8 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     first = next((use for use in uses if not use.transposed), uses[0])
     matrix: MatrixForm = first.matrix
     reason = reasons.get(first.parameter_set) or first.output.meta.get(UNROLLED)
+    if reason is None and (part := next((use for use in uses if use.region is not None), None)):
+        reason = f"a part of the {part.layer} at {where(part.output)}, apart from the rest of its outputs or inputs"
     if first.part_of:
         reason = f"part of {first.part_of}"
     if any(use.transposed for use in uses):

@@ -95,6 +95,8 @@ def test_a_bias_put_together_cuts_the_weight() -> None:
         lambda x, w, q, v: F.linear(x, w, torch.cat([q, torch.zeros_like(v), v])), w=(6, 4), q=(2,), v=(2,)
     )
     names = [("w[0:2]", "q"), ("w[2:4]",), ("w[4:6]", "v")]
+    reasons = {one.reason and one.reason.partition(" (")[0] for one in program.registrations}
+    assert reasons == {"a part of the linear at linear"}
     assert found(program) == [("linear", parameters, 1) for parameters in names]
     assert regions(program) == [
         (parameters, ((0, 1), (2 * n, 2 * n + 2), (0, 4))) for n, parameters in enumerate(names)
