@@ -324,8 +324,9 @@ def test_a_mask_that_attention_alone_reads_has_the_sizes_of_the_other_inputs() -
 
         def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
             x = self.inner(self.words(ids)).unsqueeze(1)
-            length = ids.shape[1]
-            real = attention_mask[:, None, None].bool().expand(-1, 1, length, length)
+            cases, length = ids.shape
+            read = attention_mask.bool()[torch.arange(cases)[:, None], torch.arange(length)]  # as transformers does
+            real = read[:, None, None].expand(-1, 1, length, length)
             return F.scaled_dot_product_attention(x, x, x, attn_mask=real).squeeze(1)
 
     ids, kwargs = batch()
