@@ -173,8 +173,10 @@ def expand_masks(graph: fx.Graph, parameters: Iterable[str]) -> None:
             continue
         rest = [1] * (new - 1) + [-1] * (seen.dim() - max(1, new))
         with graph.inserting_before(node):
-            cases = graph.call_function(torch.ops.aten.sym_size.int, (query, 0))
+            cases: Any = seen.shape[0]
+            if not isinstance(cases, int):
+                cases = graph.call_function(torch.ops.aten.sym_size.int, (query, 0))
+                cases.meta["val"] = seen.shape[0]
             expanded = graph.call_method("expand", (mask, (cases, *rest)))
-        cases.meta["val"] = seen.shape[0]
         expanded.meta = {**node.meta, "val": known.expand(seen.shape[0], *rest)}
         node.replace_input_with(mask, expanded)

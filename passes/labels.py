@@ -147,9 +147,12 @@ def has_row_a_case(node: fx.Node, label: Label, cases: str | None) -> bool:
     of_cases = cases is not None and any(size and re.search(rf"\b{cases}\b", size) for size in symbolic_sizes(node))
     if label is Label.CONST or op_name(node) not in EXPANDS:
         return of_cases and label is Label.CONST
-    sizes = node.args[1] if len(node.args) > 1 else ()
-    single = "val" in node.meta and isinstance(sizes, (list, tuple)) and sizes[:1] in ([1], (1,))  # one case captured
-    return of_cases or single or (cases is None and any(is_size(operand) for operand in node.all_input_nodes[1:]))
+    if cases is not None:
+        return of_cases
+    if "val" in node.meta:  # captured with a single case
+        sizes = node.args[1] if len(node.args) > 1 else ()
+        return isinstance(sizes, (list, tuple)) and sizes[:1] in ([1], (1,))
+    return any(is_size(operand) for operand in node.all_input_nodes[1:])
 
 
 def is_size(node: fx.Node) -> bool:

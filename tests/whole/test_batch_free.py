@@ -185,3 +185,12 @@ def test_a_padding_mask_leaves_gathered_elements_alone() -> None:
     moments = net.record((x, mask), {})
     assert float(moments.statistics["head.weight", "head.bias"]["count"]) == mask.sum()
     assert [note.subject.split(" at ")[0] for note in net.program.unmasked] == ["scale_and_shift(position)"]
+
+
+@pytest.mark.parametrize("name", ["tokens", "relative_positions_in_fused_attention"])
+def test_one_case_at_first_finds_the_blocks_of_many(name: str) -> None:
+    torch.manual_seed(0)
+    (x,) = ZOO[name].inputs()
+    net = kfac_fx.compile(ZOO[name].make(), (x[:1],), loss=ZOO[name].loss)
+    first = net.record((x[:1],), {})
+    assert net.record((x,), {}).statistics.keys() == first.statistics.keys()
