@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors import additive
-from kfac_fx.moments import POWER_OF_GRADIENT, Key
+from kfac_fx.moments import Key, power_of_gradient
 from kfac_fx.passes.ir import Registration
 from kfac_fx.pieces import split
 from kfac_fx.progress import tracked
@@ -109,10 +109,10 @@ def summed(approximation: str, chunk: Mapping[str, tuple[Tensor, Tensor]]) -> Su
     from the latter, squares are summed, gradients stay side by side."""
     sums: Sums = {}
     for name, (each, once) in chunk.items():
-        sums[name] = {0: once, 1: each, 2: each.sum(0)}[POWER_OF_GRADIENT[name]]
+        sums[name] = {0: once, 1: each, 2: each.sum(0)}[power_of_gradient(name)]
     return additive(approximation, sums)
 
 
 def joined(before: Sums, more: Sums) -> Sums:
     """Over chunks."""
-    return {name: value + more[name] if POWER_OF_GRADIENT[name] else value for name, value in before.items()}
+    return {name: value + more[name] if power_of_gradient(name) else value for name, value in before.items()}

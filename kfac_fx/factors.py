@@ -28,6 +28,7 @@ from torch import Tensor
 from kfac_fx.linalg import Root, spread
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import SERIES, SUA
+from kfac_fx.statistics import whole
 
 Shape = tuple[int, ...]
 
@@ -165,8 +166,7 @@ def additive(approximation: str, moments: Mapping[str, Tensor]) -> dict[str, Ten
 
     The gradient of generic parameters stays as it is, since it is squared when the batch is complete.
     """
-    # "A/8" is A in eight diagonal blocks
-    sums = {name.partition("/")[0]: moment for name, moment in moments.items() if name != "per_case"}
+    sums = {whole(name): moment for name, moment in moments.items() if name != "per_case"}
     if "square" in sums:
         sums["square"] = sums["square"].flatten()  # as the squares of several uses' sums are
     if "per_case" in moments:

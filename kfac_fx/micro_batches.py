@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfac_fx.closure import RandomState
-from kfac_fx.moments import POWER_OF_GRADIENT, Moments, Ride
+from kfac_fx.moments import Moments, Ride, power_of_gradient
 from kfac_fx.watched import Watched
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,7 +46,7 @@ def scaled(moments: Moments, scale: float) -> Moments:
     if scale == 1.0:
         return moments
     statistics = {
-        key: {name: sums * scale ** POWER_OF_GRADIENT[name] for name, sums in one.items()}
+        key: {name: sums * scale ** power_of_gradient(name) for name, sums in one.items()}
         for key, one in moments.statistics.items()
     }
     return Moments(statistics, moments.cases)

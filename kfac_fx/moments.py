@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kfac_fx.linalg import dense
 from kfac_fx.passes.ir import Registration
+from kfac_fx.statistics import whole
 
 from .pieces import split
 
@@ -28,6 +29,10 @@ POWER_OF_GRADIENT = {
     "per_case": 1,
     "gradient": 1,
 }  # of the output gradient
+
+
+def power_of_gradient(statistic: str) -> int:
+    return POWER_OF_GRADIENT[whole(statistic)]
 
 
 @dataclass
@@ -68,7 +73,7 @@ class Ride:
                 for name, probe in probes.items()
             }
             statistics[one.parameters] = {
-                name: value * scale**power if (power := POWER_OF_GRADIENT[name]) else value
+                name: value * scale**power if (power := power_of_gradient(name)) else value
                 for name, value in sums.items()
             }
         return Moments(statistics, self.cases)

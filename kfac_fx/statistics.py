@@ -97,13 +97,16 @@ class Statistic:
 STATISTICS: dict[str, Statistic] = {}
 
 
+def whole(name: str) -> str:
+    """`"A/8"`, A in eight diagonal blocks -> `"A"`."""
+    return name.partition("/")[0]
+
+
 def statistic(shape: Callable[[int, int, int, int], Shape]) -> Callable[[Callable[[Rows], Tensor]], Statistic]:
     """Decorator: adds a function of rows to STATISTICS; shape: its result's, from g, o, i and N."""
 
     def add(function: Callable[[Rows], Tensor]) -> Statistic:
-        def compute(
-            rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, kept: Tensor | None = None
-        ) -> Tensor:
+        def compute(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, kept: Tensor | None = None) -> Tensor:
             with torch.autocast(grad_rows.device.type, enabled=False):
                 return function(canonical(rows, grad_rows, bias, matrix, kept))
 

@@ -12,7 +12,7 @@ from kfac_fx.blocks import statistics_of
 from kfac_fx.lagged import LAGGED, unfolded
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import Layer
-from kfac_fx.statistics import STATISTICS, Rows, canonical
+from kfac_fx.statistics import STATISTICS, Rows, canonical, whole
 from kfac_fx.tap import both_rows
 
 
@@ -56,7 +56,7 @@ def joined(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
     once, listed = ("count", "A", "A_diag", "A1", "pairs"), ("per_case", "gradient")
     return {
-        name: first if name in once else torch.stack([s[name] for s in sources]) if name in listed
+        name: first if whole(name) in once else torch.stack([s[name] for s in sources]) if name in listed
         else torch.stack([s[name] for s in sources]).sum(0)
         for name, first in sources[0].items()
     }  # fmt: skip

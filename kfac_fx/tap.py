@@ -21,7 +21,7 @@ from kfac_fx.passes.pieces import Region
 
 from .lagged import LAGGED
 from .sloped import slopes_of
-from .statistics import STATISTICS, Shape
+from .statistics import STATISTICS, Shape, whole
 from .subsample import SAMPLED, Parts, parts_of, sample
 
 Probes = Mapping[str, Tensor]
@@ -178,7 +178,7 @@ def tap_function(
 
     def times(name: str, values: list[Any]) -> Any:
         """Every case has the rows that all share; the gradient is the sum over cases already."""
-        return values[cases] if cases is not None and name in OF_INPUTS else 1
+        return values[cases] if cases is not None and whole(name) in OF_INPUTS else 1
 
     def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
         """Gradients of a tower's cases in rows of their own: uses of one case add up, those of two towers do not."""
@@ -220,7 +220,7 @@ def tap_function(
                 given = (rows, grad_rows, bias, matrix, kept)
 
                 def computed(name: str) -> Tensor:
-                    if some is None or name not in SAMPLED:
+                    if some is None or whole(name) not in SAMPLED:
                         return STATISTICS[name].compute(*given)
                     fewer, mine, scale = some
                     return STATISTICS[name].compute(fewer, fewer, bias, matrix, mine) * scale

@@ -64,6 +64,38 @@ def test_a_wide_layer_has_the_block_diagonal_part_of_its_dense_block() -> None:
     torch.testing.assert_close(wide.full_fisher_block(), expected)
 
 
+@pytest.mark.parametrize(
+    "mode", ["gradients", "empirical", "curvature_prop", "exact", "curvature_prop_GGN", "exact_GGN"]
+)
+def test_every_estimation_mode_knows_wide_sides(mode: str) -> None:
+    model, x = model_and_batch()
+    found = {}
+    for limit in (4096, 8):
+        net = kfac_fx.compile(model, (x,), loss="normal", dense_limit=limit)
+        estimator = kfac_fx.FisherEstimator(net, estimation_mode=mode, seed=0)
+        estimator.update_covariances(x, targets=x[:, :4] if mode == "empirical" else None)
+        found[limit] = estimator.blocks["0.weight", "0.bias"].factors
+    for name, width in (("A", 4), ("G", 5)):
+        dense, parts = found[4096][name].value[0], found[8][name].value
+        torch.testing.assert_close(torch.block_diag(*parts)[: len(dense), : len(dense)], struck_out(dense, width))
+
+
+def test_the_training_backward_records_wide_sides_over_micro_batches() -> None:
+    model, x = model_and_batch()
+    found = {}
+    for limit in (4096, 8):
+        net = kfac_fx.compile(model, (x,), loss="normal", dense_limit=limit)
+        optimizer = kfac_fx.KFAC(net, lr=0.0, damping=1.0, estimation_mode="empirical")
+        for half in x.split(25):
+            ((net(half) - half[:, :4]).square().sum() / 50).backward()
+        optimizer.step()
+        found[limit] = optimizer.estimator.blocks["0.weight", "0.bias"].factors
+        model.zero_grad()
+    for name, width in (("A", 4), ("G", 5)):
+        dense, parts = found[4096][name].value[0], found[8][name].value
+        torch.testing.assert_close(torch.block_diag(*parts)[: len(dense), : len(dense)], struck_out(dense, width))
+
+
 def test_products_compile_whole_and_the_state_is_resumed() -> None:
     model, x = model_and_batch()
     estimator = estimated(model, x, dense_limit=8)
