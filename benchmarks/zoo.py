@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write-docs", action="store_true", help=f"write {DOCS.name} from the results, and stop")
     options = parser.parse_args(arguments)
     if options.write_docs:
-        write(results(options.out).values(), zoo_measure, "python -m benchmarks.zoo --jobs 2")
+        write(results(options.out).values(), zoo_measure, "python -m benchmarks.zoo")
         return
     torch.set_num_threads(1)
     zoo_measure.quiet()

@@ -35,7 +35,8 @@ with a batch of {other}:
 
 - **works**: it was captured, and on the other batch size the captured graph has the original's outputs and gradients
   (relative differences of at most {relative:g}), every structured registration's rows give autograd's gradient, what is
-  said to be unused has no gradient, and all statistics are finite.
+  in no Fisher block has no gradient, and all statistics are finite. Parameters that start at zero, which would hide the
+  gradients of what is in front of them, are small random numbers there.
 - **wrong**: one of these fails, and nobody was told. There must be none.
 - **refused**: an error names what cannot be captured. **Bug**: another exception. **Too slow**: no result in time.
 
@@ -65,11 +66,13 @@ def origin(found: Sequence[Result], command: str) -> str:
     for one in found:
         for name, version in one.get("versions", {}).items():
             versions[name].add(version)
+    commits = len(versions.pop("kfac_fx", ()))
     text = ", ".join(f"{name} {' and '.join(sorted(each))}" for name, each in versions.items())
+    text += f"; kfac_fx at {commits} {'commit' if commits == 1 else 'commits, as the last column says'}"
     dates = sorted({str(one["date"]) for one in found if "date" in one})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "unknown"
     return (
-        f"Measured with `{command}`, one thread a model, on a shared machine with two cores, {when}\n"
+        f"Measured with `{command}`, in parts, one thread a model, on a shared machine with two cores, {when}\n"
         f"({text}).\n"
         "This page is made by `python -m benchmarks.zoo --write-docs` from `benchmarks/results/zoo.jsonl`. Seconds\n"
         "are CPU time of the whole `compile`, most of it torch.export's.\n"
@@ -176,13 +179,16 @@ def models(found: Sequence[Result]) -> str:
         "generic",
         "proved",
         "seconds",
+        "commit",
     )
     return "## All models\n\n" + table(head, [model_row(one) for one in found])
 
 
 def model_row(one: Result) -> tuple[str, ...]:
+    seconds = f"{one['seconds']:.1f}" if "seconds" in one else ""
+    commit = one.get("versions", {}).get("kfac_fx", "")
     if "elements" not in one:
-        return (one["model"], one["status"], *[""] * 7, f"{one['seconds']:.1f}" if "seconds" in one else "")
+        return (one["model"], one["status"], *[""] * 7, seconds, commit)
     elements, tensors = one["elements"], one["tensors"]
     return (
         one["model"],
@@ -194,7 +200,8 @@ def model_row(one: Result) -> tuple[str, ...]:
         f"{tensors['structured']} of {tensors['used']}",
         f"{len(one['generic'])}",
         f"{one['proven']}" if "proven" in one else "",
-        f"{one['seconds']:.1f}" if "seconds" in one else "",
+        seconds,
+        commit,
     )
 
 

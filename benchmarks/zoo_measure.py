@@ -2,7 +2,7 @@
 
 Nothing here trusts the compiler's own proof. On a batch of another size than the captured one, the emitted graph is
 held to the original's outputs and gradients; for every structured registration the sum of grad_rows^T rows is held to
-autograd's gradient; and a parameter that is said to be unused must have no gradient.
+autograd's gradient; and a parameter that is in no Fisher block must have no gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import kfac_fx
 from benchmarks.zoo_models.entry import Entry
 from kfac_fx import likeness, proof
 from kfac_fx.compiler import CompiledModule
+from kfac_fx.divided import DividedRecorder
 from kfac_fx.passes.errors import LayerError, LossError, ModelChangedError, RegistrationError, UntraceableError
+from kfac_fx.recorder import Recorder
 
 CAPTURED, OTHER = 3, 5  # batch sizes
 RELATIVE = 1e-3  # right ones agree to about 1e-6, wrong ones differ by about 1
@@ -73,12 +75,12 @@ def said(error: BaseException) -> str:
 
 def registered(net: CompiledModule) -> dict[str, Any]:
     """What became of the trainable parameters; a tensor is structured if all of its pieces are."""
-    program, rows = net.program, net.report.rows
+    program, rows, first = net.program, net.report.rows, net.captures.first
     generic = {name for one in program.registrations if one.generic for name in one.owners}
     used = {name for one in program.registrations for name in one.owners}
     unused = set(program.parameters) - used
     return {
-        "captured": "whole",
+        "captured": f"{len(first.captured)} submodules" if isinstance(first, DividedRecorder) else "whole",
         "nodes": len(program.graph.nodes),
         "tensors": {"used": len(used), "structured": len(used - generic), "unused": len(unused)},
         "elements": {
@@ -97,13 +99,22 @@ def registered(net: CompiledModule) -> dict[str, Any]:
 
 def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Worst relative differences on a batch that was not captured, and what is wrong."""
-    captures = len(net.captures.known)
     first = net.captures.first
     assert first is not None, "compiled with inputs"
-    recorder = net.recorder(args, kwargs)
-    anew = recorder.capture is not first.capture
-    prover = proof.replace_taps(recorder)
-    values = recorder.capture.flatten(args, kwargs)
+
+    def compared(recorder: Recorder, values: Any) -> dict[str, Any]:
+        return {"anew": recorder.capture is not first.capture} | differences(recorder, values, args, kwargs)
+
+    found = net.captures.run(args, kwargs, compared)
+    statistics = net.record(args, kwargs).statistics
+    endless = [key for key, held in statistics.items() if not all(bool(one.isfinite().all()) for one in held.values())]
+    found["wrong"] += [f"statistics of {', '.join(key)} are not finite" for key in endless]
+    return found | {"wrong": found["wrong"][:20]}
+
+
+def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Of the graph from the model, and of the rows from autograd."""
+    prover, program = proof.replace_taps(recorder), recorder.program
     torch.manual_seed(1)
     outputs, gradients, _ = likeness.of_model(prover, args, kwargs)
     torch.manual_seed(1)
@@ -114,23 +125,19 @@ def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]
     of_outputs = [relative(a, b, 1e-6) for a, b in zip(outputs, its_outputs, strict=True) if isinstance(a, Tensor)]
     of_gradients = {name: relative(one, its_gradients[name], ROUNDING * largest) for name, one in gradients.items()}
     of_rows = {key: relative(one, got[key], ROUNDING * float(bound[key])) for key, one in wanted.items()}
-    unused = [name for name in net.program.unused if (one := gradients.get(name)) is not None and bool(one.any())]
-    statistics = net.record(args, kwargs).statistics
-    endless = [key for key, held in statistics.items() if not all(bool(one.isfinite().all()) for one in held.values())]
+    blocks = {name for one in program.registrations for name in one.owners}
+    missed = [name for name, one in gradients.items() if name not in blocks and one is not None and bool(one.any())]
     wrong = [f"outputs differ by {max(of_outputs):.2g}"] * (not max(of_outputs, default=0.0) <= RELATIVE)
     wrong += [f"gradient of {name} differs by {e:.2g}" for name, e in of_gradients.items() if not e <= RELATIVE]
     wrong += [f"rows of {', '.join(key)} differ by {e:.2g}" for key, e in of_rows.items() if not e <= RELATIVE]
-    wrong += [f"{name} is said to be unused and has a gradient" for name in unused]
-    wrong += [f"statistics of {', '.join(key)} are not finite" for key in endless]
+    wrong += [f"{name} is in no Fisher block and has a gradient" for name in missed]
     return {
-        "anew": anew,
-        "captures": len(net.captures.known) - captures,
         "outputs": max(of_outputs, default=0.0),
         "gradients": max(of_gradients.values(), default=0.0),
         "rows": max(of_rows.values(), default=0.0),
         "proven": len(of_rows),
         "with_gradient": sum(bool(one.any()) for one in wanted.values()),
-        "wrong": wrong[:20],
+        "wrong": wrong,
     }
 
 

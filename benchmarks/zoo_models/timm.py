@@ -36,7 +36,6 @@ FREE = [
 
 # name: (image size, further arguments)
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
-    "halonet_h1": (128, {}),
     "eca_botnext26ts_256": (256, {}),
     "beit_base_patch16_224": (32, {"img_size": 32, "depth": 2, "embed_dim": 64, "num_heads": 2}),
     "cait_xxs24_224": (64, {"img_size": 64, "depth": 4}),

@@ -46,9 +46,8 @@ DENSE = dict.fromkeys(
     ("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large"), BACKBONE
 )
 
-# name: image size
+# name: image size. Those of two stages take minutes a forward without torchvision's own operators.
 DETECTORS = {
-    "fasterrcnn_mobilenet_v3_large_320_fpn": 96,
     "fcos_resnet50_fpn": 64,
     "retinanet_resnet50_fpn": 64,
     "ssdlite320_mobilenet_v3_large": 320,
