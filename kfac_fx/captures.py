@@ -13,21 +13,19 @@ from torch import nn
 from kfac_fx.passes.border import capture_key
 from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import ModelChangedError, UntraceableError, table
-from kfac_fx.passes.ir import SERIES, Options, Program, Registration
+from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.trace import Capture, capture
 
-from .blocks import statistics_of
+from .agreement import needs, other_path, with_generic, with_program
 from .divided import DividedRecorder
 from .frames import Unmet
 from .loss_spec import LossSpec
 from .masks import PaddingMask, with_mask
-from .moments import Key
 from .proof import prove
 from .recorder import Recorder
 from .registered_losses import RegisteredLosses
-from .series import longest
 from .structure import Structure
 
 KINDS = 8  # of calls that are kept: modes, dtypes, devices, structures; the least recently used goes first
@@ -185,7 +183,9 @@ class Captures:
         program = run(division.program, SUBMODULES)
         if earlier is not None:
             program = with_generic(program, earlier.program)
-        traced = Capture(program, lambda args, kwargs: (args, dict(kwargs)), unchanged, lambda args, kwargs: True, LEFT)
+        traced = Capture(
+            program, lambda args, kwargs: (args, dict(kwargs)), lambda output: output, lambda args, kwargs: True, LEFT
+        )
         recorder = DividedRecorder(
             traced, program, self.model, self.declared.loss, needs(program), self.declared.backend, division=division
         )
@@ -252,44 +252,3 @@ class Captures:
             raise ModelChangedError(
                 f"requires_grad was changed after kfac_fx.compile: {', '.join(changed)}.\nCompile again."
             )
-
-
-def needs(program: Program) -> dict[Key, tuple[str, ...]]:
-    return {one.parameters: statistics_of(one) for one in program.registrations if not one.generic}
-
-
-def with_program(recorder: Recorder, program: Program) -> Recorder:
-    return replace(recorder, program=program, statistics=needs(program))
-
-
-def with_generic(program: Program, earlier: Program) -> Program:
-    """What was generic stays it."""
-    reasons = {name: one.reason for one in earlier.registrations if one.generic for name in one.parameters}
-    kept: list[Registration] = []
-    for one in program.registrations:
-        again = any(name in reasons for name in one.parameters)
-        kept += [program.generic(name, reasons.get(name)) for name in one.parameters] if again else [one]
-    return program.but(registrations=tuple(kept))
-
-
-def unchanged(output: Any) -> Any:
-    return output
-
-
-def other_path(first: Registration | None, other: Registration | None) -> str:
-    """How two registrations of the same parameters differ in what a block is made of; "" if they do not."""
-    if first is None or other is None:
-        return f"{said(first)} at first, {said(other)} here"
-    approximated = replace(other, approximation=first.approximation)
-    if first.approximation in SERIES and other.steps > (most := longest(first.steps)):
-        return f"{said(first)} at first, {said(other)} here; {first.approximation} is prepared for {most} at most"
-    if first.layer == other.layer and statistics_of(first) == statistics_of(approximated):
-        return ""
-    return f"{said(first)} at first, {said(other)} here"
-
-
-def said(one: Registration | None) -> str:
-    if one is None:
-        return "no block of its own"
-    uses = "" if one.generic else f" with {len(one.uses)} use{'s' * (len(one.uses) != 1)}"
-    return f"{one.layer}{uses}{f' ({one.reason})' if one.reason else ''}"

@@ -40,7 +40,7 @@ FLOORS = [
     "kfac_fx.exact kfac_fx.inverses kfac_fx.masks kfac_fx.series kfac_fx.sua kfac_fx.wide",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.recorder",
     "kfac_fx.divided kfac_fx.likeness",
-    "kfac_fx.captured kfac_fx.proof kfac_fx.registry",
+    "kfac_fx.agreement kfac_fx.captured kfac_fx.proof kfac_fx.registry",
     "kfac_fx.captures kfac_fx.steps kfac_fx.sums",
     # The layer collection, from what it holds to what users call.
     "kfac_fx.find_use kfac_fx.registered_block",

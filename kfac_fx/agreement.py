@@ -1,0 +1,52 @@
+"""What the captures of one model must have in common: registrations that the same blocks can be made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kfac_fx.passes.approximation import PER_CASE
+from kfac_fx.passes.ir import SERIES, Program, Registration
+
+from .blocks import statistics_of
+from .moments import Key
+from .recorder import Recorder
+from .series import longest
+
+
+def needs(program: Program) -> dict[Key, tuple[str, ...]]:
+    return {one.parameters: statistics_of(one) for one in program.registrations if not one.generic}
+
+
+def with_program(recorder: Recorder, program: Program) -> Recorder:
+    return replace(recorder, program=program, statistics=needs(program))
+
+
+def with_generic(program: Program, earlier: Program) -> Program:
+    """What was generic stays it."""
+    reasons = {name: one.reason for one in earlier.registrations if one.generic for name in one.parameters}
+    kept: list[Registration] = []
+    for one in program.registrations:
+        again = any(name in reasons for name in one.parameters)
+        kept += [program.generic(name, reasons.get(name)) for name in one.parameters] if again else [one]
+    return program.but(registrations=tuple(kept))
+
+
+def other_path(first: Registration | None, other: Registration | None) -> str:
+    """How two registrations of the same parameters differ in what a block is made of; "" if they do not."""
+    if first is None or other is None:
+        return f"{said(first)} at first, {said(other)} here"
+    if first.approximation in PER_CASE and other.approximation.startswith("kron"):
+        return f"{said(first)} and {first.approximation} at first, {said(other)} here"
+    approximated = replace(other, approximation=first.approximation)
+    if first.approximation in SERIES and other.steps > (most := longest(first.steps)):
+        return f"{said(first)} at first, {said(other)} here; {first.approximation} is prepared for {most} at most"
+    if first.layer == other.layer and statistics_of(first) == statistics_of(approximated):
+        return ""
+    return f"{said(first)} at first, {said(other)} here"
+
+
+def said(one: Registration | None) -> str:
+    if one is None:
+        return "no block of its own"
+    uses = "" if one.generic else f" with {len(one.uses)} use{'s' * (len(one.uses) != 1)}"
+    return f"{one.layer}{uses}{f' ({one.reason})' if one.reason else ''}"
