@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from kfac_fx.closure import Closure, RandomState, checked, evaluate, without_a_trace
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.loss_scale import check
+from kfac_fx.forwards import Forwards
 from kfac_fx.micro_batches import MicroBatches
 from kfac_fx.options import read_options
 from kfac_fx.parameter_groups import Members, checked_net, split_group
 from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.schedule import Schedule
 from kfac_fx.update import all_finite
 from kfac_fx.updater import SCALARS, Updater
-from kfac_fx.watched import watch
 
 OPTIONS = tuple(inspect.signature(read_options).parameters)
 
@@ -136,14 +136,13 @@ class KFAC(Optimizer):
         self.updater = Updater(self.net, self.options, self.estimator, start)
         self.generator = torch.Generator(example.device).manual_seed(torch.initial_seed() if seed is None else seed)
         self.grad_scaler = grad_scaler
-        self.counter = self.burned_in = 0
+        self._schedule = Schedule(self.options)
         self.skipped = torch.zeros((), dtype=torch.int64, device=example.device)
         self._members: Members | None = None
-        self._seen = MicroBatches()
+        devices = sorted({parameter.device.index for parameter in self.names if parameter.is_cuda})
+        self._forwards = Forwards(self.net, self._schedule, self.estimator, self.generator, devices)
         self._used: dict[str, weakref.ref[Tensor]] = {}  # the gradients of the last step
-        self._before: RandomState | None = None
         self._late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
-        self._paused, self._checked = False, False  # checked: that the loss is the registered one
         self.net.attach(self)
 
     # --- what torch expects -----------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class KFAC(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if not self._paused:
+        if not self._forwards.paused:
             self._used = {}
 
     @torch.no_grad()
@@ -192,7 +191,7 @@ class KFAC(Optimizer):
         try:
             self._step(closure, loss, previous, by_closure)
         finally:
-            self._seen = MicroBatches()
+            self._forwards.seen = MicroBatches()
             gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
             self._used = {name: weakref.ref(grad) for name, grad in gradients if grad is not None}
         return loss
@@ -201,44 +200,19 @@ class KFAC(Optimizer):
         """Was there a forward since the last step, and a gradient that it did not use?"""
         gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
         used = {name: grad() for name, grad in self._used.items()}
-        return self._seen.forwards > 0 and any(g is not None and used.get(name) is not g for name, g in gradients)
+        return self._forwards.seen.forwards > 0 and any(
+            g is not None and used.get(name) is not g for name, g in gradients
+        )
 
     # --- what the net tells -----------------------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the batch if statistics are due; the outputs if it took over the forward, else None."""
-        if self._paused:
-            return None
-        options, seen = self.options, self._seen
-        if (self._adapting() and not seen.forwards) or not self._checked:
-            self._before = RandomState.now(self._devices())
-            seen.start = seen.start or self._before
-        seen.forwards += 1
-        if options.quadratic and not self._burning_in():
-            seen.calls.append((args, kwargs))
-        if not self._burning_in() and self.counter % options.cov_update_every:
-            return None
-        if options.riding:
-            outputs, ride = self.net.ride(args, kwargs, generator=self.generator)
-            seen.rides.append(ride)
-            return outputs
-        self.estimator.accumulate(
-            self.net.record(
-                args,
-                kwargs,
-                mode=options.estimation_mode,
-                fraction=options.fraction,
-                generator=self.generator,
-            )
-        )
-        return None
+        return self._forwards.on_forward(args, kwargs)
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Until the first step, watch what the user's backward sends into the outputs."""
-        if self._checked or self._paused or self._before is None:
-            return
-        watched = watch(self.net.recorder(args, kwargs), args, kwargs, outputs, self._before)
-        self._seen.watched += [] if watched is None else [watched]
+        self._forwards.on_outputs(args, kwargs, outputs)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -246,33 +220,32 @@ class KFAC(Optimizer):
         self, closure: Closure | None, loss: Tensor | float | None, previous: Closure | None, by_closure: bool
     ) -> None:
         members = self._members_of_groups()
-        gradients, adapting = members.gradients(), self._adapting()
-        if not gradients and not self._burning_in():
+        gradients, schedule, seen = members.gradients(), self._schedule, self._forwards.seen
+        if not gradients and not schedule.burning_in:
             return
-        late = self._adapting_late()
-        self._check_losses(adapting, late, closure, loss, previous)
-        if gradients and not self._checked:
-            self._check_scale(loss)
+        schedule.check_losses(closure, loss, previous)
+        loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+        if gradients:
+            self._forwards.check_scale(loss, loss_scale)
         ok = all_finite(gradients) if gradients else torch.ones_like(self.skipped, dtype=torch.bool)
         if loss is not None:
             loss = self.updater.across_replicas(self.scalar + loss)
             ok = ok & loss.isfinite()
-        scale = 1.0 if self.grad_scaler is None or not self._seen.rides else self.grad_scaler.get_scale()
-        for moments in self._seen.moments(self.options.reduction, scale):
+        for moments in seen.moments(self.options.reduction, loss_scale):
             self.estimator.accumulate(moments)
-        self.estimator.fold(decay=1.0 if self._burning_in() else None, accept=ok)
-        if self._burning_in():
-            self.burned_in += 1
+        self.estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
+        if schedule.burning_in:
+            schedule.burned_in += 1
             return
         # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
-        if self.counter == 0 and not ok.item():
+        if schedule.counter == 0 and not ok.item():
             self.skipped += 1
             return
-        if late:
+        if schedule.adapting_late:
             assert previous is not None
             self.updater.adapt(self._ask(previous, by_closure, self._late))
             self._late = None
-        if self.counter % self.options.invert_every == 0:
+        if schedule.inverting:
             self._update_inverses()
         members.refresh(self.param_groups, self.names)
         decays = any(not isinstance(d := group["weight_decay"], float | int) or d for group in self.param_groups)
@@ -282,62 +255,19 @@ class KFAC(Optimizer):
             for parameter, name in self.names.items()
             if name in self.registered and name not in work.g
         }
-        if adapting:
-            start = self._seen.start
+        if schedule.adapting:
+            start = seen.start
             if loss is None:
                 assert closure is not None
                 loss = self._ask(closure, by_closure, start)
             now = self.options.update_damping_immediately
             ask = partial(self._ask, closure, by_closure, start) if now and closure is not None else None
             self._late = None if now else start
-            ok = self.updater.measured_update(work, absent, first_order, self._seen.calls, ok, loss, ask)
+            ok = self.updater.measured_update(work, absent, first_order, seen.calls, ok, loss, ask)
         else:
-            ok = self.updater.update(work, absent, first_order, self._seen.calls, ok)
+            ok = self.updater.update(work, absent, first_order, seen.calls, ok)
         self.skipped += ~ok
-        self.counter += 1
-
-    def _check_scale(self, loss: Tensor | float | None) -> None:
-        """At the first step with gradients, where the host waits to know. Warns with LossScaleWarning."""
-        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
-        value = None if loss is None else float(loss)
-        check(self._seen.watched, reduction=self.options.reduction, loss_scale=scale, value=value)
-        self._checked, self._before = True, None
-
-    def _burning_in(self) -> bool:
-        return self.burned_in < self.options.num_burnin_steps
-
-    def _adapting(self) -> bool:
-        due = self.options.damping_rule.due(self.counter)
-        return self.options.adapt_damping and due and not self._burning_in()
-
-    def _adapting_late(self) -> bool:
-        """Is the damping still to be adapted to the last step?"""
-        options = self.options
-        measured = self.counter > 0 and options.damping_rule.due(self.counter - 1)
-        return options.adapt_damping and not options.update_damping_immediately and measured
-
-    def _check_losses(
-        self,
-        adapting: bool,
-        late: bool,
-        closure: Closure | None,
-        loss: Tensor | float | None,
-        previous: Closure | None,
-    ) -> None:
-        """Raises ValueError for a loss that the damping rule needs and nobody gives."""
-        every = f"every {self.options.damping_rule.interval} steps"
-        if adapting and self.options.update_damping_immediately and closure is None:
-            raise ValueError(
-                f"adapt_damping needs the loss after the update, {every}: "
-                "call step(closure) with a closure that returns the loss of the batch"
-            )
-        if adapting and closure is None and loss is None:
-            raise ValueError(f"adapt_damping needs the loss before the update, {every}: call step(loss=loss)")
-        if late and previous is None:
-            raise ValueError(
-                f"update_damping_immediately=False measures a step in the next one, {every}: call step(loss=loss, "
-                "previous=closure) with a closure that returns the loss of the last step's batch"
-            )
+        schedule.counter += 1
 
     def _members_of_groups(self) -> Members:
         if self._members is None:
@@ -355,16 +285,13 @@ class KFAC(Optimizer):
 
     def _ask(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor:
         """The loss at the present parameters."""
-        self._paused = True
+        self._forwards.paused = True
         try:
-            with without_a_trace(self.net.buffers(), self.names, self._devices(), start):
+            with without_a_trace(self.net.buffers(), self.names, self._forwards.devices, start):
                 loss = self.scalar + evaluate(closure, with_backward=with_backward)
         finally:
-            self._paused = False
+            self._forwards.paused = False
         return self.updater.across_replicas(loss.detach())
-
-    def _devices(self) -> list[int]:
-        return sorted({p.device.index for p in self.names if p.is_cuda})
 
     # --- what is kept -----------------------------------------------------------------------------------------------
 
@@ -408,13 +335,15 @@ class KFAC(Optimizer):
             self.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
         for name in ("damping", *SCALARS):
             getattr(self.updater, name).copy_(kept[name])
-        self.counter, self.burned_in = kept["counter"], kept["burned_in"]
+        self._schedule.counter, self._schedule.burned_in = kept["counter"], kept["burned_in"]
         self.skipped.copy_(kept["skipped"])
         self.estimator.load_state_dict(kept["estimator"])
         self.generator.set_state(kept["generator"].cpu())
         self._late = None if kept["late"] is None else RandomState(*kept["late"])
-        self._seen, self._used, self._members = MicroBatches(), {}, None
+        self._forwards.seen, self._used, self._members = MicroBatches(), {}, None
 
+    counter = property(lambda self: self._schedule.counter)
+    burned_in = property(lambda self: self._schedule.burned_in)
     rho = property(lambda self: self.updater.rho)
     predicted_change = property(lambda self: self.updater.predicted_change)
     qmodel_learning_rate = property(lambda self: self.updater.qmodel_learning_rate)

@@ -15,7 +15,7 @@ from ..ir import EVERY_LAYER, Attrs
 from .declaration import layer
 
 
-@fx.wrap  # type: ignore[untyped-decorator]
+@fx.wrap
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: Any) -> Tensor:
     """x [S, i], sorted by expert, times weight [g, i, o] -> [S, o]; offsets [g]: where the rows of an expert end.
 

@@ -441,9 +441,9 @@ def test_evaluation_forwards_are_not_recorded() -> None:
 def test_the_step_drops_its_batch() -> None:
     net, opt = made(**QUADRATIC)
     backward(net, 0)
-    assert len(opt._seen.calls) == 1
+    assert len(opt._forwards.seen.calls) == 1
     opt.step()
-    assert not opt._seen.calls
+    assert not opt._forwards.seen.calls
 
 
 @pytest.mark.parametrize("estimation_mode", ["gradients", "empirical"])

@@ -1,0 +1,74 @@
+"""What an optimizer does at the forwards of its net, and keeps of them until its step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.closure import RandomState
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.loss_scale import check
+from kfac_fx.micro_batches import MicroBatches
+from kfac_fx.parameter_groups import CompiledNet
+from kfac_fx.schedule import Schedule
+from kfac_fx.watched import watch
+
+
+class Forwards:
+    """seen: the forwards since the last step. paused: no forward counts, while a loss is measured. checked: the user's
+    loss was found to be the registered one, or told to be another. generator: of everything that is sampled; devices:
+    the CUDA devices that have random streams."""
+
+    def __init__(
+        self,
+        net: CompiledNet,
+        schedule: Schedule,
+        estimator: FisherEstimator,
+        generator: torch.Generator,
+        devices: list[int],
+    ) -> None:
+        self.net, self.schedule, self.estimator, self.generator = net, schedule, estimator, generator
+        self.devices = devices
+        self.seen = MicroBatches()
+        self.paused = self.checked = False
+        self.before: RandomState | None = None
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the batch if statistics are due; the outputs if it took over the forward, else None."""
+        if self.paused:
+            return None
+        options, seen, schedule = self.schedule.options, self.seen, self.schedule
+        if (schedule.adapting and not seen.forwards) or not self.checked:
+            self.before = RandomState.now(self.devices)
+            seen.start = seen.start or self.before
+        seen.forwards += 1
+        if options.quadratic and not schedule.burning_in:
+            seen.calls.append((args, kwargs))
+        if not schedule.recording:
+            return None
+        if options.riding:
+            outputs, ride = self.net.ride(args, kwargs, generator=self.generator)
+            seen.rides.append(ride)
+            return outputs
+        self.estimator.accumulate(
+            self.net.record(
+                args, kwargs, mode=options.estimation_mode, fraction=options.fraction, generator=self.generator
+            )
+        )
+        return None
+
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Until the first step, watch what the user's backward sends into the outputs."""
+        if self.checked or self.paused or self.before is None:
+            return
+        watched = watch(self.net.recorder(args, kwargs), args, kwargs, outputs, self.before)
+        self.seen.watched += [] if watched is None else [watched]
+
+    def check_scale(self, loss: Tensor | float | None, loss_scale: float) -> None:
+        """At the first step with gradients, where the host waits to know. Warns with LossScaleWarning."""
+        if not self.checked:
+            value = None if loss is None else float(loss)
+            check(self.seen.watched, reduction=self.schedule.options.reduction, loss_scale=loss_scale, value=value)
+            self.checked, self.before = True, None
