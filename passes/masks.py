@@ -1,6 +1,6 @@
 """Which rows of a use are padding, said in the graph: an identity behind the output of the use.
 
-    y = linear(x, w, b);  f(y)      ->      y = linear(x, w, b);  f(counted(y, kept))
+y = linear(x, w, b);  f(y)      ->      y = linear(x, w, b);  f(counted(y, kept))
 """
 
 from __future__ import annotations

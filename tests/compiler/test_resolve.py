@@ -167,7 +167,10 @@ def test_what_no_layer_claims_is_generic_with_its_places() -> None:
     program = resolved(odd, w=(3, 3), t=(3,))
     assert found(program) == [("linear", ("w",), 1), ("generic", ("t",), 0)]
     line = odd.__code__.co_firstlineno + 1
-    assert program.registrations[1].reason == f"no layer has the form of mul (test_resolve.py:{line}) through exp and 1 more"
+    assert (
+        program.registrations[1].reason
+        == f"no layer has the form of mul (test_resolve.py:{line}) through exp and 1 more"
+    )
 
 
 def test_what_the_user_wants_generic_is() -> None:

@@ -62,7 +62,15 @@ def test_the_report_counts_every_element(case: Case) -> None:
     assert str(net.report).splitlines()[0].startswith(f"kfac_fx registered {count['registered']:,} of")
 
 
-WHOLE = ("resnet18", "cross_attention", "encoder_batch_first", "encoder_sequence_first", "encoder_by_hand", "gpt", "gpt_tied")
+WHOLE = (
+    "resnet18",
+    "cross_attention",
+    "encoder_batch_first",
+    "encoder_sequence_first",
+    "encoder_by_hand",
+    "gpt",
+    "gpt_tied",
+)
 
 
 @pytest.mark.parametrize("name", WHOLE)
