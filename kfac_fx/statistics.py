@@ -95,6 +95,11 @@ class Statistic:
 
 
 STATISTICS: dict[str, Statistic] = {}
+IN_BLOCKS: dict[str, Statistic] = {}  # those that some registration asked for, see `kfac_fx.wide`
+
+
+def named(name: str) -> Statistic:
+    return STATISTICS[name] if name in STATISTICS else IN_BLOCKS[name]
 
 
 def whole(name: str) -> str:
@@ -102,8 +107,10 @@ def whole(name: str) -> str:
     return name.partition("/")[0]
 
 
-def statistic(shape: Callable[[int, int, int, int], Shape]) -> Callable[[Callable[[Rows], Tensor]], Statistic]:
-    """Decorator: adds a function of rows to STATISTICS; shape: its result's, from g, o, i and N."""
+def statistic(
+    shape: Callable[[int, int, int, int], Shape], known: dict[str, Statistic] = STATISTICS
+) -> Callable[[Callable[[Rows], Tensor]], Statistic]:
+    """Decorator: adds a function of rows to `known`; shape: its result's, from g, o, i and N."""
 
     def add(function: Callable[[Rows], Tensor]) -> Statistic:
         def compute(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, kept: Tensor | None = None) -> Tensor:
@@ -111,8 +118,8 @@ def statistic(shape: Callable[[int, int, int, int], Shape]) -> Callable[[Callabl
                 return function(canonical(rows, grad_rows, bias, matrix, kept))
 
         name = function.__name__
-        STATISTICS[name] = Statistic(name, lambda matrix, cases: shape(*matrix, cases), compute)
-        return STATISTICS[name]
+        known[name] = Statistic(name, lambda matrix, cases: shape(*matrix, cases), compute)
+        return known[name]
 
     return add
 

@@ -12,7 +12,7 @@ from kfac_fx.blocks import statistics_of
 from kfac_fx.lagged import LAGGED, unfolded
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import Layer
-from kfac_fx.statistics import STATISTICS, Rows, canonical, whole
+from kfac_fx.statistics import Rows, canonical, named, whole
 from kfac_fx.tap import both_rows
 
 
@@ -29,7 +29,7 @@ def summed(
         towers[use.tower].append(canonical(rows, grad_rows, bias, matrix))
         for name in names:
             if name not in LAGGED:
-                found = STATISTICS[name].compute(rows, grad_rows, bias, matrix)
+                found = named(name).compute(rows, grad_rows, bias, matrix)
                 key = name, use.tower if name == "per_case" else 0
                 total[key] = total[key] + found if key in total else found
     sums = {name: parts(total, name) for name in names if name not in LAGGED}

@@ -21,7 +21,7 @@ from kfac_fx.passes.pieces import Region
 
 from .lagged import LAGGED
 from .sloped import slopes_of
-from .statistics import STATISTICS, Shape, whole
+from .statistics import Shape, named, whole
 from .subsample import SAMPLED, Parts, parts_of, sample
 
 Probes = Mapping[str, Tensor]
@@ -221,9 +221,9 @@ def tap_function(
 
                 def computed(name: str) -> Tensor:
                     if some is None or whole(name) not in SAMPLED:
-                        return STATISTICS[name].compute(*given)
+                        return named(name).compute(*given)
                     fewer, mine, scale = some
-                    return STATISTICS[name].compute(fewer, fewer, bias, matrix, mine) * scale
+                    return named(name).compute(fewer, fewer, bias, matrix, mine) * scale
 
                 sums = [
                     placed(name, computed(name), shape) * times(name, values) if want else None
@@ -247,6 +247,6 @@ def make_probes(registration: Registration, names: tuple[str, ...], cases: int, 
     def shape(name: str) -> Shape:
         if name in LAGGED:
             return LAGGED[name].shape(matrix)
-        return STATISTICS[name].shape(matrix, cases * registration.towers if name == "per_case" else cases)
+        return named(name).shape(matrix, cases * registration.towers if name == "per_case" else cases)
 
     return {name: zero.expand(shape(name)).requires_grad_() for name in names}

@@ -20,7 +20,7 @@ from kfac_fx.factors import OUTPUTS, Side
 from kfac_fx.groups import BlockGroup
 from kfac_fx.linalg import gram
 from kfac_fx.passes.matrix import block_width
-from kfac_fx.statistics import STATISTICS, Rows, statistic
+from kfac_fx.statistics import IN_BLOCKS, Rows, statistic
 
 
 def cut(rows: Tensor, blocks: int) -> Tensor:
@@ -31,11 +31,11 @@ def cut(rows: Tensor, blocks: int) -> Tensor:
 
 
 def in_blocks(name: str, blocks: int) -> str:
-    """The name of the statistic "A" or "G" with so many diagonal blocks, [g·k, b, b]; it joins STATISTICS."""
+    """The name of the statistic "A" or "G" with so many diagonal blocks, [g·k, b, b]; it joins IN_BLOCKS."""
     if blocks == 1:
         return name
     chosen = f"{name}/{blocks}"
-    if chosen not in STATISTICS:
+    if chosen not in IN_BLOCKS:
 
         def moments(rows: Rows) -> Tensor:
             if name == "G":
@@ -47,7 +47,7 @@ def in_blocks(name: str, blocks: int) -> str:
             return g * blocks, width, width
 
         moments.__name__ = chosen
-        statistic(shape)(moments)
+        statistic(shape, IN_BLOCKS)(moments)
     return chosen
 
 

@@ -19,6 +19,7 @@ from kfac_fx.passes.ir import Program, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.layers.declaration import Example, Form
 from kfac_fx.passes.layers.rows import Written, written
+from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
 from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.passes.normalize import normalize
@@ -54,7 +55,7 @@ def prepared(example: Example) -> tuple[nn.Module, Tensor]:
 
 
 def matches(module: nn.Module, x: Tensor, exported: bool) -> Program:
-    program = normalize(capture(module, (x,) if exported else None, layers=LAYERS).program)
+    program = find_losses(normalize(capture(module, (x,) if exported else None, layers=LAYERS).program))
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     (returned,) = [node for node in output.all_input_nodes if node.op != "placeholder"]
     return match(program.but(outputs=(returned,)))

@@ -14,7 +14,7 @@ from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root
 from kfac_fx.passes.ir import SERIES, SUA, Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.statistics import STATISTICS, canonical
+from kfac_fx.statistics import STATISTICS, canonical, named
 
 ALL_ROOTS: tuple[Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
 
@@ -130,7 +130,7 @@ def draw(registration: Registration, form: Form, cases: int, positions: int = 2)
     x = torch.randn(cases, positions, g, i - has_bias, dtype=torch.float64)
     rows = torch.randint(i, (cases, positions)) if form.ids else x
     names = statistics_of(registration)
-    return {name: STATISTICS[name].compute(rows, d, has_bias, (g, o, i)) for name in names}
+    return {name: named(name).compute(rows, d, has_bias, (g, o, i)) for name in names}
 
 
 def sequences(steps: int, shape: tuple[int, ...], inputs: int, outputs: int) -> tuple[Tensor, Tensor]:

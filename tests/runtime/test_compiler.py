@@ -491,10 +491,10 @@ def test_strict_refuses_what_would_be_generic_at_once_or_at_the_first_step() -> 
     class Tempered(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(nn.Linear(4, 3))
-            self.t = nn.Parameter(torch.zeros(()))
+            self.t = nn.Parameter(torch.ones(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.t.exp()
+            return super().forward(x) * self.t.cumsum(0)
 
     place = f"mul (test_compiler.py:{Tempered.forward.__code__.co_firstlineno + 1})"
     for inputs in ((), (X,)):
@@ -502,7 +502,7 @@ def test_strict_refuses_what_would_be_generic_at_once_or_at_the_first_step() -> 
             net_of(Tempered(), *inputs, strict=True)
         assert str(failure.value).splitlines()[:2] == [
             "1 of 3 trainable parameters are in no structured Fisher block:",
-            f"  t  no layer has the form of {place}",
+            f"  t  no layer has the form of {place} through cumsum",
         ]
     assert len(net_of(Tempered(), X, strict=True, approximations={"t": "generic"}).registrations) == 2
 

@@ -274,10 +274,10 @@ def test_a_ride_keeps_the_gradient_of_generic_parameters_apart() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body, self.t = mlp(), nn.Parameter(torch.zeros(3))
+            self.body, self.t = mlp(), nn.Parameter(torch.ones(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.body(x) * self.t.exp()
+            return self.body(x) * self.t.cumsum(0)
 
     model, x, y = Scaled(), torch.randn(6, 4), torch.randint(3, (6,))
     given = recorder(model, x)

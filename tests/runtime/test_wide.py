@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.report_rows import rows
-from kfac_fx.statistics import STATISTICS
+from kfac_fx.statistics import named
 from kfac_fx.wide import in_blocks
 
 
@@ -26,19 +26,17 @@ def test_the_statistics_are_the_diagonal_blocks_of_the_dense_ones(bias: bool, bl
     kept = torch.rand(4, 3) > 0.4 if masked else None
     for name, size in (("A", 5 + bias), ("G", 7)):
         arguments = x, d, bias, (2, 7, 5 + bias), kept
-        dense, cut = (STATISTICS[one].compute(*arguments) for one in (name, in_blocks(name, blocks)))
+        dense, cut = (named(one).compute(*arguments) for one in (name, in_blocks(name, blocks)))
         width = -(-size // blocks)
-        assert cut.shape == STATISTICS[f"{name}/{blocks}"].shape((2, 7, 5 + bias), 4) == (2 * blocks, width, width)
+        assert cut.shape == named(f"{name}/{blocks}").shape((2, 7, 5 + bias), 4) == (2 * blocks, width, width)
         for matrix, parts in zip(dense, cut.unflatten(0, (2, blocks)), strict=True):
             torch.testing.assert_close(torch.block_diag(*parts)[:size, :size], struck_out(matrix, width))
 
 
 def test_rows_that_all_cases_share_count_for_every_case() -> None:
     x, d = torch.randn(1, 3, 1, 5, dtype=torch.float64), torch.randn(4, 3, 1, 2, dtype=torch.float64)
-    shared = STATISTICS[in_blocks("A", 2)].compute(x, d, True, (1, 2, 6))
-    torch.testing.assert_close(
-        shared, STATISTICS["A/2"].compute(x.expand(4, -1, -1, -1).contiguous(), d, True, (1, 2, 6))
-    )
+    shared = named(in_blocks("A", 2)).compute(x, d, True, (1, 2, 6))
+    torch.testing.assert_close(shared, named("A/2").compute(x.expand(4, -1, -1, -1).contiguous(), d, True, (1, 2, 6)))
 
 
 def estimated(model: nn.Module, x: Tensor, **options: int) -> kfac_fx.FisherEstimator:
