@@ -70,7 +70,8 @@ def compile(
         approximations: {parameter or module name, with *; layer name; module class: approximation}.
         layers: the user's own layer declarations.
         strict: a parameter that would become generic is an error.
-        verify: prove on the first batch that rows reproduce the autograd gradient.
+        verify: compare the graph with the model on the first batch, and prove that rows reproduce the autograd
+            gradient. Takes about three training steps' time, and the memory of one and of two gradients.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
         dense_limit: no factor takes more memory than a dense one of this width: a wider side keeps diagonal blocks
             only, or its diagonal if it makes the Fisher's outputs, and the report says so.
