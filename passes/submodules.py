@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx, nn
 
 from . import pytree
+from .elements import KEY
 from .holder import attribute, holder
 from .ir import SERIES, Program, Registration, Submodule, Use
 from .labels import has_gradient
@@ -67,6 +68,10 @@ def join(captured: Sequence[tuple[Submodule, Program]]) -> Program:
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, lambda n, copies=copies: copies[n])  # type: ignore[misc]
                 copies[node].meta = {**node.meta, NUMBER: number}
+        for node in program.graph.nodes:
+            if KEY in node.meta:
+                parameter, numbers = node.meta[KEY]
+                copies[node].meta[KEY] = parameter, copies[numbers]
     graph.output(tuple(outputs))
     own = tuple(one for one, _ in captured)
     return captured[0][1].but(graph=graph, root=holder(held), submodules=own, history=())

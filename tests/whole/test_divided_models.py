@@ -483,3 +483,26 @@ def test_the_report_says_what_was_captured_and_what_was_left() -> None:
     assert "python    Repeated: torch gave up in" in str(net.report)
     whole = compiled(nn.Linear(4, 3)).report
     assert whole.to_dict()["submodules"] == [] and "captured" not in str(whole)
+
+
+class Placed(nn.Module):
+    """Adds gathered elements of a table, as attention adds relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 3), nn.Parameter(torch.randn(2))
+        self.register_buffer("index", torch.tensor([1, 0, 1]))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) + self.table[self.index].unsqueeze(0)
+
+
+def test_a_table_in_a_submodule_is_structured() -> None:
+    class Model(Branching):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle = Placed(), nn.Linear(3, 5)
+
+    net = kfac_fx.compile(Model(), (X,), loss="normal")
+    assert {one.parameters: one.layer for one in net.registrations}["first.table",] == "scale_and_shift"
+    assert net.report.to_dict()["parameters"]["generic"] == 0
