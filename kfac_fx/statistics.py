@@ -58,7 +58,8 @@ class Rows:
     @property
     def repeats(self) -> int:
         """How many cases share one row."""
-        return self.d.shape[0] // self.x.shape[0]
+        cases, rows = self.d.shape[0], self.x.shape[0]
+        return 1 if rows == cases else cases // rows  # both may be none: an expert that nothing was sent to
 
     def expanded(self) -> Tensor:
         """x with N its first dimension."""

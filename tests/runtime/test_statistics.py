@@ -218,3 +218,12 @@ def test_golden_ids() -> None:
     ids, d = torch.tensor([[0], [1], [4], [1]]), torch.ones(4, 1, 1)
     values = {name: STATISTICS[name].compute(ids, d, False, (1, 1, 5)) for name in ("count", "A_diag")}
     torch.testing.assert_close(values["A_diag"] / values["count"], torch.tensor([[0.25, 0.5, 0, 0, 0.25]]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_a_row_all_sums_are_zero(bias: bool) -> None:
+    x, d = randn(0, 3, 1, 2), randn(0, 3, 1, 4)
+    for name in ("count", "A", "A_diag", "G", "G_diag", "gradient"):
+        found = STATISTICS[name].compute(x, d, bias, (1, 4, 2 + bias))
+        assert tuple(found.shape) == STATISTICS[name].shape((1, 4, 2 + bias), 0)
+        assert not found.any()
