@@ -68,7 +68,6 @@ class Forwards:
 
     def check_scale(self, loss: Tensor | float | None, loss_scale: float) -> None:
         """At the first step with gradients, where the host waits to know. Warns with LossScaleWarning."""
-        if not self.checked:
-            value = None if loss is None else float(loss)
-            check(self.seen.watched, reduction=self.schedule.options.reduction, loss_scale=loss_scale, value=value)
-            self.checked, self.before = True, None
+        value = None if loss is None else float(loss)
+        check(self.seen.watched, reduction=self.schedule.options.reduction, loss_scale=loss_scale, value=value)
+        self.checked, self.before = True, None

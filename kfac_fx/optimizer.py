@@ -224,8 +224,11 @@ class KFAC(Optimizer):
         if not gradients and not schedule.burning_in:
             return
         schedule.check_losses(closure, loss, previous)
-        loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
-        if gradients:
+        first = bool(gradients) and not self._forwards.checked
+        loss_scale = 1.0
+        if self.grad_scaler is not None and (first or seen.rides):  # the host waits for it: only where it is needed
+            loss_scale = self.grad_scaler.get_scale()
+        if first:
             self._forwards.check_scale(loss, loss_scale)
         ok = all_finite(gradients) if gradients else torch.ones_like(self.skipped, dtype=torch.bool)
         if loss is not None:
