@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .statistics import Matrix, Rows, Shape
+from .rows import Matrix, Rows, homogeneous
+from .statistics import Shape
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,6 @@ LAGGED = {
     "G1": Lagged(lambda matrix: (matrix[0], matrix[1], matrix[1]), gradient_lag),
     "pairs": Lagged(lambda matrix: (), pairs),
 }
-
-
-def homogeneous(rows: Rows) -> Tensor:
-    """x with the bias column, if there is one: ones, and zeros where there is no row."""
-    if not rows.bias:
-        return rows.x
-    ones = rows.x.new_ones(*rows.x.shape[:-1], 1)
-    kept = ones if rows.kept is None else ones * rows.kept[..., None, None]
-    return torch.cat([rows.x, kept], dim=-1)
 
 
 def cross(later: Tensor, earlier: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from kfac_fx.passes.ir import Registration, Use, where
 from kfac_fx.passes.layers import Layer
 
 from .lagged import LAGGED, unfolded
-from .statistics import canonical
-from .tap import BothRows, Matrix, Probes, both_rows
+from .rows import Matrix, canonical
+from .tap import Probes
+from .use_rows import BothRows, both_rows
 
 
 class Link(nn.Module):

@@ -24,7 +24,8 @@ from .linalg import dense
 from .pieces import split
 from .recorder import Recorder
 from .sloped import project
-from .tap import BothRows, Tap
+from .tap import Tap
+from .use_rows import BothRows
 
 Gradients = dict[tuple[str, ...], Tensor]
 PER_CASE = ("full", "diagonal")

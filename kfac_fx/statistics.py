@@ -22,67 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import bordered, gram
+from .linalg import bordered, gram, spread
+from .rows import Matrix, Rows, canonical
 
 Shape = tuple[int, ...]
-Matrix = tuple[int, int, int]
 CHUNK = 1 << 24  # elements of per-case gradients held at once by `square`
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one use.
-
-    x: [N, S, g, i] floats without the bias column, or ids [N, S]; N = 1: shared by all cases.
-    d: [N, S, g, o].
-    matrix: (g, o, i) with the bias column.
-    kept: [N, S], which rows there are, or [N, S, g], which are in which group; x and d are zero, or -1, where it is
-        false. None: all.
-    """
-
-    x: Tensor
-    d: Tensor
-    bias: bool
-    matrix: Matrix
-    kept: Tensor | None = None
-
-    @property
-    def ids(self) -> bool:
-        return not self.x.is_floating_point()
-
-    @property
-    def apart(self) -> bool:
-        """Whether every group has rows of its own."""
-        return self.kept is not None and self.kept.dim() == 3
-
-    @property
-    def repeats(self) -> int:
-        """How many cases share one row."""
-        cases, rows = self.d.shape[0], self.x.shape[0]
-        return 1 if rows == cases else cases // rows  # both may be none: an expert that nothing was sent to
-
-    def expanded(self) -> Tensor:
-        """x with N its first dimension."""
-        return self.x.expand(self.d.shape[0], *self.x.shape[1:])
-
-
-def canonical(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, kept: Tensor | None = None) -> Rows:
-    """One group where no groups are, at least float32, and no gradient where no row is."""
-    if kept is not None:
-        rows = masked(rows.expand(len(kept), *rows.shape[1:]), kept, 0 if rows.is_floating_point() else -1)
-        grad_rows = masked(grad_rows, kept, 0)
-    d = grad_rows.unsqueeze(2) if grad_rows.dim() == 3 else grad_rows
-    d = d.to(torch.promote_types(d.dtype, torch.float32))
-    if not rows.is_floating_point():
-        d = d if bias else torch.where((rows >= 0)[..., None, None], d, 0)
-        return Rows(rows, d, bias, matrix, kept)
-    x = rows.unsqueeze(2) if rows.dim() == 3 else rows
-    return Rows(x.to(d.dtype), d, bias, matrix, kept)
-
-
-def masked(rows: Tensor, kept: Tensor, empty: int) -> Tensor:
-    """`rows` [N, S, ...], and `empty` where `kept` [N, S] or [N, S, g] is false."""
-    return torch.where(kept[(..., *(None,) * (rows.dim() - kept.dim()))], rows, empty)
 
 
 @dataclass(frozen=True)
@@ -145,14 +89,12 @@ def number(rows: Rows) -> Tensor:
 @statistic(shape=lambda g, o, i, n: (g, i, i))
 def A(rows: Rows) -> Tensor:
     body = torch.diag_embed(squares(rows)) if rows.ids else gram(rows.x.flatten(0, 1)) * rows.repeats
-    whole = bordered(body, total(rows), corner(rows)) if rows.bias else body
-    return whole * upscale(rows)[:, None, None] if rows.apart else whole
+    return of_group(rows, bordered(body, total(rows), corner(rows)) if rows.bias else body)
 
 
 @statistic(shape=lambda g, o, i, n: (g, i))
 def A_diag(rows: Rows) -> Tensor:
-    whole = torch.cat([squares(rows), corner(rows).unsqueeze(-1)], dim=-1) if rows.bias else squares(rows)
-    return whole * upscale(rows)[:, None] if rows.apart else whole
+    return of_group(rows, torch.cat([squares(rows), corner(rows).unsqueeze(-1)], -1) if rows.bias else squares(rows))
 
 
 @statistic(shape=lambda g, o, i, n: (g, o, o))
@@ -186,10 +128,14 @@ def corner(rows: Rows) -> Tensor:
     return rows.d.new_full((g,), rows.repeats * rows.x.shape[0] * rows.x.shape[1])
 
 
-def upscale(rows: Rows) -> Tensor:
-    """All rows by the rows of each group, [g]: with it the mean over all rows is the mean over the group's own, and
-    `c A ⊗ G` has the share of the group once, in G, and not twice."""
-    return number(rows) / corner(rows).clamp(min=1)
+def of_group(rows: Rows, sums: Tensor) -> Tensor:
+    """Sums of inputs, [g, ...] or of k blocks a group [g·k, ...], times all rows by the rows of the group, where groups
+    have rows of their own: the mean over all rows is then that over the group's own, and `c A ⊗ G` has the share of the
+    group once, in G, and not twice."""
+    if not rows.apart:
+        return sums
+    scale = number(rows) / corner(rows).clamp(min=1)
+    return sums * spread(scale.repeat_interleave(sums.shape[0] // len(scale)), sums)
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from kfac_fx.blocks import statistics_of
 from kfac_fx.lagged import LAGGED, unfolded
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import Layer
-from kfac_fx.statistics import Rows, canonical, named, whole
-from kfac_fx.tap import both_rows
+from kfac_fx.rows import Rows, canonical
+from kfac_fx.statistics import named, whole
+from kfac_fx.use_rows import both_rows
 
 
 def summed(

@@ -20,7 +20,8 @@ from kfac_fx.factors import OUTPUTS, Side
 from kfac_fx.groups import BlockGroup
 from kfac_fx.linalg import gram
 from kfac_fx.passes.matrix import block_width
-from kfac_fx.statistics import IN_BLOCKS, Rows, statistic
+from kfac_fx.rows import Rows, homogeneous
+from kfac_fx.statistics import IN_BLOCKS, of_group, statistic
 
 
 def cut(rows: Tensor, blocks: int) -> Tensor:
@@ -40,7 +41,8 @@ def in_blocks(name: str, blocks: int) -> str:
         def moments(rows: Rows) -> Tensor:
             if name == "G":
                 return gram(cut(rows.d.flatten(0, 1), blocks))
-            return gram(cut(extended(rows).flatten(0, 1), blocks)) * rows.repeats
+            assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
+            return of_group(rows, gram(cut(homogeneous(rows).flatten(0, 1), blocks)) * rows.repeats)
 
         def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
             width = block_width(o if name == "G" else i, blocks)
@@ -49,15 +51,6 @@ def in_blocks(name: str, blocks: int) -> str:
         moments.__name__ = chosen
         statistic(shape, IN_BLOCKS)(moments)
     return chosen
-
-
-def extended(rows: Rows) -> Tensor:
-    """x with the bias column."""
-    assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
-    if not rows.bias:
-        return rows.x
-    ones = torch.ones_like(rows.x[..., :1])
-    return torch.cat([rows.x, ones if rows.kept is None else ones * rows.kept[..., None, None]], dim=-1)
 
 
 class WideGroup(BlockGroup):

@@ -14,7 +14,8 @@ from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root
 from kfac_fx.passes.ir import SERIES, SUA, Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
-from kfac_fx.statistics import STATISTICS, canonical, named
+from kfac_fx.rows import canonical
+from kfac_fx.statistics import STATISTICS, named
 
 ALL_ROOTS: tuple[Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
 

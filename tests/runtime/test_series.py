@@ -15,7 +15,7 @@ from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import ApproximationError
 from kfac_fx.passes.ir import SERIES, Registration
 from kfac_fx.passes.matrix import MatrixForm
-from kfac_fx.statistics import Rows
+from kfac_fx.rows import Rows
 from tests.runtime.fisher_cases import FORMS, assumed_lag, dense_series, sequence_statistics, sequences, use_of, weight
 
 ROOTS: tuple[Root, ...] = (-1.0, "cholesky", "cholesky_inverse")
