@@ -19,7 +19,8 @@ from torch.func import functional_call
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import LossError, UntraceableError
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.labels import is_random, symbolic_sizes
+from kfac_fx.passes.labels import symbolic_sizes
+from kfac_fx.passes.operations import is_random
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
 

@@ -12,8 +12,8 @@ from torch import fx
 
 from .errors import ApproximationError, table
 from .ir import GENERIC, KEPT, KRONECKER, SERIES, SUA, Program, Use, tensor_attrs, where
-from .labels import VIEWS, op_name
 from .matrix import MatrixForm
+from .operations import VIEWS, op_name
 from .slopes import NORMALIZED
 
 PER_CASE = ("full", "diagonal")
@@ -192,6 +192,10 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
         {asked[layer]} if layer in asked else set(),
     ]
     return next((found for found in levels if found), set())
+
+
+def declared_generic(program: Program, use: Use) -> bool:
+    return GENERIC in requested(program, use.parameter_set, use.layer)
 
 
 def owners(parameter: str) -> list[str]:

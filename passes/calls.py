@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import pytree
 from .border import autocast, python_random
-from .ir import OWN_FOLDER
+from .places import OWN_FOLDER
 from .watch import custom_functions, untouched
 
 

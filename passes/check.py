@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from .errors import RegistrationError, nearest, table
 from .ir import WANTED, Program, Registration, where
-from .labels import Edge, labels, op_name, parameters_behind, use_edges
+from .labels import Edge, labels, parameters_behind, use_edges
+from .operations import op_name
 
 Edges = Mapping[str, set[Edge]]  # of a parameter; empty if it has none
 

@@ -20,8 +20,8 @@ from .border import call_key
 from .calls import Call, calls_of, read_outside, seed_all, without_trace
 from .errors import UntraceableError
 from .ir import Note, Options, Program, Submodule
-from .labels import op_name
 from .normalize import normalize
+from .operations import op_name
 from .pipeline import run
 from .submodules import in_model, join
 from .trace import Capture, capture, named_parameters

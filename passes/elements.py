@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .labels import CASTS, EXPANDS, PERMUTES, VIEWS, Label, has_gradient, is_layer_of_data, labels, op_name
+from .labels import Label, has_gradient, is_layer_of_data, labels
 from .layers.embedding import learned
+from .operations import CASTS, EXPANDS, PERMUTES, VIEWS, op_name
 
 SELECTS = (VIEWS - CASTS) | PERMUTES | EXPANDS | {
     "slice", "narrow", "select", "getitem", "index", "index_select", "flip", "roll", "take", "unfold", "diagonal",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .labels import op_name
 from .layers.experts import grouped_product, routed
 from .masks import counted
+from .operations import op_name
 
 NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers
 

@@ -20,8 +20,9 @@ from torch import Tensor, fx
 from .holder import attribute
 from .inplace import shares_memory
 from .ir import Program
-from .labels import CASTS, PERMUTES, SHAPE_ONLY, Label, ancestors, bound_parameter, labels, op_name, reads_values
+from .labels import Label, ancestors, labels, reads_values
 from .matrix import Shape
+from .operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
 from .pieces import Made, Piece, Slab, layout_in, narrowed, ranges, slab_of, view_of, whole
 from .slopes import ELEMENTWISE, NORMALIZED
 from .values import (
@@ -39,6 +40,7 @@ from .values import (
     standardization,
     unsqueezed,
 )
+from .views import bound_parameter
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}
 VIEWS = PERMUTES | {

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .labels import CASTS, Label, changes_memory, labels, op_name
-from .spelling import RENAMED
+from .labels import Label, labels
+from .operations import CASTS, changes_memory, op_name
+from .signatures import RENAMED
 
 SHARES_MEMORY = {
     "view", "reshape", "transpose", "permute", "t", "T", "mT", "select", "slice", "narrow", "getitem", "squeeze",

@@ -1,7 +1,8 @@
 """What the passes say to each other: plain, frozen data about one captured graph.
 
 A `Program` holds the graph and all that is known about it so far; a pass takes one and returns another. Nothing here
-holds a function: a layer is a name, so a Program prints, compares and pickles.
+holds a function: a layer is a name, so a Program prints, compares and pickles. The smaller words, of uses and of
+registrations, have modules of their own and are read from here, too.
 """
 
 from __future__ import annotations
@@ -9,163 +10,54 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
-from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
-from .matrix import Layout, MatrixForm, Shape
-from .pieces import Made, Piece, Region, Slope
+from .matrix import Shape
+from .pieces import Made, Piece
+from .places import source_line, where
+from .registration import (
+    APPROXIMATIONS,
+    EVERY_LAYER,
+    GENERIC,
+    KRONECKER,
+    SERIES,
+    SUA,
+    WANTED,
+    Registration,
+    Sampling,
+)
+from .uses import CASES, KEPT, UNROLLED, Attrs, Bound, Dims, Use, tensor_attrs
 
-Attrs = Mapping[str, Any]
-Dims = tuple[int, ...]
-KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
-OWN_FOLDER = str(Path(__file__).parent)
-EVERY_LAYER = (*KRONECKER, "kron_indep", "diagonal", "full")
-SERIES = ("kron_series_1", "kron_series_1_abs", "kron_series_2")  # of layers whose rows are no ids
-SUA = "kron_sua"  # of layers that declare pixels
-APPROXIMATIONS = (*EVERY_LAYER, *SERIES, SUA)
-GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
-WANTED = "declared generic"  # the reason of what is
-KEPT = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
-CASES = "cases"  # among the attributes of a use that is free of the batch: the number of cases that share it
-UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part of another: of which
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A parameter in a role of a use; `used` leads from the parameter to the tensor that enters the operation,
-    `canonical` from there to the layer's matrix ([g, o, i] for a weight, [g, o] for a bias). The operation sees
-    `scale` times it, and perhaps a constant more."""
-
-    parameter: str
-    used: Layout
-    canonical: Layout
-    scale: float = 1.0
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.used.shape, self.used.steps + self.canonical.steps)
-
-
-@dataclass(frozen=True)
-class Use:
-    """One application of a layer: `output = layer(input, **attrs, **parameters)`.
-
-    As long as it may still be dropped it is called a match. `attrs` holds literals, shapes of the bound parameters
-    under their roles' names, and graph nodes where an argument is a tensor.
-    """
-
-    layer: str
-    form: int
-    input: fx.Node
-    output: fx.Node
-    parameters: Mapping[str, Bound]
-    attrs: Attrs
-    nodes: frozenset[fx.Node] = field(repr=False)
-    batch_dim: int | None = 0  # of the output; None: the cases are merged with other positions
-    transposed: bool = False  # the roles of input and output gradient are swapped (a tied output layer)
-    part_of: str | None = None  # the composite layer that this use is a part of
-    tower: int = 0  # which of the mini-batches that the graph computes at once
-    steps: int = 1  # how many uses its rows hold one after another
-    steps_in_positions: bool = False  # time-major along the positions, not along the cases
-    made: Mapping[str, tuple[Made, Layout]] = field(default_factory=dict)  # until `cut`: roles that are expressions
-    region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
-    slopes: tuple[Slope, ...] = ()  # functions between its one parameter and the operation
-    slope_side: str | None = None  # what they multiply: gradient rows ("outputs") or rows ("inputs")
-    gain_of: tuple[Slope, Layout] | None = None  # the parameter is the gain of these filters, whose matrix is [g, o, i]
-    mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
-    # twice if cases and positions are merged in it
-    calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any
-
-    @property
-    def parameter_set(self) -> frozenset[str]:
-        return frozenset(bound.parameter for bound in self.parameters.values())
-
-    @property
-    def free(self) -> bool:
-        """Whether it does not see the batch: its output's gradient is a sum over the cases."""
-        return CASES in self.attrs
-
-    @property
-    def matrix(self) -> MatrixForm:
-        entry = {role: (bound.parameter, bound.layout) for role, bound in self.parameters.items()}
-        return MatrixForm(weight=entry.get("weight"), bias=entry.get("bias"))
-
-    def __str__(self) -> str:
-        return f"{self.layer}({', '.join(b.parameter for b in self.parameters.values())})"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """What an input factor is computed from: a share of the cases, and so many rows for each of its inputs at most."""
-
-    inputs: float = 1.0
-    patches: float | None = None
-
-    def __str__(self) -> str:
-        rows = "" if self.patches is None else f", at most {self.patches:g} rows an input"
-        return f"{self.inputs:.0%} of the cases{rows}"
-
-
-@dataclass(frozen=True)
-class Registration:
-    """The parameters of one Fisher block with all their uses in graph order. No uses: generic."""
-
-    layer: str
-    matrix: MatrixForm | None  # None: generic, the parameters are a flat vector
-    parameters: tuple[str, ...]
-    uses: tuple[Use, ...]
-    approximation: str
-    reason: str | None = None  # why this and not the obvious choice
-    pieces: tuple[Piece, ...] = ()  # those of `parameters` that are pieces of parameters
-    sampling: Sampling | None = None  # of its input factor; None: all rows
-    patch_mask: tuple[float, ...] | None = None  # what every row is multiplied with, without the bias column
-    blocks: tuple[int, int] = (1, 1)  # into how many diagonal blocks the output and the input side are cut
-    called: bool = False  # its uses are in submodules that may be called any number of times
-
-    @property
-    def owners(self) -> tuple[str, ...]:
-        """The model's own names of `parameters`, each once."""
-        whole = {piece.name: piece.parameter for piece in self.pieces}
-        return tuple(dict.fromkeys(whole.get(name, name) for name in self.parameters))
-
-    @property
-    def generic(self) -> bool:
-        return self.matrix is None
-
-    @property
-    def towers(self) -> int:
-        return 1 + max((use.tower for use in self.uses), default=0)
-
-    @property
-    def one_use_a_case(self) -> bool:
-        """Whether the gradient of a case comes from a single use: every tower has cases of its own."""
-        apart = len(self.uses) == 1 or len({use.tower for use in self.uses}) == len(self.uses)
-        return apart and not self.called
-
-    @property
-    def steps(self) -> int:
-        """How many uses a case goes through one after another."""
-        tower = [use for use in self.uses if use.tower == self.uses[0].tower]
-        return sum(use.steps for use in tower)
-
-    @property
-    def kernel(self) -> int:
-        """How many places of the input meet in one row: the size of the kernel of a weight [o, c, *kernel]."""
-        return prod(self.uses[0].attrs["weight"][2:])
-
-    @property
-    def rows(self) -> tuple[tuple[int, int, int], bool]:
-        """((groups, outputs, inputs), bias) of the rows that statistics are summed over: those of the matrix; for
-        "kron_sua" the pixels of the input, [c], with a column of ones."""
-        assert self.matrix is not None, "bug in kfac_fx: rows of a generic registration"
-        (g, o, i), bias = self.matrix.shape, self.matrix.bias is not None
-        return ((g, o, (i - bias) // self.kernel + 1), True) if self.approximation == SUA else ((g, o, i), bias)
-
-    def __str__(self) -> str:
-        return f"{self.layer}({', '.join(self.parameters)})"
+__all__ = [
+    "APPROXIMATIONS",
+    "CASES",
+    "EVERY_LAYER",
+    "GENERIC",
+    "KEPT",
+    "KRONECKER",
+    "SERIES",
+    "SUA",
+    "UNROLLED",
+    "WANTED",
+    "Attrs",
+    "Bound",
+    "Dims",
+    "LossSite",
+    "Note",
+    "Options",
+    "Pass",
+    "PassRecord",
+    "Program",
+    "Registration",
+    "Sampling",
+    "Submodule",
+    "Use",
+    "source_line",
+    "tensor_attrs",
+    "where",
+]
 
 
 @dataclass(frozen=True)
@@ -298,26 +190,3 @@ class Program:
 
 
 Pass = Callable[[Program], Program]
-
-
-def where(node: fx.Node) -> str:
-    """`"linear_1 (model.py:33)"`: the node and the last line of the user's own code behind it."""
-    line = source_line(node)
-    return f"{node.name} ({line})" if line else node.name
-
-
-def source_line(node: fx.Node) -> str | None:
-    """`"model.py:33"`, the innermost frame outside torch; None when the capture kept no stack."""
-    frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    found = None
-    for frame in frames:
-        if frame.startswith('File "') and "/torch/" not in frame and OWN_FOLDER not in frame:
-            path, _, rest = frame.removeprefix('File "').partition('", line ')
-            found = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
-    return found
-
-
-def tensor_attrs(use: Use) -> dict[str, fx.Node]:
-    """Attributes that are tensors at run time and that rows may need; `other` and `_...` are only there to match."""
-    nodes = {key: value for key, value in use.attrs.items() if isinstance(value, fx.Node)}
-    return {key: value for key, value in nodes.items() if key != "other" and not key.startswith("_")}

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 
 from . import pytree
 from .ir import LossSite, Note, Program, where
-from .labels import Label, ancestors, has_gradient, labels, op_name, symbolic_sizes
+from .labels import Label, ancestors, has_gradient, labels, symbolic_sizes
+from .operations import op_name
 from .spelling import order_operands
 
 KINDS = {

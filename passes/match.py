@@ -18,12 +18,14 @@ from .errors import LayerError
 from .holder import attribute
 from .inplace import functional
 from .ir import CASES, Bound, Program, Use
-from .labels import CASTS, Label, ancestors, bound_parameter, labels, op_name, symbolic_sizes
+from .labels import Label, ancestors, labels, symbolic_sizes
 from .layers import Form, Layer
 from .masks import with_mask
 from .matrix import Layout, Shape
+from .operations import CASTS, op_name
 from .pieces import Made
 from .spelling import order_operands, respell
+from .views import bound_parameter
 
 
 @dataclass(frozen=True)

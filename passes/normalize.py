@@ -21,7 +21,7 @@ from .elements import expand_masks, mark_tables, note_elements
 from .experts import route
 from .inplace import functional, sequence
 from .ir import Program
-from .labels import has_effect
+from .operations import has_effect
 from .spelling import order_operands, respell
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from .errors import LayerError
 from .ir import KEPT, SERIES, SUA, Dims, Note, Program, Registration, Use, where
-from .labels import op_name
 from .layers import Layer
+from .operations import op_name
 
 MOVES = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions in the place of positions
 PICKS = {"index", "index_select", "gather", "take_along_dim"}

@@ -22,13 +22,11 @@ from math import prod
 import torch
 from torch import fx
 
-from .approximation import check_requests, choose, requested, side_blocks
-from .errors import AmbiguousRegistrationError, LinkError, table
+from .approximation import check_requests, choose, declared_generic, side_blocks
+from .errors import AmbiguousRegistrationError, table
 from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, where
-from .labels import VIEWS, Edge, labels, op_name, parameters_behind, use_edges
+from .leftovers import leftovers
 from .matrix import Layout, MatrixForm
-
-MOVES = VIEWS | {"getitem", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "expand", "reshape_as"}
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
@@ -60,10 +58,6 @@ def drop_generic(program: Program, matches: Iterable[Use], notes: list[Note]) ->
         else:
             kept.append(use)
     return kept
-
-
-def declared_generic(program: Program, use: Use) -> bool:
-    return GENERIC in requested(program, use.parameter_set, use.layer)
 
 
 def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
@@ -213,42 +207,3 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
         sampling=program.options.sampling,
         blocks=side_blocks(program, first.layer, chosen, matrix),
     )
-
-
-def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:
-    """Generic registrations for what is used but unclaimed, and the names of what is not used at all."""
-    label = labels(program.graph, program.parameters, cases=program.cases)
-    edges: dict[str, list[Edge]] = defaultdict(list)
-    for pure, act in use_edges(program.graph, label, program.outputs):
-        for name in parameters_behind(pure, label, program.behind):
-            edges[name].append((pure, act))
-    wanted = {name: WANTED for use in program.matches if declared_generic(program, use) for name in use.parameter_set}
-    generics: list[Registration] = []
-    unmatched: list[tuple[str, str]] = []
-    for name in program.shapes:
-        if name in taken or name not in edges:
-            continue
-        owner = program.owner(name)
-        group = next((g for g in program.options.linked if owner in g and len(g) > 1), None)
-        if group is not None:
-            unmatched.append((name, f"linked with {', '.join(sorted(group - {owner}))}; enters {enters(edges[name])}"))
-        if GENERIC in requested(program, (name,), "generic"):
-            wanted[name] = WANTED
-        approximation, _ = choose(program, "generic", None, (), name)
-        unknown = f"no layer has the form of {enters(edges[name])}"
-        generics.append(program.generic(name, wanted.get(name, unknown), approximation))
-    if unmatched:
-        raise LinkError(
-            f"linked parameters that no layer matched as a group:\n{table(unmatched)}\n"
-            "Take them out of `linked`, or declare a layer of this form: compile(..., layers=[...])."
-        )
-    return generics, tuple(name for name in program.shapes if name not in taken and name not in edges)
-
-
-def enters(edges: list[Edge]) -> str:
-    more = f" and {len(edges) - 1} more" if len(edges) > 1 else ""
-    (pure, act), *_ = edges
-    while pure.op != "get_attr" and op_name(pure) in MOVES and isinstance(pure.args[0], fx.Node):
-        pure = pure.args[0]
-    through = f" through {op_name(pure)}" if pure.op != "get_attr" else ""
-    return where(act) + through + more

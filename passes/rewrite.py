@@ -23,7 +23,7 @@ from torch import fx, nn
 from .holder import attribute, holder
 from .inplace import memory
 from .ir import KEPT, SERIES, Program, Registration, Use, tensor_attrs
-from .labels import changes_memory, has_effect
+from .operations import changes_memory, has_effect
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 LinkFactory = Callable[[Registration, Use, bool, bool], nn.Module]  # of a use, the first, the last of its tower

@@ -16,7 +16,7 @@ from torch import fx, nn
 from .border import python_random, refuse_drawn
 from .errors import UntraceableError
 from .holder import attribute, holder
-from .labels import op_name
+from .operations import op_name
 from .watch import backward_hooks, cumulative_averages, custom_functions, refuse_custom, untouched, untraceable
 
 CHECKED_INPUTS = (  # their forward branches on the rank of the input, which has none under symbolic tracing

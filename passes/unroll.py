@@ -24,8 +24,9 @@ from torch import fx
 
 from .cells import CELLS, Cell, State, Value
 from .ir import UNROLLED, Program
-from .labels import Label, labels, op_name
+from .labels import Label, labels
 from .masks import counted
+from .operations import op_name
 from .writer import Writer
 
 # --- the pass -------------------------------------------------------------------------------------------------------

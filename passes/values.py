@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .labels import op_name
 from .matrix import Layout, Shape
+from .operations import op_name
 from .pieces import Box, Made, Slab, Slope, slab_of, view_of, viewed, whole
 from .slopes import STANDARDIZED, UNIT
 

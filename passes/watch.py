@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import UntraceableError
-from .ir import OWN_FOLDER
+from .places import OWN_FOLDER
 
 CONTAINERS = (dict, list, set)
 TORCH_SPEAKS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")

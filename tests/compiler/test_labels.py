@@ -10,16 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from kfac_fx.passes.labels import (
-    Label,
-    ancestors,
-    bound_parameter,
-    is_random,
-    labels,
-    op_name,
-    parameters_behind,
-    use_edges,
-)
+from kfac_fx.passes.labels import Label, ancestors, labels, parameters_behind, use_edges
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, node
 
@@ -88,38 +79,6 @@ def test_an_expansion_to_the_cases_is_an_activation_and_a_slice_is_none() -> Non
     assert {found[one] for one in program.graph.nodes if "slice" in one.name} <= {Label.PURE, Label.CONST}
 
 
-def spelled(function: Callable[..., Any], *inputs: torch.Tensor) -> list[str]:
-    graph = capture(Toy(function), inputs or None).program.graph
-    return [op_name(one) for one in graph.nodes if one.op.startswith("call")]
-
-
-def test_all_spellings_have_one_name() -> None:
-    def many(x: Any) -> Any:
-        return torch.add(x, 1), x.add(1), x + 1, x.shape
-
-    assert spelled(many)[:3] == ["add", "add", "add"]
-    assert spelled(many)[-1] == "shape"
-    assert spelled(lambda x: x.add(1), torch.randn(2, 2)) == ["add"]
-
-
-@pytest.mark.parametrize("exported", [False, True])
-@pytest.mark.parametrize(
-    ("function", "random"),
-    [
-        (lambda x: F.dropout(x, 0.5), True),
-        (lambda x: F.dropout2d(x[None, :, :, None], 0.5), True),
-        (lambda x: x.bernoulli(), True),
-        (lambda x: F.gumbel_softmax(x), True),
-        (lambda x: F.rrelu(x, training=True), True),
-        (lambda x: x.clone().uniform_(), True),
-        (lambda x: torch.tanh(F.linear(x, x)), False),
-    ],
-)
-def test_what_draws_from_the_random_stream(function: Callable[..., Any], random: bool, exported: bool) -> None:
-    graph = capture(Toy(function), (torch.randn(3, 3),) if exported else None).program.graph
-    assert any(is_random(one) for one in graph.nodes) is random
-
-
 def edges(function: Callable[..., Any]) -> list[str]:
     graph, found = traced(function, w=(3, 3))
     outputs = [one.all_input_nodes[0] for one in graph.nodes if one.op == "output"]
@@ -156,51 +115,3 @@ def test_all_parameters_behind_a_node() -> None:
     assert parameters_behind(node(graph, "sum_1"), found) == {"v", "w"}
     graph, found = traced(lambda x, v, w: x * (v.exp() + w.detach()), v=(3,), w=(3,))
     assert parameters_behind(node(graph, "add"), found) == {"v"}
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda w: w.t(),
-        lambda w: w.T,
-        lambda w: w.transpose(0, 1).contiguous(),
-        lambda w: torch.permute(w, (1, 0)),
-        lambda w: w.reshape(3, 2, 2).transpose(1, 2),
-        lambda w: w.view(-1).unsqueeze(0),
-        lambda w: w.unflatten(1, (2, 2)).movedim(0, -1),
-        lambda w: w.float().to(torch.float32).clone(),
-    ],
-)
-@pytest.mark.parametrize("exported", [False, True])
-def test_invertible_views_are_looked_through(view: Callable[[Any], Any], exported: bool) -> None:
-    model = Toy(lambda x, w: x.sum() * view(w), w=(3, 4))
-    graph = capture(model, (torch.randn(5),) if exported else None).program.graph
-    (product,) = (one for one in graph.nodes if op_name(one) == "mul")
-    bound = bound_parameter(product.args[1], {"w": (3, 4)})
-    assert bound is not None
-    name, layout = bound
-    assert name == "w"
-    weight = model.get_parameter("w")
-    assert torch.equal(layout.apply(weight), view(weight))
-    assert torch.equal(layout.invert(layout.apply(weight)), weight)
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda w: w[0],
-        lambda w: w.exp().t(),
-        lambda w: w.expand(2, 3, 4),
-        lambda w: w.repeat(2, 1),
-        lambda w: w.view(torch.int32),
-        lambda w: torch.cat([w, w]),
-    ],
-)
-def test_other_operations_are_not(view: Callable[[Any], Any]) -> None:
-    graph, _ = traced(lambda x, w: x.sum() * view(w), w=(3, 4))
-    assert bound_parameter(node(graph, "mul").args[1], {"w": (3, 4)}) is None  # type: ignore[arg-type]
-
-
-def test_a_view_by_a_size_of_the_batch_is_not_looked_through() -> None:
-    graph, _ = traced(lambda x, w: x * w.view(x.shape[1], -1), w=(3, 4))
-    assert bound_parameter(node(graph, "mul").args[1], {"w": (3, 4)}) is None  # type: ignore[arg-type]

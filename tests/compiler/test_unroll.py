@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes import pipeline, pytree
-from kfac_fx.passes.labels import op_name
 from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.operations import op_name
 from kfac_fx.passes.recurrent import packed, recurrent, unpacked
 from kfac_fx.passes.trace import Capture, capture
 from kfac_fx.passes.unroll import unroll

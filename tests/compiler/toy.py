@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.ir import Options, Pass, Program
-from kfac_fx.passes.labels import op_name
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.link import link
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.operations import op_name
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import capture

@@ -1,0 +1,54 @@
+"""Parameters that no match claims: generic where a loss depends on them, unused where none does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from .approximation import choose, declared_generic, requested
+from .errors import LinkError, table
+from .ir import GENERIC, WANTED, Program, Registration, where
+from .labels import Edge, labels, parameters_behind, use_edges
+from .operations import VIEWS, op_name
+
+MOVES = VIEWS | {"getitem", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "expand", "reshape_as"}
+
+
+def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:
+    """Generic registrations for what is used but unclaimed, and the names of what is not used at all."""
+    label = labels(program.graph, program.parameters, cases=program.cases)
+    edges: dict[str, list[Edge]] = defaultdict(list)
+    for pure, act in use_edges(program.graph, label, program.outputs):
+        for name in parameters_behind(pure, label, program.behind):
+            edges[name].append((pure, act))
+    wanted = {name: WANTED for use in program.matches if declared_generic(program, use) for name in use.parameter_set}
+    generics: list[Registration] = []
+    unmatched: list[tuple[str, str]] = []
+    for name in program.shapes:
+        if name in taken or name not in edges:
+            continue
+        owner = program.owner(name)
+        group = next((g for g in program.options.linked if owner in g and len(g) > 1), None)
+        if group is not None:
+            unmatched.append((name, f"linked with {', '.join(sorted(group - {owner}))}; enters {enters(edges[name])}"))
+        if GENERIC in requested(program, (name,), "generic"):
+            wanted[name] = WANTED
+        approximation, _ = choose(program, "generic", None, (), name)
+        unknown = f"no layer has the form of {enters(edges[name])}"
+        generics.append(program.generic(name, wanted.get(name, unknown), approximation))
+    if unmatched:
+        raise LinkError(
+            f"linked parameters that no layer matched as a group:\n{table(unmatched)}\n"
+            "Take them out of `linked`, or declare a layer of this form: compile(..., layers=[...])."
+        )
+    return generics, tuple(name for name in program.shapes if name not in taken and name not in edges)
+
+
+def enters(edges: list[Edge]) -> str:
+    more = f" and {len(edges) - 1} more" if len(edges) > 1 else ""
+    (pure, act), *_ = edges
+    while pure.op != "get_attr" and op_name(pure) in MOVES and isinstance(pure.args[0], fx.Node):
+        pure = pure.args[0]
+    through = f" through {op_name(pure)}" if pure.op != "get_attr" else ""
+    return where(act) + through + more

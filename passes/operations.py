@@ -1,0 +1,70 @@
+"""Operations by their names, whichever way they are spelled, and what is known of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+SHAPE_ONLY = {  # read the size, the dtype or the device of their operands, never the values
+    "size", "dim", "numel", "shape", "ndim", "dtype", "device", "sym_size", "sym_numel", "sym_stride",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "_assert_tensor_metadata", "_assert", "numbered",
+}  # fmt: skip
+STOPS_GRADIENT = {
+    "detach", "detach_", "data", "argmax", "argmin", "argsort", "item", "long", "int", "bool", "sign", "round",
+    "floor", "ceil", "gt", "lt", "ge", "le", "eq", "ne", "isnan", "isfinite", "isinf", "logical_not", "logical_and",
+    "logical_or",
+}  # fmt: skip
+RANDOM = {  # beside the ATen operations, which say so themselves
+    "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax", "multi_head_attention_forward",
+    "fractional_max_pool2d", "fractional_max_pool3d", "wrap_with_set_grad_enabled", "wrap_with_autocast",
+    "tag_activation_checkpoint",
+}  # fmt: skip
+IN_PLACE = {  # Python's operators, whose names do not say it
+    "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
+}  # fmt: skip
+DATA_FIRST = {  # what their first argument is to a layer no parameter can be
+    "linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "layer_norm", "rms_norm", "group_norm",
+}  # fmt: skip
+EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
+CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
+PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
+VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"}
+
+
+def op_name(node: fx.Node) -> str:
+    """The operation without its spelling: `aten.add.Tensor`, `torch.add`, `operator.add`, `x.add` are all "add"."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    if node.op == "call_function":
+        if target is getattr:
+            return str(node.args[1])
+        return getattr(target, "__name__", str(target))
+    return str(target)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node may draw from the global random stream."""
+    name = op_name(node)
+    known = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, name.rstrip("_"), None)
+    overloads = [getattr(known, each) for each in known.overloads()] if known is not None else []
+    return name.rstrip("_") in RANDOM or any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+
+
+def changes_memory(node: fx.Node) -> bool:
+    """Whether the node writes into its first argument."""
+    name = op_name(node)
+    return name in IN_PLACE or name.endswith("_") and not name.endswith("__") or node.kwargs.get("inplace") is True
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node does more than compute its value: inputs, outputs, updates of buffers, random numbers that nothing
+    reads but that move the stream."""
+    known = node.op in ("placeholder", "output") or op_name(node).startswith("wrap_with")
+    return known or changes_memory(node) or is_random(node)
+
+
+def no_grad_region(node: fx.Node) -> bool:
+    return op_name(node) == "wrap_with_set_grad_enabled" and not node.args[0]
