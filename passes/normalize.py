@@ -4,6 +4,7 @@ Before                                   After
     aten.linear.default(x, w)                F.linear(x, w, None)
     x.relu()                                 torch.relu(x)
     operator.add(b, y), b a parameter        torch.add(y, b)
+    b - y                                    torch.add(torch.mul(y, -1.0), b)
     self.bn(x)                               F.batch_norm(x, mean, var, weight, bias, True, 0.1, 1e-05)
     F.relu(x, inplace=True)                  torch.relu(x), and later readers of x read the result
     x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read written(x, w)
@@ -22,7 +23,7 @@ from .experts import route
 from .inplace import functional, sequence
 from .ir import Program
 from .operations import has_effect
-from .spelling import order_operands, respell
+from .spelling import order_operands, respell, subtract_by_adding
 
 
 def normalize(program: Program) -> Program:
@@ -46,6 +47,7 @@ def normalize(program: Program) -> Program:
     sequence(graph)
     respell(graph)
     route(graph)
+    subtract_by_adding(graph, program.parameters)
     order_operands(graph, program.parameters)
     expand_masks(graph, program.parameters)
     mark_tables(graph, program.parameters)

@@ -162,3 +162,26 @@ def order_operands(
     for node in graph.nodes:
         if op_name(node) in COMMUTATIVE and len(node.args) == 2 and not node.kwargs:
             node.args = tuple(sorted(node.args, key=rank))
+
+
+def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """`x - b` and `b - x` as sums, bit for bit, where one of the two is a parameter: the layers know sums only.
+
+    Times -1.0 and not `neg`, which unsigned integers wrap around.
+    """
+    label = labels(graph, parameters)
+    for node in graph.nodes:
+        if op_name(node) != "sub" or node.kwargs or len(node.args) != 2:
+            continue
+        left, right = node.args
+        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+            continue
+        if {label[left], label[right]} != {Label.ACT, Label.PURE}:
+            continue
+        with graph.inserting_before(node):
+            negative = graph.call_function(torch.mul, (right, -1.0))
+        negative.meta = {key: value for key, value in right.meta.items() if key == "stack_trace"}
+        if "val" in right.meta:
+            negative.meta["val"] = right.meta["val"] * -1.0
+        label[negative] = label[right]
+        node.target, node.args = torch.add, (left, negative)

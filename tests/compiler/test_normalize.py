@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.operations import op_name
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, code
 
@@ -93,3 +96,15 @@ def test_stack_traces_and_values_stay_with_their_nodes() -> None:
     program = both(nn.Linear(3, 2), X)[1]
     (linear,) = (node for node in program.graph.nodes if node.op == "call_function")
     assert tuple(linear.meta["val"].shape)[1] == 2
+
+
+@pytest.mark.parametrize("function", [lambda x, b: x - b, lambda x, b: b - x, lambda x, b: x * 3 - 2 * b])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.int64], ids=str)
+def test_differences_from_a_parameter_become_sums_of_the_same_bits(
+    function: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    model, x = Toy(function, b=(3,)), torch.arange(12).view(4, 3).to(dtype)
+    for program in both(model, x):
+        assert "sub" not in {op_name(node) for node in program.graph.nodes}
+        got, wanted = result(program, x), model(x)
+        assert torch.equal(got, wanted) and got.dtype == wanted.dtype

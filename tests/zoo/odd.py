@@ -174,6 +174,19 @@ class Elementwise(nn.Module):
         return y
 
 
+class Prototypes(nn.Module):
+    """Distances from what is learned, as in prototype and radial basis networks; and a threshold, on the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 4)
+        self.centers, self.threshold = parameter(3, 4), parameter(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        distances = (self.inner(x).unsqueeze(1) - self.centers).square().sum(-1)
+        return torch.tanh(self.threshold - distances)
+
+
 class Mixed(nn.Module):
     """With a layer that only the user knows: a mixture of two functions, learned for every channel."""
 
@@ -309,6 +322,12 @@ CASES = (
             *(("scale_and_shift", (name,), 1) for name in ("position", "scale", "channel_shift", "one")),
             linear("head"),
         ),
+    ),
+    Case(
+        "prototypes",
+        Prototypes,
+        lambda: batch(5, 5),
+        (linear("inner"), ("scale_and_shift", ("centers",), 1), ("scale_and_shift", ("threshold",), 1)),
     ),
     Case(
         "own_layer",
