@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from kfac_fx.captured import CapturedModel
+from kfac_fx.passes.claims import own
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Program, Use, where
 from kfac_fx.passes.labels import Label, labels, symbolic_sizes
@@ -86,7 +87,7 @@ class Finder:
         ]
         if not fitting:
             raise RegistrationError(self.why_not(layers, params, given, output, there))
-        use = min(fitting, key=lambda one: (len(one.parameters), -len(one.nodes)))
+        use = min(fitting, key=lambda one: (len(one.parameters), -len(one.nodes), not own(self.program, one)))
         return replace(use, parameters={r: bound for r, bound in use.parameters.items() if bound.parameter in params})
 
     def why_not(

@@ -2,29 +2,26 @@
 
 Rules, in this order:
 
-0. a match of parameters that the user wants generic goes;
-1. a match that splits a linked group goes;
-2. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
-   stay and the composite goes;
-3. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
+0. - 3. matches that others take the place of go (`passes.claims`);
+4. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
    treatment where there is one: biases are split off a shared weight, a tied output layer is an embedding with its
    roles swapped; otherwise the registration is ambiguous and the user must choose;
-4. what no match claims is generic, or unused if nothing behind the losses reads it.
+5. what no match claims is generic, or unused if nothing behind the losses reads it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
 import torch
-from torch import fx
 
-from .approximation import check_requests, choose, declared_generic, side_blocks
+from .approximation import check_requests, choose, side_blocks
+from .claims import claims
 from .errors import AmbiguousRegistrationError, table
-from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, where
+from .ir import GENERIC, UNROLLED, Program, Registration, Use, where
 from .leftovers import leftovers
 from .matrix import Layout, MatrixForm
 
@@ -33,11 +30,8 @@ FREE = "free of the batch: one gradient for all cases, right in expectation over
 
 def resolve(program: Program) -> Program:
     """See the module's docstring. Raises AmbiguousRegistrationError and LinkError with all culprits."""
-    notes: list[Note] = []
-    matches = drop_generic(program, program.matches, notes)
-    matches = drop_split_groups(program, matches, notes)
-    matches = drop_contained(program, matches, notes)
-    matches, reasons = split_shared(program, matches)
+    kept, notes = claims(program)
+    matches, reasons = split_shared(program, kept)
     groups = grouped(matches)
     check_requests(program, [(uses[0].layer, sorted(uses[0].parameter_set)) for uses in groups])
     registrations = [registration(program, uses, reasons) for uses in groups]
@@ -48,58 +42,6 @@ def resolve(program: Program) -> Program:
     return program.but(
         registrations=(*registrations, *generics), unused=unused, dropped=(*program.dropped, *notes), matches=()
     )
-
-
-def drop_generic(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
-    kept: list[Use] = []
-    for use in matches:
-        if declared_generic(program, use):
-            notes.append(Note(str(use), WANTED))
-        else:
-            kept.append(use)
-    return kept
-
-
-def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
-    kept: list[Use] = []
-    for use in matches:
-        owners = {program.owner(name) for name in use.parameter_set}
-        split = [g for g in program.options.linked if owners & g and owners != g]
-        if split and not program.layers[use.layer].parts:
-            notes.append(Note(str(use), f"splits the linked group ({', '.join(sorted(split[0]))})"))
-        else:
-            kept.append(use)
-    return kept
-
-
-def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
-    by_node: dict[fx.Node, list[Use]] = defaultdict(list)
-    for use in matches:
-        for node in use.nodes:
-            by_node[node].append(use)
-    kept: list[Use] = []
-    for use in matches:
-        parts = program.layers[use.layer].parts
-        if parts:
-            notes.append(Note(str(use), f"registered as its parts, {' and '.join(parts)}"))
-            continue
-        larger = [
-            other
-            for other in by_node[use.output]
-            if use.parameter_set & other.parameter_set
-            and (use.nodes < other.nodes or (use.nodes == other.nodes and use.parameter_set < other.parameter_set))
-        ]
-        whole = next((other for other in larger if program.layers[other.layer].parts), None)
-        if whole is not None and use.layer in program.layers[whole.layer].parts:
-            others = [other for other in larger if not program.layers[other.layer].parts]
-            if not others:
-                kept.append(replace(use, part_of=str(whole)))
-                continue
-        if larger:
-            notes.append(Note(str(use), f"part of {larger[0]}"))
-        else:
-            kept.append(use)
-    return kept
 
 
 def split_shared(program: Program, matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.ir import Options, Pass, Program
-from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.link import link
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
@@ -43,11 +43,15 @@ class Toy(nn.Module):
 
 
 def before(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Program:
-    """The program that the pass `name` is given; captured with `inputs`, or traced symbolically without."""
+    """The program that the pass `name` is given; captured with `inputs`, or traced symbolically without.
+
+    `layers` among the options: declared besides those of the library.
+    """
+    layers = collect(*LAYERS.values(), *options.pop("layers", ()))
     options.setdefault("loss_given", True)
     paths = model.named_modules(remove_duplicate=False)
     options.setdefault("modules", {path: type(module) for path, module in paths if path})
-    traced = capture(model, inputs or None, options=Options(**options), layers=LAYERS)
+    traced = capture(model, inputs or None, options=Options(**options), layers=layers)
     return run(traced.program, BEFORE[name])
 
 

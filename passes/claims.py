@@ -1,0 +1,131 @@
+"""Which matches stay, where several claim one use of a parameter.
+
+Rules, in this order; order in the graph or among the layers never decides:
+
+0. a match of parameters that the user wants generic goes;
+1. a match that splits a linked group goes;
+2. a match of a layer of ours goes where one of the user's own layers claims the same use, unless ours explains more of
+   the graph around it;
+3. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
+   stay and the composite goes.
+
+Two that still claim one use are an error: a use that is registered twice counts twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from .approximation import declared_generic
+from .errors import AmbiguousRegistrationError, table
+from .ir import WANTED, Note, Program, Use, where
+from .layers import LAYERS
+
+
+def claims(program: Program) -> tuple[list[Use], list[Note]]:
+    """The matches that stay, and why the others do not. Raises AmbiguousRegistrationError with all culprits."""
+    notes: list[Note] = []
+    matches = drop_generic(program, program.matches, notes)
+    matches = drop_split_groups(program, matches, notes)
+    matches = drop_ours(program, matches, notes)
+    matches = drop_contained(program, matches, notes)
+    refuse_claimed_twice(program, matches)
+    return matches, notes
+
+
+def drop_generic(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
+    kept: list[Use] = []
+    for use in matches:
+        if declared_generic(program, use):
+            notes.append(Note(str(use), WANTED))
+        else:
+            kept.append(use)
+    return kept
+
+
+def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
+    kept: list[Use] = []
+    for use in matches:
+        owners = {program.owner(name) for name in use.parameter_set}
+        split = [g for g in program.options.linked if owners & g and owners != g]
+        if split and not program.layers[use.layer].parts:
+            notes.append(Note(str(use), f"splits the linked group ({', '.join(sorted(split[0]))})"))
+        else:
+            kept.append(use)
+    return kept
+
+
+def drop_ours(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
+    owned = [use for use in matches if own(program, use)]
+    kept: list[Use] = []
+    for use in matches:
+        rival = None if own(program, use) else next((one for one in owned if rivals(use, one)), None)
+        if rival is None:
+            kept.append(use)
+        else:
+            notes.append(Note(str(use), f"{rival} is of a layer of your own, which wins"))
+    return kept
+
+
+def own(program: Program, use: Use) -> bool:
+    """Whether its layer is declared by the user."""
+    return program.layers[use.layer] is not LAYERS.get(use.layer)
+
+
+def rivals(use: Use, other: Use) -> bool:
+    """Whether both claim one use, and neither is a part of the other."""
+    apart = use.nodes < other.nodes or other.nodes < use.nodes
+    return not apart and bool(use.nodes & other.nodes and use.parameter_set & other.parameter_set)
+
+
+def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
+    by_node: dict[fx.Node, list[Use]] = defaultdict(list)
+    for use in matches:
+        for node in use.nodes:
+            by_node[node].append(use)
+    kept: list[Use] = []
+    for use in matches:
+        parts = program.layers[use.layer].parts
+        if parts:
+            notes.append(Note(str(use), f"registered as its parts, {' and '.join(parts)}"))
+            continue
+        larger = [
+            other
+            for other in by_node[use.output]
+            if use.parameter_set & other.parameter_set
+            and (use.nodes < other.nodes or (use.nodes == other.nodes and use.parameter_set < other.parameter_set))
+        ]
+        whole = next((other for other in larger if program.layers[other.layer].parts), None)
+        if whole is not None and use.layer in program.layers[whole.layer].parts:
+            others = [other for other in larger if not program.layers[other.layer].parts]
+            if not others:
+                kept.append(replace(use, part_of=str(whole)))
+                continue
+        if larger:
+            notes.append(Note(str(use), f"part of {larger[0]}"))
+        else:
+            kept.append(use)
+    return kept
+
+
+def refuse_claimed_twice(program: Program, matches: Sequence[Use]) -> None:
+    by_node: dict[fx.Node, list[Use]] = defaultdict(list)
+    rows: dict[tuple[str, str], None] = {}
+    for use in matches:
+        for node in use.nodes:
+            for other in by_node[node]:
+                if shared := sorted(use.parameter_set & other.parameter_set):
+                    layers = (program.layers[one.layer] for one in (other, use))
+                    said = " and ".join(f"{layer.name} ({layer.location})" for layer in layers)
+                    rows[", ".join(shared), f"at {where(use.output)}: {said}"] = None
+            by_node[node].append(use)
+    if rows:
+        many = "1 use is" if len(rows) == 1 else f"{len(rows)} uses are"
+        raise AmbiguousRegistrationError(
+            f"{many} claimed by two layers:\n{table(rows)}\n"
+            "Leave one of them out of layers=[...], or let its `where` refuse what is not meant."
+        )

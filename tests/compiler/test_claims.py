@@ -1,0 +1,120 @@
+"""Which match stays where several claim one use: first of all that of a layer which the user declared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import AmbiguousRegistrationError, FisherEstimator, LayerCollection
+from kfac_fx.passes.ir import Program
+from kfac_fx.passes.layers import Layer, as_rows, layer
+from kfac_fx.passes.resolve import resolve
+from tests.compiler.toy import Toy, before, found
+
+
+def dropped(program: Program) -> list[tuple[str, str]]:
+    return [(note.subject, note.reason) for note in program.dropped]
+
+
+class Looked(nn.Module):
+    """A table that is looked up by an index, under a layer of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(6, 3)), nn.Linear(3, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores: Tensor = self.out(torch.tanh(torch.index_select(self.table, 0, ids)))
+        return scores
+
+
+def lookup(name: str, **options: Any) -> Layer:
+    @layer(
+        name=name,
+        rows=lambda ids, attrs: torch.atleast_1d(ids).unsqueeze(1),
+        grad_rows=as_rows,
+        layouts={"weight": "i o -> o i"},
+        example=lambda: (Looked(), torch.randint(6, (4,))),
+        **options,
+    )
+    def form(ids: Tensor, *, weight: Tensor) -> Tensor:
+        return torch.index_select(weight, 0, ids)
+
+    return form
+
+
+@layer(rows=as_rows, grad_rows=as_rows, default="diagonal", example=lambda: (nn.Linear(3, 4), torch.randn(2, 3)))
+def dense(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def test_one_s_own_layer_wins_over_one_of_ours_of_the_same_form() -> None:
+    mine = lookup("lookup", default="kron_in_diag")
+    for declared, taken in (
+        ([mine], {"table": "lookup", "out.weight": "linear"}),
+        ([dense], {"table": "embedding", "out.weight": "dense"}),
+        ([dense, mine], {"table": "lookup", "out.weight": "dense"}),
+    ):
+        program = resolve(before("resolve", Looked(), layers=declared))
+        assert {one.parameters[0]: one.layer for one in program.registrations} == taken
+        assert all(len(one.uses) == 1 for one in program.registrations)
+        if dense in declared:
+            reason = "dense(out.weight, out.bias) is of a layer of your own, which wins"
+            assert ("linear(out.weight, out.bias)", reason) in dropped(program)
+
+
+def test_its_statistics_are_proved_and_those_of_the_embedding_and_the_report_says_which_it_is() -> None:
+    ids, y, model = torch.tensor([0, 5, 5, 2]), torch.tensor([0, 1, 2, 3]), Looked()
+    found: list[Any] = []
+    for declared in ((), (lookup("lookup", default="kron_in_diag"),)):
+        net = kfac_fx.compile(model, (ids,), loss="categorical", layers=declared)
+        est = FisherEstimator(net, estimation_mode="empirical")
+        est.update_covariances(ids, targets=y)
+        found.append(est.blocks[("table",)].full_fisher_block())
+    torch.testing.assert_close(*found)
+    assert net.report.to_dict()["dropped"] == [
+        {"subject": "embedding(table)", "reason": "lookup(table) is of a layer of your own, which wins"}
+    ]
+    assert "lookup" in str(net.report)
+
+
+def test_ours_stays_where_it_explains_more_of_the_graph() -> None:
+    @layer(rows=as_rows, grad_rows=as_rows, layouts={"weight": "i o -> o i"}, example=lambda: (Toy(half), X), name="h")
+    def bare(x: Tensor, *, weight: Tensor) -> Tensor:
+        return torch.matmul(x, weight)
+
+    program = resolve(before("resolve", Toy(lambda x, w, b: x @ w + b, w=(3, 3), b=(3,)), layers=[bare]))
+    assert found(program) == [("linear", ("w", "b"), 1)]
+    assert ("h(w)", "part of linear(w, b)") in dropped(program)
+
+
+X = torch.randn(2, 3)
+
+
+def half(x: Tensor) -> Tensor:
+    return x
+
+
+def test_two_layers_of_one_s_own_at_one_use_are_refused_with_both_places() -> None:
+    first, second = lookup("first"), lookup("second")
+    with pytest.raises(AmbiguousRegistrationError) as failure:
+        resolve(before("resolve", Looked(), layers=[first, second]))
+    line = Looked.forward.__code__.co_firstlineno + 1
+    assert str(failure.value).splitlines() == [
+        "1 use is claimed by two layers:",
+        f"  table  at index_select (test_claims.py:{line}): first ({first.location}) and second ({second.location})",
+        "Leave one of them out of layers=[...], or let its `where` refuse what is not meant.",
+    ]
+
+
+def test_by_hand_one_s_own_layer_is_found_first_too() -> None:
+    captured = kfac_fx.capture(Looked(), (torch.randint(6, (4,)),), layers=[dense])
+    lc = LayerCollection(captured)
+    block = kfac_fx.fisher_blocks.FisherBlock(lc, ("out.weight", "out.bias"), "diagonal")
+    block.register_additional_tower(None, lc.outputs_of("out"))
+    assert block.registration.layer == "dense"
