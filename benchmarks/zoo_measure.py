@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import kfac_fx
 from benchmarks.zoo_models.entry import Entry
 from kfac_fx import likeness, proof
-from kfac_fx.compiler import CompiledModule
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.divided import DividedRecorder
 from kfac_fx.passes.errors import LayerError, LossError, ModelChangedError, RegistrationError, UntraceableError
 from kfac_fx.recorder import Recorder

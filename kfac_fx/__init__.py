@@ -2,7 +2,8 @@
 
 from kfac_fx import fisher_blocks, losses
 from kfac_fx.captured import CapturedModel, capture
-from kfac_fx.compiler import CompiledModule, compile
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors import NotRegisteredError
 from kfac_fx.layer_collection import (

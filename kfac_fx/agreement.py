@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kfac_fx.passes.approximation import PER_CASE
+from kfac_fx.passes.errors import ModelChangedError, table
 from kfac_fx.passes.ir import SERIES, Program, Registration
 
 from .blocks import statistics_of
@@ -29,6 +30,36 @@ def with_generic(program: Program, earlier: Program) -> Program:
         again = any(name in reasons for name in one.parameters)
         kept += [program.generic(name, reasons.get(name)) for name in one.parameters] if again else [one]
     return program.but(registrations=tuple(kept))
+
+
+def agreeing(made: Recorder, first: Recorder) -> Recorder:
+    """`made` with the approximations of the first capture of the model. Raises ModelChangedError if its registrations
+    are others."""
+    if made is first:
+        return made
+    check_trained(made, first)
+    known = {one.parameters: one for one in first.program.registrations}
+    other = {one.parameters: one for one in made.program.registrations}
+    rows = [(", ".join(key), other_path(known.get(key), other.get(key))) for key in dict.fromkeys((*known, *other))]
+    if apart := [row for row in rows if row[1]]:
+        raise ModelChangedError(
+            f"these inputs take another path through {type(made.model).__name__} than the first:\n{table(apart)}\n"
+            "Compile one module for each path."
+        )
+    adopted = tuple(
+        replace(one, approximation=known[one.parameters].approximation) for one in made.program.registrations
+    )
+    if adopted == made.program.registrations:
+        return made
+    return with_program(made, made.program.but(registrations=adopted))
+
+
+def check_trained(made: Recorder, first: Recorder) -> None:
+    before, now = first.program.parameters, made.program.parameters
+    if changed := [name for name in dict.fromkeys((*before, *now)) if (name in before) != (name in now)]:
+        raise ModelChangedError(
+            f"requires_grad was changed after kfac_fx.compile: {', '.join(changed)}.\nCompile again."
+        )
 
 
 def other_path(first: Registration | None, other: Registration | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +12,13 @@ from torch import nn
 
 from kfac_fx.passes.border import capture_key
 from kfac_fx.passes.divide import divide
-from kfac_fx.passes.errors import ModelChangedError, UntraceableError, table
+from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.trace import Capture, capture
 
-from .agreement import needs, other_path, with_generic, with_program
+from .agreement import agreeing, needs, with_generic, with_program
 from .divided import DividedRecorder
 from .frames import Unmet
 from .loss_spec import LossSpec
@@ -101,7 +101,7 @@ class Captures:
         made = symbolic or self.exported(args, kwargs, every_size=bool(known))
         if self.first is None or not self.known:
             self.first = made
-        made = self.agreeing(made)
+        made = agreeing(made, self.first)
         self.known[key] = [*known, made][-SHAPES:]
         self.known.move_to_end(key)
         if len(self.known) > KINDS:
@@ -203,7 +203,8 @@ class Captures:
             made = self.proved(recorder, args, kwargs)
         else:
             made = self.divided(args, kwargs, UntraceableError("it was divided on earlier inputs"), recorder)
-        made = self.agreeing(made)
+        assert self.first is not None, "bug in kfac_fx: calls met before the first capture"
+        made = agreeing(made, self.first)
         for known in self.known.values():
             known[:] = [made if one is recorder else one for one in known]
 
@@ -220,35 +221,3 @@ class Captures:
         recorder.proven = verdict is None or verdict.conclusive
         recorder.note_proof(verdict is not None)
         return recorder
-
-    # --- all captures feed the same blocks --------------------------------------------------------------------------
-
-    def agreeing(self, made: Recorder) -> Recorder:
-        """`made` with the first capture's approximations. Raises ModelChangedError if its registrations are others."""
-        assert self.first is not None, "bug in kfac_fx: a capture before the first"
-        if made is self.first:
-            return made
-        first = {one.parameters: one for one in self.first.program.registrations}
-        other = {one.parameters: one for one in made.program.registrations}
-        self.check_trained(made)
-        keys = dict.fromkeys((*first, *other))
-        rows = [(", ".join(key), other_path(first.get(key), other.get(key))) for key in keys]
-        if apart := [row for row in rows if row[1]]:
-            raise ModelChangedError(
-                f"these inputs take another path through {type(self.model).__name__} than the first:\n{table(apart)}\n"
-                "Compile one module for each path."
-            )
-        adopted = tuple(
-            replace(one, approximation=first[one.parameters].approximation) for one in made.program.registrations
-        )
-        if adopted == made.program.registrations:
-            return made
-        return with_program(made, made.program.but(registrations=adopted))
-
-    def check_trained(self, made: Recorder) -> None:
-        assert self.first is not None, "bug in kfac_fx: a capture before the first"
-        before, now = self.first.program.parameters, made.program.parameters
-        if changed := [name for name in dict.fromkeys((*before, *now)) if (name in before) != (name in now)]:
-            raise ModelChangedError(
-                f"requires_grad was changed after kfac_fx.compile: {', '.join(changed)}.\nCompile again."
-            )

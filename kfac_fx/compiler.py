@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from kfac_fx.passes.errors import AlreadyAttachedError, LinkError, RegistrationError, nearest
-from kfac_fx.passes.ir import Options, Program, Registration
+from kfac_fx.passes.errors import LinkError, RegistrationError, nearest
+from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
-from kfac_fx.passes.trace import Capture
 
-from .captured import CapturedModel
-from .captures import Captures, Declared
+from .backends import BACKENDS
+from .captures import Declared
+from .compiled_module import CompiledModule
 from .layer_collection import LayerCollection
-from .loss_spec import LossSpec, loss_from
+from .loss_spec import loss_from
 from .masks import PaddingMask
-from .moments import Moments, Ride
-from .recorder import Recorder, replaced
-from .report import Report
 from .subsample import read_sampling
-from .wrappers import compiled_model, refuse_scripted, unwrapped
-
-BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
-
-
-class Listener(Protocol):
-    """What a module compiled here tells about its forwards: an optimizer."""
-
-    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called before every forward in training mode with gradients enabled; returns the outputs, or None to let
-        the model compute them."""
-
-    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Called after it, with what the user is about to get."""
+from .wrappers import refuse_scripted, unwrapped
 
 
 def compile(
@@ -90,7 +72,7 @@ def compile(
     if isinstance(model, LayerCollection):
         if example_inputs or example_kwargs or loss or linked or approximations or layers or padding_mask:
             raise RegistrationError("a LayerCollection has its own inputs, losses, layers and mask; give none of them")
-        return compiled(model, variables, verify=verify, backend=backend)
+        return compiled_collection(model, variables, verify=verify, backend=backend)
     if variables is not None:
         raise RegistrationError(
             "variables belong to a LayerCollection; of a model every parameter is registered, but for those that are "
@@ -127,7 +109,7 @@ def compile(
     return CompiledModule(model, declared, example_inputs, example_kwargs, wrapper=wrapper)
 
 
-def compiled(
+def compiled_collection(
     collection: LayerCollection,
     variables: Iterable[Any] | None = None,
     *,
@@ -146,197 +128,3 @@ def compiled(
     net = CompiledModule(captured.model, declared, captured.args, captured.kwargs, captured.capture)
     net._collection = collection
     return net
-
-
-class CompiledModule(nn.Module):
-    """A model that can record its Fisher statistics. Calls, parameters, buffers, state and modes are the model's own.
-
-    model: the original module, without the wrappers of data parallelism and torch.compile that it came in, through
-        which training forwards still go; registrations: one a Fisher block; program: the compiler's last word on the
-        capture.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        declared: Declared,
-        args: tuple[Any, ...] | None,
-        kwargs: Mapping[str, Any] | None,
-        traced: Capture | None = None,
-        wrapper: nn.Module | None = None,
-    ) -> None:
-        super().__init__()
-        object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self.training = model.training
-        self.backend = declared.backend
-        self.captures = Captures(model, declared)
-        self._listener: Listener | None = None
-        self._collection: LayerCollection | None = None
-        outer = model if wrapper is None else wrapper
-        object.__setattr__(self, "_wrapper", outer)
-        plain = outer if self.backend == "eager" else compiled_model(outer, self.backend)
-        object.__setattr__(self, "_plain", plain)  # not a child either: it would be a child of itself
-        if traced is not None:
-            self.captures.take(traced)
-        if args is not None or kwargs:
-            self.recorder((args,) if isinstance(args, Tensor) else tuple(args or ()), dict(kwargs or {}))
-        elif traced is None:
-            self.captures.trace_symbolically()
-        self._sealed = True
-
-    # --- what is known ----------------------------------------------------------------------------------------------
-
-    @property
-    def program(self) -> Program:
-        return self.captures.program
-
-    @property
-    def registrations(self) -> tuple[Registration, ...]:
-        return self.program.registrations
-
-    @property
-    def report(self) -> Report:
-        """What was registered, why, what it costs, and what an attached optimizer counted; print it."""
-        return Report(self.program, getattr(self._listener, "counters", None))
-
-    @property
-    def layer_collection(self) -> LayerCollection:
-        """What is registered, as a collection that takes no more registrations."""
-        if self._collection is None:
-            program, loss = self.program, self.captures.declared.loss
-            assert self.captures.first is not None, "bug in kfac_fx: a program before the first capture"
-            captured = CapturedModel(self.model, self.captures.first.capture, program, None, {})
-            self._collection = LayerCollection.of(captured, program, loss if isinstance(loss, LossSpec) else None)
-        return self._collection
-
-    # --- running ----------------------------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model.training and torch.is_grad_enabled():
-            self.captures.structure.check()
-            if not self.captures.known:
-                self.recorder(args, kwargs)
-            if self._listener is not None:
-                outputs = self._listener.on_forward(args, kwargs)
-                if outputs is None:
-                    outputs = self._plain(*args, **kwargs)
-                self._listener.on_outputs(args, kwargs, outputs)
-                return outputs
-        return self._plain(*args, **kwargs)
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, through the wrappers that the model came in."""
-        return self._wrapper(*args, **kwargs)
-
-    def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
-        """The capture for these inputs, made and proved if there is none yet."""
-        return self.captures.recorder(args, kwargs)
-
-    def record(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        mode: str = "gradients",
-        targets: Any = None,
-        fraction: float = 1.0,
-        generator: torch.Generator | None = None,
-        **options: Any,
-    ) -> Moments:
-        """Statistics of one batch, from a forward and backward that touch nothing of the model; see Recorder."""
-
-        def recorded(recorder: Recorder, values: tuple[Any, ...]) -> Moments:
-            return recorder.record(
-                values, mode=mode, targets=targets, fraction=fraction, generator=generator, **options
-            )
-
-        return self.captures.run(args, kwargs, recorded)
-
-    def ride(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
-    ) -> tuple[Any, Ride]:
-        """The model's outputs, with taps that record during the user's own backward (the empirical Fisher)."""
-        recorder = self.recorder(args, kwargs)
-        return recorder.ride(recorder.capture.flatten(args, kwargs), generator)
-
-    def functional(
-        self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Tensor, ...]]:
-        """(outputs, the Fisher's outputs) as a pure function of the parameters."""
-        return self.captures.run(args, kwargs, lambda recorder, values: recorder.outputs(parameters, values))
-
-    def losses(
-        self,
-        outputs: Any,
-        fisher: tuple[Tensor, ...],
-        targets: Any = None,
-        call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-    ) -> list[tuple[float, Any]]:
-        """(coefficient, loss) for each output distribution, on what `functional` returned. call: (args, kwargs) that it
-        returned that for, whose padding is left out."""
-        assert self.captures.first is not None, "bug in kfac_fx: losses before the first capture"
-        if call is None or self.program.mask is None:
-            recorder = self.captures.first
-            return recorder.averaged(recorder.losses(outputs, fisher, targets))
-        recorder = self.recorder(*call)
-        losses = recorder.real_losses(
-            lambda given: recorder.losses(replaced(outputs, fisher, given), tuple(given), targets),
-            fisher,
-            recorder.capture.flatten(*call),
-        )
-        return recorder.averaged(losses)
-
-    # --- attachment and change --------------------------------------------------------------------------------------
-
-    def attach(self, listener: Listener) -> None:
-        """Tell `listener` about every training forward. Raises AlreadyAttachedError for a second one."""
-        if self._listener is not None:
-            raise AlreadyAttachedError(
-                f"a {type(self._listener).__name__} is attached to this module already: it would record every batch"
-                " twice.\nUse net.detach() first, or compile the model again."
-            )
-        self._listener = listener
-
-    def detach(self) -> None:
-        self._listener = None
-
-    # --- the model's own behavior -----------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> CompiledModule:
-        self._wrapper.train(mode)
-        self.training = mode
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.load_state_dict(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["model"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What the model has is set on the model."""
-        own = name in self.__dict__ or hasattr(type(self), name) or "_sealed" not in self.__dict__
-        super().__setattr__(name, value) if own else setattr(self.model, name, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        """A copy of the model, compiled anew with the same declarations; without an optimizer."""
-        if self._collection is not None:
-            raise TypeError("a module of a LayerCollection is not copied: its registrations are of this model's graph")
-        wrapper = copy.deepcopy(self._wrapper, memo)
-        return CompiledModule(unwrapped(wrapper), self.captures.declared, None, None, wrapper=wrapper)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a compiled module is not pickled: it holds graphs and functions. Save net.state_dict(), or net.model, and "
-            "compile what you load."
-        )
-
-    def __repr__(self) -> str:
-        return f"kfac_fx.compile({self.model!r})"

@@ -25,9 +25,11 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.watch import custom_functions, untouched
 
+from .backends import compiled_function
 from .frames import Frames, Loss, LossWatch, Unmet, leaves_behind, one_call
 from .losses import LossFunction
-from .recorder import Recorder, compiled, graph_loss
+from .output_losses import graph_loss
+from .recorder import Recorder
 
 
 @dataclass
@@ -66,7 +68,7 @@ class DividedRecorder(Recorder):
         every = self.model.named_buffers(remove_duplicate=False)
         self.canonical = {name: buffers[id(buffer)] for name, buffer in every}
         self.plain: list[Callable[..., Any]] = [one_call(module) for module in self.emitted]
-        self.compiled = [compiled(one, self.backend) for one in self.plain]
+        self.compiled = [compiled_function(one, self.backend) for one in self.plain]
         self.by_module: dict[int, list[int]] = {}
         for number, one in enumerate(self.captured):
             self.by_module.setdefault(id(one.module), []).append(number)

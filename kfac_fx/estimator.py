@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.compiler import compiled
+from kfac_fx.compiler import compiled_collection
 from kfac_fx.factors import additive
 from kfac_fx.fisher import BlockDiagonalFisher
 from kfac_fx.layer_collection import LayerCollection
@@ -90,7 +90,7 @@ class FisherEstimator(BlockDiagonalFisher):
         """
         check_mode(estimation_mode)
         if isinstance(net, LayerCollection):
-            net.estimator, net, variables = self, compiled(net, variables), None
+            net.estimator, net, variables = self, compiled_collection(net, variables), None
         if not 0 <= cov_ema_decay <= 1:
             raise ValueError(f"cov_ema_decay must be between 0 and 1, got {cov_ema_decay}.")
         if not 0 < fraction <= 1:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.declared_block import Nodes
 from kfac_fx.factors import additive
 from kfac_fx.passes.ir import GENERIC, Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.registered_block import FisherBlock as FisherBlock
-from kfac_fx.registered_block import Nodes, flattened
+from kfac_fx.registered_block import flattened
 
 LINEAR = ("linear",)
 EMBEDDINGS = ("embedding", "embedding_bag")

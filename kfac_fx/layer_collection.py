@@ -23,6 +23,7 @@ from kfac_fx.fisher_blocks import FisherBlock
 from kfac_fx.loss_function import LossFunction
 from kfac_fx.loss_spec import LossSpec
 from kfac_fx.masks import checked
+from kfac_fx.output_losses import graph_loss
 from kfac_fx.passes.check import check_registration, uses_found
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError
 from kfac_fx.passes.ir import LossSite, Program, Registration, Use, where
@@ -32,7 +33,6 @@ from kfac_fx.passes.padding import everything_behind, padding
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.unroll import unroll
 from kfac_fx.passes.verify import verify
-from kfac_fx.recorder import graph_loss
 from kfac_fx.register_layers import LayerRegistrations
 from kfac_fx.register_losses import LossRegistrations
 from kfac_fx.registered_losses import RegisteredLoss

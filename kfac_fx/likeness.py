@@ -22,7 +22,7 @@ from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.passes.watch import custom_functions, untouched
 
 from .linalg import dense
-from .recorder import Recorder, tree_map
+from .recorder import Recorder
 
 RELATIVE = 1e-3
 Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outputs, gradients, buffers
@@ -73,7 +73,7 @@ def of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any
     model = recorder.model
     held = dict(model.named_buffers(remove_duplicate=False))
     before = {name: buffer.clone() for name, buffer in held.items()}
-    args, kwargs = tree_map(copied, (args, dict(kwargs)))  # forward may change its inputs
+    args, kwargs = pytree.mapped(copied, (args, dict(kwargs)))  # forward may change its inputs
     # Reentrant checkpoints have no autograd.grad, and some devices' own kernels other random numbers.
     with recorder.isolated(), untouched(model), custom_functions(), written_out(recorder.program):
         outputs = pytree.leaves(model(*args, **kwargs))

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.loss_function import LossFunction
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import RegistrationError, nearest
 from kfac_fx.passes.ir import Dims, Program
 from kfac_fx.passes.padding import padding, spread
+from kfac_fx.registered_losses import WeightedLosses
 
 PaddingMask = str | Callable[..., Tensor]
-WeightedLosses = list[tuple[float, LossFunction]]
 
 
 # --- which node -------------------------------------------------------------------------------------------------------

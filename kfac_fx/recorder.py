@@ -6,216 +6,31 @@ random stream; a ride returns the very outputs of the model.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from kfac_fx.passes import pytree
-from kfac_fx.passes.errors import LossError, UntraceableError
-from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.labels import symbolic_sizes
-from kfac_fx.passes.operations import is_random
-from kfac_fx.passes.rewrite import rewrite
-from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.errors import UntraceableError
 
 from .exact import ExactPass
 from .linalg import dense, full_precision
-from .link import Link
-from .loss_spec import NAMES, LossSpec
-from .losses import LossFunction
-from .masks import WeightedLosses, real_losses
 from .moments import Key, Moments, Ride, flat
+from .output_losses import OutputLosses
 from .pieces import split
 from .pullback import MEMORY, SavedBytes
-from .registered_losses import RegisteredLosses, cases_by_loss
 from .sources import check_mode, is_exact, one_source
-from .subsample import PHASES
-from .tap import Tap, make_probes
+from .tap import make_probes
 
 
 @dataclass
-class Recorder:
-    """One capture, emitted, with the ways to run it.
+class Recorder(OutputLosses):
+    """One capture, emitted, with the ways to record from it."""
 
-    statistics: by registration (its parameters), the names of the statistics that its block needs.
-    loss: the user's, from the model's outputs or from nodes of the graph; None if forward computes it.
-    """
-
-    capture: Capture
-    program: Program
-    model: nn.Module
-    loss: LossSpec | RegisteredLosses | None
-    statistics: Mapping[Key, tuple[str, ...]]
-    backend: str = "eager"
-    make_tap: type[Tap] = Tap
-    proven: bool = False
-    emitted: Any = field(init=False)
-    taps: dict[Key, list[Tap]] = field(default_factory=dict, init=False)  # one a use, in their order
     loop_reason: str | None = field(default=None, init=False)  # of the last exact pass; see `Pullback`
-
-    def __post_init__(self) -> None:
-        layers = self.program.layers
-        self.emitted = rewrite(
-            self.program,
-            self.tap_of,
-            lambda one, use, first, last: Link(one, use, layers[use.layer], first, last),
-        )
-        targets = {str(node.target) for node in self.emitted.graph.nodes if node.op == "get_attr"}
-        self.parameter_names = [name for name, _ in self.model.named_parameters() if name in targets]
-        self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in targets]
-        self.random = any(is_random(node) for node in self.emitted.graph.nodes)
-        self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
-        self.run = compiled(self.call, self.backend)
-        self.recordings = 0
-
-    def tap_of(self, one: Registration, use: Use) -> Tap:
-        tap = self.make_tap(one, use, self.program.layers[use.layer])
-        self.taps.setdefault(one.parameters, []).append(tap)
-        return tap
-
-    @property
-    def sampled(self) -> list[Tap]:
-        return [tap for taps in self.taps.values() for tap in taps if tap.sampling is not None]
-
-    def cast_to(self) -> set[torch.dtype]:
-        """What autocast inside of forward makes of its tensors, as far as the captures know of it."""
-        return set()
-
-    def note_proof(self, made: bool) -> None:
-        """Called when the batch that a proof was made on, or would have been, is through."""
-
-    # --- running the emitted module ---------------------------------------------------------------------------------
-
-    def call(
-        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: tuple[Any, ...], probes: Any
-    ) -> tuple[Any, tuple[Tensor, ...]]:
-        """(what the model returns, flat; the Fisher's outputs) as a pure function but for what `buffers` go through."""
-        result: tuple[Any, tuple[Tensor, ...]] = functional_call(
-            self.emitted, {**parameters, **buffers}, (*values, probes)
-        )
-        return result
-
-    def live_parameters(self) -> dict[str, Tensor]:
-        return {name: self.model.get_parameter(name) for name in self.parameter_names}
-
-    def copied_buffers(self) -> dict[str, Tensor]:
-        return {name: self.model.get_buffer(name).clone() for name in self.buffer_names}
-
-    def sample_anew(self, generator: torch.Generator | None) -> None:
-        """Other rows than last time for input factors that are computed from a part of them."""
-        if not self.sampled:
-            return
-        self.recordings += 1
-        phases = torch.tensor([self.recordings * step % 1.0 for step in PHASES], dtype=torch.float64)
-        if generator is not None:
-            phases = torch.rand(2, generator=generator, dtype=torch.float64, device=generator.device)
-        phases = phases.to(next((p.device for p in self.model.parameters()), phases.device))
-        for tap in self.sampled:
-            tap.phases = phases
-
-    @contextmanager
-    def isolated(self) -> Iterator[None]:
-        """Gradients on, and the global random stream as it was afterwards."""
-        devices = sorted({p.device.index or 0 for p in self.model.parameters() if p.is_cuda})
-        with torch.enable_grad(), torch.random.fork_rng(devices=devices, enabled=self.random):
-            yield
-
-    # --- the batch --------------------------------------------------------------------------------------------------
-
-    def case_axis(self, position: int, value: Any) -> int | None:
-        """Which axis of an input counts the cases; the first where the graph knows no sizes."""
-        if not isinstance(value, Tensor):
-            return None
-        if self.program.cases is None:
-            return 0 if value.dim() else None
-        sizes = symbolic_sizes(self.placeholders[position])
-        return sizes.index(self.program.cases) if self.program.cases in sizes else None
-
-    def examples(self, values: tuple[Any, ...]) -> int:
-        axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))
-        found = [value.shape[axis] for value, axis in axes if axis is not None]
-        if not found and self.program.cases is None:  # torch.fx takes lists and dictionaries of tensors as one input
-            found = [leaf.shape[0] for leaf in pytree.leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
-        return found[0] if found else 1
-
-    def part(self, values: tuple[Any, ...], fraction: float) -> tuple[Any, ...]:
-        """The first `fraction` of the examples of every input that has them."""
-        if fraction >= 1.0:
-            return values
-        total = self.examples(values)
-        kept = max(1, math.ceil(total * fraction))
-
-        def cut(position: int, value: Any) -> Any:
-            axis = self.case_axis(position, value)
-            return value if axis is None or value.shape[axis] != total else value.narrow(axis, 0, kept)
-
-        return tuple(cut(position, value) for position, value in enumerate(values))
-
-    def part_of_targets(self, targets: Any, values: tuple[Any, ...], fraction: float) -> Any:
-        """What belongs to `part(values, fraction)`: cases are first in targets."""
-        total, kept = self.examples(values), self.examples(self.part(values, fraction))
-
-        def cut(value: Any) -> Any:
-            has_all = isinstance(value, Tensor) and value.dim() and value.shape[0] == total
-            return value[:kept] if has_all else value
-
-        return targets if kept == total else tree_map(cut, targets)
-
-    # --- losses -----------------------------------------------------------------------------------------------------
-
-    def losses(self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> list[tuple[float, LossFunction]]:
-        """(coefficient, loss) for each output distribution.
-
-        Args:
-            output: what the model returned; the user's loss is built on it.
-            fisher: the Fisher's outputs; a loss that the graph computes is built on them.
-        """
-        if isinstance(self.loss, RegisteredLosses):
-            return self.loss.on(fisher, targets)
-        if self.loss is None and not self.program.losses:
-            raise LossError(
-                "no loss is known: the Fisher is that of an output distribution.\n"
-                'Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli" or a function of the '
-                "model's outputs, or let forward compute cross_entropy, mse_loss or binary_cross_entropy_with_logits."
-            )
-        if self.loss is not None:
-            return self.loss(output, targets)
-        given = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
-        sites = zip(self.program.losses, fisher, given, strict=True)
-        return [graph_loss(site.kind, site.reduction, inputs, target) for site, inputs, target in sites]
-
-    def cases_by_loss(self, losses: list[tuple[float, LossFunction]]) -> list[int]:
-        return cases_by_loss(losses, self.loss.names if isinstance(self.loss, RegisteredLosses) else None)
-
-    def cases(self, losses: list[tuple[float, LossFunction]]) -> int:
-        """Of a batch: how many terms the mean of the loss has; of several losses, the first."""
-        return self.cases_by_loss(losses)[0]
-
-    def summed(self, losses: list[tuple[float, LossFunction]]) -> list[tuple[float, LossFunction]]:
-        """With coefficients that make the sum over cases `cases` times the mean loss, where every loss is a mean over
-        its own cases: losses of as many cases keep theirs."""
-        each = self.cases_by_loss(losses)
-        return [(c if n == each[0] else c * each[0] / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
-
-    def averaged(self, losses: list[tuple[float, LossFunction]]) -> list[tuple[float, LossFunction]]:
-        """With coefficients for means over the cases of every tower: a tower weighs as much as it has cases."""
-        each = self.cases_by_loss(losses)
-        return [(c if n == loss.cases else c * loss.cases / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
-
-    def tower_cases(self, fisher: tuple[Tensor, ...]) -> list[int]:
-        """The first dimension of every tower's outputs; one entry if towers were not registered."""
-        if not isinstance(self.loss, RegisteredLosses):
-            return [0]
-        found = zip(self.loss.names, self.loss.on(fisher), strict=True)
-        return [loss.inputs.shape[0] for name, (_, loss) in found if name == self.loss.names[0]]
-
-    # --- recording --------------------------------------------------------------------------------------------------
 
     def record(
         self,
@@ -276,36 +91,6 @@ class Recorder:
             for one in self.program.registrations
         ]
 
-    def losses_of_constants(
-        self, output: Any, fisher: tuple[Tensor, ...], values: tuple[Any, ...], mode: str, targets: Any
-    ) -> tuple[list[Tensor], list[tuple[float, LossFunction]]]:
-        """The Fisher's outputs as leaves of a graph of their own, and the losses made of those."""
-        leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in fisher]
-        if mode == "empirical" and targets is None and not isinstance(self.loss, LossSpec):
-            targets = self.graph_targets(values)
-        return leaves, self.real_losses(
-            lambda given: self.losses(self.rebuilt(output, fisher, given), tuple(given), targets), leaves, values
-        )
-
-    def real_losses(
-        self, build: Callable[[Sequence[Tensor]], WeightedLosses], fisher: Sequence[Tensor], values: tuple[Any, ...]
-    ) -> WeightedLosses:
-        """The losses that `build` makes of the Fisher's outputs, without what is padding for these inputs."""
-        if self.program.mask is None:
-            return build(fisher)
-        mask = evaluated(self.program.mask, dict(zip(self.placeholders, values, strict=True)))
-        return real_losses(build, fisher, self.program.mask_dims, mask)
-
-    def rebuilt(self, output: Any, fisher: Sequence[Tensor], leaves: Sequence[Tensor]) -> Any:
-        """What the model returned, with the Fisher's outputs replaced by `leaves`."""
-        return self.capture.unflatten(replaced(output, fisher, leaves))
-
-    def graph_targets(self, values: tuple[Any, ...]) -> list[Any]:
-        """The targets that forward hands to the losses it computes, which must be inputs of the model."""
-        known = dict(zip(self.placeholders, values, strict=True))
-        sites = self.loss.losses if isinstance(self.loss, RegisteredLosses) else self.program.losses
-        return [evaluated(s.targets, known) if isinstance(s.targets, fx.Node) else s.targets for s in sites]
-
     def gathered(
         self, probes: list[dict[str, Tensor]], found: Iterator[Tensor], gradients: Mapping[str, Tensor]
     ) -> dict[Key, dict[str, Tensor]]:
@@ -364,50 +149,8 @@ class Recorder:
         return self.capture.unflatten(output), fisher
 
 
-def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
-    by_id = {id(before): after for before, after in zip(old, new, strict=True)}
-    return tree_map(lambda value: by_id.get(id(value), value), tree)
-
-
-def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple[float, LossFunction]:
-    """The distribution behind a loss that forward computes, and its weight in the mean over cases."""
-    if kind == "categorical" and inputs.dim() > 2:
-        inputs = inputs.movedim(1, -1)  # F.cross_entropy has the classes second
-    loss = NAMES[kind](inputs, targets=targets)
-    if kind == "categorical" or reduction != "mean":
-        return 1.0, loss
-    return loss.cases / inputs.numel(), loss  # F.mse_loss and the like also average over a case's elements
-
-
 def pulled(pairs: list[tuple[Tensor, Tensor]], leaves: list[Tensor]) -> Sequence[Tensor | None]:
     """Gradients of all leaves from (output, cotangent) pairs."""
     if not pairs or not leaves:
         return [None] * len(leaves)
     return torch.autograd.grad([o for o, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True)
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    leaves, spec = pytree.flatten(tree)
-    return pytree.unflatten([function(leaf) for leaf in leaves], spec)
-
-
-def evaluated(node: Any, known: dict[Any, Any]) -> Any:
-    """The value of a node that depends on inputs only through operations without parameters."""
-    if node in known:
-        return known[node]
-    args = fx.map_arg(node.args, lambda n: evaluated(n, known))
-    kwargs = fx.map_arg(node.kwargs, lambda n: evaluated(n, known))
-    if node.op == "call_method":
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    if node.op != "call_function":
-        raise LossError(f"the targets of the loss at {node.name} are computed from parameters; pass `targets`")
-    return node.target(*args, **kwargs)
-
-
-def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """`backend`: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of torch.compile's."""
-    if backend == "eager":
-        return function
-    if backend == "cudagraphs":
-        return torch.compile(function, fullgraph=True, mode="reduce-overhead")
-    return torch.compile(function, fullgraph=True, backend=backend)

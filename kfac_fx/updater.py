@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.backends import compiled_function
 from kfac_fx.curvature import fisher_inner_products
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.loss_function import LossFunction
@@ -16,7 +17,6 @@ from kfac_fx.momentum import MomentumRule, Preconditioner, Tensors
 from kfac_fx.options import Options
 from kfac_fx.parameter_groups import CompiledNet
 from kfac_fx.quadratic import inner
-from kfac_fx.recorder import compiled
 from kfac_fx.update import (
     Proposal,
     Work,
@@ -46,9 +46,9 @@ class Updater:
         )
         self.across_replicas: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self.rule = MomentumRule(options.momentum_type, options.momentum, options.norm_constraint)
-        self.advance = compiled(advance, net.backend)
-        self.advance_first_order = compiled(advance_first_order, net.backend)
-        self.multiply_inverse = compiled(estimator.multiply_inverse, net.backend)
+        self.advance = compiled_function(advance, net.backend)
+        self.advance_first_order = compiled_function(advance_first_order, net.backend)
+        self.multiply_inverse = compiled_function(estimator.multiply_inverse, net.backend)
 
     def update_inverses(self) -> None:
         self.set_estimator_damping()

@@ -14,7 +14,7 @@ from kfac_fx.closure import RandomState
 from kfac_fx.loss_function import LossFunction
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import LossError
-from kfac_fx.recorder import Recorder, tree_map
+from kfac_fx.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
 
@@ -104,7 +104,7 @@ def watch(
         spec,
         places,
         [first(one, cases) for one in fisher],
-        tree_map(lambda one: first(one, cases) if isinstance(one, Tensor) else one, targets(recorder, values)),
+        pytree.mapped(lambda one: first(one, cases) if isinstance(one, Tensor) else one, targets(recorder, values)),
         {leaf: [first(one, cases) for one in grads] for leaf, grads in inner.items()},
         cases,
         part,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -29,10 +26,3 @@ def refuse_scripted(model: nn.Module) -> None:
             f"a TorchScript module, whose Python is gone, cannot be captured: {names}.\n"
             "Hand kfac_fx.compile the module that torch.jit.script or torch.jit.trace was given."
         )
-
-
-def compiled_model(model: nn.Module, backend: str) -> Callable[..., Any]:
-    """The training forward under torch.compile; graph breaks are allowed here, the recording has none."""
-    if backend == "cudagraphs":
-        return torch.compile(model, mode="reduce-overhead")
-    return torch.compile(model, backend=backend)

@@ -76,8 +76,7 @@ def calls_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`function` of every tensor in `tree`."""
-    leaves, spec = pytree.flatten(tree)
-    return pytree.unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return pytree.mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 class Readers(TorchFunctionMode):

@@ -6,6 +6,7 @@ The only private API of torch in this package: `torch.export` speaks this pytree
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils import _pytree
@@ -23,3 +24,9 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     return _pytree.tree_leaves(tree)
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` of every leaf."""
+    found, spec = flatten(tree)
+    return unflatten([function(leaf) for leaf in found], spec)

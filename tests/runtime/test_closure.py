@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx.closure import RandomState, checked, evaluate, without_a_trace
-from kfac_fx.compiler import CompiledModule, compile
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiler import compile
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 

@@ -25,7 +25,8 @@ from kfac_fx import (
 )
 from kfac_fx.agreement import other_path
 from kfac_fx.captures import KINDS
-from kfac_fx.compiler import CompiledModule, compile
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiler import compile
 from tests.whole.training import differences, step
 
 X = torch.randn(6, 4)

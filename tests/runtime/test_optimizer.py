@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kfac_fx.compiler import CompiledModule, compile
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiler import compile
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_fx.compiler import CompiledModule, compile
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiler import compile
 from kfac_fx.losses import Categorical
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady

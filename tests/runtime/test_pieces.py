@@ -34,7 +34,7 @@ class Parts(nn.Module):
 
 
 @pytest.fixture
-def net() -> kfac_fx.compiler.CompiledModule:
+def net() -> kfac_fx.CompiledModule:
     torch.manual_seed(0)
     return kfac_fx.compile(Parts().double(), (torch.randn(5, 3, dtype=torch.float64),), loss="normal")
 
@@ -66,7 +66,7 @@ def test_rows_of_a_part_of_a_matrix() -> None:
     assert ids.tolist() == [[-1, 0, -1, -1]]
 
 
-def test_names_outside_are_the_models_own(net: kfac_fx.compiler.CompiledModule) -> None:
+def test_names_outside_are_the_models_own(net: kfac_fx.CompiledModule) -> None:
     assert [one.parameters for one in net.registrations] == [("weight[0:2]", "bias"), ("weight[2:6]",)]
     estimator = kfac_fx.FisherEstimator(net)
     assert estimator.parameters == ("weight", "bias")
@@ -76,7 +76,7 @@ def test_names_outside_are_the_models_own(net: kfac_fx.compiler.CompiledModule) 
     assert net.report.elements == {"total": 20, "registered": 20, "structured": 8, "generic": 12}
 
 
-def test_products_are_those_of_the_blocks(net: kfac_fx.compiler.CompiledModule) -> None:
+def test_products_are_those_of_the_blocks(net: kfac_fx.CompiledModule) -> None:
     x, y = batch()
     estimator = kfac_fx.FisherEstimator(net, damping=0.1, estimation_mode="empirical")
     estimator.update_covariances(x, targets=y)
@@ -94,7 +94,7 @@ def test_products_are_those_of_the_blocks(net: kfac_fx.compiler.CompiledModule) 
 
 
 @pytest.mark.parametrize("mode", ["gradients", "empirical", "curvature_prop", "exact", "exact_GGN"])
-def test_every_mode_records_generic_pieces(net: kfac_fx.compiler.CompiledModule, mode: str) -> None:
+def test_every_mode_records_generic_pieces(net: kfac_fx.CompiledModule, mode: str) -> None:
     x, y = batch()
     estimator = kfac_fx.FisherEstimator(net, estimation_mode=mode, compute_params_stats=True, seed=0)
     estimator.update_covariances(x, targets=y)
@@ -103,7 +103,7 @@ def test_every_mode_records_generic_pieces(net: kfac_fx.compiler.CompiledModule,
     assert {name: tuple(t.shape) for name, t in estimator.params_stats.items()} == {"weight": (6, 3), "bias": (2,)}
 
 
-def test_the_exact_fisher_of_a_generic_piece(net: kfac_fx.compiler.CompiledModule) -> None:
+def test_the_exact_fisher_of_a_generic_piece(net: kfac_fx.CompiledModule) -> None:
     """Its diagonal: 2 Σ_n Σ_k (d out_nk / d w)² / N of a normal with variance one half."""
     x, _ = batch()
     estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
@@ -116,7 +116,7 @@ def test_the_exact_fisher_of_a_generic_piece(net: kfac_fx.compiler.CompiledModul
     torch.testing.assert_close(estimator.blocks["weight[2:6]",].factors["F"].value.flatten(), wanted)
 
 
-def test_a_ride_records_the_pieces_gradients(net: kfac_fx.compiler.CompiledModule) -> None:
+def test_a_ride_records_the_pieces_gradients(net: kfac_fx.CompiledModule) -> None:
     x, y = batch()
     wanted = net.record((x,), {}, mode="empirical", targets=y)
     output, ride = net.ride((x,), {})
@@ -161,12 +161,12 @@ def load(values: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def test_variables_are_whole_parameters(net: kfac_fx.compiler.CompiledModule) -> None:
+def test_variables_are_whole_parameters(net: kfac_fx.CompiledModule) -> None:
     with pytest.raises(kfac_fx.RegistrationError, match="weight  shares a registration with bias"):
         kfac_fx.FisherEstimator(net, variables=["weight"]).parameters  # noqa: B018
 
 
-def test_a_collection_shows_the_pieces(net: kfac_fx.compiler.CompiledModule) -> None:
+def test_a_collection_shows_the_pieces(net: kfac_fx.CompiledModule) -> None:
     shown = net.layer_collection
     assert shown.registered_variables == ("weight[0:2]", "bias", "weight[2:6]")
     assert [one.owners for one in shown.registrations] == [("weight", "bias"), ("weight",)]

@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx import LossError, UntraceableError
-from kfac_fx.compiler import CompiledModule
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile as compiled
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
 from kfac_fx.moments import Moments
+from kfac_fx.output_losses import graph_loss
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
-from kfac_fx.recorder import Recorder, graph_loss
+from kfac_fx.recorder import Recorder
 
 KEYS = ("count", "A", "G")
 Statistics = dict[str, dict[str, Tensor]]

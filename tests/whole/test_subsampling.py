@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
-from kfac_fx.compiler import CompiledModule
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.passes.ir import Sampling
 from kfac_fx.subsample import read_sampling, systematic
 from tests.runtime.collections_of_toys import collection

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kfac_fx
-from kfac_fx.compiler import CompiledModule
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.moments import Moments
 from tests.models import CASES, ZOO, Case
 from tests.whole.training import apart, differences, step

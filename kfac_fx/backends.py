@@ -1,0 +1,27 @@
+"""What runs emitted graphs, training forwards and KFAC's update: nothing, or a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
+
+
+def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """`backend`: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of torch.compile's."""
+    if backend == "eager":
+        return function
+    if backend == "cudagraphs":
+        return torch.compile(function, fullgraph=True, mode="reduce-overhead")
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def compiled_model(model: nn.Module, backend: str) -> Callable[..., Any]:
+    """The training forward under torch.compile; graph breaks are allowed here, the recording has none."""
+    if backend == "cudagraphs":
+        return torch.compile(model, mode="reduce-overhead")
+    return torch.compile(model, backend=backend)
