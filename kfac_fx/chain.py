@@ -7,10 +7,12 @@ with zeros before and behind), so their norms are at most 1, and all sums are fi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from kfac_fx.linalg import eigh
 
 
 def symmetrized(matrix: Tensor) -> Tensor:
@@ -29,28 +31,55 @@ def kron(sides: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Te
     return left.mT @ matrix @ right if transpose else left @ matrix @ right.mT
 
 
-def fejer(x: Tensor, steps: Tensor) -> Tensor:
-    """Σ_|d|<T (T - |d|) x^|d| for -1 < x < 1, the inverse of γ in the paper. steps: T, whole numbers."""
-    return (steps * (1 - x) * (1 + x) - 2 * x * (1 - x**steps)) / (1 - x) ** 2
+def fejer(x: Tensor, steps: Tensor, longest: int) -> Tensor:
+    """Σ_|d|<T (T - |d|) x^|d| for |x| <= 1, the inverse of γ in the paper. steps: T <= longest, whole numbers.
+
+    Without a difference of numbers that are nearly the same, and without a division by one that is nearly zero: all
+    terms of the sum are positive for x > 0, and all terms of its closed form for x < 0.
+    """
+    ones, positive, negative = torch.ones_like(x), x.clamp(min=0), x.clamp(max=0)
+    summed = 2 * sum_of_lags([positive], [ones], ones, torch.mul, scale, steps, longest) - steps
+    logarithm = steps * torch.log1p(-(1 + negative))  # of |x|^T
+    rest = torch.where(steps % 2 == 1, 1 + logarithm.exp(), -logarithm.expm1())  # 1 - x^T
+    closed = (steps * (1 - negative) * (1 + negative) - 2 * negative * rest) / (1 - negative) ** 2
+    return torch.where(x < 0, closed, summed)
 
 
 def triangle(hats: Sequence[Tensor], matrix: Tensor, steps: Tensor, longest: int) -> Tensor:
-    """Σ_d<T (T - d) Ψ̂^d W, in log T rounds: with S_n = Σ_d<n Ψ̂^d and Q_n = Σ_d<n (n - d) Ψ̂^d,
+    """Σ_d<T (T - d) Ψ̂^d W. steps: T <= longest, broadcast with `matrix`; the device alone need know it."""
+    ones = [torch.eye(hat.shape[-1], dtype=hat.dtype, device=hat.device).expand_as(hat) for hat in hats]
+    return sum_of_lags(hats, ones, matrix, torch.matmul, kron, steps, longest)
 
-    S_2n = S_n + Ψ̂^n S_n    Q_2n = Q_n + n S_n + Ψ̂^n Q_n      S_n+1 = 1 + Ψ̂ S_n    Q_n+1 = Q_n + S_n+1
 
-    so that n becomes T bit by bit. steps: T <= longest, broadcast with `matrix`; the device alone need know it.
+def scale(factors: Sequence[Tensor], matrix: Tensor) -> Tensor:
+    (factor,) = factors
+    return factor * matrix
+
+
+def sum_of_lags(
+    x: Sequence[Tensor],
+    ones: Sequence[Tensor],
+    matrix: Tensor,
+    times: Callable[[Tensor, Tensor], Tensor],
+    apply: Callable[[Sequence[Tensor], Tensor], Tensor],
+    steps: Tensor,
+    longest: int,
+) -> Tensor:
+    """Q_T W in log T rounds: with S_n = Σ_d<n x^d and Q_n = Σ_d<n (n - d) x^d,
+
+    S_2n = S_n + x^n S_n    Q_2n = Q_n + n S_n + x^n Q_n      S_n+1 = 1 + x S_n    Q_n+1 = Q_n + S_n+1
+
+    so that n becomes T bit by bit. ones: x^0; times: x^m x^n; apply: x^n W.
     """
     s = q = torch.zeros_like(matrix)
-    n = torch.zeros_like(steps)
-    power = [torch.eye(hat.shape[-1], dtype=hat.dtype, device=hat.device).expand_as(hat) for hat in hats]
+    n, power = torch.zeros_like(steps), list(ones)
     for bit in reversed(range(longest.bit_length())):
-        s, q = s + kron(power, s), q + n * s + kron(power, q)
-        power, n = [one @ one for one in power], 2 * n
+        s, q = s + apply(power, s), q + n * s + apply(power, q)
+        power, n = [times(one, one) for one in power], 2 * n
         odd = (steps / 2**bit).floor() % 2 == 1
-        s = torch.where(odd, matrix + kron(hats, s), s)
+        s = torch.where(odd, matrix + apply(x, s), s)
         q = torch.where(odd, q + s, q)
-        power = [torch.where(odd, one @ hat, one) for one, hat in zip(power, hats, strict=True)]
+        power = [torch.where(odd, times(one, own), one) for one, own in zip(power, x, strict=True)]
         n = n + odd
     return q
 
@@ -72,3 +101,44 @@ def rounds(longest: int, eps: float) -> int:
     """
     r = math.cos(math.pi / (longest + 1))
     return math.ceil(math.log2(max(1.0, math.log(4 / eps) / (-2 * math.log(r))))) if longest > 1 else 0
+
+
+# --- square roots of blocks: their operands are those of `kfac_fx.series` ---------------------------------------------
+
+
+def root_of(operands: Sequence[Tensor], matrix: Tensor, transpose: bool, longest: int) -> Tensor:
+    """N W or Nᵀ W: M and √w, and for series 2 Ψ̃ = Eᵀ Ψ̂ E, for (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
+    basis, weights, hats = operands[:2], operands[2], operands[3:]
+    if transpose:
+        inner = kron(basis, matrix, transpose=True)
+        return weights * (resolvent([hat.mT for hat in hats], inner, longest) if hats else inner)
+    inner = weights * matrix
+    return kron(basis, resolvent(hats, inner, longest) if hats else inner)
+
+
+def inverse_root(operands: Sequence[Tensor], matrix: Tensor, transpose: bool) -> Tensor:
+    """N⁻¹ W or N⁻ᵀ W: M⁻ᵀ and 1/√w, and for series 2 (M⁻¹ Ψ)ᵀ."""
+    basis, weights, lagging = operands[:2], operands[2], operands[3:]
+    if transpose:
+        inner = weights * matrix
+        return kron(basis, inner) - kron(lagging, inner) if lagging else kron(basis, inner)
+    inner = kron(basis, matrix, transpose=True)
+    return weights * (inner - kron(lagging, matrix, transpose=True) if lagging else inner)
+
+
+def least_eigenvalue(operands: Sequence[Tensor]) -> Tensor:
+    """A lower bound of the eigenvalues of N Nᵀ in every group, from the operands of `inverse_root` [L, g, ...]: [L, g].
+
+    |N⁻¹| is at most max 1/√w (|M⁻¹| + |M⁻¹ Ψ|), and the norm of a Kronecker product is the product of norms.
+    """
+    basis, weights, lagging = operands[:2], operands[2], operands[3:]
+    pairs = [sides for sides in (basis, lagging) if sides]
+    norms = [[spectral_norm(side) for side in sides] for sides in pairs]
+    largest = sum((left * right for left, right in norms), torch.zeros_like(norms[0][0]))
+    return (largest * weights.flatten(2).amax(-1)) ** -2
+
+
+def spectral_norm(side: Tensor) -> Tensor:
+    """[L, g, d, d] -> [L, g]; NaN of what is not finite."""
+    values, _ = eigh((side.mT @ side).flatten(0, 1))
+    return values[:, -1].sqrt().view(side.shape[:2])

@@ -107,7 +107,7 @@ class BlockDiagonalFisher(ABC):
         return self._multiply(vector, float(exp))
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
-        """L v or Lᵀ v with L Lᵀ = F + λ I."""
+        """L v or Lᵀ v with L Lᵀ = F + λ I; of series L is not triangular."""
         return self._multiply(vector, "cholesky", transpose)
 
     def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
@@ -136,7 +136,8 @@ class BlockDiagonalFisher(ABC):
 
     def factor_memory(self) -> Memory:
         factors = [stack.moment for group in self.groups for stack in group.factors.values()]
-        inverses = [root for group in self.groups for operators in group.roots.values() for root in operators]
+        roots = [root for group in self.groups for operators in group.roots.values() for root in operators]
+        inverses = {id(root): root for root in roots}.values()  # some roots share what they are made of
         return Memory(*(sum(t.numel() * t.element_size() for t in tensors) for tensors in (factors, inverses)))
 
     def state_dict(self) -> dict[str, Tensor]:

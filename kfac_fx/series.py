@@ -17,6 +17,7 @@ Let V_0 = L Lᵀ and Ψ̂ = L⁻¹ V_1 L⁻ᵀ, that is L = L_G ⊗ L_A and Ψ̂
 
 the block is F = N Nᵀ with N = M √w (kron_series_1) or N = (I - Ψ)⁻¹ M √w (kron_series_2, for which
 V_0 - Ψ V_0 Ψᵀ = M (1 - μ_G μ_A) Mᵀ). N is what `multiply_cholesky` multiplies with; it is not triangular.
+Other powers come from it (`kfac_fx.rooted`).
 
 With S positions at each use, taken to be independent as everywhere, everything is S = c / T times larger; T = 1 is
 c G ⊗ A. Of sequences of different lengths T is the mean. The eigenvalues ψ keep their sign: what alternates in time
@@ -34,11 +35,10 @@ from torch import Tensor
 
 from kfac_fx.chain import fejer, kron, resolvent, solve_transposed, symmetrized, triangle
 from kfac_fx.factors import Side, Stack
-from kfac_fx.groups import ALL, BlockGroup, Roots
+from kfac_fx.groups import ALL, Roots
 from kfac_fx.linalg import RESCUES, Root, cholesky, damp, eigh, is_finite, spread
-from kfac_fx.passes.errors import ApproximationError
+from kfac_fx.rooted import Kept, RootedGroup
 
-ROOTS = (-1.0, "cholesky", "cholesky_inverse")
 LONGEST = 1023  # steps that blocks are prepared for, where the first batch has fewer: ten bits of T
 
 
@@ -47,53 +47,30 @@ def longest(steps: int) -> int:
     return max(LONGEST, steps)
 
 
-class SeriesGroup(BlockGroup):
+class SeriesGroup(RootedGroup):
     """Their decompositions are their own: `Inverter` leaves them alone."""
 
     def __init__(self, registrations: Sequence[Any], forms: Sequence[Any], **options: Any) -> None:
-        """See BlockGroup. Raises ApproximationError for powers other than 1 and -1, which have no structure."""
         super().__init__(registrations, forms, **options)
-        if wrong := [root for root in self.roots if root not in ROOTS]:
-            names = "; ".join(str(one) for one in registrations)
-            raise ApproximationError(
-                f"{names}: {self.approximation} has the powers 1 and -1 only, not "
-                f"{', '.join(f'{root:g}' for root in wrong)}.\nUse other `exps`, or 'kron_indep' for these parameters."
-            )
         self.longest = longest(max(one.steps for one in registrations))
         self.decomposed = []
         blocks = len(self)
         self.factors["pairs"] = Stack.zeros(blocks, (), self.dtype, self.device)
         for side in self.sides:
             self.factors[lagged(side)] = Stack.zeros(blocks, side.shape(self.shape), self.dtype, self.device)
-        squares = [torch.zeros_like(self.factors[side.factor].moment) for side in self.sides]
-        weights = torch.zeros(blocks, *self.shape, dtype=self.dtype, device=self.device)
-        again = [] if self.symmetric else [torch.zeros_like(square) for square in squares]
-        self.roots = {root: [one.clone() for one in (*squares, weights, *again)] for root in self.roots}
 
     def steps(self) -> Tensor:
         """T of every block: [L]."""
         positions = self.positions()
         return (positions / (positions - self.factors["pairs"].value)).round()
 
-    @property
-    def symmetric(self) -> bool:
-        return self.approximation != "kron_series_2"
-
-    def operands(self, root: Root) -> list[str]:
-        sides = [str(side) for side in self.sides]
-        return [*sides, "weights", *([] if self.symmetric else [f"{side} lagged" for side in sides])]
-
     # --- products ---------------------------------------------------------------------------------------------------
 
     def multiply(self, matrix: Tensor, root: Root, transpose: bool = False, members: slice = ALL) -> Tensor:
+        if root != 1:
+            return super().multiply(matrix, root, transpose, members)
         operators = [operator[members] for operator in self.operators(root)]
-        if root == 1:
-            return self.product(matrix, operators[:2], operators[2:], members)
-        if root == "cholesky":
-            return self.half(matrix, operators, transpose)
-        if root == "cholesky_inverse":
-            return self.half_inverse(matrix, operators, transpose)
-        return self.half_inverse(self.half_inverse(matrix, operators, False), operators, True)
+        return self.product(matrix, operators[:2], operators[2:], members)
 
     def operators(self, root: Root) -> list[Tensor]:
         """L_G, L_A, Ĝ, Â with the present factors for 1, what `store` kept for the others; errors of BlockGroup."""
@@ -116,24 +93,6 @@ class SeriesGroup(BlockGroup):
             backward = resolvent([hat.mT for hat in hats], inner, self.longest)
             inner = resolvent(hats, inner, self.longest) + backward - inner
         return c * kron(lower, inner)
-
-    def half(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool) -> Tensor:
-        """N W or Nᵀ W: M and √w, and for series 2 Ψ̃ = Eᵀ Ψ̂ E, for (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
-        basis, weights, hats = operators[:2], operators[2], operators[3:]
-        if transpose:
-            inner = kron(basis, matrix, transpose=True)
-            return weights * (resolvent([hat.mT for hat in hats], inner, self.longest) if hats else inner)
-        inner = weights * matrix
-        return kron(basis, resolvent(hats, inner, self.longest) if hats else inner)
-
-    def half_inverse(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool) -> Tensor:
-        """N⁻¹ W or N⁻ᵀ W: M⁻ᵀ and 1/√w, and for series 2 (M⁻¹ Ψ)ᵀ."""
-        basis, weights, lagging = operators[:2], operators[2], operators[3:]
-        if transpose:
-            inner = weights * matrix
-            return kron(basis, inner) - kron(lagging, inner) if lagging else kron(basis, inner)
-        inner = kron(basis, matrix, transpose=True)
-        return weights * (inner - kron(lagging, matrix, transpose=True) if lagging else inner)
 
     def dense(self, index: int) -> Tensor:
         """The undamped block; where V_0 has no inverse, Ψ is nothing."""
@@ -182,26 +141,26 @@ class SeriesGroup(BlockGroup):
             )
             use = left & ~wrong
             kept = {
-                root: [
-                    torch.where(spread(use, new), new, old) for new, old in zip(again[root], kept[root], strict=True)
+                name: [
+                    torch.where(spread(use, new), new, old) for new, old in zip(again[name], kept[name], strict=True)
                 ]
-                for root in kept
+                for name in kept
             }
             left = left & wrong
-        for root, last in self.roots.items():
-            for old, new in zip(last, kept[root], strict=True):
+        for name, last in self.kept.items():
+            for old, new in zip(last, kept[name], strict=True):
                 torch.where(spread(left, new), old, new, out=old)
         self.failed += left
         self.inverted = True
 
-    def decomposition(self, dampings: Mapping[Side, Tensor]) -> tuple[dict[Root, list[Tensor]], Tensor]:
-        """(the roots to keep, which blocks came out wrong [L]), in the precision of the factors."""
+    def decomposition(self, dampings: Mapping[Side, Tensor]) -> tuple[Kept, Tensor]:
+        """(what is kept, which blocks came out wrong [L]), in the precision of the factors."""
         found = [self.whitened(side, dampings[side]) for side in self.sides]
         lowers, hats = [lower for lower, _, _ in found], [hat for _, hat, _ in found]
         (left, e_left), (right, e_right) = (eigh(hat if self.symmetric else hat @ hat.mT) for hat in hats)
         products = (left.unsqueeze(-1) * right.unsqueeze(-2)).view(len(self), *self.shape)
         c, steps = (spread(one.to(products.dtype), products) for one in (self.positions(), self.steps()))
-        w = c * (fejer(products, steps) / steps if self.symmetric else 1 - products)
+        w = c * (fejer(products, steps, self.longest) / steps if self.symmetric else 1 - products)
         fine = [one.view(len(self), -1).all(1) for _, _, one in found] + [(w > 0).flatten(1).all(1)]
         bases = (e_left, e_right)
         inverse = [solve_transposed(lower, basis) for lower, basis in zip(lowers, bases, strict=True)]
@@ -210,15 +169,9 @@ class SeriesGroup(BlockGroup):
         if not self.symmetric:
             turned = [basis.mT @ hat @ basis for hat, basis in zip(hats, bases, strict=True)]
             lagging = [solve_transposed(lower, hat.mT @ e) for lower, hat, e in zip(lowers, hats, bases, strict=True)]
-        backward = [*inverse, w.rsqrt(), *lagging]
-        kept: dict[Root, list[Tensor]] = {-1.0: backward, "cholesky_inverse": backward}
-        kept["cholesky"] = [*forward, w.sqrt(), *turned]
-        roots = {
-            root: [one.to(self.dtype).view(like.shape) for one, like in zip(kept[root], self.roots[root], strict=True)]
-            for root in self.roots
-        }
-        fine += [is_finite(one) for operators in roots.values() for one in operators]
-        return roots, ~torch.stack(fine).all(0)
+        kept = self.made([*forward, w.sqrt(), *turned], [*inverse, w.rsqrt(), *lagging])
+        fine += [is_finite(one) for operators in kept.values() for one in operators]
+        return kept, ~torch.stack(fine).all(0)
 
 
 def lagged(side: Side) -> str:

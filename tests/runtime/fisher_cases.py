@@ -114,11 +114,6 @@ def use_of(layer: str, attrs: Mapping[str, Any]) -> Use:
     return Use(layer, 0, nowhere, nowhere, {}, attrs, frozenset())
 
 
-def roots_of(approximation: str) -> tuple[Root, ...]:
-    """All that a block may keep: series have no other powers than 1 and -1."""
-    return tuple(root for root in ALL_ROOTS if approximation not in SERIES or root == -1 or isinstance(root, str))
-
-
 def draw(registration: Registration, form: Form, cases: int, positions: int = 2) -> dict[str, Tensor]:
     """The statistics that the registration needs, of random rows."""
     if registration.matrix is None:
@@ -187,7 +182,7 @@ def trained(
     form = FORMS[name]
     registration = register(form, approximation)
     parameters = form.parameters
-    block = make_block(registration, parameters=parameters, dtype=dtype, damping=damping, roots=roots_of(approximation))
+    block = make_block(registration, parameters=parameters, dtype=dtype, damping=damping, roots=ALL_ROOTS)
     for _ in range(20):
         block.update(draw(registration, form, 7), 7, decay=0.95)
     block.update_inverses()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks import FisherBlock, make_block
+from kfac_fx.blocks import FisherBlock, make_block, make_groups
 from kfac_fx.chain import fejer, resolvent, rounds, triangle
+from kfac_fx.inverses import Inverter
+from kfac_fx.krylov import inverse_power
 from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import ApproximationError
@@ -32,12 +35,17 @@ def registered(approximation: str, steps: int, shape: tuple[int, int] | None = N
 
 
 def block_of(
-    approximation: str, steps: int, damping: float = 0.3, positions: int = 1, roots: tuple[Root, ...] = ROOTS
+    approximation: str,
+    steps: int,
+    damping: float = 0.3,
+    positions: int = 1,
+    roots: tuple[Root, ...] = ROOTS,
+    dtype: torch.dtype = torch.float64,
 ) -> FisherBlock:
     """A block that has seen three batches."""
     torch.manual_seed(steps)
     registration = registered(approximation, steps)
-    block = make_block(registration, parameters=FORM.parameters, damping=damping, roots=roots, dtype=torch.float64)
+    block = make_block(registration, parameters=FORM.parameters, damping=damping, roots=roots, dtype=dtype)
     for _ in range(3):
         x, d = sequences(steps, (6, positions, 1), 2, 3)
         block.update(sequence_statistics(x, d, True, (G, O, I)), 6, decay=0.9)
@@ -188,13 +196,116 @@ def test_what_alternates_makes_the_block_smaller() -> None:
     assert size["alternating", "kron_series_1_abs"] > 2 * size["alternating", "kron_indep"]
 
 
+# --- powers -----------------------------------------------------------------------------------------------------------
+
+POWERS = (-2.5, -2.0, -1.3, -0.5, 0.0, 0.7, 1.5, 3.0)
+
+
 @both
-@pytest.mark.parametrize("exps", [(-0.5,), (-1.0, 0.5, 2.0)])
-def test_other_powers_are_refused(approximation: str, exps: tuple[float, ...]) -> None:
-    wrong = ", ".join(f"{exp:g}" for exp in exps if exp != -1)
-    text = rf"linear\(weight, bias\): {approximation} has the powers 1 and -1 only, not {wrong}"
+@pytest.mark.parametrize("dense", [True, False])
+def test_every_real_power_is_that_of_the_dense_block(
+    approximation: str, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small blocks by eigenvectors, large ones by Lanczos' process."""
+    monkeypatch.setattr("kfac_fx.rooted.DENSE", 9 if dense else 8)
+    block, vector = block_of(approximation, 4, positions=2, roots=POWERS), draw_vector()
+    values, vectors = torch.linalg.eigh(dense_block(block, 0.3, 4))
+    v = vectors.mT @ flat(block, vector)
+    for exp in POWERS:
+        found = flat(block, block.multiply_matpower(vector, exp))
+        torch.testing.assert_close(
+            found, vectors @ (values**exp * v), rtol=1e-9, atol=1e-9, msg=lambda m, e=exp: f"{e}: {m}"
+        )
+
+
+@both
+def test_every_block_of_a_stack_has_its_own_power(approximation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks of two groups each, dense and by Lanczos' process."""
+    layout, names = weight((4, 2, 2), "(g o) c k -> g o (c k)", g=2)[1], ("one", "two")
+    registrations = [
+        replace(registered(approximation, 3), matrix=MatrixForm((name, layout), None), parameters=(name,))
+        for name in names
+    ]
+    vector = {name: torch.randn(4, 2, 2) for name in names}
+    sums = [sequence_statistics(*sequences(3, (6, 1, 2), 4, 2), False, (2, 2, 4)) for _ in names]
+    products = []
+    for limit in (8, 7):
+        monkeypatch.setattr("kfac_fx.rooted.DENSE", limit)
+        (group,) = make_groups(registrations, vector, roots=(0.5, -1.5), damping=torch.tensor(0.1))
+        assert len(group) == 2 and group.is_dense is (limit == 8)
+        group.update(sums, 6, decay=0.0)
+        Inverter([group], tuple(group.roots)).update()
+        products.append([group.multiply(group.pack(vector), exp) for exp in (0.5, -1.5)])
+    for dense, other in zip(*products, strict=True):
+        torch.testing.assert_close(other, dense, rtol=1e-9, atol=1e-9)
+
+
+@both
+def test_what_lanczos_does_not_come_to_is_an_error(approximation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfac_fx.rooted.DENSE", 1)
+    monkeypatch.setattr("kfac_fx.rooted.STEPS", 3)
+    block = block_of(approximation, 4, roots=(-0.5, 2.0))
+    text = (
+        rf"linear\(weight, bias\): 3 steps of Lanczos' process left a relative error of .* in the power -0.5 of "
+        rf"{approximation}, wanted 1e-10.\nUse more damping, whole numbers for `exps`, or 'kron_indep' for these"
+    )
     with pytest.raises(ApproximationError, match=text):
-        block_of(approximation, 3, roots=exps)
+        block.multiply_matpower(draw_vector(), -0.5)
+    block.multiply_matpower(draw_vector(), 2)
+
+
+def test_powers_of_blocks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfac_fx.rooted.DENSE", 1)
+    single, double = (block_of("kron_series_2", 4, roots=(-0.5,), dtype=d) for d in (torch.float32, torch.float64))
+    vector = draw_vector()
+    found = single.multiply_matpower({name: one.float() for name, one in vector.items()}, -0.5)
+    for name, exact in double.multiply_matpower(vector, -0.5).items():
+        assert found[name].dtype is torch.float32
+        torch.testing.assert_close(found[name].double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_powers_of_a_block_that_never_decomposed_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kfac_fx.rooted.DENSE", 1)
+    block = make_block(
+        registered("kron_series_2", 3), parameters=FORM.parameters, damping=0.1, roots=(-0.5,), dtype=torch.float64
+    )
+    block.factors["G"].moment.fill_(torch.nan)
+    block.group.updated = True
+    block.update_inverses()
+    assert block.failures.decompositions == 1
+    assert not any(product.any() for product in block.multiply_matpower(draw_vector(), -0.5).values())
+
+
+# --- Lanczos' process ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 0.9])
+def test_the_bound_of_the_error_holds(alpha: float) -> None:
+    """At every number of steps, on eigenvalues over five orders of magnitude, some of them many times."""
+    values = torch.cat([torch.logspace(-4, 1, 40), torch.full((10,), 1e-4)])
+    basis, _ = torch.linalg.qr(torch.randn(50, 50))
+    f, u = (basis * values) @ basis.mT, torch.randn(50)
+    exact = basis @ (values**-alpha * (basis.mT @ u))
+    bounds = []
+    for most in range(1, 42):
+        found, bound = inverse_power(lambda v: f @ v, u, alpha, 0.9e-4, 1e-10, most)
+        away = (found - exact).norm() / found.norm()
+        assert away <= bound + 1e-9
+        bounds.append(bound)
+    assert bounds[0] > 1 and bounds[-1] <= 1e-10
+
+
+def test_a_vector_of_few_eigenvectors_needs_as_many_steps() -> None:
+    calls = []
+
+    def product(v: Tensor) -> Tensor:
+        calls.append(v)
+        return torch.tensor([1.0, 2, 2, 4]) * v
+
+    found, bound = inverse_power(product, torch.tensor([0.0, 3, 4, 0]), 0.5, 1.0, 1e-10, 100)
+    torch.testing.assert_close(found, torch.tensor([0.0, 3, 4, 0]) / 2**0.5)
+    assert (bound, len(calls)) == (0, 1)
+    assert inverse_power(product, torch.zeros(4), 0.5, 1.0, 1e-10, 100)[1] == 0 and len(calls) == 1
 
 
 # --- sums over lags ---------------------------------------------------------------------------------------------------
@@ -203,15 +314,28 @@ def test_other_powers_are_refused(approximation: str, exps: tuple[float, ...]) -
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 12])
 def test_sums_over_lags_are_the_plain_sums(steps: int) -> None:
     torch.manual_seed(steps)
-    x = torch.linspace(-0.95, 0.95, 21)
+    x = torch.linspace(-1, 1, 21)
     plain = sum((steps - abs(d)) * x ** abs(d) for d in range(1 - steps, steps))
-    torch.testing.assert_close(fejer(x, torch.tensor(float(steps))), plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(fejer(x, torch.tensor(float(steps)), 15), plain, rtol=1e-12, atol=1e-12)
     hats = [torch.randn(size, size) / 3 for size in (2, 3)]
     w = torch.randn(2, 3)
     terms = [torch.linalg.matrix_power(hats[0], d) @ w @ torch.linalg.matrix_power(hats[1], d).mT for d in range(steps)]
     t = torch.tensor(float(steps))
     for longest in (steps, 31):
         torch.testing.assert_close(triangle(hats, w, t, longest), sum((steps - d) * x for d, x in enumerate(terms)))
+
+
+@pytest.mark.parametrize("steps", [2, 25, 400])
+def test_sums_over_lags_lose_no_figures_in_float32(steps: int) -> None:
+    """Next to 1, where all terms are alike, and next to -1, where they cancel: as many rounding errors as there are
+    powers in the last term, of numbers that float32 has exactly."""
+    away = torch.cat([torch.zeros(1), 2.0 ** torch.arange(-23, 0)]).float()
+    x = torch.cat([1 - away, away - 1]).float()
+    t = torch.tensor(float(steps))
+    exact = sum((steps - abs(d)) * x.double() ** abs(d) for d in range(1 - steps, steps))
+    found = fejer(x, t.float(), 511)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=steps * 1.2e-7, atol=0)
 
 
 @pytest.mark.parametrize("steps", [2, 5, 30])
