@@ -70,5 +70,5 @@ def homogeneous(rows: Rows) -> Tensor:
     """x with the bias column, if there is one: ones, and zeros where there is no row."""
     if not rows.bias:
         return rows.x
-    ones = torch.ones_like(rows.x[..., :1])
+    ones = rows.x.new_ones(*rows.x.shape[:-1], 1)  # not like a column: a layer that only shifts has none
     return torch.cat([rows.x, ones if rows.kept is None else masked(ones, rows.kept, 0)], dim=-1)
