@@ -16,7 +16,7 @@ from kfac_fx.groups import BlockGroup, Form, Vector
 from kfac_fx.inverses import Inverter
 from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root, dense
-from kfac_fx.passes.ir import SERIES, SUA, Registration
+from kfac_fx.passes.ir import SERIES, UNCORRELATED, Registration
 from kfac_fx.pieces import split
 from kfac_fx.series import SeriesGroup
 from kfac_fx.sua import UncorrelatedGroup
@@ -156,7 +156,7 @@ def make_groups(
     def key(one: Registration) -> tuple[object, ...]:
         example = parameters[one.parameters[0]]
         place = dtype or torch.promote_types(example.dtype, torch.float32), device or example.device
-        kernel = one.kernel if one.approximation == SUA else None
+        kernel = (one.approximation, one.kernel) if one.approximation in UNCORRELATED else None
         series = one.approximation if one.approximation in SERIES else None
         return SIDES[one.approximation], one.blocks, kernel, series, one.generic, form_of(one, parameters).shape, place
 
@@ -182,7 +182,7 @@ def make_groups(
 def group_class(registration: Registration) -> type[BlockGroup]:
     if registration.approximation in SERIES:
         return SeriesGroup
-    if registration.approximation == SUA:
+    if registration.approximation in UNCORRELATED:
         return UncorrelatedGroup
     return BlockGroup if registration.blocks == (1, 1) else WideGroup
 

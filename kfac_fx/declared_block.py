@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, fx
 
 from kfac_fx.passes.errors import ApproximationError, RegistrationError
-from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, SUA, Registration, Sampling, Use
+from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, UNCORRELATED, Registration, Sampling, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
@@ -98,7 +98,7 @@ class DeclaredBlock:
             raise RegistrationError(f"{', '.join(self.params)}: the use at {places} lays them out differently")
         for use in aligned:
             known = self.layer_collection.layers[use.layer].approximations
-            if self.approximation not in known or (self.approximation == SUA and use.transposed):
+            if self.approximation not in known or (self.approximation in UNCORRELATED and use.transposed):
                 kind = f"a transposed {use.layer}" if use.transposed else use.layer
                 raise ApproximationError(
                     f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "

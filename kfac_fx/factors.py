@@ -10,7 +10,7 @@ for a shared layer), the sums of `statistics` become
 
 For series of uses there are A1 and G1 besides, from products of consecutive rows, also divided by M, and the number of
 such pairs, divided by N as positions are (`kfac_fx.lagged`).
-For "kron_sua" the rows of A are the input's pixels with a 1 appended, and A is their mean (`kfac_fx.sua`).
+For "kron_sua" and its kin the rows of A are the input's pixels with a 1 appended, and A is their mean (`kfac_fx.sua`).
 
 Every factor is a running average of these values over batches with weights 1, decay, decay², ...: it is free of bias
 from the start, and equals the first batch's value after the first update.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kfac_fx.linalg import Root, spread
 from kfac_fx.passes.errors import FactorNotReady
-from kfac_fx.passes.ir import SERIES, SUA
+from kfac_fx.passes.ir import SERIES, UNCORRELATED
 from kfac_fx.statistics import whole
 
 Shape = tuple[int, ...]
@@ -155,7 +155,7 @@ SIDES: dict[str, tuple[Side, Side | None]] = {  # of an approximation: left and 
     "kron_out_diag": (OUTPUTS_DIAGONAL, INPUTS),
     "kron_both_diag": (OUTPUTS_DIAGONAL, INPUTS_DIAGONAL),
     **dict.fromkeys(SERIES, (OUTPUTS, INPUTS)),
-    SUA: (OUTPUTS, INPUTS),  # of pixels
+    **dict.fromkeys(UNCORRELATED, (OUTPUTS, INPUTS)),  # of pixels
     "diagonal": (Side("F", "square", True), None),
     "full": (Side("F", "outer", False), None),
 }
@@ -181,7 +181,7 @@ def batch_values(approximation: str, sums: Mapping[str, Tensor], cases: int) -> 
     if right is not None:
         rows = sums["count"].clamp(min=1)  # no rows: the sums are zero, and the update is not accepted
         sides = {side.factor: sums[side.statistic] / spread(rows, sums[side.statistic]) for side in (left, right)}
-        if approximation == SUA:  # pixels are not as many as output positions; their number is in the corner
+        if approximation in UNCORRELATED:  # pixels are not as many as output positions; their number is in the corner
             sides["A"] = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
         if approximation in SERIES:
             sides |= {name: sums[name] / spread(rows, sums[name]) for name in ("A1", "G1")}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfac_fx.factors import SIDES
 from kfac_fx.fisher_blocks import FisherBlock
-from kfac_fx.passes.ir import SUA, Registration, Use
+from kfac_fx.passes.ir import UNCORRELATED, Registration, Use
 
 
 class FisherFactor:
@@ -46,8 +46,8 @@ def source(registration: Registration, factor: str) -> Hashable:
     if factor == "G":
         return tuple((use.output, use.transposed, registration.matrix.shape[:2]) for use in registration.uses)
     g, _, i = registration.matrix.shape
-    if registration.approximation == SUA:
-        return (g, SUA, *(use.input for use in registration.uses))
+    if registration.approximation in UNCORRELATED:
+        return (g, "pixels", *(use.input for use in registration.uses))
     return (g, i, registration.matrix.bias is None, *(rows_of(use) for use in registration.uses))
 
 

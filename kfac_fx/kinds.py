@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kfac_fx.fisher_blocks import CONVOLUTIONS, DEPTHWISE, EMBEDDINGS, LINEAR, SCALES
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.ir import APPROXIMATIONS, SERIES
+from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, UNCORRELATED
 from kfac_fx.registry import Key
 
 
@@ -37,12 +37,12 @@ EMBEDDED = {"kron_in_diag": "kron_in_diag", "kron_both_diag": "kron_both_diag", 
 KINDS: Mapping[str, Kind] = {
     "generic": Kind((), same("diagonal", "full"), "diagonal"),
     "fully_connected": Kind(LINEAR, KRON | same("diagonal"), "kron"),
-    "conv2d": Kind(CONVOLUTIONS, same("kron", "diagonal", "kron_sua"), "kron"),
+    "conv2d": Kind(CONVOLUTIONS, same("kron", "diagonal", *UNCORRELATED), "kron"),
     "depthwise_conv2d": Kind(DEPTHWISE, same("kron", "diagonal"), "diagonal"),
     "embedding": Kind(EMBEDDINGS, {"kron": "kron_in_diag"} | EMBEDDED, "kron"),
     "scale_and_shift": Kind(SCALES, same("full", "diagonal"), "full"),
     "fully_connected_multi": Kind(LINEAR, INDEP | same(*SERIES), "kron_indep", multi=True),
-    "conv2d_multi": Kind(CONVOLUTIONS, same("kron_indep"), "kron_indep", multi=True),
+    "conv2d_multi": Kind(CONVOLUTIONS, same("kron_indep", "diagonal", *UNCORRELATED), "kron_indep", multi=True),
     "embedding_multi": Kind(
         EMBEDDINGS, {"kron_indep": "kron_in_diag", "kron_indep_in_diag": "kron_in_diag"}, "kron_indep", multi=True
     ),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError, table
-from kfac_fx.passes.ir import KEPT, SERIES, SUA, Program, Registration, Use
+from kfac_fx.passes.ir import KEPT, SERIES, UNCORRELATED, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 
 from .likeness import coarsest, compare
@@ -150,7 +150,7 @@ def replace_taps(recorder: Recorder) -> Recorder:
 def whole(one: Registration) -> Registration:
     """What is proved are the rows of the matrix, all of them."""
     uses = tuple(all_rows(use) if use.mask_dims else use for use in one.uses)
-    approximation = "kron" if one.approximation in (SUA, *SERIES) else one.approximation
+    approximation = "kron" if one.approximation in (*UNCORRELATED, *SERIES) else one.approximation
     return replace(one, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
 
 

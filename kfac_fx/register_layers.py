@@ -16,7 +16,7 @@ from kfac_fx.default_approximations import Defaults
 from kfac_fx.find_use import Nodes, listed
 from kfac_fx.fisher_blocks import CONVOLUTIONS, DEPTHWISE, EMBEDDINGS, LINEAR, FisherBlock, block_class
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.ir import GENERIC, SUA, Sampling, Use
+from kfac_fx.passes.ir import GENERIC, UNCORRELATED, Sampling, Use
 from kfac_fx.passes.layers.conv import per_axis, same_or_given
 from kfac_fx.registry import VARIABLE_SCOPE
 from kfac_fx.subsample import ALL, read_sampling
@@ -142,7 +142,8 @@ class LayerRegistrations(Defaults):
     ) -> FisherBlock:
         """
         Args:
-            approx: "kron" (KFC), "kron_sua" (pixels in the place of patches) or "diagonal".
+            approx: "kron" (KFC), "diagonal", or, with pixels in the place of patches (`kfac_fx.sua`), "kron_sua",
+                "kron_sua_zero_mean" or "kron_sua_centered".
             sub_sample_inputs, sub_sample_patches: see `kfac_fx.compile`; None: those of the collection.
             patch_mask: [channels in a group, *kernel], what every patch is multiplied with; for weights that are masked
                 alike for all outputs.
@@ -169,7 +170,8 @@ class LayerRegistrations(Defaults):
         approx: str | None = None,
         reuse: Reuse = VARIABLE_SCOPE,
     ) -> FisherBlock:
-        """As `register_fully_connected_multi`; the geometry may differ from use to use. approx: "kron_indep"."""
+        """As `register_fully_connected_multi`; the geometry may differ from use to use.
+        approx: "kron_indep", or what `register_conv2d` takes besides "kron"."""
         self.check_geometry(params, CONVOLUTIONS, inputs, outputs, strides, padding, dilations, data_format)
         return self.register("conv2d_multi", params, inputs, outputs, approx, reuse, num_uses)
 
@@ -240,8 +242,8 @@ class LayerRegistrations(Defaults):
         (use, *_) = self.find_uses(CONVOLUTIONS, names, inputs, outputs)
         kernel, columns = use.attrs["weight"][2:], use.matrix.shape[2] - ("bias" in use.parameters)
         wanted = [columns // prod(kernel), *kernel]
-        if self.chosen("conv2d", names, approx) == SUA:
-            raise RegistrationError(f"{', '.join(names)}: patch_mask needs patches, and {SUA!r} has pixels")
+        if (chosen := self.chosen("conv2d", names, approx)) in UNCORRELATED:
+            raise RegistrationError(f"{', '.join(names)}: patch_mask needs patches, and {chosen!r} has pixels")
         if list(mask.shape) != wanted:
             raise RegistrationError(
                 f"{', '.join(names)}: patch_mask has shape {list(mask.shape)}, the patches have {wanted}"

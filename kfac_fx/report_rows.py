@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from kfac_fx.passes.ir import SERIES, SUA, Program, Registration
+from kfac_fx.passes.ir import SERIES, UNCORRELATED, Program, Registration
 from kfac_fx.passes.labels import labels, parameters_behind, use_edges
 from kfac_fx.passes.matrix import block_width
 
 Shapes = dict[str, tuple[int, ...]]
+MEANS = {"kron_sua_zero_mean": " of zero mean", "kron_sua_centered": " less their mean"}
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ def block_words(registration: Registration, program: Program) -> str:
             words += f", {registration.approximation.removeprefix('kron_').replace('_', ' ')}"
         elif len(registration.uses) > 1:
             words += ", independent"
-        if registration.approximation == SUA:
-            words += ", uncorrelated places"
+        if registration.approximation in UNCORRELATED:
+            words += f", uncorrelated places{MEANS.get(registration.approximation, '')}"
     elif registration.generic:
         words = f"generic {words}"
     return f"{words} (linked)" if frozenset(registration.owners) in program.options.linked else words

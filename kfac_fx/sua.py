@@ -13,6 +13,10 @@ With e = 1_K / √K every patch splits into its mean over places, along e, and w
 so all roots of A + λ I are those of Σ + λ I and B + λ I, matrices as wide as there are channels, for products a K-th as
 long. The triangular factors are triangular in these parts; L Lᵀ = A + λ I holds as always.
 
+Two relatives of "kron_sua" leave μ out of m, so that B = [[Σ, 0], [0, 1]]: "kron_sua_zero_mean" takes the mean to be
+zero, and Σ to be the second moment of pixels; "kron_sua_centered" keeps the covariance, as if the mean had been
+subtracted before.
+
 The factor that is averaged is the second moment of pixels with a 1 appended, [[Σ + μ μᵀ, μ], [μᵀ, 1]]: [g, C+1, C+1].
 Padding is not looked at, and a stride neither: every pixel of the input counts once.
 """
@@ -29,6 +33,11 @@ from torch import Tensor
 from kfac_fx.factors import INPUTS, Side
 from kfac_fx.groups import BlockGroup
 from kfac_fx.linalg import bordered
+
+
+def outer(vector: Tensor) -> Tensor:
+    return vector.unsqueeze(-1) * vector.unsqueeze(-2)
+
 
 CENTERED, MEAN = replace(INPUTS, part="centered"), replace(INPUTS, part="mean")
 
@@ -62,13 +71,17 @@ class UncorrelatedGroup(BlockGroup):
         """Σ or B of the second moments of pixels."""
         if side not in (CENTERED, MEAN):
             return super().as_operator(side, factor)
-        mean = factor[..., :-1, -1]
-        outer = mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        covariance = factor[..., :-1, :-1] - outer
+        covariance, mean = self.assumed(factor)
         if side == CENTERED:
             return covariance
-        body = covariance + self.kernel * outer
+        body = covariance + self.kernel * outer(mean)
         return bordered(body, math.sqrt(self.kernel) * mean, torch.ones_like(mean[..., 0])) if self.bias else body
+
+    def assumed(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """(Σ, μ) of the second moments of pixels."""
+        second, mean = factor[..., :-1, :-1], factor[..., :-1, -1]
+        covariance = second if self.approximation == "kron_sua_zero_mean" else second - outer(mean)
+        return covariance, mean if self.approximation == "kron_sua" else torch.zeros_like(mean)
 
     def mean_eigenvalue(self, side: Side) -> Tensor:
         if side != INPUTS:

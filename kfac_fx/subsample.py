@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.ir import KEPT, KRONECKER, SUA, Registration, Sampling, Use, tensor_attrs
+from kfac_fx.passes.ir import KEPT, KRONECKER, UNCORRELATED, Registration, Sampling, Use, tensor_attrs
 
 INPUTS, PATCHES = 0.2, 3.0  # of TF K-FAC
 PHASES = (0.7548776662466927, 0.5698402909980532)  # multiples of these fill the unit square evenly (Roberts, 2018)
 SAMPLED = ("A", "A_diag")
-WITH_ROWS = (*KRONECKER, "kron_indep", SUA)  # of one input factor, and of nothing that needs rows besides
+WITH_ROWS = (*KRONECKER, "kron_indep", *UNCORRELATED)  # of one input factor, and of nothing that needs rows besides
 
 ALL = Sampling()
 Ratio = tuple[int, int]  # whole numbers, since what they are a share of may be symbolic

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.passes.ir import SUA, Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Region
 
@@ -22,7 +22,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
     form = layer.forms[use.form]
     make_rows, make_grad_rows = form.rows, form.grad_rows
-    if registration.approximation == SUA:
+    if registration.approximation in UNCORRELATED:
         assert form.pixels is not None, f"bug in kfac_fx: {registration} has no pixels"
         make_rows = form.pixels
     literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}

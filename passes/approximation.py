@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from .errors import ApproximationError, table
-from .ir import GENERIC, KEPT, KRONECKER, SERIES, SUA, Program, Use, tensor_attrs, where
+from .ir import GENERIC, KEPT, KRONECKER, SERIES, UNCORRELATED, Program, Use, tensor_attrs, where
 from .matrix import MatrixForm
 from .operations import VIEWS, op_name
 from .slopes import NORMALIZED
@@ -46,8 +46,8 @@ def choose(
         reason = "its filters are normalized: without the projection of their gradients that this makes"
         if chosen not in (*KRONECKER, "kron_indep"):
             reason, chosen = f"{reason}, so not {chosen!r}", "kron"
-    if chosen == SUA and (other := next((use for use in uses if not has_pixels(program, use)), None)):
-        reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {SUA!r}", "kron"
+    if chosen in UNCORRELATED and (other := next((use for use in uses if not has_pixels(program, use)), None)):
+        reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {chosen!r}", "kron"
     if chosen in SERIES and (obstacle := why_no_series(uses)):
         reason, chosen = f"{obstacle}, so not {chosen!r}", default if default in KRONECKER else "kron"
     if len(uses) > 1 and chosen == "kron":
@@ -69,7 +69,7 @@ def cases_apart(program: Program, use: Use) -> bool:
 
 def has_pixels(program: Program, use: Use) -> bool:
     return (
-        SUA in program.layers[use.layer].approximations
+        set(UNCORRELATED) <= set(program.layers[use.layer].approximations)
         and not use.transposed
         and not (use.region or use.slopes or use.gain_of)
     )

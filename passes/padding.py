@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import LayerError
-from .ir import KEPT, SERIES, SUA, Dims, Note, Program, Registration, Use, where
+from .ir import KEPT, SERIES, UNCORRELATED, Dims, Note, Program, Registration, Use, where
 from .layers import Layer
 from .operations import op_name
 
@@ -84,7 +84,7 @@ class Places:
 
     def of_use(self, one: Registration, use: Use, layer: Layer) -> tuple[Dims | None, str]:
         """(dimensions, why not)."""
-        if one.approximation == SUA and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
+        if one.approximation in UNCORRELATED and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
             return None, "its pixels are not its output positions"
         if one.approximation in SERIES:
             return None, "a series of uses takes all of them"

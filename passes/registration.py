@@ -12,8 +12,8 @@ from .uses import Use
 KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
 EVERY_LAYER = (*KRONECKER, "kron_indep", "diagonal", "full")
 SERIES = ("kron_series_1", "kron_series_1_abs", "kron_series_2")  # of layers whose rows are no ids
-SUA = "kron_sua"  # of layers that declare pixels
-APPROXIMATIONS = (*EVERY_LAYER, *SERIES, SUA)
+UNCORRELATED = ("kron_sua", "kron_sua_zero_mean", "kron_sua_centered")  # of layers that declare pixels
+APPROXIMATIONS = (*EVERY_LAYER, *SERIES, *UNCORRELATED)
 GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
 WANTED = "declared generic"  # the reason of what is
 
@@ -80,10 +80,12 @@ class Registration:
     @property
     def rows(self) -> tuple[tuple[int, int, int], bool]:
         """((groups, outputs, inputs), bias) of the rows that statistics are summed over: those of the matrix; for
-        "kron_sua" the pixels of the input, [c], with a column of ones."""
+        UNCORRELATED the pixels of the input, [c], with a column of ones."""
         assert self.matrix is not None, "bug in kfac_fx: rows of a generic registration"
         (g, o, i), bias = self.matrix.shape, self.matrix.bias is not None
-        return ((g, o, (i - bias) // self.kernel + 1), True) if self.approximation == SUA else ((g, o, i), bias)
+        return (
+            ((g, o, (i - bias) // self.kernel + 1), True) if self.approximation in UNCORRELATED else ((g, o, i), bias)
+        )
 
     def __str__(self) -> str:
         return f"{self.layer}({', '.join(self.parameters)})"

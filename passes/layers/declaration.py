@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import LayerError
-from ..ir import EVERY_LAYER, SERIES, SUA, Attrs
+from ..ir import EVERY_LAYER, SERIES, UNCORRELATED, Attrs
 from ..matrix import Layout
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
@@ -125,7 +125,7 @@ def layer(
             one that counts cases.
         default: the Fisher block's approximation when the user asks for none.
         pixels: [N, pixels, g, c], the input without patches, where the rows are patches of it in the order (c, kernel)
-            and the weight is [o, c, *kernel]; such a layer has the approximation "kron_sua", too.
+            and the weight is [o, c, *kernel]; such a layer has "kron_sua" and its kin, too.
 
     Raises LayerError for a form without parameters or with other roles than `weight` and `bias`.
     """
@@ -144,7 +144,7 @@ def layer(
         )
         chosen = name or function.__name__
         check_roles(chosen, form)
-        known = approximations if pixels is None else (*approximations, SUA)
+        known = approximations if pixels is None else (*approximations, *UNCORRELATED)
         return Layer(chosen, [form], default, known, (), location(function))
 
     return declare

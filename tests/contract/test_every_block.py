@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks import FisherBlock, make_block
-from kfac_fx.passes.ir import SERIES, SUA
+from kfac_fx.passes.ir import SERIES, UNCORRELATED
 from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, trained
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
@@ -25,10 +25,11 @@ def matrix(block: FisherBlock, name: str) -> Tensor:
     return torch.stack([torch.block_diag(*one)[:width, :width] for one in groups])
 
 
-def patches_of(pixels: Tensor, kernel: int, bias: bool) -> Tensor:
+def patches_of(name: str, pixels: Tensor, kernel: int, bias: bool) -> Tensor:
     """A of a patch whose places are uncorrelated, Σ ⊗ I + m mᵀ, from the second moment of pixels with a 1 appended."""
     mean = pixels[:-1, -1:]
-    covariance = pixels[:-1, :-1] - mean @ mean.mT
+    covariance = pixels[:-1, :-1] - (0 if name == "kron_sua_zero_mean" else mean @ mean.mT)
+    mean = mean if name == "kron_sua" else 0 * mean
     spread = torch.kron(covariance, torch.eye(kernel, dtype=pixels.dtype))
     m = mean.repeat_interleave(kernel, dim=0)
     if bias:
@@ -40,10 +41,11 @@ def patches_of(pixels: Tensor, kernel: int, bias: bool) -> Tensor:
 def input_side(block: FisherBlock) -> Tensor:
     """A as dense matrices [g, i, i]."""
     one, value = block.registration, block.factors["A"].value
-    if one.approximation != SUA:
+    if one.approximation not in UNCORRELATED:
         return matrix(block, "A")
     assert one.matrix is not None
-    return torch.stack([patches_of(pixels, one.kernel, one.matrix.bias is not None) for pixels in value])
+    name, bias = one.approximation, one.matrix.bias is not None
+    return torch.stack([patches_of(name, pixels, one.kernel, bias) for pixels in value])
 
 
 def damped(block: FisherBlock, damping: float) -> Tensor:

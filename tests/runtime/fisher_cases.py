@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from kfac_fx.blocks import FisherBlock, make_block, statistics_of
 from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root
-from kfac_fx.passes.ir import SERIES, SUA, Registration, Use
+from kfac_fx.passes.ir import SERIES, UNCORRELATED, Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.rows import canonical
 from kfac_fx.statistics import STATISTICS, named
@@ -80,7 +80,8 @@ CASES = [
     for approximation in APPROXIMATIONS
     if form != "generic" or approximation in ("diagonal", "full")
 ]
-CASES += [(form, SUA) for form in CONVOLUTIONS]
+CASES += [(form, "kron_sua") for form in CONVOLUTIONS]
+CASES += [(form, name) for form in ("convolution", "grouped convolution") for name in UNCORRELATED[1:]]
 IN_BLOCKS = {  # (approximation, diagonal blocks of the output and the input side)
     "kron in blocks": ("kron", (2, 3)),
     "kron_in_diag in blocks": ("kron_in_diag", (2, 1)),
