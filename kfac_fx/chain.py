@@ -84,13 +84,24 @@ def sum_of_lags(
     return q
 
 
-def resolvent(hats: Sequence[Tensor], matrix: Tensor, longest: int) -> Tensor:
-    """(I - Ψ̂)⁻¹ W = Σ_d Ψ̂^d W, in rounds that each double the number of terms."""
-    power = list(hats)
-    for _ in range(rounds(longest, torch.finfo(matrix.dtype).eps)):
-        matrix = matrix + kron(power, matrix)
-        power = [one @ one for one in power]
+def resolvent(powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False) -> Tensor:
+    """(I - Ψ̂)⁻¹ W = Σ_d Ψ̂^d W, or of Ψ̂ᵀ, in rounds that each double the number of terms."""
+    for power in powers:
+        matrix = matrix + kron(power, matrix, transpose)
     return matrix
+
+
+def doublings(hats: Sequence[Tensor], longest: int, wait: bool = False) -> list[Sequence[Tensor]]:
+    """[Ψ̂, Ψ̂², Ψ̂⁴, ...] for `resolvent`; none of none. wait: only as many as matter, which the device must say."""
+    found: list[Sequence[Tensor]] = []
+    eps = torch.finfo(hats[0].dtype).eps if hats else 1.0
+    power = list(hats)
+    while hats and len(found) < rounds(longest, eps):
+        if wait and math.prod(float(torch.linalg.matrix_norm(one).max()) for one in power) < eps / 2:
+            break
+        found.append(power)
+        power = [one @ one for one in power]
+    return found
 
 
 def rounds(longest: int, eps: float) -> int:
@@ -106,17 +117,17 @@ def rounds(longest: int, eps: float) -> int:
 # --- square roots of blocks: their operands are those of `kfac_fx.series` ---------------------------------------------
 
 
-def root_of(operands: Sequence[Tensor], matrix: Tensor, transpose: bool, longest: int) -> Tensor:
-    """N W or Nᵀ W: M and √w, and for series 2 Ψ̃ = Eᵀ Ψ̂ E, for (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
-    basis, weights, hats = operands[:2], operands[2], operands[3:]
+def root_of(
+    operands: Sequence[Tensor], powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False
+) -> Tensor:
+    """N W or Nᵀ W: M and √w, and for series 2 the powers of Ψ̃ = Eᵀ Ψ̂ E, for (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
+    basis, weights = operands[:2], operands[2]
     if transpose:
-        inner = kron(basis, matrix, transpose=True)
-        return weights * (resolvent([hat.mT for hat in hats], inner, longest) if hats else inner)
-    inner = weights * matrix
-    return kron(basis, resolvent(hats, inner, longest) if hats else inner)
+        return weights * resolvent(powers, kron(basis, matrix, transpose=True), transpose=True)
+    return kron(basis, resolvent(powers, weights * matrix))
 
 
-def inverse_root(operands: Sequence[Tensor], matrix: Tensor, transpose: bool) -> Tensor:
+def inverse_root(operands: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Tensor:
     """N⁻¹ W or N⁻ᵀ W: M⁻ᵀ and 1/√w, and for series 2 (M⁻¹ Ψ)ᵀ."""
     basis, weights, lagging = operands[:2], operands[2], operands[3:]
     if transpose:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.chain import inverse_root, least_eigenvalue, root_of
+from kfac_fx.chain import doublings, inverse_root, least_eigenvalue, root_of
 from kfac_fx.groups import ALL, BlockGroup
 from kfac_fx.krylov import inverse_power
 from kfac_fx.linalg import Root, eigh
@@ -84,7 +84,7 @@ class RootedGroup(BlockGroup):
         """Raises ApproximationError for a fractional power that Lanczos' process does not come to."""
         operators = [operator[members] for operator in self.operators(root)]
         if root == "cholesky":
-            return root_of(operators, matrix, transpose, self.longest)
+            return root_of(operators, doublings(operators[3:], self.longest), matrix, transpose)
         if root == "cholesky_inverse":
             return inverse_root(operators, matrix, transpose)
         assert not isinstance(root, str), f"bug in kfac_fx: {root!r} is no root"
@@ -98,11 +98,14 @@ class RootedGroup(BlockGroup):
         return torch.cat([self.fractional_power(str(one), root, *tensors) for tensors, one in named])
 
     def whole_power(self, matrix: Tensor, operators: Sequence[Tensor], exp: int) -> Tensor:
-        for _ in range(abs(exp)):
-            if exp > 0:
-                matrix = root_of(operators, root_of(operators, matrix, True, self.longest), False, self.longest)
-            else:
-                matrix = inverse_root(operators, inverse_root(operators, matrix, False), True)
+        """(N Nᵀ)^k W with the operands of N, or those of N⁻¹ if k < 0."""
+        if exp < 0:
+            for _ in range(-exp):
+                matrix = inverse_root(operators, inverse_root(operators, matrix), transpose=True)
+            return matrix
+        powers = doublings(operators[3:], self.longest)
+        for _ in range(exp):
+            matrix = root_of(operators, powers, root_of(operators, powers, matrix, transpose=True))
         return matrix
 
     def fractional_power(self, name: str, exp: float, matrix: Tensor, *operators: Tensor) -> Tensor:
@@ -112,10 +115,13 @@ class RootedGroup(BlockGroup):
             return torch.zeros_like(matrix)
         k, one = math.ceil(exp), len(self.names(FORWARD))
         forward = wide[:one]
+        powers = doublings(forward[3:], self.longest, wait=True)
         power = self.whole_power(matrix.double(), forward if k > 0 else wide[one:], k)
 
         def product(vector: Tensor) -> Tensor:
-            return self.whole_power(vector.view(matrix.shape), forward, 1).flatten()
+            return root_of(
+                forward, powers, root_of(forward, powers, vector.view(matrix.shape), transpose=True)
+            ).flatten()
 
         tolerance = TOLERANCE[self.dtype]
         found, error = inverse_power(product, power.flatten(), k - exp, float(least), tolerance, STEPS)
@@ -148,7 +154,7 @@ class RootedGroup(BlockGroup):
         groups, outputs, inputs = self.shape
         basis = torch.eye(outputs * inputs, dtype=torch.float64, device=self.device)
         columns = basis.view(-1, 1, 1, outputs, inputs).expand(-1, len(self), groups, -1, -1)
-        n = root_of(wide, columns, False, self.longest).flatten(3).movedim(0, -1).flatten(0, 1)
+        n = root_of(wide, doublings(wide[3:], self.longest), columns).flatten(3).movedim(0, -1).flatten(0, 1)
         values, vectors = eigh(n @ n.mT)
         found = {power: (vectors * (values**power).unsqueeze(-2)) @ vectors.mT for power in powers}
         return {power: [one.unflatten(0, (len(self), -1))] for power, one in found.items()}

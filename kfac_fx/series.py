@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.chain import fejer, kron, resolvent, solve_transposed, symmetrized, triangle
+from kfac_fx.chain import doublings, fejer, kron, resolvent, solve_transposed, symmetrized, triangle
 from kfac_fx.factors import Side, Stack
 from kfac_fx.groups import ALL, Roots
 from kfac_fx.linalg import RESCUES, Root, cholesky, damp, eigh, is_finite, spread
@@ -90,8 +90,8 @@ class SeriesGroup(RootedGroup):
         if self.symmetric:
             inner = 2 * triangle(hats, inner, steps, self.longest) / steps - inner
         else:
-            backward = resolvent([hat.mT for hat in hats], inner, self.longest)
-            inner = resolvent(hats, inner, self.longest) + backward - inner
+            powers = doublings(hats, self.longest)
+            inner = resolvent(powers, inner) + resolvent(powers, inner, transpose=True) - inner
         return c * kron(lower, inner)
 
     def dense(self, index: int) -> Tensor:

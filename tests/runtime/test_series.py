@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks import FisherBlock, make_block, make_groups
-from kfac_fx.chain import fejer, resolvent, rounds, triangle
+from kfac_fx.chain import doublings, fejer, resolvent, rounds, triangle
 from kfac_fx.inverses import Inverter
 from kfac_fx.krylov import inverse_power
 from kfac_fx.lagged import LAGGED
@@ -343,8 +343,16 @@ def test_the_series_of_powers_is_summed_to_the_end(steps: int) -> None:
     """At the worst correlation that T steps can have with themselves one later."""
     r = torch.cos(torch.tensor(torch.pi / (steps + 1)))
     hats = [r.view(1, 1), r.view(1, 1)]
-    found = resolvent(hats, torch.ones(1, 1), steps)
-    torch.testing.assert_close(found.squeeze(), 1 / (1 - r**2), rtol=1e-12, atol=0)
+    for wait in (False, True):
+        found = resolvent(doublings(hats, steps, wait), torch.ones(1, 1))
+        torch.testing.assert_close(found.squeeze(), 1 / (1 - r**2), rtol=1e-12, atol=0)
+
+
+def test_powers_that_are_nothing_are_not_summed_if_the_device_may_be_asked() -> None:
+    hats = [torch.full((1, 1), 0.5), torch.full((1, 1), 0.5)]
+    assert len(doublings(hats, 1023)) == rounds(1023, 2.2e-16) > 20
+    assert len(doublings(hats, 1023, wait=True)) == 5  # Ψ̂^32 = 2^-64
+    assert doublings([], 1023) == []
 
 
 def test_a_single_step_has_no_powers_to_sum() -> None:
