@@ -191,8 +191,9 @@ def whole_table(_output: Any, *, weight: Tensor) -> Tensor:
 
 
 def counts(ids: Tensor, attrs: Attrs) -> Tensor:
-    """[N, S], or flat with `offsets`, -> how often each id is in each bag, or its share of it: [N, 1, i]."""
-    size, offsets = attrs["weight"][0], attrs["offsets"]
+    """[N, S], or flat with `offsets`, -> how often each id is in each bag, its share of it, or the sum of its own
+    weights: [N, 1, i]."""
+    size, offsets, weights = attrs["weight"][0], attrs["offsets"], attrs["per_sample_weights"]
     if offsets is None:
         bags = ids.shape[0]
         bag = torch.arange(bags, device=ids.device).unsqueeze(1).expand_as(ids)
@@ -200,23 +201,16 @@ def counts(ids: Tensor, attrs: Attrs) -> Tensor:
         bags = offsets.shape[0] - bool(attrs["include_last_offset"])
         place = torch.arange(ids.shape[0], device=ids.device, dtype=offsets.dtype)
         bag = torch.searchsorted(offsets[:bags], place, right=True) - 1
-    kept = without_padding(ids, attrs) >= 0
+    kept = (without_padding(ids, attrs) >= 0).to(torch.get_default_dtype() if weights is None else weights.dtype)
+    kept = kept if weights is None else kept * weights
     index = (bag * size + ids).flatten()
-    found = torch.zeros(bags * size, device=ids.device).index_add(
-        0, index, kept.flatten().to(torch.get_default_dtype())
-    )
-    found = found.view(bags, 1, size)
+    found = kept.new_zeros(bags * size).index_add(0, index, kept.flatten()).view(bags, 1, size)
     return found / found.sum(-1, keepdim=True).clamp(min=1) if attrs["mode"] in ("mean", 1) else found
 
 
 def plain_bag(attrs: Attrs) -> bool:
     known = attrs["mode"] in ("sum", "mean", 0, 1)
-    return (
-        known
-        and attrs["per_sample_weights"] is None
-        and attrs.get("max_norm") is None
-        and not attrs["scale_grad_by_freq"]
-    )
+    return known and attrs.get("max_norm") is None and not attrs["scale_grad_by_freq"]
 
 
 class FlatBag(nn.EmbeddingBag):
@@ -228,6 +222,13 @@ class FlatBag(nn.EmbeddingBag):
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(ids, self.offsets)  # type: ignore[arg-type]
+
+
+class WeightedBag(nn.EmbeddingBag):
+    """Every id with a weight of its own."""
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, None, torch.cos(ids.to(self.weight.dtype)))
 
 
 @layer(
@@ -242,6 +243,7 @@ class FlatBag(nn.EmbeddingBag):
         lambda: (nn.EmbeddingBag(5, 3, mode="mean", padding_idx=-2), ids(4, 7)),
         lambda: (FlatBag(0, 2, 2, 7, mode="mean", padding_idx=1), ids(9)),
         lambda: (FlatBag(0, 4, 9, mode="sum", include_last_offset=True), ids(9)),
+        lambda: (WeightedBag(5, 3, mode="sum", padding_idx=1), ids(4, 7)),
     ),
 )
 def embedding_bag(
