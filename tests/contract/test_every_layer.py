@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.ir import Program, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.layers.declaration import Example, Form
-from kfac_fx.passes.layers.rows import Written, written
+from kfac_fx.passes.layers.rows import written
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
 from kfac_fx.passes.matrix import MatrixForm
@@ -180,12 +179,6 @@ NO_LAYER: dict[str, Example] = {
     "embedding that renormalizes its weight": lambda: (nn.Embedding(5, 3, max_norm=1.0), ids()),
     "embedding that scales its gradient": lambda: (nn.Embedding(5, 3, scale_grad_by_freq=True), ids()),
     "largest of a bag": lambda: (nn.EmbeddingBag(5, 3, mode="max"), ids()),
-    "bag with weights": lambda: (
-        Written(
-            lambda x, w: F.embedding_bag(x, w, mode="sum", per_sample_weights=torch.full((4, 7), 0.5)), {"w": (5, 3)}
-        ),
-        ids(),
-    ),
     "einsum that sums the weight": written(lambda x, w: torch.einsum("ni,ijo->no", x, w), (4, 5), w=(5, 2, 3)),
     "einsum of a diagonal": written(lambda x, w: torch.einsum("ni,ii->ni", x, w), (4, 5), w=(5, 5)),
     "einsum with the weight's own rest": written(lambda x, w: torch.einsum("ni,i...->n...", x, w), (4, 5), w=(5, 3)),
