@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -14,23 +15,26 @@ from kfac_fx.fisher_blocks import FisherBlock, block_class
 from kfac_fx.fisher_factor import FisherFactor, factor_keys
 from kfac_fx.kinds import KINDS, check_num_uses, known
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError, ReuseError, nearest
-from kfac_fx.passes.ir import Sampling, Use
+from kfac_fx.passes.ir import Program, Sampling, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Piece
+from kfac_fx.pieces import piece_of_view, read_piece
 from kfac_fx.registry import VARIABLE_SCOPE, Key, LayerParametersDict, resolved
 
 
 class BaseCollection:
     """fisher_blocks: by their parameters, in the order of registration. estimator: the one built on it, if any.
 
-    Parameters are given as names, under any of their aliases, or as the objects; keys hold canonical names.
+    Parameters are given as names, under any of their aliases, or as the objects; keys hold canonical names. So are
+    pieces of them: `"w[0:64]"`, `"table[:, 2:5]"`, or views such as `model.w[0:64]`.
     """
 
     def __init__(self, graph: CapturedModel, name: str = "LayerCollection") -> None:
         self.captured, self.name = graph, name
         self.finder = Finder(graph)
         self._by_object = {id(parameter): key for key, parameter in graph.program.parameters.items()}
-        self.fisher_blocks: LayerParametersDict[FisherBlock] = LayerParametersDict(self.name_of)
+        self.pieces: dict[str, Piece] = dict(graph.program.pieces)  # what `name_of` met, by name
+        self.fisher_blocks: LayerParametersDict[FisherBlock] = LayerParametersDict(self.name_of, self.pieces.get)
         self.fisher_factors: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._linked: dict[frozenset[str], str | None] = {}
         self._defaults = {kind: one.default for kind, one in KINDS.items()}
@@ -74,24 +78,32 @@ class BaseCollection:
     # --- names ------------------------------------------------------------------------------------------------------
 
     def name_of(self, parameter: Any) -> str:
-        """The canonical name. Raises RegistrationError for what is no trainable parameter of the model."""
+        """The canonical name. Raises RegistrationError for what is no trainable parameter of the model, nor a piece of
+        one."""
         aliases = self.captured.program.aliases
         if isinstance(parameter, str) and parameter in aliases:
             return aliases[parameter]
-        if isinstance(parameter, str) and parameter in self.pieces:
-            return parameter
         if id(parameter) in self._by_object:
             return self._by_object[id(parameter)]
+        piece: Piece | None = None
+        if isinstance(parameter, str):
+            piece = self.pieces.get(parameter) or read_piece(parameter, aliases, self.parameters)
+        elif isinstance(parameter, Tensor):
+            piece = piece_of_view(parameter, self.parameters)
+        if piece is not None:
+            if piece.stop - piece.start == self.parameters[piece.parameter].shape[piece.dim]:
+                return piece.parameter
+            return self.pieces.setdefault(piece.name, piece).name
         if isinstance(parameter, str):
             raise RegistrationError(
                 f"{parameter!r} is not a trainable parameter of the model.{nearest(parameter, aliases)}"
             )
         raise RegistrationError(f"a {type(parameter).__name__} that is not a trainable parameter of the model")
 
-    @property
-    def pieces(self) -> Mapping[str, Piece]:
-        """What `kfac_fx.compile` knows in pieces of the parameters; a collection registers whole ones by itself."""
-        return self.captured.program.pieces
+    def asked_pieces(self, *more: str) -> tuple[Piece, ...]:
+        """Those that something is registered or linked for, and those among `more` names."""
+        names = (*self.registered_variables, *(name for group in self._linked for name in group), *more)
+        return tuple(dict.fromkeys(self.pieces[name] for name in names if name in self.pieces))
 
     def names_of(self, params: Any) -> Key:
         return self.fisher_blocks.names(params)
@@ -113,10 +125,11 @@ class BaseCollection:
         Raises LinkError if some are registered in a block of other parameters, or are linked already.
         """
         names = frozenset(self.names_of(params))
+        self.check_cuts(names)
         said = ", ".join(sorted(names))
         if taken := self.fisher_blocks.overlapping(names):
             raise LinkError(f"({said}) cannot be linked: registered already in {', '.join(map(str, taken))}")
-        if groups := [group for group in self._linked if group & names]:
+        if groups := [group for group in self._linked if self.fisher_blocks.shared(group, names)]:
             others = " and ".join(f"({', '.join(sorted(group))})" for group in groups)
             raise LinkError(f"({said}) cannot be linked: already part of the linked group {others}")
         self._linked[names] = approximation
@@ -141,7 +154,26 @@ class BaseCollection:
     # --- registration -----------------------------------------------------------------------------------------------
 
     def find_uses(self, layers: Sequence[str], params: Key, inputs: Nodes, outputs: Nodes) -> tuple[Use, ...]:
-        return self.finder.find(layers, params, inputs, outputs)
+        return self.finder.find(layers, params, inputs, outputs, self.scope(*params))
+
+    def scope(self, *names: str) -> Program:
+        """The graph behind the losses, or behind all outputs as long as there are none, with all pieces that are asked
+        for: see `Finder.cut`."""
+        whole = self.finder.program
+        return whole.but(options=replace(whole.options, pieces=self.asked_pieces(*names)))
+
+    def check_cuts(self, names: Iterable[str]) -> None:
+        """Raises RegistrationError for pieces that the graph's uses do not let a parameter be cut into."""
+        if not any(name in self.pieces for name in names):
+            return
+        cut = self.finder.cut(self.scope(*names))
+        for piece in self.asked_pieces(*names):
+            if piece.name not in cut.pieces:
+                parts = self.finder.cut(self.scope()).parts(piece.parameter)
+                raise RegistrationError(
+                    f"{piece.name} cannot be registered by itself: in the graph's uses {piece.parameter} comes as "
+                    f"{', '.join(parts)}"
+                )
 
     def register(
         self,
@@ -160,6 +192,7 @@ class BaseCollection:
             check_num_uses(names, num_uses, None if single else len(listed(outputs)))
         elif not single:
             raise RegistrationError(f"{', '.join(names)}: several outputs; register them with the _multi function")
+        self.check_cuts(names)
         uses = self.find_uses(layers or KINDS[kind].layers, names, inputs, outputs)
         chosen = self.chosen(kind, names, approx)
         layer = next((use.layer for use in uses if use.layer in KINDS[kind].layers), uses[0].layer)
@@ -198,9 +231,10 @@ class BaseCollection:
         if reuse is True:
             raise ReuseError(f"reuse=True, but no FisherBlock for {said} was registered")
         if taken := self.fisher_blocks.overlapping(names):
-            shared = [(name, key) for key in taken for name in key if name in names]
+            shared = [(name, key) for key in taken for name in self.fisher_blocks.shared(names, key)]
             rows = "; ".join(f"variable {name} was already registered in key {key}" for name, key in shared)
             raise RegistrationError(f"FisherBlock for {said}: {rows}")
+        self.check_cuts(names)
         self.fisher_blocks[names] = fisher_block
         return fisher_block
 

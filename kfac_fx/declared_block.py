@@ -68,6 +68,7 @@ class DeclaredBlock:
         self.num_uses, self.reason = num_uses, reason
         self.sampling: Sampling | None = layer_collection.sampling
         self.patch_mask: Tensor | None = None
+        self.side_blocks = (1, 1)  # into how many diagonal blocks its sides are cut, outputs and inputs
         self.towers: list[tuple[Use, ...]] = []
 
     def __repr__(self) -> str:
@@ -127,6 +128,7 @@ class DeclaredBlock:
             self.pieces(names),
             self.sampling,
             None if self.patch_mask is None else tuple(self.patch_mask.flatten().tolist()),
+            self.side_blocks,
         )
 
     def pieces(self, names: Key) -> tuple[Piece, ...]:

@@ -15,11 +15,15 @@ from torch import fx
 
 from kfac_fx.captured import CapturedModel
 from kfac_fx.passes.claims import own
+from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import RegistrationError, table
+from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import Program, Use, where
 from kfac_fx.passes.labels import Label, labels, symbolic_sizes
 from kfac_fx.passes.losses import find_losses
-from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_by_target, with_batch_dim
+from kfac_fx.passes.masks import with_mask
+from kfac_fx.passes.match import Pattern, held_shapes, lay_over, match, patterns_by_target, with_batch_dim
+from kfac_fx.passes.pipeline import run
 from kfac_fx.registry import Key
 
 Nodes = Any  # a node, its name, or a list of them, one a use
@@ -30,6 +34,15 @@ class Finder:
 
     def __init__(self, captured: CapturedModel) -> None:
         self.captured = captured
+        self._cut: tuple[Any, Program] | None = None
+
+    def cut(self, scope: Program) -> Program:
+        """All that the matcher finds, with parameters in the pieces that they are used in and in those that the options
+        ask for. scope: the graph, with the outputs behind which uses count."""
+        asked = scope.outputs, scope.options.pieces
+        if self._cut is None or self._cut[0] != asked:
+            self._cut = asked, run(scope, (express, match, cut))
+        return self._cut[1]
 
     @cached_property
     def program(self) -> Program:
@@ -58,14 +71,22 @@ class Finder:
             lay_over(pattern, output, self.label, shapes, self.program.parameters)
             for pattern in self.patterns.get(output.target, ())
         )
-        return [self.with_batch(use) for use in found if use is not None]
+        return [with_mask(self.with_batch(use)) for use in found if use is not None]
+
+    def parts_at(self, output: fx.Node, scope: Program) -> list[Use]:
+        """The same by parts, where parameters are used or asked for in pieces, or several are put together."""
+        return [self.with_batch(use) for use in self.cut(scope).matches if use.output is output]
 
     def with_batch(self, use: Use) -> Use:
         sizes = symbolic_sizes(use.output)
         return with_batch_dim(use, next((size for size in self.batch_sizes if size in sizes), "")) if sizes else use
 
-    def find(self, layers: Sequence[str], params: Key, inputs: Nodes, outputs: Nodes) -> tuple[Use, ...]:
-        """One use for every output. inputs: None for those that the graph says; lists are in the order of the uses.
+    def find(
+        self, layers: Sequence[str], params: Key, inputs: Nodes, outputs: Nodes, scope: Program
+    ) -> tuple[Use, ...]:
+        """One use for every output; several where the parameters have several places in its matrix.
+
+        inputs: None for those that the graph says; lists are in the order of the uses. scope: see `cut`.
 
         Raises RegistrationError with what is there instead, if a node is not computed by one of `layers` (any, if
         empty) with at least these parameters from its input; ValueError for lists of different lengths or none.
@@ -74,32 +95,54 @@ class Finder:
         given = [None] * len(to) if inputs is None else [self.captured.node(one) for one in listed(inputs)]
         if not to or len(given) != len(to):
             raise RegistrationError(f"{', '.join(params)}: {len(given)} inputs and {len(to)} outputs; give one a use")
-        return tuple(self.one(layers, params, one, output) for one, output in zip(given, to, strict=True))
+        return tuple(
+            use for one, output in zip(given, to, strict=True) for use in self.one(layers, params, one, output, scope)
+        )
 
-    def one(self, layers: Sequence[str], params: Key, given: fx.Node | None, output: fx.Node) -> Use:
-        there = self.at(output)
-        fitting = [
-            use
-            for use in there
-            if (not layers or use.layer in layers)
-            and set(params) <= use.parameter_set
-            and (given is None or use.input is given)
-        ]
-        if not fitting:
-            raise RegistrationError(self.why_not(layers, params, given, output, there))
-        use = min(fitting, key=lambda one: (len(one.parameters), -len(one.nodes), not own(self.program, one)))
-        return replace(use, parameters={r: bound for r, bound in use.parameters.items() if bound.parameter in params})
+    def one(
+        self, layers: Sequence[str], params: Key, given: fx.Node | None, output: fx.Node, scope: Program
+    ) -> list[Use]:
+        def rank(use: Use) -> tuple[int, int, bool]:
+            return len(use.parameters), -len(use.nodes), not own(self.program, use)
+
+        def fitting(uses: Sequence[Use]) -> list[Use]:
+            fits = [
+                use
+                for use in uses
+                if (not layers or use.layer in layers)
+                and set(params) <= use.parameter_set
+                and (given is None or use.input is given)
+            ]
+            best = min(fits, key=rank, default=None)
+            return [use for use in fits if best is not None and of_one_kind(use, best)]
+
+        found = fitting(self.at(output))[:1] or fitting(self.parts_at(output, scope))
+        if not found:
+            raise RegistrationError(self.why_not(layers, params, given, output, scope))
+        bound = [{r: one for r, one in use.parameters.items() if one.parameter in params} for use in found]
+        return [replace(use, parameters=some) for use, some in zip(found, bound, strict=True)]
 
     def why_not(
-        self, layers: Sequence[str], params: Key, given: fx.Node | None, output: fx.Node, there: Sequence[Use]
+        self, layers: Sequence[str], params: Key, given: fx.Node | None, output: fx.Node, scope: Program
     ) -> str:
         kind = " or ".join(layers) or "declared"
         reads = f" from {given.name}" if given is not None else ""
         lines = [f"no {kind} layer with {', '.join(params)} computes {where(output)}{reads}"]
-        elsewhere = (use for node in self.program.graph.nodes if node is not output for use in self.at(node))
-        known = [*there, *(use for use in elsewhere if use.parameter_set & set(params))]
-        rows = [(str(use), f"computes {where(use.output)} from {use.input.name}") for use in known]
+        matched = [use for use in self.cut(scope).matches if not scope.layers[use.layer].parts]
+        found = [*self.at(output), *matched]
+        known = [use for use in found if use.output is output or use.parameter_set & set(params)]
+        rows = dict.fromkeys((str(use), f"computes {where(use.output)} from {use.input.name}") for use in known)
         return "\n".join([*lines, "The graph has:", table(rows)]) if rows else lines[0]
+
+
+def of_one_kind(use: Use, other: Use) -> bool:
+    """Whether they are one layer at one node, perhaps of other parts of it."""
+    return (use.layer, use.form, use.nodes, use.parameter_set) == (
+        other.layer,
+        other.form,
+        other.nodes,
+        other.parameter_set,
+    )
 
 
 def listed(nodes: Nodes) -> list[Any]:

@@ -30,6 +30,7 @@ from kfac_fx.passes.ir import LossSite, Program, Registration, Use, where
 from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.padding import everything_behind, padding
+from kfac_fx.passes.pieces import Slope
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.unroll import unroll
 from kfac_fx.passes.verify import verify
@@ -67,11 +68,23 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
     @property
     def program(self) -> Program:
         """All that is registered, for the rest of the library."""
-        bare = self.bare_program
+        bare = self.in_pieces(self.bare_program)
         found, taken = uses_found(bare), set(self.registered_variables)
         unused = tuple(name for name in bare.shapes if name not in taken and name not in found)
         whole = bare.but(registrations=self.registrations, unused=unused, mask=self.padding_mask)
         return verify(padding(whole), after="LayerCollection")
+
+    def in_pieces(self, bare: Program) -> Program:
+        """With the pieces of the parameters of which some piece is registered."""
+        if self.captured.program.pieces or not (asked := self.asked_pieces()):
+            return bare
+        cut = self.finder.cut(self.scope())
+        own = {piece.parameter for piece in asked}
+        behind = {
+            node: frozenset(name if cut.owner(name) in own else cut.owner(name) for name in names)
+            for node, names in cut.behind.items()
+        }
+        return bare.but(pieces={n: one for n, one in cut.pieces.items() if one.parameter in own}, behind=behind)
 
     # --- padding ----------------------------------------------------------------------------------------------------
 
@@ -106,7 +119,7 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
         self.check_open()
         self.create_subgraph()
         wanted = self.captured.program.parameters if var_list is None else self.names_of(list(var_list))
-        made = Scan(self, [name for name in wanted if name not in self.registered_variables], batch_size).blocks()
+        made = Scan(self, list(wanted), batch_size).blocks()
         for names, block in made.items():
             self.register_block(names, block, reuse=False)
         return made
@@ -134,8 +147,8 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
     def misplaced(self, subgraph: frozenset[fx.Node]) -> Iterator[str]:
         """What counting edges does not show: uses registered twice, and uses that no loss depends on."""
         for names, block in self.fisher_blocks.items():
-            outputs = Counter(use.output for use in block.registration.uses)
-            for output, times in outputs.items():
+            outputs = Counter((use.output, use.region) for use in block.registration.uses)
+            for (output, _), times in outputs.items():
                 if times > 1:
                     yield f"{', '.join(names)} is registered with {times} uses at {where(output)}, which is 1 use"
                 if output not in subgraph:
@@ -176,6 +189,8 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
             registrations=registrations,
             unused=own.unused,
             unmasked=own.unmasked,
+            pieces=own.pieces,
+            behind={nodes[node]: names for node, names in own.behind.items()},
         )
 
     # --- the default collection -------------------------------------------------------------------------------------
@@ -206,7 +221,16 @@ def moved(use: Use, nodes: Mapping[fx.Node, fx.Node]) -> Use:
     """The same use in a copy of its graph."""
     attrs = {name: nodes[value] if isinstance(value, fx.Node) else value for name, value in use.attrs.items()}
     own = frozenset(nodes[node] for node in use.nodes)
-    return replace(use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs)
+    slopes = tuple(moved_slope(one, nodes) for one in use.slopes)
+    gain = None if use.gain_of is None else (moved_slope(use.gain_of[0], nodes), use.gain_of[1])
+    return replace(
+        use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs, slopes=slopes, gain_of=gain
+    )
+
+
+def moved_slope(slope: Slope, nodes: Mapping[fx.Node, fx.Node]) -> Slope:
+    factor = None if slope.factor is None else nodes[slope.factor]
+    return replace(slope, operand=nodes[slope.operand], factor=factor)
 
 
 _default: LayerCollection | None = None

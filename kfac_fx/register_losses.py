@@ -192,6 +192,10 @@ class LossRegistrations(BaseCollection):
         outputs = self.registered_losses.nodes
         return self.captured.program.but(outputs=outputs, cases=case_size(self.graph, outputs))
 
+    def scope(self, *names: str) -> Program:
+        whole = super().scope(*names)
+        return self.bare_program.but(options=whole.options) if self._losses else whole
+
     def eval_losses(
         self,
         *inputs: Any,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.pieces import Piece
+from kfac_fx.pieces import overlap
 
 Value = TypeVar("Value")
 Key = tuple[str, ...]
@@ -41,21 +43,40 @@ class LayerParametersDict(MutableMapping[Any, Value], Generic[Value]):
     """Values by parameters: one, or a tuple or list of them in any order. No parameter is in two keys.
 
     name_of: from a parameter, as users write it, to its name. Keys are tuples of names in the order of insertion.
+    piece_of: the piece of a parameter that a name stands for, if it does.
     """
 
-    def __init__(self, name_of: Callable[[Any], str] = str) -> None:
-        self.name_of = name_of
+    def __init__(
+        self, name_of: Callable[[Any], str] = str, piece_of: Callable[[str], Piece | None] = lambda name: None
+    ) -> None:
+        self.name_of, self.piece_of = name_of, piece_of
         self._values: dict[Key, Value] = {}
         self._keys: dict[frozenset[str], Key] = {}
+        self._by_owner: dict[str, dict[Key, None]] = {}
 
     def names(self, key: Any) -> Key:
         parts = key if isinstance(key, (tuple, list, set, frozenset)) else (key,)
         return tuple(self.name_of(part) for part in parts)
 
     def overlapping(self, key: Any) -> list[Key]:
-        """Keys that share a parameter with `key` and are not equal to it."""
-        wanted = frozenset(self.names(key))
-        return [known for parts, known in self._keys.items() if parts & wanted and parts != wanted]
+        """Keys that share a parameter, or elements of one, with `key` and are not equal to it."""
+        names = self.names(key)
+        near = dict.fromkeys(known for name in names for known in self._by_owner.get(self.owner(name), ()))
+        return [known for known in near if set(known) != set(names) and self.shared(known, names)]
+
+    def shared(self, some: Iterable[str], others: Iterable[str]) -> list[str]:
+        """Those of `others` that have elements in common with one of `some`."""
+        return [other for other in others if any(self.meet(one, other) for one in some)]
+
+    def meet(self, one: str, other: str) -> bool:
+        first, second = self.piece_of(one), self.piece_of(other)
+        if first is not None and second is not None:
+            return overlap(first, second)
+        return self.owner(one) == self.owner(other)
+
+    def owner(self, name: str) -> str:
+        piece = self.piece_of(name)
+        return name if piece is None else piece.parameter
 
     def __getitem__(self, key: Any) -> Value:
         return self._values[self._keys[frozenset(self.names(key))]]
@@ -65,10 +86,16 @@ class LayerParametersDict(MutableMapping[Any, Value], Generic[Value]):
         names = self.names(key)
         if taken := self.overlapping(names):
             raise RegistrationError(f"key {names} shares parameters with Key(s) already present: {taken}")
-        self._values[self._keys.setdefault(frozenset(names), names)] = value
+        key = self._keys.setdefault(frozenset(names), names)
+        self._values[key] = value
+        for name in names:
+            self._by_owner.setdefault(self.owner(name), {})[key] = None
 
     def __delitem__(self, key: Any) -> None:
-        del self._values[self._keys.pop(frozenset(self.names(key)))]
+        names = self._keys.pop(frozenset(self.names(key)))
+        del self._values[names]
+        for owner in {self.owner(name) for name in names}:
+            del self._by_owner[owner][names]
 
     def __contains__(self, key: Any) -> bool:
         return frozenset(self.names(key)) in self._keys

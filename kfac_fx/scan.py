@@ -10,8 +10,11 @@ from torch import fx
 
 from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
 from kfac_fx.kinds import INDEP, KINDS
+from kfac_fx.passes.approximation import cut_sides
 from kfac_fx.passes.check import check
+from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import LinkError, RegistrationError
+from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, Program, Registration, Use, where
 from kfac_fx.passes.labels import ancestors, symbolic_sizes
 from kfac_fx.passes.link import link
@@ -23,20 +26,43 @@ from kfac_fx.registry import Key
 
 
 class Scan:
-    """One scan of a collection's graph for blocks of the parameters `wanted`."""
+    """One scan of a collection's graph for blocks of what of the parameters `wanted` is not registered yet.
+
+    wanted: names of parameters, or of pieces. owners: the parameters that have something left to register.
+    """
 
     def __init__(self, collection: LossRegistrations, wanted: Sequence[str], batch_size: int | None) -> None:
-        self.collection, self.wanted, self.batch_size = collection, frozenset(wanted), batch_size
+        self.collection, self.batch_size = collection, batch_size
+        self.taken, self.owner = collection.registered_variables, collection.fisher_blocks.owner
+        self.wanted = frozenset(
+            name for name in wanted if name not in self.taken and self.owner(name) not in self.taken
+        )
+        self.owners = {self.owner(name) for name in self.wanted}
+
+    def open(self, name: str) -> bool:
+        """Whether a parameter or a piece is to be registered."""
+        return bool({name, self.owner(name)} & self.wanted) and not self.collection.fisher_blocks.shared(
+            self.taken, [name]
+        )
 
     def blocks(self) -> dict[Key, FisherBlock]:
         """See `LayerCollection.auto_register_layers`."""
         behind = self.towers()
 
         def apart(program: Program) -> Program:
-            return program.but(matches=tuple(self.with_tower(use, behind) for use in program.matches))
+            """What is registered already is as if it were frozen."""
+            self.collection.pieces.update(program.pieces)
+            rest = [(use, {r: one for r, one in use.parameters.items() if self.open(one.parameter)})
+                    for use in program.matches]  # fmt: skip
+            matches = (replace(use, parameters=own) for use, own in rest if own)
+            return program.but(matches=tuple(self.with_tower(use, behind) for use in matches))
 
-        found = run(self.program(), (link, match, apart, resolve, check))
-        return {one.parameters: self.block(one, behind) for one in found.registrations}
+        found = run(self.program(), (link, express, match, cut, apart, resolve, check))
+        return {
+            one.parameters: self.block(one, behind)
+            for one in found.registrations
+            if all(self.open(name) for name in one.parameters)
+        }
 
     def towers(self) -> list[set[fx.Node]]:
         """The graph behind every tower, which the order in which losses were registered tells apart."""
@@ -63,10 +89,11 @@ class Scan:
             if self.collection.default_approximation(kind) != KINDS[kind].default
             and (own := KINDS[kind].own(self.collection.default_approximation(kind)))
         }
-        options = replace(bare.options, strict=False, linked=self.linked(), approximations=defaults)
+        pieces = tuple(one for one in self.collection.asked_pieces(*self.wanted) if one.parameter in self.owners)
+        options = replace(bare.options, strict=False, linked=self.linked(), approximations=defaults, pieces=pieces)
         return bare.but(
-            parameters={name: value for name, value in bare.parameters.items() if name in self.wanted},
-            aliases={alias: name for alias, name in bare.aliases.items() if name in self.wanted},
+            parameters={name: value for name, value in bare.parameters.items() if name in self.owners},
+            aliases={alias: name for alias, name in bare.aliases.items() if name in self.owners},
             options=options,
         )
 
@@ -74,11 +101,12 @@ class Scan:
         """Groups to keep together. Raises LinkError for one that is registered in part."""
         groups: dict[frozenset[str], str | None] = {}
         for group, approximation in self.collection.linked_parameters.items():
-            if group <= self.wanted:
+            rest_of = {name for name in group if self.open(name)}
+            if group == rest_of:
                 groups[group] = approximation if approximation in APPROXIMATIONS else INDEP.get(approximation or "")
-            elif group & self.wanted:
+            elif rest_of:
                 whole = ", ".join(sorted(group))
-                rest = ", ".join(sorted(group & self.wanted))
+                rest = ", ".join(sorted(rest_of))
                 raise LinkError(f"{rest} in linked group ({whole}) was not matched: the others are registered already")
         return groups
 
@@ -90,7 +118,8 @@ class Scan:
             towers = [tower for tower in towers if tower]
         num_uses = self.folded(one)
         multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
-        one = replace(one, approximation=self.approximation(one, multi))
+        chosen = self.approximation(one, multi)
+        one = replace(one, approximation=chosen, blocks=cut_sides(chosen, one.blocks))
         if one.approximation in SERIES:
             try:
                 return block_of(self.collection, one, towers, num_uses)
@@ -132,7 +161,7 @@ def block_of(
     multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
     made = block_class(one.layer, one.approximation, multi)
     block = made(collection, one.parameters, one.approximation, num_uses=num_uses, reason=one.reason)
-    block.sampling = one.sampling or collection.sampling
+    block.sampling, block.side_blocks = one.sampling or collection.sampling, one.blocks
     for tower in towers:
         if one.generic:
             block.register_additional_tower()

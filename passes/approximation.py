@@ -129,7 +129,13 @@ def side_blocks(program: Program, layer: str, approximation: str, matrix: Matrix
         return 1, 1
     _, outputs, inputs = matrix.shape
     limit = program.options.dense_limit
-    blocks = cuts(outputs, limit) or 1, cuts(inputs, limit) or 1
+    return cut_sides(approximation, (cuts(outputs, limit) or 1, cuts(inputs, limit) or 1))
+
+
+def cut_sides(approximation: str, blocks: tuple[int, int]) -> tuple[int, int]:
+    """`blocks` of the sides that are dense, outputs and inputs."""
+    if approximation not in (*KRONECKER, "kron_indep"):
+        return 1, 1
     out_diag, in_diag = approximation in DIAGONAL_OUTPUTS, approximation in DIAGONAL_INPUTS
     return 1 if out_diag else blocks[0], 1 if in_diag else blocks[1]
 
@@ -178,7 +184,8 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
     asked = program.options.approximations
     if not asked and not program.options.linked:
         return set()
-    canonical = {program.owner(name) for name in parameters}
+    own = set(parameters)
+    canonical = {program.owner(name) for name in own}
     names = [name for parameter in sorted(canonical) for name in program.names.get(parameter, ())]
     paths = sorted({path for name in names for path in owners(name)}, key=lambda path: -path.count("."))
     classes = [program.options.modules.get(path, object) for name in names for path in owners(name)[:1]]
@@ -187,7 +194,7 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
         {asked[name] for name in names if name in asked},
         *({asked[path]} for path in paths if path in asked),
         {asked[key] for key in wild},
-        {value for group, value in program.options.linked.items() if group == canonical and value},
+        {value for group, value in program.options.linked.items() if group in (canonical, own) and value},
         {asked[key] for key in asked if isinstance(key, type) and any(issubclass(kind, key) for kind in classes)},
         {asked[layer]} if layer in asked else set(),
     ]

@@ -91,6 +91,9 @@ def culprits(program: Program, variables: Iterable[str] | None, found: Edges, re
     wanted = list(variables) if variables is not None else own
     errors: list[str] = []
     for name in wanted:
+        if name not in program.aliases and name in program.pieces:
+            errors.append(f"{name!r} is a piece; the variables are whole parameters, here {program.owner(name)}")
+            continue
         if name not in program.aliases:
             errors.append(f"{name!r} is not a parameter of the model.{nearest(name, program.aliases)}")
             continue

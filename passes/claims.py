@@ -50,8 +50,8 @@ def drop_generic(program: Program, matches: Iterable[Use], notes: list[Note]) ->
 def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
     kept: list[Use] = []
     for use in matches:
-        owners = {program.owner(name) for name in use.parameter_set}
-        split = [g for g in program.options.linked if owners & g and owners != g]
+        names, owners = use.parameter_set, {program.owner(name) for name in use.parameter_set}
+        split = [g for g in program.options.linked if (owners | names) & g and g not in (owners, names)]
         if split and not program.layers[use.layer].parts:
             notes.append(Note(str(use), f"splits the linked group ({', '.join(sorted(split[0]))})"))
         else:

@@ -6,6 +6,8 @@ together from several.
 
     linear(x, w, cat([q, zeros, v]))                 linear(w[0:4], q), linear(w[4:8]), linear(w[8:12], v)
 
+    linear(x, w), and the user asks for w[0:4]       linear(w[0:4]), linear(w[4:12])
+
 A use is taken apart along its matrix [g, o, i]: what reaches outputs of its own, or comes from inputs of its own, has
 rows of its own, so that every part is an exact registration. A parameter is cut along one dimension, where any of its
 uses begins or ends and where its partner in a use, a weight's bias, is cut. What cannot be cut so stays whole; the uses
@@ -81,7 +83,7 @@ def between(part: Part, axis: int, start: int, stop: int, piece: Piece) -> Part:
 def cut(program: Program) -> Program:
     """See the module's docstring. Afterwards no match has a role that is an expression."""
     shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
-    if not any(use.made for use in program.matches):
+    if not any(use.made for use in program.matches) and not program.options.pieces:
         return program.but(made={})
     cutter = Cutter(program, shapes)
     plan = cutter.plan()
@@ -116,6 +118,7 @@ class Cutter:
             self.drop()
             plan = Plan(self.shapes)
             try:
+                self.cut_as_asked(plan)
                 self.cut_apart(plan)
                 while sum(self.cut_alike(plan, parts) for parts in self.parts.values() if parts):
                     pass
@@ -169,6 +172,12 @@ class Cutter:
         return names
 
     # --- places -----------------------------------------------------------------------------------------------------
+
+    def cut_as_asked(self, plan: Plan) -> None:
+        for piece in self.program.options.pieces:
+            if piece.parameter in self.shapes and piece.parameter not in self.rigid:
+                for place in (piece.start, piece.stop):
+                    plan.cut(piece.parameter, piece.dim, place)
 
     def cut_apart(self, plan: Plan) -> None:
         """Where parts of parameters begin and end."""

@@ -1,6 +1,7 @@
 """What tensors that are computed from parameters alone are made of, as long as elements are only moved and scaled.
 
     w[:, :4].t()        split, chunk, unbind, select       a part of a parameter, in another order
+    frozen[:4]                                             a part of a constant, beside a parameter
     torch.cat([q_bias, zeros, v_bias])                     parts of several, and constants
     b = q_bias.clone(); b[4:8].zero_()                     parts of one
     1 - 0.5 * w                                            a multiple, and a constant
@@ -62,7 +63,8 @@ def express(program: Program) -> Program:
     for node, value in known.items():
         readers = [user for user in node.users if user in behind and user not in known and reads_values(user, node)]
         read = any(op_name(user) not in WRITES for user in readers)
-        if isinstance(value, Made) and (read or node in program.outputs) and not bound_parameter(node, program.shapes):
+        plain = node.op == "get_attr" or bound_parameter(node, program.shapes)
+        if isinstance(value, Made) and (read or node in program.outputs) and not plain:
             made[node] = value
     return program.but(made=made)
 
@@ -83,6 +85,9 @@ class Expressions:
         if node.op == "get_attr" and self.label[node] is Label.PURE:
             view = whole(tuple(attribute(self.root, str(node.target)).shape))
             return Made(tuple(view.shape), (slab_of(str(node.target), view),))
+        if node.op == "get_attr" and self.label[node] is Label.CONST:
+            held = attribute(self.root, str(node.target))
+            return Made(tuple(held.shape), ()) if isinstance(held, Tensor) else None
         if node.op not in ("call_function", "call_method") or self.label[node] not in (Label.PURE, Label.CONST):
             return None
         try:
@@ -91,13 +96,19 @@ class Expressions:
             return None  # arguments that are no numbers here
 
     def number(self, node: fx.Node) -> Value | None:
-        """A size of a parameter, or what is computed from sizes."""
+        """A size of a tensor, or what is computed from sizes; a part of a constant."""
         if not node.all_input_nodes or any(operand not in self.known for operand in node.all_input_nodes):
             return None
         if op_name(node) in SHAPE_ONLY or not any(isinstance(self.known[n], Made) for n in node.all_input_nodes):
             args = fx.map_arg(node.args, lambda n: self.stand_in(self.known[n]))
             result = called(node, args)
             return None if isinstance(result, Tensor) else result
+        if op_name(node) in RESHAPES | VIEWS | CASTS:
+            result = called(node, fx.map_arg(node.args, lambda n: self.stand_in(self.known[n])))
+            found = tuple(
+                Made(tuple(one.shape), ()) for one in (result if isinstance(result, (list, tuple)) else [result])
+            )
+            return found if isinstance(result, (list, tuple)) else found[0]
         return None
 
     def stand_in(self, value: Value) -> Any:

@@ -98,6 +98,7 @@ class Options:
     modules: Mapping[str, type] = field(default_factory=dict)  # module path -> class, for approximations by module
     dense_limit: int = 4096  # no factor takes more memory than a dense one of this width
     sampling: Sampling | None = None  # of all input factors
+    pieces: tuple[Piece, ...] = ()  # asked for by name: parameters are cut here, too, if their uses allow it
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,11 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
         if name in taken or name not in edges:
             continue
         owner = program.owner(name)
-        group = next((g for g in program.options.linked if owner in g and len(g) > 1), None)
+        group = next((g for g in program.options.linked if {owner, name} & g and len(g) > 1), None)
         if group is not None:
-            unmatched.append((name, f"linked with {', '.join(sorted(group - {owner}))}; enters {enters(edges[name])}"))
+            unmatched.append(
+                (name, f"linked with {', '.join(sorted(group - {owner, name}))}; enters {enters(edges[name])}")
+            )
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)

@@ -20,7 +20,7 @@ def link(program: Program) -> Program:
     """Raises LinkError or ApproximationError, each with all its culprits."""
     check_linked_names(program)
     linked = {
-        frozenset(program.aliases[name] for name in group): approximation
+        frozenset(program.aliases.get(name, name) for name in group): approximation
         for group, approximation in program.options.linked.items()
     }
     check_disjoint(linked)
@@ -29,7 +29,8 @@ def link(program: Program) -> Program:
 
 
 def check_linked_names(program: Program) -> None:
-    unknown = sorted({name for group in program.options.linked for name in group if name not in program.aliases})
+    known = {*program.aliases, *(piece.name for piece in program.options.pieces)}
+    unknown = sorted({name for group in program.options.linked for name in group if name not in known})
     rows = [(repr(name), what_is(name, program)) for name in unknown]
     if len(rows) == 1:
         raise LinkError(f"linked parameter {' '.join(rows[0])}")

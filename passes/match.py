@@ -133,7 +133,8 @@ def lay_over(
     attrs |= {role: one.shape for role, one in binding.made.items()}
     roles = [role for role in form.roles if role in binding.parameters]
     trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
-    if not (trainable or binding.made) or not form.where(attrs):
+    learned = trainable or any(one.slabs for one in binding.made.values())
+    if not learned or not form.where(attrs):
         return None
     if binding.free:
         attrs[CASES] = number_of_cases(root.graph, None)

@@ -55,7 +55,7 @@ ROWS: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]], str, Block
         lambda x, w, b: F.layer_norm(x, (3,), w, b), {"w": (3,), "b": (3,)}, "layer_norm",
         {("w", "b"): ("ScaleAndShiftFull", "full", 1)},
     ),
-    "leftover": (lambda x, w: x + torch.exp(w), {"w": (3,)}, "add", {("w",): ("NaiveDiagonal", "diagonal", 0)}),
+    "leftover": (lambda x, w: x + torch.cumsum(w, 0), {"w": (3,)}, "add", {("w",): ("NaiveDiagonal", "diagonal", 0)}),
     "shared weight and bias": (
         lambda x, w, b: (x @ w + b) @ w + b, {"w": (3, 3), "b": (3,)}, "add_1",
         {("w", "b"): ("FullyConnectedMultiIndep", "kron_indep", 2)},
@@ -152,7 +152,7 @@ def test_layouts_that_contradict_each_other_are_ambiguous() -> None:
 
 
 def test_defaults_serve_the_scan_and_several_uses_have_their_own() -> None:
-    lc = collection(lambda x, w, v, g: (x @ w @ v) @ v + torch.exp(g), w=(3, 3), v=(3, 3), g=(3,))
+    lc = collection(lambda x, w, v, g: (x @ w @ v) @ v + torch.cumsum(g, 0), w=(3, 3), v=(3, 3), g=(3,))
     lc.set_default_fully_connected_approximation("diagonal")
     lc.set_default_fully_connected_multi_approximation("kron_indep_in_diag")
     lc.set_default_generic_approximation("full")
