@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.errors import RegistrationError, nearest
+from kfac_fx.passes.flat import PREFIX
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import PREFIX, Capture
+from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.trace import capture as trace
 from kfac_fx.passes.unroll import unroll
 

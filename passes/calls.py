@@ -26,11 +26,15 @@ from .watch import custom_functions, untouched
 
 @dataclass(frozen=True)
 class Call:
-    """What a module was called with, detached, and under which autocast."""
+    """What a module was called with, detached, and under which autocast.
+
+    transformed: by torch.func, whose tensors do not live longer than the call; then nothing is kept of them.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     autocast: tuple[tuple[str, torch.dtype], ...]
+    transformed: bool = False
 
 
 @contextmanager
@@ -61,8 +65,9 @@ def calls_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
-            call = Call(mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs), autocast())
-            calls.setdefault(id(module), []).append(call)
+            inside = any(transformed(leaf) for leaf in pytree.leaves((args, kwargs)))
+            given, named = ((), {}) if inside else (mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs))
+            calls.setdefault(id(module), []).append(Call(given, named, autocast(), inside))
 
     submodules = [module for module in model.modules() if module is not model]
     handles = [module.register_forward_pre_hook(note, prepend=True, with_kwargs=True) for module in submodules]
@@ -72,6 +77,10 @@ def calls_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         for handle in handles:
             handle.remove()
     return calls
+
+
+def transformed(value: Any) -> bool:
+    return isinstance(value, Tensor) and torch.func.debug_unwrap(value) is not value
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

@@ -94,10 +94,21 @@ def divide(
             python.setdefault(aliases[name], f"read at {place}, in Python that is not captured")
     for name in parameters:
         if name not in inside:
-            python.setdefault(name, "in a module that is not captured, and not read on the examples")
+            python.setdefault(name, why_not(name, divider))
     notes = tuple(note for _, note in divider.left)
     left = frozenset(id(module) for module, _ in divider.left)
     return Division(joined.but(left=notes, python=python), captured, left)
+
+
+def why_not(name: str, divider: Divider) -> str:
+    """Of a parameter that is in no graph, and that no Python was seen to read."""
+    left = {note.subject: (module, note.reason) for module, note in divider.left}
+    path = name.rpartition(".")[0]
+    while path and path not in left:
+        path = path.rpartition(".")[0]
+    if path and id(left[path][0]) in divider.first:
+        return f"in {path}, which is not captured: {left[path][1]}"
+    return "in a module that is not captured, and not read on the examples"
 
 
 def watched(
@@ -156,6 +167,8 @@ class Divider:
 
     def of_calls(self, path: str, module: nn.Module, calls: Sequence[Call]) -> list[Captured]:
         """A capture for every kind of call. Raises UntraceableError."""
+        if any(call.transformed for call in calls):
+            raise UntraceableError("it is called inside of torch.func, which differentiates no tap")
         number = len(self.first.get(id(module), []))
         mine = self.earlier(module)
         shapes: dict[Any, set[Any]] = {}

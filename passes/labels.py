@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
-from .operations import DATA_FIRST, EXPANDS, SHAPE_ONLY, STOPS_GRADIENT, no_grad_region, op_name
+from .operations import DATA_FIRST, EXPANDS, SHAPE_ONLY, SIZED_BY_CASES, STOPS_GRADIENT, no_grad_region, op_name
 
 Edge = tuple[fx.Node, fx.Node]  # (PURE node, activation that reads it)
 
@@ -78,10 +78,13 @@ def is_layer_of_data(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
 
 def has_row_a_case(node: fx.Node, label: Label, cases: str | None) -> bool:
     """Of what depends on parameters, only an expansion is taken for it: a slice may be as long as there are cases."""
-    of_cases = cases is not None and any(size and re.search(rf"\b{cases}\b", size) for size in symbolic_sizes(node))
+    known = cases is not None or SIZED_BY_CASES in node.meta
+    of_cases = node.meta.get(SIZED_BY_CASES, False) or (
+        cases is not None and any(size and re.search(rf"\b{cases}\b", size) for size in symbolic_sizes(node))
+    )
     if label is Label.CONST or op_name(node) not in EXPANDS:
         return of_cases and label is Label.CONST
-    if cases is not None:
+    if known:
         return of_cases
     if "val" in node.meta:  # captured with a single case
         sizes = node.args[1] if len(node.args) > 1 else ()

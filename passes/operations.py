@@ -30,6 +30,9 @@ DATA_FIRST = {  # what their first argument is to a layer no parameter can be
 EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
+SIZED_BY_CASES = (
+    "sized by cases"  # in the meta of a node of a graph that knows no sizes: whether its own goes with them
+)
 VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"}
 
 

@@ -24,7 +24,6 @@ from .places import OWN_FOLDER
 CONTAINERS = (dict, list, set)
 TORCH_SPEAKS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")  # torch's words
-DERIVATIVES = ("constant's list", "functorch tensor", "attribute 'constant'")  # and of autograd inside forward
 OWN_KINDS = ("GeneratedBackwardFor_", "BackwardHookFunction")  # of torch.library's operators, and an identity
 
 
@@ -176,11 +175,6 @@ def untraceable(model: nn.Module, error: Exception) -> str:
         advice = (
             "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
             "torch.where."
-        )
-    elif any(word in str(error) for word in DERIVATIVES):
-        advice = (
-            "Does forward take derivatives with torch.autograd.grad or torch.func? torch.export cannot see them; take "
-            "them outside of the model that you compile."
         )
     else:
         advice = (

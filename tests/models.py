@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tests.zoo import attention, convolution, dense, odd, parts, recurrent, reparametrized, tables
+from tests.zoo import attention, convolution, dense, derivatives, odd, parts, recurrent, reparametrized, tables
 from tests.zoo.case import Case, Expected
 
 CASES: tuple[Case, ...] = (
     *dense.CASES,
     *convolution.CASES,
     *attention.CASES,
+    *derivatives.CASES,
     *parts.CASES,
     *reparametrized.CASES,
     *tables.CASES,

@@ -281,16 +281,6 @@ def test_inputs_that_the_model_cannot_take_are_refused() -> None:
         capture(nn.Linear(4, 3), (X,))
 
 
-def test_derivatives_inside_forward_are_refused_with_a_way_out() -> None:
-    def slope(x: Tensor, w: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(torch.tanh(x @ w).sum(), x, create_graph=True)
-        return grad
-
-    with pytest.raises(UntraceableError, match="take them outside of the model that you compile"):
-        capture(Toy(slope, w=(3, 2)), (X,))
-
-
 def test_a_new_tensor_as_a_buffer_needs_inputs() -> None:
     with pytest.raises(UntraceableError, match=r"assigns a new tensor to its buffer 0.mean, .*\n.*example inputs"):
         capture(nn.Sequential(Memory()))

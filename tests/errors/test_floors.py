@@ -26,8 +26,8 @@ FLOORS = [
     "passes.labels passes.views",
     "passes.approximation passes.border passes.elements passes.experts passes.parts passes.spelling passes.values "
     "passes.watch",
-    "passes.calls passes.claims passes.inplace passes.leftovers",
-    "passes.symbolic",
+    "passes.calls passes.claims passes.flat passes.inplace passes.leftovers",
+    "passes.derivatives passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
     "passes.resolve passes.check passes.rewrite passes.submodules passes.padding passes.verify",

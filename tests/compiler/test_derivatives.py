@@ -1,0 +1,163 @@
+"""Forwards that take derivatives of a network by its inputs are captured with these derivatives as operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import kfac_fx
+from kfac_fx import UntraceableError
+from kfac_fx.curvature import load_forward_mode
+from kfac_fx.divided import DividedRecorder
+from kfac_fx.passes.derivatives import takes_derivatives
+from kfac_fx.passes.trace import Capture, capture
+from tests.compiler.toy import Toy
+
+X = torch.randn(5, 3)
+load_forward_mode()
+
+
+def layer(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+def by_autograd(x: Tensor, w: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(layer(x, w).sum(), x, create_graph=True)
+    return slope
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(layer(x, w).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+    return slope * second
+
+
+def stopped(x: Tensor, w: Tensor) -> Tensor:
+    """Gradients that forward itself stops, in all the ways."""
+    x = x.detach().requires_grad_()
+    y = layer(x, w)
+    with torch.no_grad():
+        factor = layer(x, w).sum()
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (number,) = torch.autograd.grad(layer(x, w).sum(), x)
+    return slope * factor + number + slope.detach() * y.data.mean() + y.mean()
+
+
+WAYS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    by_autograd,
+    twice,
+    stopped,
+    lambda x, w: jvp(lambda x: layer(x, w), (x,), (torch.ones_like(x),))[1],
+    lambda x, w: vjp(lambda x: layer(x, w), x)[1](torch.ones(len(x), 2))[0],
+    lambda x, w: vmap(grad(lambda row: layer(row, w).sum()))(x),
+    lambda x, w: vmap(jacrev(lambda row: layer(row, w)))(x),
+    lambda x, w: vmap(jacfwd(lambda row: layer(row, w)))(x),
+    lambda x, w: vmap(hessian(lambda row: layer(row, w).sum()))(x),
+]
+
+
+def results(function: Callable[..., Any], weight: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """(what it returns, the gradient of the weight)"""
+    out = function(*inputs)
+    return out.detach(), torch.autograd.grad(out.square().sum(), weight)[0]
+
+
+def run(captured: Capture, *args: Any) -> Any:
+    module = fx.GraphModule(captured.program.root, captured.program.graph)
+    return captured.unflatten(module(*captured.flatten(args, {})))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_graph_has_the_values_and_the_gradients(way: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = Toy(way, w=(3, 2))
+    captured = capture(model, (X,))
+    for got, wanted in zip(results(lambda *x: run(captured, *x), model.w, X), results(model, model.w, X), strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert captured.holds((torch.randn(5, 3),), {}) and not captured.holds((torch.randn(4, 3),), {})
+
+
+@pytest.mark.parametrize("way", [WAYS[n] for n in (0, 2, 3, 5, 8)])
+def test_every_use_of_the_weight_is_found_and_proved(way: Callable[[Tensor, Tensor], Tensor]) -> None:
+    net = kfac_fx.compile(Toy(way, w=(3, 2)), (X,), loss="normal", strict=True)
+    (one,) = net.registrations
+    assert one.layer == "linear" and len(one.uses) >= 2
+    for cases in (5, 4):
+        assert net.record((torch.randn(cases, 3),), {}).cases == cases
+
+
+class Potential(nn.Module):
+    """The gradient of a network with biases, some of whose derivatives vanish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = self.last(torch.tanh(self.first(x)))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.cat([y, slope], 1)
+
+
+@pytest.mark.parametrize("name", ["first.weight", "first.bias", "last.weight", "last.bias"])
+def test_gradients_of_a_case_add_up_over_values_and_derivatives(name: str) -> None:
+    model, x, y = Potential().double(), torch.randn(5, 3).double(), torch.randn(5, 4).double()
+    net = kfac_fx.compile(model, (x,), loss="normal", approximations={"*": "full"})
+    found = net.record((x,), {}, mode="empirical", targets=y).statistics[(name,)]["per_case"]
+    wanted = []
+    for case, target in zip(x, y, strict=True):
+        loss = kfac_fx.losses.Normal(model(case[None]), targets=target[None]).evaluate()
+        wanted.append(torch.autograd.grad(loss, model.get_parameter(name))[0].flatten())
+    torch.testing.assert_close(found, torch.stack(wanted))
+
+
+def test_only_forwards_that_take_derivatives_are_taken_for_such() -> None:
+    taking, drawing = Toy(by_autograd, w=(3, 2)), Toy(lambda x, w: layer(x, w) * torch.rand(()), w=(3, 2))
+    failing = Toy(by_autograd, w=(4, 2))
+    before = torch.random.get_rng_state()
+    assert [takes_derivatives(model, (X,)) for model in (taking, drawing, failing)] == [True, False, False]
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class Branching(nn.Module):
+    """Derivatives that no graph holds, for what comes after them depends on their values."""
+
+    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.head, self.way = nn.Linear(3, 3), nn.Linear(3, 2), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.way(self.net, x)
+        return self.head(y) if y.sum() > -1e9 else y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda net, x: jvp(net, (x,), (torch.ones_like(x),))[1],
+        lambda net, x: vmap(grad(lambda row: net(row).square().sum()))(x),
+    ],
+)
+def test_a_submodule_under_torch_func_stays_python_and_says_so(way: Any) -> None:
+    net = kfac_fx.compile(Branching(way), (X,), loss="normal")
+    assert isinstance(net.captures.first, DividedRecorder)
+    assert {one.parameters for one in net.registrations if not one.generic} == {("head.weight", "head.bias")}
+    (reason,) = {one.reason for one in net.registrations if one.parameters == ("net.weight",)}
+    assert reason is not None and ("it is called inside of torch.func" in reason or "in Python" in reason)
+    assert "it is called inside of torch.func, which differentiates no tap" in {one.reason for one in net.program.left}
+
+
+def test_derivatives_of_a_forward_that_cannot_be_captured_are_refused() -> None:
+    def branch(x: Tensor, w: Tensor) -> Tensor:
+        y = by_autograd(x, w)
+        return y if y.sum() > 0 else 2 * y
+
+    with pytest.raises(UntraceableError, match=r"Replace what depends on the values of tensors"):
+        capture(Toy(branch, w=(3, 2)), (X,))
