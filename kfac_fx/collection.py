@@ -185,8 +185,13 @@ class BaseCollection:
         reuse: bool | str | None,
         num_uses: int | None = None,
         layers: Sequence[str] = (),
+        sampling: Sampling | None = None,
+        patch_mask: Tensor | None = None,
     ) -> FisherBlock:
-        """Find the uses, then file them: a new block, or a tower of an old one. On an error nothing has changed."""
+        """Find the uses, then file them: a new block, or a tower of an old one. On an error nothing has changed.
+
+        sampling, patch_mask: of the input factor; None: the collection's and none, or those of the old block.
+        """
         names, single = self.names_of(params), not isinstance(outputs, (list, tuple))
         if KINDS[kind].multi:
             check_num_uses(names, num_uses, None if single else len(listed(outputs)))
@@ -198,7 +203,10 @@ class BaseCollection:
         layer = next((use.layer for use in uses if use.layer in KINDS[kind].layers), uses[0].layer)
         made = block_class(layer, chosen, KINDS[kind].multi)
         block = made(self, names, chosen, num_uses=num_uses if single else None)
+        block.sampling, block.patch_mask = sampling or block.sampling, patch_mask
         block.add_tower(uses)
+        if resolved(reuse) and names in self.fisher_blocks:
+            self.fisher_blocks[names].check_rows(sampling, patch_mask)
         return self.filed(names, block, reuse)
 
     def filed(self, names: Key, block: FisherBlock, reuse: bool | str | None) -> FisherBlock:
@@ -224,7 +232,7 @@ class BaseCollection:
             if reuse is False:
                 raise ReuseError(f"FisherBlock for {said} is already in LayerCollection; reuse=True adds a tower")
             kept = self.fisher_blocks[names]
-            old, new = (f"{type(one).__name__} ({one.approximation})" for one in (kept, fisher_block))
+            old, new = (one.terms for one in (kept, fisher_block))
             if old != new:
                 raise RegistrationError(f"Attempted to register FisherBlock of type {new} for {said}, which has {old}")
             return kept

@@ -20,6 +20,8 @@ from .masks import PaddingMask
 from .subsample import read_sampling
 from .wrappers import refuse_scripted, unwrapped
 
+DENSE_LIMIT = 4096
+
 
 def compile(
     model: nn.Module | LayerCollection,
@@ -33,7 +35,7 @@ def compile(
     strict: bool = False,
     verify: bool = True,
     backend: str = "eager",
-    dense_limit: int = 4096,
+    dense_limit: int = DENSE_LIMIT,
     padding_mask: PaddingMask | None = None,
     sub_sample_inputs: bool | float = False,
     sub_sample_patches: bool | float = False,
@@ -70,8 +72,21 @@ def compile(
     Raises UntraceableError, RegistrationError and its kinds, LossError, LayerError; each names all culprits.
     """
     if isinstance(model, LayerCollection):
-        if example_inputs or example_kwargs or loss or linked or approximations or layers or padding_mask:
-            raise RegistrationError("a LayerCollection has its own inputs, losses, layers and mask; give none of them")
+        given = {
+            "example_inputs": example_inputs,
+            "example_kwargs": example_kwargs,
+            "loss": loss,
+            "linked": linked,
+            "approximations": approximations,
+            "layers": layers,
+            "strict": strict,
+            "dense_limit": dense_limit != DENSE_LIMIT,
+            "padding_mask": padding_mask,
+            "sub_sample_inputs": sub_sample_inputs,
+            "sub_sample_patches": sub_sample_patches,
+        }
+        if said := ", ".join(name for name, value in given.items() if value):
+            raise RegistrationError(f"a LayerCollection says these itself, or its capture does; leave them out: {said}")
         return compiled_collection(model, variables, verify=verify, backend=backend)
     if variables is not None:
         raise RegistrationError(

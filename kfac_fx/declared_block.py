@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, fx
 
 from kfac_fx.passes.errors import ApproximationError, RegistrationError
@@ -73,6 +74,22 @@ class DeclaredBlock:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.params)}, {self.approximation}, {len(self.towers)} towers)"
+
+    @property
+    def terms(self) -> str:
+        """What another registration of the same parameters must agree with."""
+        uses = f", num_uses={self.num_uses}" if self.num_uses is not None else ""
+        return f"{type(self).__name__} ({self.approximation}{uses})"
+
+    def check_rows(self, sampling: Sampling | None, patch_mask: Tensor | None) -> None:
+        """Raises RegistrationError if its input factor is of other rows; None: nothing is said of it."""
+        said = ", ".join(self.params)
+        if sampling is not None and sampling != (self.sampling or Sampling()):
+            raise RegistrationError(f"{said}: its input factor is of {self.sampling or Sampling()}, not of {sampling}")
+        same = self.patch_mask is not None and patch_mask is not None and torch.equal(self.patch_mask, patch_mask)
+        if patch_mask is not None and not same:
+            there = "no patch_mask" if self.patch_mask is None else "another patch_mask"
+            raise RegistrationError(f"{said}: its first registration has {there}; all towers have one")
 
     @property
     def num_registered_towers(self) -> int:

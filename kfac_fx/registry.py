@@ -13,6 +13,7 @@ from kfac_fx.pieces import overlap
 
 Value = TypeVar("Value")
 Key = tuple[str, ...]
+Reuse = bool | str | None
 VARIABLE_SCOPE = "VARIABLE_SCOPE"  # what the innermost `variable_scope` says; False outside of any
 AUTO_REUSE = "AUTO_REUSE"  # a tower if there is a registration, else a new one
 _scope: ContextVar[bool | str] = ContextVar("reuse", default=False)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..ir import Attrs
 from .declaration import Example, Layer, composite, layer
+from .geometry import per_axis, same_or_given
 
 Function = Callable[..., Tensor]
 Module = type[nn.Module]
@@ -94,21 +95,6 @@ def spread(x: Tensor, stride: Sequence[int]) -> Tensor:
 def batched(x: Tensor, attrs: Attrs) -> Tensor:
     """[N, C, ...], also of a single case without N."""
     return x if x.dim() == len(attrs["weight"]) else x.unsqueeze(0)
-
-
-def per_axis(name: str, attrs: Attrs) -> list[int]:
-    value, axes = attrs[name], len(attrs["weight"]) - 2
-    return list(value) * (axes // len(value)) if isinstance(value, (list, tuple)) else [value] * axes
-
-
-def same_or_given(attrs: Attrs) -> list[tuple[int, int]]:
-    """Padding at both ends of every axis; what is odd of "same" goes to the far end."""
-    if attrs["padding"] == "valid":
-        return [(0, 0) for _ in attrs["weight"][2:]]
-    if attrs["padding"] != "same":
-        return [(p, p) for p in per_axis("padding", attrs)]
-    total = [d * (k - 1) for k, d in zip(attrs["weight"][2:], per_axis("dilation", attrs), strict=True)]
-    return [(t // 2, t - t // 2) for t in total]
 
 
 def groups(attrs: Attrs) -> dict[str, int]:

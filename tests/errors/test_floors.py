@@ -17,7 +17,7 @@ FLOORS = [
     "passes.registration",
     "passes.ir",
     "passes.layers.declaration",
-    "passes.layers.contraction passes.layers.rows",
+    "passes.layers.contraction passes.layers.geometry passes.layers.rows",
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
@@ -56,6 +56,7 @@ FLOORS = [
     "kfac_fx.fisher_factor kfac_fx.kinds",
     "kfac_fx.collection",
     "kfac_fx.default_approximations kfac_fx.register_losses",
+    "kfac_fx.register_convolutions",
     "kfac_fx.register_layers kfac_fx.scan",
     "kfac_fx.layer_collection",
     "kfac_fx.report_rows kfac_fx.report_graph kfac_fx.report_html",

@@ -82,8 +82,12 @@ def test_registered_by_hand_or_compiled_the_fisher_is_the_same() -> None:
 def test_a_collection_can_be_compiled_and_other_batches_captured() -> None:
     model, x = Net(), torch.randn(6, 3)
     lc = registered(model, x)
-    with pytest.raises(RegistrationError, match="a LayerCollection has its own inputs, losses, layers and mask"):
-        kfac_fx.compile(lc, loss="categorical")
+    with pytest.raises(RegistrationError) as failure:
+        kfac_fx.compile(lc, loss="categorical", strict=True, dense_limit=8, sub_sample_inputs=True)
+    assert str(failure.value) == (
+        "a LayerCollection says these itself, or its capture does; leave them out: "
+        "loss, strict, dense_limit, sub_sample_inputs"
+    )
     net = kfac_fx.compile(lc)
     assert net.layer_collection is lc and net.registrations == lc.registrations
     est = kfac_fx.FisherEstimator(net)

@@ -1,4 +1,7 @@
-"""Where TensorFlow's K-FAC goes wrong, and what is right: each test is named after the latter, and tells the defect."""
+"""Where TensorFlow's K-FAC goes wrong, and what is right: each test is named after the latter, and tells the defect.
+
+Those of its optimizer are in `tests/whole/test_defects_of_the_optimizer.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from kfac_fx import LayerCollection, losses
 from kfac_fx.fisher_blocks import EmbeddingKFACFB, FullyConnectedSeriesFB
 from kfac_fx.registry import LayerParametersDict
 from tests.runtime.collections_of_toys import affine, collection
-from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,11 +197,16 @@ def test_uncorrelated_activations_follow_the_weight_s_order_stride_and_roots() -
     torch.testing.assert_close(est.multiply_cholesky(est.multiply_cholesky(v, transpose=True)), est.multiply(v))
 
 
-def test_a_masked_kernel_has_its_own_diagonal() -> None:
+@pytest.mark.parametrize("said", [True, False])
+def test_a_masked_kernel_has_its_own_diagonal(said: bool) -> None:
     """A mask of patches is broadcast along the wrong axis where the diagonal of a convolution is computed."""
     mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    x = torch.randn(4, 3, 4, 4)
-    lc = collection(lambda x, w: F.conv2d(x, w * mask).sum((2, 3)), x, w=(2, 3, 2, 2))
+    x, patch_mask = torch.randn(4, 3, 4, 4), mask.expand(3, 2, 2).clone()
+    if said:
+        lc = collection(lambda x, w: F.conv2d(x, w).sum((2, 3)), x, w=(2, 3, 2, 2))
+        lc.register_conv2d("w", outputs="conv2d", patch_mask=patch_mask, approx="diagonal")
+    else:  # the graph has it
+        lc = collection(lambda x, w: F.conv2d(x, w * mask).sum((2, 3)), x, w=(2, 3, 2, 2))
     lc.register_normal_predictive_distribution("sum_1")
     lc.auto_register_layers()
     found = estimated(lc, x, mode="exact").blocks[("w",)].full_fisher_block().diagonal().view(2, 3, 2, 2)
@@ -267,6 +274,17 @@ def test_reuse_of_a_block_of_another_kind_is_refused() -> None:
     lc.register_fully_connected(("w", "b"), None, "add", approx="kron")
     with pytest.raises(ValueError, match=r"of type FullyConnectedKFACBasicFB \(kron_in_diag\)"):
         lc.register_fully_connected(("w", "b"), None, "add", approx="kron_in_diag", reuse=True)
+    lc = affine(torch.zeros(12, 10))
+    lc.register_fully_connected_multi(("w", "b"), None, "add", num_uses=3)
+    with pytest.raises(
+        ValueError, match=r"kron_indep, num_uses=2\) for \(w, b\), which has .*kron_indep, num_uses=3\)"
+    ):
+        lc.register_fully_connected_multi(("w", "b"), None, "add", num_uses=2, reuse=True)
+    x = torch.randn(4, 3, 5, 5)
+    lc = collection(lambda x, w: F.conv2d(x, w).sum((2, 3)) + F.conv2d(x, w, stride=2).sum((2, 3)), x, w=(2, 3, 2, 2))
+    lc.register_conv2d("w", strides=1, outputs="conv2d")
+    with pytest.raises(ValueError, match=r"strides=\[1, 1\], but the graph's conv2d\(w\) has \[2, 2\]"):
+        lc.register_conv2d("w", strides=1, outputs="conv2d_1", reuse=True)
 
 
 def test_a_key_of_several_parameters_is_deleted_with_all_of_them() -> None:
@@ -295,99 +313,3 @@ def test_every_name_that_the_documents_and_examples_use_exists() -> None:
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
     used = {name for path in texts for name in re.findall(r"kfac_fx\.(\w+)\(", path.read_text(encoding="utf-8"))}
     assert "compile" in used and [name for name in sorted(used) if not hasattr(kfac_fx, name)] == []
-
-
-# --- the optimizer --------------------------------------------------------------------------------------------------
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "lr": {"lr": 0.1},
-    "damping": {"damping": 1.0},
-    "momentum": {"momentum": 0.5},
-    "momentum_type": {"momentum_type": "adam"},
-    "cov_ema_decay": {"cov_ema_decay": 0.1},
-    "cov_update_every": {"cov_update_every": 2},
-    "invert_every": {"invert_every": 2},
-    "num_burnin_steps": {"num_burnin_steps": 1},
-    "norm_constraint": {"norm_constraint": 1e-3},
-    "weight_decay": {"weight_decay": 0.1},
-    "precon_damping_mult": {"precon_damping_mult": 3.0},
-    "estimation_mode": {"estimation_mode": "exact"},
-    "fraction": {"fraction": 0.5},
-    "seed": {"seed": 1},
-    "adapt_damping": {"adapt_damping": True},
-}
-ADAPTED = {"adapt_damping": True, "damping_adaptation_interval": 1}
-ADAPTING: dict[str, dict[str, Any]] = {
-    "damping_adaptation_interval": {"damping_adaptation_interval": 2},
-    "damping_adaptation_decay": {"damping_adaptation_decay": 0.5},
-    "damping_decrease_rho_threshold": {"damping_decrease_rho_threshold": 100.0},
-    "damping_increase_rho_threshold": {"damping_increase_rho_threshold": 0.75, "damping_decrease_rho_threshold": 100.0},
-    "min_damping": {"min_damping": 0.2},
-    "l2_reg": {"l2_reg": 0.2},
-}
-
-
-def trained(**options: Any) -> list[float]:
-    """What three steps made of the parameters and the damping."""
-    net = kfac_fx.compile(mlp(), loss="categorical")
-    opt = kfac_fx.KFAC(net, **{"lr": 0.3, "damping": 0.1, "seed": 0, "invert_every": 1, **options})
-    for number in range(3):
-        x, y = batch(number)
-        opt.zero_grad()
-        F.cross_entropy(net(x), y).backward()
-        opt.step(loss_of(net, x, y))
-    return [*torch.cat([p.detach().flatten() for p in net.parameters()]).tolist(), opt.damping.item()]
-
-
-def test_every_option_does_something() -> None:
-    """Options are swallowed on the way: devices of the asynchronous optimizer, `distribute_transformations` of a
-    placement."""
-    plain, adapted = trained(), trained(**ADAPTED)
-    assert trained() == plain
-    ignored = [name for name, options in OPTIONS.items() if name != "adapt_damping" and trained(**options) == plain]
-    ignored += [name for name, options in ADAPTING.items() if trained(**{**ADAPTED, **options}) == adapted]
-    assert ignored == [] and adapted != plain
-
-
-def test_nothing_is_set_through_global_constants_and_unknown_options_are_refused() -> None:
-    """Constants that are read at import time cannot be changed any more, and an unknown PI_TYPE damps with None."""
-    net = kfac_fx.compile(mlp(), loss="categorical")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'pi_type'"):
-        kfac_fx.KFAC(net, lr=0.1, damping=0.1, pi_type="tracenom")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'init_inverses_at_zero'"):
-        kfac_fx.FisherEstimator(net, init_inverses_at_zero=False)  # type: ignore[call-arg]
-    assert not [name for name in vars(kfac_fx) if name.startswith("set_") and name != "set_default_layer_collection"]
-
-
-def test_the_default_decay_of_the_factors_is_per_step_too() -> None:
-    """Only a decay that is passed is raised to the power of `cov_update_every`."""
-    for given in ({}, {"cov_ema_decay": 0.95}):
-        net = kfac_fx.compile(mlp(), loss="categorical")
-        opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1, cov_update_every=4, **given)  # type: ignore[arg-type]
-        assert opt.estimator.cov_ema_decay == 0.95**4
-
-
-def test_a_loss_that_adapting_needs_is_asked_for_by_name() -> None:
-    """`minimize` does not hand the loss on as documented, and a missing training batch is noticed nowhere."""
-    net = kfac_fx.compile(mlp(), loss="categorical")
-    opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1, **ADAPTED)  # type: ignore[arg-type]
-    x, y = batch(0)
-    F.cross_entropy(net(x), y).backward()
-    with pytest.raises(ValueError, match=r"needs the loss after the update, every 1 steps: call step\(closure\)"):
-        opt.step()
-
-
-@pytest.mark.parametrize("momentum_type", ["adam", "regular", "qmodel"])
-def test_the_predicted_change_is_that_of_the_step_that_is_made(momentum_type: str) -> None:
-    """The prediction forgets weight decay, and of "adam" it is another quadratic than that of the clipped step."""
-    options: dict[str, Any] = {"momentum_type": momentum_type, "weight_decay": 0.3, **ADAPTED}
-    options |= {"momentum": None} if momentum_type == "qmodel" else {"lr": 0.3, "norm_constraint": 1e-3}
-    net, slow = kfac_fx.compile(mlp(), loss="categorical"), SlowKFAC(mlp(), damping=0.1, **options)
-    opt = kfac_fx.KFAC(net, damping=0.1, seed=0, **options)
-    for number in range(3):
-        x, y = batch(number)
-        opt.zero_grad()
-        F.cross_entropy(net(x), y).backward()
-        opt.step(loss_of(net, x, y))
-        slow.step(x, y, F.cross_entropy)
-        torch.testing.assert_close(opt.predicted_change.item(), slow.predicted)

@@ -66,6 +66,45 @@ def test_the_proof_is_of_the_whole_kernel() -> None:
     assert [one.layer for one in net.registrations] == ["conv2d"]
 
 
+def test_a_mask_is_of_all_uses_of_a_shared_kernel() -> None:
+    x, y = X.float(), torch.randn(4, 2)
+
+    def twice(x: Tensor, c: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(x, c, padding=1), c).flatten(2).sum(2)
+
+    lc = collection(twice, x, c=(2, 2, 3, 3))
+    lc.register_conv2d_multi("c", outputs=["conv2d", "conv2d_1"], patch_mask=MASK)
+    lc.register_normal_predictive_distribution("sum_1")
+    est = FisherEstimator(lc, estimation_mode="empirical")
+    est.update_covariances(x, targets=y)
+    first, second = F.unfold(x, 3, padding=1), F.unfold(F.conv2d(x, lc.parameters["c"], padding=1), 3)
+    rows = torch.cat([first, second], dim=2).mT.flatten(0, 1).detach() * MASK.flatten()
+    torch.testing.assert_close(est.blocks["c",].factors["A"].value[0], rows.mT @ rows / len(rows))
+
+
+def towers(x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    return F.conv2d(x[:2], c).flatten(2).sum(2), F.conv2d(x[2:], c).flatten(2).sum(2)
+
+
+def test_another_tower_has_the_same_rows_or_is_refused() -> None:
+    lc = collection(towers, X.float(), c=(3, 2, 3, 3))
+    block = lc.register_conv2d("c", outputs="conv2d", patch_mask=MASK, sub_sample_inputs=0.5)
+    for options, text in (
+        ({"patch_mask": MASK.mT}, "c: its first registration has another patch_mask; all towers have one"),
+        ({"sub_sample_inputs": 0.2}, "c: its input factor is of 50% of the cases, not of 20% of the cases"),
+    ):
+        with pytest.raises(RegistrationError) as failure:
+            lc.register_conv2d("c", outputs="conv2d_1", reuse=True, **options)  # type: ignore[arg-type]
+        assert str(failure.value) == text
+    assert block.num_registered_towers == 1
+    lc.register_conv2d("c", outputs="conv2d_1", reuse=True)
+    assert block.num_registered_towers == 2 and block.registration.patch_mask == tuple(MASK.flatten().tolist())
+    lc = collection(towers, X.float(), c=(3, 2, 3, 3))
+    lc.register_conv2d("c", outputs="conv2d")
+    with pytest.raises(RegistrationError, match="c: its first registration has no patch_mask; all towers have one"):
+        lc.register_conv2d("c", outputs="conv2d_1", reuse=True, patch_mask=MASK)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import ApproximationError, FisherEstimator, RegistrationError
+from kfac_fx.passes.ir import UNCORRELATED
 from kfac_fx.passes.layers import LAYERS, conv
 from tests.runtime.collections_of_toys import collection
 
@@ -41,15 +42,15 @@ def made(name: str) -> tuple[Summed, Tensor]:
     return Summed(layer).double(), torch.randn(5, 4, *size, dtype=torch.float64) + 1
 
 
-def estimated(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> FisherEstimator:
-    net = kfac_fx.compile(model, (x,), loss="normal", approximations={nn.modules.conv._ConvNd: "kron_sua"}, **options)
+def estimated(model: nn.Module, x: Tensor, y: Tensor, name: str = "kron_sua", **options: Any) -> FisherEstimator:
+    net = kfac_fx.compile(model, (x,), loss="normal", approximations={nn.modules.conv._ConvNd: name}, **options)
     est = FisherEstimator(net, damping=0.3, estimation_mode="empirical", exps=(-1, -0.5), compute_cholesky_inverse=True)
     est.update_covariances(x, targets=y)
     est.update_inverses()
     return est
 
 
-def by_formula(model: Summed, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def by_formula(model: Summed, x: Tensor, y: Tensor, assumed: str = "kron_sua") -> tuple[Tensor, Tensor, Tensor]:
     """(A [g, i, i], G [g, o, o], c): every pixel of the input on its own, every output position for the gradients."""
     layer: Any = model.conv
     out = layer(x)
@@ -57,8 +58,9 @@ def by_formula(model: Summed, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Ten
     a, g, k = [], [], layer.weight[0, 0].numel()
     for pixels, d in zip(x.flatten(2).chunk(layer.groups, 1), grad.flatten(2).chunk(layer.groups, 1), strict=True):
         rows = torch.stack([case[:, p] for case in pixels for p in range(pixels.shape[2])])
-        mean = rows.mean(0)
+        mean = rows.mean(0) * (assumed != "kron_sua_zero_mean")
         covariance = (rows - mean).mT @ (rows - mean) / len(rows)
+        mean = mean * (assumed == "kron_sua")
         m = torch.cat([mean.repeat_interleave(k), torch.ones(int(layer.bias is not None), dtype=x.dtype)])
         side = torch.outer(m, m)
         side[: len(mean) * k, : len(mean) * k] += torch.kron(covariance, torch.eye(k, dtype=x.dtype))
@@ -68,14 +70,17 @@ def by_formula(model: Summed, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Ten
     return torch.stack(a), torch.stack(g), torch.tensor(grad[0, 0].numel(), dtype=x.dtype)
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_every_product_is_that_of_the_formula(name: str) -> None:
+WITHOUT_MEAN = [(name, assumed) for name in ("conv2d", "grouped conv2d", "conv3d") for assumed in UNCORRELATED[1:]]
+
+
+@pytest.mark.parametrize(("name", "assumed"), [*((name, "kron_sua") for name in MADE), *WITHOUT_MEAN])
+def test_every_product_is_that_of_the_formula(name: str, assumed: str) -> None:
     model, x = made(name)
     y = torch.randn(5, 6, dtype=torch.float64)
-    est = estimated(model, x, y)
+    est = estimated(model, x, y, assumed)
     (block,) = est.blocks.values()
-    assert block.registration.approximation == "kron_sua"
-    a, g, c = by_formula(model, x, y)
+    assert block.registration.approximation == assumed
+    a, g, c = by_formula(model, x, y, assumed)
     full = torch.block_diag(*(c * torch.kron(gs, as_) for gs, as_ in zip(g, a, strict=True)))
     close = {"rtol": 1e-10, "atol": 1e-10 * float(full.abs().max())}
     torch.testing.assert_close(block.full_fisher_block(), full, **close)
@@ -146,11 +151,15 @@ def test_no_patches_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
         kfac_fx.compile(model, (x,), loss="normal", verify=False).record((x,), {})
 
 
-def test_the_report_says_what_is_assumed() -> None:
+@pytest.mark.parametrize(
+    ("name", "mean"),
+    [("kron_sua", ""), ("kron_sua_zero_mean", " of zero mean"), ("kron_sua_centered", " less their mean")],
+)
+def test_the_report_says_what_is_assumed(name: str, mean: str) -> None:
     model, x = made("conv2d")
-    net = kfac_fx.compile(model, (x,), loss="normal", approximations={"conv": "kron_sua"})
+    net = kfac_fx.compile(model, (x,), loss="normal", approximations={"conv": name})
     (row,) = net.report.rows
-    assert row.block == "kronecker, uncorrelated places" and row.factors_text == "A 5 x 5, G 6 x 6"
+    assert row.block == f"kronecker, uncorrelated places{mean}" and row.factors_text == "A 5 x 5, G 6 x 6"
 
 
 # --- where there are no pixels --------------------------------------------------------------------------------------
@@ -205,6 +214,33 @@ def test_a_collection_takes_it_for_convolutions() -> None:
     torch.testing.assert_close(est.blocks["c", "b"].factors["A"].value[0], pixels.mT @ pixels / 100)
     assert est.blocks["c", "b"].factors["positions"].value == 4
     assert [factor.name for factor in lc.get_factors()] == ["G", "A"]
+
+
+@pytest.mark.parametrize("approx", UNCORRELATED)
+def test_all_uses_of_a_shared_kernel_put_their_pixels_in_one_factor(approx: str) -> None:
+    """By hand and compiled: 4 x 25 pixels of the first use, 4 x 16 of the second, and as many positions as outputs."""
+    x = torch.randn(4, 2, 5, 5)
+
+    def twice(x: Tensor, c: Tensor) -> Tensor:
+        return F.conv2d(torch.tanh(F.conv2d(x, c)), c).flatten(2).sum(2)
+
+    lc = collection(twice, x, c=(2, 2, 2, 2))
+    block = lc.register_conv2d_multi("c", outputs=["conv2d", "conv2d_1"], approx=approx)
+    lc.register_normal_predictive_distribution("sum_1")
+    assert type(block).__name__ == "ConvKFCBasicMultiIndepFB"
+    net = kfac_fx.compile(lc.model, (x,), loss="normal", approximations={"c": approx})
+    found = []
+    for one in (lc, net):
+        est = FisherEstimator(one, damping=0.1, estimation_mode="exact")
+        est.update_covariances(x)
+        found.append(est.blocks["c",])
+    pixels = [x, torch.tanh(F.conv2d(x, lc.parameters["c"]))]
+    rows = torch.cat(
+        [torch.cat([p.flatten(2).mT.flatten(0, 1), torch.ones(4 * p[0, 0].numel(), 1)], 1) for p in pixels]
+    )
+    torch.testing.assert_close(found[0].factors["A"].value[0], (rows.mT @ rows / len(rows)).detach())
+    assert found[0].factors["positions"].value == 16 + 9
+    torch.testing.assert_close(found[0].full_fisher_block(), found[1].full_fisher_block())
 
 
 def test_two_kernels_over_one_input_have_one_factor_of_its_pixels() -> None:
