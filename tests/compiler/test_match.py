@@ -41,6 +41,8 @@ def largest(function: Callable[..., Any], exported: bool = False, **shapes: tupl
         (lambda x, w, b: x @ w + b, ["linear(w, b): x -> add"]),
         (lambda x, w, b: b + x @ w, ["linear(w, b): x -> add"]),
         (lambda x, w, b: F.linear(x, w) + b, ["linear(w, b): x -> add"]),
+        (lambda x, w, b: b + x * x, ["scale_and_shift(b): mul -> add"]),
+        (lambda x, w, b: b + x @ w + b, ["linear(w, b): x -> add", "scale_and_shift(b): add -> add_1"]),
         (lambda x, w, b: torch.addmm(b, x, w.t()), ["linear(w, b): x -> addmm"]),
         (lambda x, w, b: w @ x.mT, ["linear(w): getattr_1 -> matmul", "linear(w): m_t -> matmul"]),
         (lambda x, w, b: F.linear(x, w.to(torch.float64).float()), ["linear(w): x -> linear"]),

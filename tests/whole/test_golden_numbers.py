@@ -18,6 +18,7 @@ from kfac_fx.factors import Stack
 from kfac_fx.fisher_blocks import FisherBlock
 from kfac_fx.linalg import pi_correction
 from kfac_fx.passes.matrix import Layout, MatrixForm
+from kfac_fx.subsample import fewer_rows
 from tests.runtime.collections_of_toys import collection
 
 Function = Callable[..., Any]
@@ -78,12 +79,53 @@ def test_input_factors(function: Function, params: Any, shapes: dict[str, Any], 
     torch.testing.assert_close(block.operator.factors["A"].value[0], t(*expected))
 
 
-def test_a_batch_that_enters_an_identity_with_a_half() -> None:
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ([[5, 7], [7, 10]], [[3, 3.5], [3.5, 5.5]]),
+        ([[5, 7, 2], [7, 10, 3], [2, 3, 1]], [[3, 3.5, 1], [3.5, 5.5, 1.5], [1, 1.5, 1]]),
+        ([[0.5, 1], [1, 2]], [[0.75, 0.5], [0.5, 1.5]]),
+        ([[85, 93], [93, 102]], [[43, 46.5], [46.5, 51.5]]),
+    ],
+    ids=["inputs", "inputs with a bias", "generic parameters", "gradients of a convolution"],
+)
+def test_a_batch_that_enters_an_identity_with_a_half(batch: Any, expected: Any) -> None:
     """The original's own numbers: decay ½, beginning at the identity."""
-    stack = Stack.zeros(1, (2, 2), torch.float64, torch.device("cpu"))
-    for value in (torch.eye(2, dtype=torch.float64), t([5, 7], [7, 10])):
+    size = len(batch)
+    stack = Stack.zeros(1, (size, size), torch.float64, torch.device("cpu"))
+    for value in (torch.eye(size, dtype=torch.float64), t(*batch)):
         stack.update(value[None], torch.tensor([True]), 1.0, 1.0)
-    torch.testing.assert_close(stack.value[0], t([3, 3.5], [3.5, 5.5]))
+    torch.testing.assert_close(stack.value[0], t(*expected))
+
+
+@pytest.mark.parametrize("form", ["list", "folded", "with a dimension of time"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_input_factors_of_several_uses_in_every_format(form: str, bias: bool) -> None:
+    """The same rows as two uses of one case: [1, 2], then [3, 4]."""
+    x = X.unsqueeze(1) if form != "folded" else X
+
+    def each(x: Tensor, w: Tensor, *b: Tensor) -> Any:
+        return [F.linear(one, w, *b) for one in x] if form == "list" else F.linear(x, w, *b)
+
+    function = (lambda x, w, b: each(x, w, b)) if bias else (lambda x, w: each(x, w))
+    lc = collection(function, torch.zeros(x.shape), **{"w": (1, 2), **({"b": (1,)} if bias else {})})
+    outputs = ["linear", "linear_1"] if form == "list" else "linear"
+    options = {} if form == "list" else {"num_uses": 2}
+    block = lc.register_fully_connected_multi(("w", "b") if bias else "w", None, outputs, **options)
+    grads = [torch.ones(1, 1).double()] * 2 if form == "list" else torch.ones(*x.shape[:-1], 1).double()
+    block.instantiate_factors([[grads]], 0.0, [[*x] if form == "list" else x], cases=1)
+    expected = [[5, 7, 2], [7, 10, 3], [2, 3, 1]] if bias else [[5, 7], [7, 10]]
+    torch.testing.assert_close(block.operator.factors["A"].value[0], t(*expected))
+    assert block.operator.factors["positions"].value == 2
+
+
+@pytest.mark.parametrize(("rows", "columns", "kept"), [(10, 2, 2), (10, 8, 8), (3, 3, 3)])
+def test_as_many_rows_are_sampled_as_there_are_columns(rows: int, columns: int, kept: int) -> None:
+    """One row an input at most: ten patches of two columns leave two."""
+    phase, positions = torch.tensor(0.3, dtype=torch.float64), torch.randn(2, rows // 2, columns)
+    positions = positions if rows % 2 == 0 else torch.randn(1, rows, columns)
+    found, _, scale = fewer_rows((1, 1), phase, positions.unsqueeze(2), None)
+    assert found.shape[0] * found.shape[1] == kept and scale == rows / kept
 
 
 def test_the_output_factor_of_a_convolution() -> None:
@@ -136,6 +178,40 @@ def test_the_rank_of_an_output_factor_is_the_number_of_its_positions() -> None:
     inputs = torch.zeros(1, 1, 3, 3, 3, dtype=torch.float64)
     block = block_of(plain(F.conv3d), "convolution", "w", {"w": (27, 1, 1, 1, 1)}, inputs, grads)
     assert torch.linalg.matrix_rank(block.operator.factors["G"].value[0]) == 27
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("approx", ["kron_sua", "kron_sua_centered"])
+def test_uncorrelated_activations_of_two_channels(approx: str, bias: bool) -> None:
+    """Images of three by three pixels under a kernel of two by two, damped by 0.03: with the mean, and without.
+
+    Without it a bias keeps its own 1, which the original leaves out.
+    """
+    x = torch.rand(10, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = x.movedim(1, -1).reshape(-1, 2)
+    mean = rows.mean(0)
+    cov = rows.mT @ rows / 90 - torch.outer(mean, mean)
+    m = torch.cat([mean.repeat_interleave(4) * (approx == "kron_sua"), torch.ones(int(bias)).double()])
+    a = torch.block_diag(torch.kron(cov, torch.eye(4)), torch.zeros(int(bias), int(bias))) + torch.outer(m, m)
+    shapes: dict[str, Any] = {"w": (1, 2, 2, 2)} | ({"b": (1,)} if bias else {})
+    lc = collection(biased() if bias else plain(), **shapes)
+    block = lc.register_conv2d(("w", "b") if bias else "w", outputs="conv2d", approx=approx)
+    block.register_inverse()
+    block.instantiate_factors([[torch.full((10, 1, 2, 2), 0.5**0.5).double()]], 0.03, [x])
+    group = block.operator.group
+    damping = group.split_damping()
+    side_a, side_g = (damping[side].item() for side in (group.sides[1], group.sides[0]))
+    assert side_a * side_g == pytest.approx(0.03 / 4)  # of four positions
+    inputs = len(a)
+    torch.testing.assert_close(group.mean_eigenvalue(group.right).item() * inputs, a.trace().item())
+    columns = [
+        block.multiply_inverse(group.unpack(one.view(1, 1, 1, -1), {"w": X, "b": X})) for one in torch.eye(inputs)
+    ]
+    inverse = torch.stack([group.pack(column).flatten() for column in columns])
+    wanted = torch.linalg.inv(a + side_a * torch.eye(inputs)) / (0.5 + side_g) / 4
+    torch.testing.assert_close(inverse, wanted)
+    back = [group.pack(block.multiply(column)).flatten() for column in columns]
+    torch.testing.assert_close(torch.stack(back), torch.eye(inputs, dtype=torch.float64))
 
 
 # --- diagonal blocks ------------------------------------------------------------------------------------------------
