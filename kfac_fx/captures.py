@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from kfac_fx.passes.attributes import settings
 from kfac_fx.passes.border import capture_key
 from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import UntraceableError
@@ -90,7 +91,7 @@ class Captures:
         key = capture_key(self.model, args, kwargs)
         known = self.known.get(key, [])
         for place, one in enumerate(known):
-            if one.capture.holds(args, kwargs):
+            if one.capture.holds(args, kwargs) and self.set_as(one):
                 self.known.move_to_end(key)
                 known.append(known.pop(place))
                 if not one.proven:  # its first batch was not finite
@@ -98,7 +99,7 @@ class Captures:
                     self.first = known[-1] if self.first is one else self.first
                 return known[-1]
         symbolic = None if self.known else self.first_symbolic(args, kwargs)
-        made = symbolic or self.exported(args, kwargs, every_size=bool(known))
+        made = symbolic or self.exported(args, kwargs, every_size=any(map(self.set_as, known)))
         if self.first is None or not self.known:
             self.first = made
         made = agreeing(made, self.first)
@@ -107,6 +108,10 @@ class Captures:
         if len(self.known) > KINDS:
             self.known.popitem(last=False)
         return made
+
+    def set_as(self, recorder: Recorder) -> bool:
+        """Whether all attributes are what they were when this was captured, but for those that forward itself sets."""
+        return recorder.settings is None or recorder.settings == settings(self.model, recorder.capture.assigned)
 
     def run(
         self,
@@ -133,7 +138,7 @@ class Captures:
 
     def first_symbolic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
         """What was captured without inputs, if it holds on real ones; else None, and torch.export decides."""
-        if self.first is None or not self.first.capture.holds(args, kwargs):
+        if self.first is None or not self.first.capture.holds(args, kwargs) or not self.set_as(self.first):
             return None
         try:
             return self.proved(self.first, args, kwargs)
@@ -212,7 +217,9 @@ class Captures:
         return self.emit(traced, self.declared.passes(traced.program))
 
     def emit(self, traced: Capture, program: Program) -> Recorder:
-        return Recorder(traced, program, self.model, self.declared.loss, needs(program), self.declared.backend)
+        held = settings(self.model, traced.assigned)
+        loss, backend = self.declared.loss, self.declared.backend
+        return Recorder(traced, program, self.model, loss, needs(program), backend, settings=held)
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         verdict = prove(recorder, args, kwargs) if self.declared.verify else None

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kfac_fx.passes import pytree
+from kfac_fx.passes.attributes import untouched
 from kfac_fx.passes.border import python_random
-from kfac_fx.passes.calls import mapped
+from kfac_fx.passes.calls import Lent, mapped
 from kfac_fx.passes.divide import Captured, Division, key_of
 from kfac_fx.passes.errors import LossError, ModelChangedError
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
-from kfac_fx.passes.watch import custom_functions, untouched
+from kfac_fx.passes.watch import custom_functions
 
 from .backends import compiled_function
 from .frames import Frames, Loss, LossWatch, Unmet, leaves_behind, one_call
@@ -45,6 +46,14 @@ class DividedRecorder(Recorder):
     def captured(self) -> tuple[Captured, ...]:
         assert self.division is not None, "bug in kfac_fx: a divided model without its division"
         return self.division.captured
+
+    @property
+    def written(self) -> frozenset[str]:
+        return self.division.written if self.division is not None else frozenset()
+
+    @property
+    def whole(self) -> bool:
+        return False
 
     def cast_to(self) -> set[torch.dtype]:
         return {dtype for one in self.captured for _, dtype in one.autocast}
@@ -95,11 +104,13 @@ class DividedRecorder(Recorder):
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """(what the model returns, the Fisher's outputs). functions: one a submodule."""
         args, kwargs = mapped(Tensor.clone, values)  # forward may write into its inputs
+        parameters = {name: one.clone() if name in self.written else one for name, one in parameters.items()}
         python = self.stand_ins(parameters) if any(probes) else {}
         watch = LossWatch() if self.loss is None else None
         named = {**parameters, **{name: buffers[first] for name, first in self.canonical.items()}}
         held = [{name: named[name] for name in targets if name in named} for targets in self.targets]
-        frames = Frames(self.captured, self.number_of, functions, held, probes, watch)
+        lent = Lent(self.model, {**parameters, **python})
+        frames = Frames(self.captured, self.number_of, functions, held, lent, probes, watch)
         with untouched(self.model), custom_functions(), frames.in_place(), watch or nullcontext():
             output = functional_call(self.model, {**parameters, **python, **buffers}, args, kwargs)
         self.found = watch.found if watch is not None else []

@@ -47,6 +47,7 @@ class Emitted:
     backend: str = "eager"
     make_tap: type[Tap] = Tap
     proven: bool = False
+    settings: Mapping[str, Any] | None = None  # of the model's attributes, that the graph holds for; None: any
     emitted: Any = field(init=False)
     taps: dict[Key, list[Tap]] = field(default_factory=dict, init=False)  # one a use, in their order
 
@@ -73,6 +74,11 @@ class Emitted:
     @property
     def sampled(self) -> list[Tap]:
         return [tap for taps in self.taps.values() for tap in taps if tap.sampling is not None]
+
+    @property
+    def whole(self) -> bool:
+        """Whether one graph is the whole model, so that none of its Python runs."""
+        return True
 
     def cast_to(self) -> set[torch.dtype]:
         """What autocast inside of forward makes of its tensors, as far as the captures know of it."""

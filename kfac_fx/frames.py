@@ -15,17 +15,16 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from kfac_fx.passes.calls import mapped
+from kfac_fx.passes.calls import Lent, mapped
 from kfac_fx.passes.divide import Captured
+from kfac_fx.passes.hooks import FORWARD_HOOKS, hooked_by_user
 
 KINDS: dict[Any, str] = {
     F.cross_entropy: "categorical",
     F.mse_loss: "normal",
     F.binary_cross_entropy_with_logits: "multi_bernoulli",
 }
-HOOKS = (  # of a captured submodule: they are in its graph, or an effect
-    "_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
-)  # fmt: skip
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")  # of a captured submodule: effects
 
 
 class Unmet(BaseException):
@@ -69,7 +68,7 @@ class Frames:
     """The captured submodules of one forward, with what their graphs are run on.
 
     number_of: which capture serves a call of a module. functions, held: of every capture, how to run it and on which
-    parameters and buffers.
+    parameters and buffers. lent: which module runs on parameters that are not the model's; it stays Python.
     """
 
     def __init__(
@@ -78,11 +77,12 @@ class Frames:
         number_of: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], int],
         functions: list[Callable[..., Any]],
         held: list[dict[str, Tensor]],
+        lent: Lent,
         probes: Any,
         watch: LossWatch | None,
     ) -> None:
         self.captured, self.number_of = captured, number_of
-        self.functions, self.held, self.probes, self.watch = functions, held, probes, watch
+        self.functions, self.held, self.lent, self.probes, self.watch = functions, held, lent, probes, watch
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -92,18 +92,22 @@ class Frames:
         yield
 
     def enter(self, module: nn.Module) -> None:
-        original, hooks = module.forward, {name: module.__dict__[name] for name in HOOKS}
+        """`module` calls its graph. What a user hooks is Python around it; torch's own hooks are in the graph."""
+        names = BACKWARD_HOOKS if hooked_by_user(module) else (*FORWARD_HOOKS, *BACKWARD_HOOKS)
+        original, hooks = module.forward, {name: module.__dict__[name] for name in names}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not self.lent.others(module):
                 return self.graph(module, args, kwargs)
+            if hooked_by_user(module):
+                return original(*args, **kwargs)
             module.__dict__.update(hooks, forward=original)  # as the model would: nothing of it reaches the losses
             try:
                 return module(*args, **kwargs)
             finally:
-                module.__dict__.update({name: OrderedDict() for name in HOOKS}, forward=forward)
+                module.__dict__.update({name: OrderedDict() for name in names}, forward=forward)
 
-        module.__dict__.update({name: OrderedDict() for name in HOOKS}, forward=forward)
+        module.__dict__.update({name: OrderedDict() for name in names}, forward=forward)
 
     def graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         number = self.number_of(module, args, kwargs)

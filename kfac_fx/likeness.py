@@ -9,17 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_fx.passes import pytree
+from kfac_fx.passes.attributes import attributes, counts, untouched
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import UNROLLED, Program
-from kfac_fx.passes.watch import custom_functions, untouched
+from kfac_fx.passes.watch import custom_functions
+from kfac_fx.passes.writes import parameters_kept
 
 from .linalg import dense
 from .recorder import Recorder
@@ -31,6 +33,8 @@ Results = tuple[list[Any], dict[str, Tensor | None], dict[str, Tensor]]  # outpu
 def compare(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises UntraceableError if outputs or gradients differ; buffers that do join the capture's effects."""
     name = type(recorder.model).__name__
+    if recorder.capture.assigned:
+        refuse_kept(recorder, args, kwargs)
     outputs, gradients, buffers = of_model(recorder, args, kwargs)
     values = recorder.capture.flatten(args, kwargs)
     try:
@@ -46,10 +50,15 @@ def compare(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     unlike = [(one, other) for one, other in pairs if isinstance(one, Tensor) and not same(one, other, rounding)]
     apart = [difference(one, other) for one, other in unlike]
     if apart:
+        how = (
+            "than its graph"
+            if recorder.whole
+            else "at a second forward, on the same inputs with the same random numbers"
+        )
         raise UntraceableError(
-            f"{name} computes something else than its graph: outputs differ by {max(apart):.2g}.\n"
-            "Python randomness, and values kept between calls, are lost in a capture; compute them with torch, or hand "
-            "them in as inputs."
+            f"{name} computes something else {how}: outputs differ by {max(apart):.2g}.\n"
+            "Clocks, randomness from outside of torch, and what is kept outside of the model are lost in a capture; "
+            "compute them with torch, or hand them in as inputs."
         )
     coarse = max(RELATIVE, 4 * rounding)
     norms = [float(one.norm()) for one in gradients.values() if one is not None]
@@ -69,19 +78,67 @@ def compare(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         recorder.capture = dataclasses.replace(recorder.capture, effects=tuple(effects))
 
 
+def refuse_kept(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises UntraceableError if a second forward is another one than the first, which a graph would repeat."""
+    model, name, kept = recorder.model, type(recorder.model).__name__, recorder.capture.assigned
+    outputs, numbers = [], []
+    with untouched(model), parameters_kept(model), custom_functions(), written_out(recorder.program):
+        for _ in range(2):
+            with recorder.isolated(), buffers_kept(model):
+                given, named = pytree.mapped(copied, (args, dict(kwargs)))
+                outputs.append(detached(pytree.leaves(model(*given, **named))))
+            held = dict(attributes(model))
+            numbers.append({one: counts(held.get(one)) for one in kept})
+    first, second = numbers
+    if counted := [one for one in kept if first[one] != second[one]]:
+        raise UntraceableError(
+            f"{name} counts in {', '.join(counted)} at every forward, of which a graph would keep one number.\n"
+            "Count outside of the model, and hand the number in as a tensor."
+        )
+    pairs = zip(*outputs, strict=True)
+    if any(isinstance(one, Tensor) and not same(one, other) for one, other in pairs):
+        raise UntraceableError(
+            f"{name} keeps {', '.join(kept)} between forwards, and computes something else with it; a graph would "
+            "repeat the first forward.\nHand in what is kept as an input, or keep it in a buffer."
+        )
+
+
+@contextmanager
+def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """The buffers, and what is in them, as they were."""
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffers, own in held:
+            buffers.update(own)
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
 def of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
     model = recorder.model
-    held = dict(model.named_buffers(remove_duplicate=False))
-    before = {name: buffer.clone() for name, buffer in held.items()}
     args, kwargs = pytree.mapped(copied, (args, dict(kwargs)))  # forward may change its inputs
     # Reentrant checkpoints have no autograd.grad, and some devices' own kernels other random numbers.
-    with recorder.isolated(), untouched(model), custom_functions(), written_out(recorder.program):
+    with (
+        recorder.isolated(),
+        untouched(model),
+        buffers_kept(model),
+        parameters_kept(model) as written,
+        custom_functions(),
+        written_out(recorder.program),
+    ):
         outputs = pytree.leaves(model(*args, **kwargs))
         after = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         found = gradients(outputs, recorder.program.parameters)
-    with torch.no_grad():
-        for name, buffer in held.items():
-            buffer.copy_(before[name])
+    if written and recorder.whole:
+        raise UntraceableError(
+            f"{type(model).__name__} writes into its parameters {', '.join(written)} in forward, which a graph would "
+            "do again at every recording.\n"
+            "Write into them after optimizer.step(), or keep what follows them in buffers."
+        )
     return detached(outputs), found, after
 
 

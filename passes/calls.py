@@ -1,4 +1,4 @@
-"""One forward of a model, watched from outside: how its submodules are called, and what else reads its parameters.
+"""Forwards of a model, watched from outside: how its submodules are called, what they set.
 
 For models that no single graph can hold: their parts are captured one by one, and this is where the parts' inputs come
 from. All that forward assigns is put back, and so are the buffers and all random streams.
@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import random
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from . import pytree
+from .attributes import untouched
 from .border import autocast, python_random
-from .places import OWN_FOLDER
-from .watch import custom_functions, untouched
+from .watch import custom_functions
+from .writes import parameters_kept
+
+FORWARDS = 12  # at most, to reach modules that are drawn at random
+IN_VAIN = 4  # of them in a row that reached nothing new: the rest is not reached at random
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,27 @@ class Call:
     transformed: bool = False
 
 
+@dataclass
+class Trace:
+    """What forwards would have left behind: attributes and parameters that they set, by name."""
+
+    assigned: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+
+
 @contextmanager
-def without_trace(model: nn.Module) -> Iterator[None]:
-    """A forward inside leaves no trace but in its inputs. Reentrant checkpoints are run as what they wrap."""
+def without_trace(model: nn.Module) -> Iterator[Trace]:
+    """A forward inside leaves no trace but in its inputs; yields one, which is filled at the end. Reentrant checkpoints
+    are run as what they wrap."""
+    trace = Trace()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     with torch.enable_grad(), torch.random.fork_rng(devices=devices), python_random():
         try:
-            with untouched(model), custom_functions():
-                yield
+            with untouched(model) as assigned, parameters_kept(model) as written, custom_functions():
+                yield trace
+            trace.assigned += assigned
+            trace.written += written
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -60,17 +74,19 @@ def seed_all(seed: int) -> None:
 
 
 def calls_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, list[Call]]:
-    """One forward: the calls of every submodule (by its id) with gradients on, before its own hooks see them."""
+    """One forward: the calls of every submodule (by its id) with gradients on and its own parameters, as its forward
+    gets them."""
     calls: dict[int, list[Call]] = {}
+    lent = Lent(model)
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not lent.others(module):
             inside = any(transformed(leaf) for leaf in pytree.leaves((args, kwargs)))
             given, named = ((), {}) if inside else (mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs))
             calls.setdefault(id(module), []).append(Call(given, named, autocast(), inside))
 
     submodules = [module for module in model.modules() if module is not model]
-    handles = [module.register_forward_pre_hook(note, prepend=True, with_kwargs=True) for module in submodules]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in submodules]
     try:
         model(*mapped(Tensor.clone, args), **mapped(Tensor.clone, dict(kwargs)))
     finally:
@@ -83,69 +99,60 @@ def transformed(value: Any) -> bool:
     return isinstance(value, Tensor) and torch.func.debug_unwrap(value) is not value
 
 
+class Lent:
+    """Tells a module that runs on its own parameters from one that torch.func.functional_call has given others.
+
+    given: what stands for the model's parameters, by name; None: they themselves.
+    """
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Tensor] | None = None) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        own = {id(module): list(module.parameters()) for module in model.modules()}
+        self.own = (
+            own
+            if given is None
+            else {module: [given.get(names[id(one)], one) for one in parameters] for module, parameters in own.items()}
+        )
+
+    def others(self, module: nn.Module) -> bool:
+        own, now = self.own[id(module)], list(module.parameters())
+        return len(own) != len(now) or any(one is not other for one, other in zip(own, now, strict=True))
+
+
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`function` of every tensor in `tree`."""
     return pytree.mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-class Readers(TorchFunctionMode):
-    """Where parameters are read outside of given modules. places: name -> "model.py:12", the first place."""
+@dataclass(frozen=True)
+class Watched:
+    """What forwards did. calls, first: of all of them and of the first, by module. assigned: the attributes, written:
+    the parameters that they set."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.names, self.places, self.depth = names, dict[str, str](), 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.depth == 0 and torch.is_grad_enabled():
-            given = (*args, *(kwargs or {}).values())
-            nested = (inner for one in given if isinstance(one, (list, tuple)) for inner in one)
-            read = [one for one in (*given, *nested) if id(one) in self.names]
-            made = args[:1] if func is Tensor.__setitem__ else result  # an assignment to a slice returns nothing
-            if read and any(isinstance(one, Tensor) and one.requires_grad for one in pytree.leaves(made)):
-                self.note(read)
-        return result
-
-    def note(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            self.places.setdefault(self.names[id(parameter)], users_line())
-
-    @contextmanager
-    def outside_of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """What a module is handed counts as read outside of it."""
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.depth == 0 and torch.is_grad_enabled():
-                self.note(one for one in pytree.leaves((args, kwargs)) if id(one) in self.names)
-            self.depth += 1
-
-        def leave(*rest: Any) -> None:
-            self.depth -= 1
-
-        handles: list[Any] = []
-        for module in modules:
-            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    calls: Mapping[int, list[Call]]
+    first: Mapping[int, list[Call]]
+    assigned: frozenset[str]
+    written: frozenset[str]
 
 
-def users_line() -> str:
-    """`"model.py:12"`: the innermost line that is neither torch's nor ours."""
-    for frame in reversed(traceback.extract_stack()):
-        if not any(part in frame.filename for part in ("/torch/", OWN_FOLDER)):
-            return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
-    return "an unknown line"
-
-
-def read_outside(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modules: Iterable[nn.Module]
-) -> dict[str, str]:
-    """One forward: parameters that are read outside of `modules`, and where."""
-    readers = Readers({id(parameter): name for name, parameter in model.named_parameters()})
-    with readers.outside_of(modules), readers:
-        model(*mapped(Tensor.clone, args), **mapped(Tensor.clone, dict(kwargs)))
-    return readers.places
+def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Watched:
+    with without_trace(model) as trace:
+        first = calls_of(model, args, kwargs)
+    assigned, written = set(trace.assigned), set(trace.written)
+    calls = {module: list(found) for module, found in first.items()}
+    owners = {
+        id(module) for module in model.modules() if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+    in_vain = 0
+    for seed in range(1, FORWARDS):
+        if owners <= calls.keys() | {id(model)} or in_vain == IN_VAIN:
+            break
+        with without_trace(model) as trace:
+            seed_all(seed)
+            more = calls_of(model, args, kwargs)
+        assigned |= set(trace.assigned)
+        written |= set(trace.written)
+        in_vain = 0 if more.keys() - calls.keys() else in_vain + 1
+        for module, found in more.items():
+            calls.setdefault(module, []).extend(found)
+    return Watched(calls, first, frozenset(assigned), frozenset(written))

@@ -7,28 +7,29 @@ left as Python and its children are tried. One that was never reached is capture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import pytree
+from .attributes import computed_weight, settings
 from .border import call_key
-from .calls import Call, calls_of, read_outside, seed_all, without_trace
+from .calls import Call, Watched, mapped, watched, without_trace
 from .errors import UntraceableError
+from .hooks import refuse_users_hooks, without_users_hooks
 from .ir import Note, Options, Program, Submodule
 from .normalize import normalize
 from .operations import op_name
 from .pipeline import run
+from .readers import read_outside
 from .submodules import in_model, join
 from .trace import Capture, capture, named_parameters
 from .unroll import unroll
 
-FORWARDS = 12  # at most, to reach modules that are drawn at random
-IN_VAIN = 4  # of them in a row that reached nothing new: the rest is not reached at random
 LOSSES = {"cross_entropy_loss", "cross_entropy", "mse_loss", "binary_cross_entropy_with_logits"}
 
 
@@ -48,15 +49,17 @@ class Captured:
 
 @dataclass(frozen=True)
 class Division:
-    """program: joined, before any pass looked for layers. left: modules (their ids) that stay Python."""
+    """program: joined, before any pass looked for layers. left: modules (their ids) that stay Python. written: the
+    parameters that this Python writes into."""
 
     program: Program
     captured: tuple[Captured, ...]
     left: frozenset[int]
+    written: frozenset[str] = frozenset()
 
 
 def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return module.training, call_key(args, kwargs)
+    return tuple(settings(module).items()), call_key(args, kwargs)
 
 
 def divide(
@@ -72,8 +75,8 @@ def divide(
 
     known: of earlier inputs; what was captured then stays, and so does what was left as Python.
     """
-    calls, first = watched(model, args, kwargs)
-    divider = Divider(calls, first, options, layers, known)
+    seen = watched(model, args, kwargs)
+    divider = Divider(seen, options, layers, known)
     divider.left.append((model, Note(type(model).__name__, in_short(error))))
     for name, child in model.named_children():
         divider.descend(name, child)
@@ -97,7 +100,8 @@ def divide(
             python.setdefault(name, why_not(name, divider))
     notes = tuple(note for _, note in divider.left)
     left = frozenset(id(module) for module, _ in divider.left)
-    return Division(joined.but(left=notes, python=python), captured, left)
+    written = seen.written | (known.written if known is not None else frozenset())
+    return Division(joined.but(left=notes, python=python), captured, left, written)
 
 
 def why_not(name: str, divider: Divider) -> str:
@@ -106,40 +110,18 @@ def why_not(name: str, divider: Divider) -> str:
     path = name.rpartition(".")[0]
     while path and path not in left:
         path = path.rpartition(".")[0]
-    if path and id(left[path][0]) in divider.first:
+    if path and id(left[path][0]) in divider.watched.first:
         return f"in {path}, which is not captured: {left[path][1]}"
     return "in a module that is not captured, and not read on the examples"
 
 
-def watched(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[dict[int, list[Call]], dict[int, list[Call]]]:
-    """(calls of all forwards, calls of the first) by module."""
-    with without_trace(model):
-        first = calls_of(model, args, kwargs)
-    calls = {module: list(found) for module, found in first.items()}
-    owners = {
-        id(module) for module in model.modules() if any(p.requires_grad for p in module.parameters(recurse=False))
-    }
-    in_vain = 0
-    for seed in range(1, FORWARDS):
-        if owners <= calls.keys() | {id(model)} or in_vain == IN_VAIN:
-            break
-        with without_trace(model):
-            seed_all(seed)
-            more = calls_of(model, args, kwargs)
-        in_vain = 0 if more.keys() - calls.keys() else in_vain + 1
-        for module, found in more.items():
-            calls.setdefault(module, []).extend(found)
-    return calls, first
 
 
 @dataclass
 class Divider:
-    """calls, first: by module, of all forwards and of the first."""
+    """From the outermost modules inwards. left: those that stay Python, and why."""
 
-    calls: Mapping[int, list[Call]]
-    first: Mapping[int, list[Call]]
+    watched: Watched
     options: Options
     layers: Mapping[str, Any]
     known: Division | None
@@ -151,12 +133,14 @@ class Divider:
         if id(module) in self.seen or not any(p.requires_grad for p in module.parameters()):
             return
         self.seen.add(id(module))
-        calls = self.calls.get(id(module), [])
+        calls = self.watched.calls.get(id(module), [])
         known = self.earlier(module)
-        reached = any(id(one) in self.calls for one in module.modules())
+        reached = any(id(one) in self.watched.calls for one in module.modules())
         try:
             if self.known is not None and id(module) in self.known.left:
                 raise UntraceableError("it was left as Python on earlier inputs")
+            refuse_users_hooks(module)
+            refuse_state(path, module, self.watched.assigned)
             if calls or known or not reached:
                 self.captured += self.of_calls(path, module, calls) if calls else known or self.no_calls(path, module)
                 return
@@ -169,7 +153,7 @@ class Divider:
         """A capture for every kind of call. Raises UntraceableError."""
         if any(call.transformed for call in calls):
             raise UntraceableError("it is called inside of torch.func, which differentiates no tap")
-        number = len(self.first.get(id(module), []))
+        number = len(self.watched.first.get(id(module), []))
         mine = self.earlier(module)
         shapes: dict[Any, set[Any]] = {}
         for call in calls:
@@ -179,7 +163,9 @@ class Divider:
             if any(one.serves(call.args, call.kwargs, key) for one in mine):
                 continue
             several = len(shapes[key]) > 1 or any(one.key == key for one in mine)
-            traced = under(call, lambda call=call, several=several: self.traced(module, call, several))  # type: ignore[misc]
+            traced = under(call, lambda call=call, several=several: self.traced(path, module, call, several))  # type: ignore[misc]
+            if self.watched.written:
+                refuse_writes(module, call)
             if not any(node.op == "placeholder" for node in traced.program.graph.nodes):
                 raise UntraceableError("it takes no tensors")
             if not self.options.loss_given and any(op_name(node) in LOSSES for node in traced.program.graph.nodes):
@@ -187,19 +173,46 @@ class Divider:
             mine.append(Captured(Submodule(path, number), module, traced, key, call.autocast))
         return mine
 
-    def traced(self, module: nn.Module, call: Call, every_size: bool) -> Capture:
-        return capture(module, call.args, call.kwargs, options=self.options, layers=self.layers, every_size=every_size)
+    def traced(self, path: str, module: nn.Module, call: Call, every_size: bool) -> Capture:
+        args, kwargs = call.args, call.kwargs
+        with without_users_hooks(module):
+            traced = capture(module, args, kwargs, options=self.options, layers=self.layers, every_size=every_size)
+        refuse_state(path, module, {f"{path}.{name}" for name in traced.assigned})
+        return traced
 
     def key(self, module: nn.Module, call: Call) -> Any:
         return under(call, lambda: key_of(module, call.args, call.kwargs))
 
     def no_calls(self, path: str, module: nn.Module) -> list[Captured]:
         """Without inputs. Raises UntraceableError."""
-        traced = capture(module, options=self.options, layers=self.layers)
+        with without_users_hooks(module):
+            traced = capture(module, options=self.options, layers=self.layers)
+        refuse_state(path, module, {f"{path}.{name}" for name in traced.assigned})
         return [Captured(Submodule(path, 0), module, traced, None)]
 
     def earlier(self, module: nn.Module) -> list[Captured]:
         return [one for one in self.known.captured if one.module is module] if self.known is not None else []
+
+
+def refuse_state(path: str, module: nn.Module, assigned: Collection[str]) -> None:
+    """Raises UntraceableError if the module sets attributes, which Python between the submodules may read."""
+    inside = [name for name in sorted(assigned) if name.startswith(f"{path}.")]
+    state = [name for name in inside if not is_computed(module, name.removeprefix(f"{path}."))]
+    if state:
+        raise UntraceableError(f"it sets {', '.join(state)}, which Python may read")
+
+
+def is_computed(module: nn.Module, name: str) -> bool:
+    owner, _, attribute = name.rpartition(".")
+    return computed_weight(module.get_submodule(owner), attribute)
+
+
+def refuse_writes(module: nn.Module, call: Call) -> None:
+    """Raises UntraceableError if the module writes into its parameters, which a graph would do on top of it."""
+    with without_trace(module) as trace:
+        under(call, lambda: module(*mapped(Tensor.clone, call.args), **mapped(Tensor.clone, call.kwargs)))
+    if trace.written:
+        raise UntraceableError(f"it writes into its parameters {', '.join(trace.written)}")
 
 
 def under(call: Call, function: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from . import pytree
+from .attributes import untouched
 from .border import python_random, with_left_out, without_objects
 from .errors import UntraceableError
 from .holder import attribute, holder
@@ -24,6 +25,7 @@ class Returned:
     spec: pytree.TreeSpec | None = None
     left_out: dict[int, str] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
+    assigned: list[str] = field(default_factory=list)
 
 
 class Flat(nn.Module):
@@ -43,13 +45,15 @@ class Flat(nn.Module):
             leaves[position] = tensor
         args, kwargs = pytree.unflatten(leaves, self.spec)
         held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in owner._buffers.items()]
-        with python_random() as drawn:
-            result = self.model(*args, **kwargs)
+        with untouched(self.model) as assigned:
+            with python_random() as drawn:
+                result = self.model(*args, **kwargs)
+            for owner, name, buffer in held:  # a buffer that was assigned, which torch.export overlooks in submodules
+                value = owner._buffers[name]
+                if value is not buffer and value is not None and buffer is not None and value.shape == buffer.shape:
+                    owner._buffers[name] = buffer.copy_(value)
         self.returned.drawn += drawn
-        for owner, name, buffer in held:  # a buffer that was assigned, which torch.export overlooks in submodules
-            value = owner._buffers[name]
-            if value is not buffer and value is not None and buffer is not None and value.shape == buffer.shape:
-                owner._buffers[name] = buffer.copy_(value)
+        self.returned.assigned += assigned
         returned, self.returned.spec = pytree.flatten(result)
         kept, self.returned.left_out = without_objects(returned)
         return kept

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .attributes import untouched
 from .border import python_random, refuse_drawn
 from .errors import UntraceableError
 from .holder import attribute, holder
 from .operations import op_name
-from .watch import backward_hooks, cumulative_averages, custom_functions, refuse_custom, untouched, untraceable
+from .watch import backward_hooks, cumulative_averages, custom_functions, refuse_custom, untraceable
 
 CHECKED_INPUTS = (  # their forward branches on the rank of the input, which has none under symbolic tracing
     nn.modules.batchnorm._BatchNorm,
@@ -34,6 +35,7 @@ class Traced:
     flatten: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]
     holds: Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
     effects: tuple[str, ...]
+    assigned: tuple[str, ...]
 
 
 class _Tracer(fx.Tracer):
@@ -112,7 +114,7 @@ def symbolic_trace(model: nn.Module) -> Traced:
         return all(value is defaults[name] for name, value in given.items() if name in defaults)
 
     effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model))
-    return Traced(graph, root, bind, holds, effects)
+    return Traced(graph, root, bind, holds, effects, tuple(assigned))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from . import pytree
+from .attributes import untouched
 from .border import refuse_drawn, refuse_hidden_tensors
 from .derivatives import FORWARD_MODE, differentiated, forward_mode, takes_derivatives
 from .errors import UntraceableError
@@ -24,7 +25,7 @@ from .ir import Options, Program
 from .operations import op_name
 from .recurrent import packs_in, recurrent_layers, refuse_packed
 from .symbolic import symbolic_trace
-from .watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untouched, untraceable
+from .watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untraceable
 
 IMAGE = 4  # dimensions of a batch of images; those of videos are more
 ASSIGNED = r"The tensor attributes? .* assigned during export"  # torch's words; `untouched` sees it, too
@@ -38,6 +39,7 @@ class Capture:
     unflatten: the value of the graph's output node -> what the model returns.
     holds: whether the capture is valid for these (args, kwargs): shape guards, values that were baked in.
     effects: what forward does that the graph does not, as in "sets memory.last".
+    assigned: the attributes that forward sets, whose values the graph does not read.
     """
 
     program: Program
@@ -45,6 +47,7 @@ class Capture:
     unflatten: Callable[[Any], Any]
     holds: Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
     effects: tuple[str, ...] = ()
+    assigned: tuple[str, ...] = ()
 
 
 def capture(
@@ -71,7 +74,7 @@ def by_fx(model: nn.Module, options: Options, layers: Mapping[str, Any]) -> Capt
     traced = symbolic_trace(model)
     parameters, aliases = named_parameters(model)
     program = Program(traced.graph, traced.root, parameters, aliases, options, layers)
-    return Capture(program, traced.flatten, lambda output: output, traced.holds, traced.effects)
+    return Capture(program, traced.flatten, lambda output: output, traced.holds, traced.effects, traced.assigned)
 
 
 def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
@@ -107,7 +110,7 @@ def exported(
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     tensors = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in given)
     names = input_names(model, args, kwargs)
-    with untouched(model) as assigned, custom_functions() as custom, quiet():
+    with untouched(model), custom_functions() as custom, quiet():
         averages = cumulative_averages(model)
         try:
             with torch.enable_grad(), recurrent_layers(longest):
@@ -136,10 +139,11 @@ def exported(
         return packs is None or packs.longest(values) == packs.steps
 
     parameters, aliases = named_parameters(model)
+    assigned = tuple(dict.fromkeys(flat.returned.assigned))
     captured = Program(graph, root, parameters, aliases, options, layers)
     returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
     effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model), *returned)
-    return Capture(captured, bind, flat.unflatten, holds, effects)
+    return Capture(captured, bind, flat.unflatten, holds, effects, assigned)
 
 
 def graph_module(

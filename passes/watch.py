@@ -1,7 +1,4 @@
-"""What is watched while a model is traced: what it does to itself, which backward functions it brings, where it fails.
-
-Tracing runs forward with stand-ins for tensors. Whatever forward assigns is put back, so that no stand-in stays behind.
-"""
+"""What is watched while a model is traced: which backward functions it brings, what no graph does, where it fails."""
 
 from __future__ import annotations
 
@@ -15,73 +12,15 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import UntraceableError
 from .places import OWN_FOLDER
 
-CONTAINERS = (dict, list, set)
 TORCH_SPEAKS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")  # torch's words
 OWN_KINDS = ("GeneratedBackwardFor_", "BackwardHookFunction")  # of torch.library's operators, and an identity
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[list[str]]:
-    """Attributes of all modules, and what is in their lists and dictionaries, as they were; yields a list that is
-    filled at the end with the names of those that held a tensor in between."""
-    saved = [
-        (f"{path}." if path else "", module, dict(module.__dict__), containers(module))
-        for path, module in model.named_modules()
-    ]
-    assigned: list[str] = []
-    try:
-        yield assigned
-    finally:
-        for prefix, module, attributes, held in saved:
-            assigned += [prefix + name for name in new_tensors(module, attributes, held)]
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for container, content in held.values():
-                if same_content(container, content):
-                    continue  # it may be one that cannot be changed, such as a frozen configuration
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
-
-
-def containers(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Every container among the module's attributes, and what is in it."""
-    kinds = ((name, value, kind) for name, value in module.__dict__.items() for kind in CONTAINERS)
-    return {name: (value, kind(value)) for name, value, kind in kinds if isinstance(value, kind)}
-
-
-def new_tensors(module: nn.Module, attributes: dict[str, Any], held: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Names of attributes, buffers and containers that hold another tensor than before."""
-    known = {name: {id(one) for one in items(content)} for name, (_, content) in held.items()}
-    found = []
-    for name, value in module.__dict__.items():
-        if name == "_buffers":
-            found += [key for key, one in value.items() if is_tensor(one) and id(one) not in known[name]]
-        elif name in known and name != "_flat_weights":  # torch's recurrent layers put their list in order
-            found += [name] * any(is_tensor(one) and id(one) not in known[name] for one in items(value))
-        elif is_tensor(value) and value is not attributes.get(name):
-            found.append(name)
-    return found
-
-
-def same_content(container: Any, content: Any) -> bool:
-    """Whether both hold the same objects in the same places."""
-    keys = isinstance(container, dict) and list(container) != list(content)
-    return not keys and [id(one) for one in items(container)] == [id(one) for one in items(content)]
-
-
-def items(container: Any) -> list[Any]:
-    return list(container.values()) if isinstance(container, dict) else list(container)
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, (Tensor, fx.Proxy))
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from kfac_fx import UntraceableError
 from kfac_fx.passes.operations import op_name
 from kfac_fx.passes.trace import Capture, capture
-from tests.compiler.test_watch import Branches, Memory, Negated
+from tests.compiler.test_attributes import Memory
+from tests.compiler.test_watch import Branches, Negated
 from tests.compiler.toy import Toy, code
 
 X = torch.randn(5, 3)

@@ -9,56 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.watch import backward_hooks, custom_functions, quiet, untouched, untraceable
-
-
-class Memory(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.seen = 0, [torch.zeros(1)]
-        self.register_buffer("mean", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(x)
-        self.last = x
-        self.mean = x.mean(0)
-        return x
-
-
-def test_what_forward_assigns_is_put_back_and_named() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), memory := Memory())
-    buffer = memory.mean
-    with untouched(model) as assigned:
-        model(torch.randn(2, 3))
-    assert sorted(assigned) == ["1.last", "1.mean", "1.seen"]
-    assert memory.mean is buffer and memory.calls == 0 and len(memory.seen) == 1 and not hasattr(memory, "last")
-
-
-def test_what_forward_assigned_is_put_back_after_an_error() -> None:
-    memory = Memory()
-    with pytest.raises(ZeroDivisionError), untouched(memory):
-        memory(torch.randn(2, 3))
-        memory.eval()
-        1 / 0  # noqa: B018
-    assert memory.calls == 0 and memory.training
-
-
-class Frozen(dict[str, int]):
-    """As the configurations that libraries keep in their models."""
-
-    def __setitem__(self, key: str, value: int) -> None:
-        raise TypeError("frozen")
-
-    clear = update = __setitem__  # type: ignore[assignment]
-
-
-def test_a_container_that_cannot_be_changed_is_let_alone() -> None:
-    memory = Memory()
-    memory.config = Frozen({"width": 3})
-    with untouched(memory):
-        memory(torch.randn(2, 3))
-    assert memory.config == {"width": 3} and len(memory.seen) == 1
+from kfac_fx.passes.watch import backward_hooks, custom_functions, quiet, untraceable
 
 
 class Negated(torch.autograd.Function):

@@ -24,10 +24,11 @@ FLOORS = [
     "passes.cells passes.holder passes.masks passes.operations passes.pytree passes.recurrent passes.signatures "
     "passes.writer",
     "passes.labels passes.views",
-    "passes.approximation passes.border passes.elements passes.experts passes.parts passes.spelling passes.values "
-    "passes.watch",
+    "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.parts passes.spelling "
+    "passes.values passes.watch passes.writes",
+    "passes.hooks",
     "passes.calls passes.claims passes.flat passes.inplace passes.leftovers",
-    "passes.derivatives passes.symbolic",
+    "passes.derivatives passes.readers passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
     "passes.resolve passes.check passes.rewrite passes.submodules passes.padding passes.verify",

@@ -39,7 +39,9 @@ def test_a_graph_that_computes_something_else_is_refused() -> None:
         compare(recorder(Scaled()), (X,), {})
     first, advice = str(failure.value).splitlines()
     assert first.startswith("Scaled computes something else than its graph: outputs differ by ")
-    assert advice.startswith("Python randomness, and values kept between calls, are lost in a capture;")
+    assert advice.startswith(
+        "Clocks, randomness from outside of torch, and what is kept outside of the model are lost in a capture;"
+    )
 
 
 def test_a_hook_that_changes_gradients_is_refused_with_its_parameters() -> None:

@@ -1,0 +1,150 @@
+"""What modules hold beside their parameters: compared, and put back."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.passes.attributes import counts, plain, settings, untouched
+
+
+class Memory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, [torch.zeros(1)]
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x)
+        self.last = x
+        self.mean = x.mean(0)
+        return x
+
+
+def test_what_forward_assigns_is_put_back_and_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), memory := Memory())
+    buffer = memory.mean
+    with untouched(model) as assigned:
+        model(torch.randn(2, 3))
+    assert sorted(assigned) == ["1.calls", "1.last", "1.mean", "1.seen"]
+    assert memory.mean is buffer and memory.calls == 0 and len(memory.seen) == 1 and not hasattr(memory, "last")
+
+
+def test_what_forward_assigned_is_put_back_after_an_error() -> None:
+    memory = Memory()
+    with pytest.raises(ZeroDivisionError), untouched(memory):
+        memory(torch.randn(2, 3))
+        memory.eval()
+        1 / 0  # noqa: B018
+    assert memory.calls == 0 and memory.training
+
+
+class Frozen(dict[str, int]):
+    """As the configurations that libraries keep in their models."""
+
+    def __setitem__(self, key: str, value: int) -> None:
+        raise TypeError("frozen")
+
+    clear = update = __setitem__  # type: ignore[assignment]
+
+
+def test_a_container_that_cannot_be_changed_is_let_alone() -> None:
+    memory = Memory()
+    memory.config = Frozen({"width": 3})
+    with untouched(memory):
+        memory(torch.randn(2, 3))
+    assert memory.config == {"width": 3} and len(memory.seen) == 1
+
+
+class Kept(nn.Module):
+    """State in every kind of container, and random streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue, self.options, self.config = deque([1]), {"tau": 1.0}, SimpleNamespace(scale=2.0)
+        self.streams = (1, 2)
+        self.torchs, self.pythons, self.numpys = torch.Generator(), random.Random(0), np.random.default_rng(0)
+        self.old = np.random.RandomState(0)
+
+    def forward(self) -> None:
+        self.queue.append(2)
+        self.options["tau"] = 0.5
+        self.config.scale = 3.0
+
+
+def test_what_is_in_containers_and_objects_is_put_back() -> None:
+    model = Kept()
+    with untouched(model) as changed:
+        model()
+    assert sorted(changed) == ["config", "options", "queue"]
+    assert model.queue == deque([1]) and model.options == {"tau": 1.0} and model.config.scale == 2.0
+
+
+def test_random_streams_of_a_model_are_put_back() -> None:
+    def drawn() -> list[float]:
+        own = float(torch.rand((), generator=model.torchs))
+        return [own, model.pythons.random(), model.numpys.random(), model.old.random()]
+
+    model = Kept()
+    with untouched(model) as changed:
+        first = drawn()
+    assert sorted(changed) == ["numpys", "old", "pythons", "torchs"]
+    assert drawn() == first
+
+
+CHANGES: dict[str, Any] = {
+    "a number": lambda model: setattr(model[0], "tau", 0.5),
+    "a function": lambda model: setattr(model[0], "activation", torch.relu),
+    "a tensor": lambda model: setattr(model[0], "grid", torch.ones(2)),
+    "in a list": lambda model: model[0].sizes.append(3),
+    "in a dictionary": lambda model: model[0].options.update(tau=2.0),
+    "in a configuration": lambda model: setattr(model[0].config, "scale", 3.0),
+    "a mode": lambda model: model[1].eval(),
+    "of a module of torch": lambda model: setattr(model[1], "p", 0.1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_settings_change_with(change: str) -> None:
+    first = nn.Linear(2, 2)
+    first.tau, first.activation, first.grid, first.sizes = 1.0, torch.tanh, torch.zeros(2), [1, 2]
+    first.options, first.config = {"tau": 1.0}, SimpleNamespace(scale=2.0)
+    model = nn.Sequential(first, nn.Dropout(0.5))
+    before = settings(model)
+    assert settings(model) == before
+    CHANGES[change](model)
+    assert settings(model) != before
+
+
+def test_settings_do_without_what_forward_sets() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].tau = 1.0
+    before = settings(model, {"0.tau"})
+    model[0].tau = 2.0
+    assert settings(model, {"0.tau"}) == before
+
+
+def test_a_weight_that_a_hook_of_torch_computes_is_no_setting() -> None:
+    model = torch.nn.utils.spectral_norm(nn.Linear(2, 2))
+    before = settings(model)
+    model(torch.ones(1, 2))
+    assert settings(model) == before
+
+
+def test_numbers_that_forward_counts_with_are_found_in_what_holds_them() -> None:
+    assert counts(3) == 3
+    assert counts({"calls": 2, "last": torch.ones(1)}) == (2,)
+    assert counts(SimpleNamespace(n=1, name="x")) == (1,)
+    assert counts([torch.ones(1)]) == ()
+
+
+def test_a_long_list_is_compared_by_its_length() -> None:
+    assert plain([0] * 100) == plain([1] * 100) != plain([0] * 101)
