@@ -115,8 +115,6 @@ def why_not(name: str, divider: Divider) -> str:
     return "in a module that is not captured, and not read on the examples"
 
 
-
-
 @dataclass
 class Divider:
     """From the outermost modules inwards. left: those that stay Python, and why."""

@@ -18,14 +18,13 @@ class Writes(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        named = ((name, parameter) for name, parameter in model.named_parameters() if has_memory(parameter))
-        self.owners = {parameter.untyped_storage().data_ptr(): (name, parameter) for name, parameter in named}
+        self.owners = {memory(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         self.before: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written_by(func, args, kwargs or {}):
-            owner = self.owners.get(tensor.untyped_storage().data_ptr()) if has_memory(tensor) else None
-            if owner is not None and owner[0] not in self.before:
+            owner = self.owners.get(memory(tensor))
+            if owner is not None and memory(owner[1]) and owner[0] not in self.before:
                 self.before[owner[0]] = owner[1], owner[1].detach().clone()
         return func(*args, **(kwargs or {}))
 
@@ -39,8 +38,15 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     return [one for one in flat if isinstance(one, Tensor)]
 
 
-def has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
+def memory(tensor: Tensor) -> int:
+    """Where its values are; 0 for what has none, as the stand-ins of a trace."""
+    own = torch.func.debug_unwrap(tensor)
+    if own.layout != torch.strided or own.device.type == "meta":
+        return 0
+    try:
+        return own.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a stand-in
+        return 0
 
 
 @contextmanager
