@@ -92,7 +92,7 @@ def stepper(
         opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
     else:
         run = kfac_fx.compile(model, (x,), loss=kind, backend=backend)
-        opt = kfac_fx.KFAC(run, lr=1e-4, damping=1.0, **options)
+        opt = kfac_fx.KFAC(run, **{"lr": 1e-4, "damping": 1.0, **options})
 
     def step() -> None:
         opt.zero_grad()

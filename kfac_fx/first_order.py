@@ -1,5 +1,5 @@
 """The rule for parameters in no Fisher block: Adam with decoupled weight decay (Kingma & Ba 2015, Loshchilov & Hutter
-2019), as pure functions of tensors, in the same step and under the same guard against values that are not finite."""
+2019), as pure functions of vectors, in the same step and under the same guard against values that are not finite."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.flat import Flat, Tensors
 from kfac_fx.passes.errors import nearest
 
-Tensors = dict[str, Tensor]
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -34,19 +34,17 @@ class FirstOrder:
                 raise ValueError(f"first_order has no option {name!r}, only {', '.join(known)}.{nearest(name, known)}")
         return cls(**(options or {}))
 
-    def propose(self, g: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        """(Δ by parameter, the new state); `state` holds `name/exp_avg`, `name/exp_avg_sq` and `name/step`."""
+    def propose(self, g: Tensor, state: Mapping[str, Tensor], flat: Flat) -> tuple[Tensor, Tensors]:
+        """(Δ, the new state): vectors [P] but for "step", which counts for every parameter on its own: [parameters]."""
         first, second = self.betas
-        updates: Tensors = {}
-        new: Tensors = {}
-        for name, gradient in g.items():
-            average, square, step = (state[f"{name}/{key}"] for key in STATE)
-            average = first * average + (1 - first) * gradient
-            square = second * square + (1 - second) * gradient.square()
-            step = step + 1
-            updates[name] = average / (1 - first**step) / ((square / (1 - second**step)).sqrt() + self.eps)
-            new |= {f"{name}/{key}": value for key, value in zip(STATE, (average, square, step), strict=True)}
-        return updates, new
+        average = first * state["exp_avg"] + (1 - first) * g
+        square = second * state["exp_avg_sq"] + (1 - second) * g.square()
+        step = state["step"] + 1
+        left, left_of_square = (1 - beta**step for beta in self.betas)  # what the zeros at the start take away
+        by_name = [dict(zip(flat.shapes, values.unbind(), strict=True)) for values in (left, left_of_square)]
+        left, left_of_square = (flat.spread(values) for values in by_name)
+        update = average / left / ((square / left_of_square).sqrt() + self.eps)
+        return update, dict(zip(STATE, (average, square, step), strict=True))
 
 
 def new_state(parameter: Tensor) -> Tensors:

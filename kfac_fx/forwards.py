@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ from kfac_fx.watched import watch
 
 class Forwards:
     """seen: the forwards since the last step. paused: no forward counts, while a loss is measured. checked: the user's
-    loss was found to be the registered one, or told to be another. generator: of everything that is sampled; devices:
-    the CUDA devices that have random streams."""
+    loss was found to be the registered one, or told to be another. used: the gradients of the last step. generator: of
+    everything that is sampled; devices: the CUDA devices that have random streams."""
 
     def __init__(
         self,
@@ -34,6 +36,24 @@ class Forwards:
         self.seen = MicroBatches()
         self.paused = self.checked = False
         self.before: RandomState | None = None
+        self.used: dict[str, weakref.ref[Tensor]] = {}
+
+    def forget(self) -> None:
+        """What happened since the last step."""
+        self.seen, self.used = MicroBatches(), {}
+
+    def step_taken(self, gradients: Mapping[str, Tensor]) -> None:
+        self.seen = MicroBatches()
+        self.used = {name: weakref.ref(gradient) for name, gradient in gradients.items()}
+
+    def gradients_zeroed(self) -> None:
+        if not self.paused:
+            self.used = {}
+
+    def has_new(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Was there a forward since the last step, and a gradient that it did not use?"""
+        used = {name: gradient() for name, gradient in self.used.items()}
+        return self.seen.forwards > 0 and any(used.get(name) is not gradient for name, gradient in gradients.items())
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the batch if statistics are due; the outputs if it took over the forward, else None."""

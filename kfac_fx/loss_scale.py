@@ -163,7 +163,7 @@ def check(watched: Sequence[Watched], *, reduction: str, loss_scale: float, valu
         if all(abs(factor - one) > TOLERANCE * one for one in right):
             lines.append(said(factor, first, cases, len(of_loss), reduction))
     if lines:
-        warnings.warn(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])), stacklevel=7)
+        warnings.warn(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])), stacklevel=8)
 
 
 def is_loss_scale(factor: float, autocast: bool) -> bool:

@@ -1,36 +1,34 @@
-"""From gradients to updates: the momentum rules of K-FAC, as pure functions of tensors.
+"""From gradients to updates: the momentum rules of K-FAC, as pure functions of vectors over all parameters.
 
-`g` is the gradient, `v` the velocity, `P` the damped inverse of the Fisher, all by parameter name. An update Δ moves
-the parameters by -lr Δ. Nothing here reads a value back from the device.
+`g` is the gradient, `v` the velocity, `P` the damped inverse of the Fisher. An update Δ moves the parameters by -lr Δ.
+Nothing here reads a value back from the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kfac_fx.flat import Flat, Tensors
 from kfac_fx.quadratic import inner
-
-Tensors = dict[str, Tensor]
-Scalars = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Preconditioner:
-    """A product with the Fisher or its inverse, on the parameters that have a gradient.
+    """A product with the Fisher or its inverse, on vectors over the parameters that have a gradient.
 
-    absent: zeros for the others that the estimator knows.
+    multiply: on tensors by name, of all parameters in a Fisher block. absent: zeros for those not in `flat`.
     """
 
     multiply: Callable[[Tensors], Tensors]
+    flat: Flat
     absent: Tensors
 
-    def __call__(self, vector: Tensors) -> Tensors:
-        product = self.multiply({**vector, **self.absent})
-        return {name: product[name] for name in vector}
+    def __call__(self, vector: Tensor) -> Tensor:
+        return self.flat.joined(self.multiply({**self.flat.parts(vector), **self.absent}))
 
 
 @dataclass(frozen=True)
@@ -42,16 +40,20 @@ class MomentumRule:
     momentum: float
     norm_constraint: float | None
 
-    def __call__(self, g: Tensors, v: Tensors, precondition: Preconditioner, lr: Scalars) -> tuple[Tensors, Tensors]:
-        """(the new v, Δ): v <- momentum v + κ P g, Δ = v; or v <- momentum v + g, Δ = κ P v."""
+    def __call__(
+        self, g: Tensor, v: Tensor, precondition: Callable[[Tensor], Tensor], lr: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(the new v, Δ): v <- momentum v + κ P g, Δ = v; or v <- momentum v + g, Δ = κ P v.
+
+        precondition: makes a new vector, which is written to.
+        """
         if self.kind == "adam":
-            v = {name: self.momentum * old + g[name] for name, old in v.items()}
+            v = torch.add(g, v, alpha=self.momentum)
             return v, self.clipped(v, precondition(v), lr)
-        u = self.clipped(g, precondition(g), lr)
-        v = {name: self.momentum * old + u[name] for name, old in v.items()}
+        v = self.clipped(g, precondition(g), lr).add_(v, alpha=self.momentum)
         return v, v
 
-    def clipped(self, a: Tensors, preconditioned: Tensors, lr: Scalars) -> Tensors:
+    def clipped(self, a: Tensor, preconditioned: Tensor, lr: Tensor) -> Tensor:
         """κ P a with κ = min(1, √(norm_constraint / <lr a, lr P a>)).
 
         Bounds the squared Fisher norm of a step, roughly twice the Kullback-Leibler divergence between the predictions
@@ -59,6 +61,6 @@ class MomentumRule:
         """
         if self.norm_constraint is None:
             return preconditioned
-        squared = inner(a, {name: one * lr[name].square() for name, one in preconditioned.items()})
+        squared = inner(a, lr.square() * preconditioned)
         kappa = (self.norm_constraint / squared.clamp(min=torch.finfo(squared.dtype).tiny)).sqrt().clamp(max=1.0)
-        return {name: kappa * one for name, one in preconditioned.items()}
+        return kappa * preconditioned

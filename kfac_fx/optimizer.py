@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kfac_fx.closure import Closure, RandomState, checked, evaluate, without_a_trace
+from kfac_fx.checkpoint import restore, saved
+from kfac_fx.closure import Closure, checked
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.forwards import Forwards
-from kfac_fx.micro_batches import MicroBatches
 from kfac_fx.options import read_options
-from kfac_fx.parameter_groups import Members, checked_net, split_group
-from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.parameter_groups import checked_net, split_group
 from kfac_fx.schedule import Schedule
-from kfac_fx.update import all_finite
-from kfac_fx.updater import SCALARS, Updater
+from kfac_fx.stepper import Stepper
+from kfac_fx.updater import Updater
 
 OPTIONS = tuple(inspect.signature(read_options).parameters)
 
@@ -135,14 +132,12 @@ class KFAC(Optimizer):
         )
         self.updater = Updater(self.net, self.options, self.estimator, start)
         self.generator = torch.Generator(example.device).manual_seed(torch.initial_seed() if seed is None else seed)
-        self.grad_scaler = grad_scaler
-        self._schedule = Schedule(self.options)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=example.device)
-        self._members: Members | None = None
+        schedule = Schedule(self.options)
         devices = sorted({parameter.device.index for parameter in self.names if parameter.is_cuda})
-        self._forwards = Forwards(self.net, self._schedule, self.estimator, self.generator, devices)
-        self._used: dict[str, weakref.ref[Tensor]] = {}  # the gradients of the last step
-        self._late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
+        self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, devices)
+        self._stepper = Stepper(
+            self.net, self.names, self.scalar, self.estimator, self.updater, schedule, self._forwards, grad_scaler
+        )
         self.net.attach(self)
 
     # --- what torch expects -----------------------------------------------------------------------------------------
@@ -154,12 +149,10 @@ class KFAC(Optimizer):
         """
         for part in split_group(param_group, self.names, self.registered, self.options.first_order):
             super().add_param_group(part)
-        self._members = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if not self._forwards.paused:
-            self._used = {}
+        self._forwards.gradients_zeroed()
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # the base class knows no `loss`
@@ -184,25 +177,19 @@ class KFAC(Optimizer):
         Raises ValueError if the damping is due to be adapted and there is no closure, FactorNotReady if nothing was
         ever recorded.
         """
-        by_closure = closure is not None and not self._has_new_gradients()
+        by_closure = closure is not None and not self._forwards.has_new(self._gradients())
         if closure is not None and by_closure:
             with torch.enable_grad():
                 loss = checked(closure())
         try:
-            self._step(closure, loss, previous, by_closure)
+            self._stepper.take(self.param_groups, self.state, closure, loss, previous, by_closure)
         finally:
-            self._forwards.seen = MicroBatches()
-            gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
-            self._used = {name: weakref.ref(grad) for name, grad in gradients if grad is not None}
+            self._forwards.step_taken(self._gradients())
         return loss
 
-    def _has_new_gradients(self) -> bool:
-        """Was there a forward since the last step, and a gradient that it did not use?"""
+    def _gradients(self) -> dict[str, Tensor]:
         gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
-        used = {name: grad() for name, grad in self._used.items()}
-        return self._forwards.seen.forwards > 0 and any(
-            g is not None and used.get(name) is not g for name, g in gradients
-        )
+        return {name: grad for name, grad in gradients if grad is not None}
 
     # --- what the net tells -----------------------------------------------------------------------------------------
 
@@ -213,88 +200,6 @@ class KFAC(Optimizer):
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Until the first step, watch what the user's backward sends into the outputs."""
         self._forwards.on_outputs(args, kwargs, outputs)
-
-    # --- a step -----------------------------------------------------------------------------------------------------
-
-    def _step(
-        self, closure: Closure | None, loss: Tensor | float | None, previous: Closure | None, by_closure: bool
-    ) -> None:
-        members = self._members_of_groups()
-        gradients, schedule, seen = members.gradients(), self._schedule, self._forwards.seen
-        if not gradients and not schedule.burning_in:
-            return
-        schedule.check_losses(closure, loss, previous)
-        first = bool(gradients) and not self._forwards.checked
-        loss_scale = 1.0
-        if self.grad_scaler is not None and (first or seen.rides):  # the host waits for it: only where it is needed
-            loss_scale = self.grad_scaler.get_scale()
-        if first:
-            self._forwards.check_scale(loss, loss_scale)
-        ok = all_finite(gradients) if gradients else torch.ones_like(self.skipped, dtype=torch.bool)
-        if loss is not None:
-            loss = self.updater.across_replicas(self.scalar + loss)
-            ok = ok & loss.isfinite()
-        for moments in seen.moments(self.options.reduction, loss_scale):
-            self.estimator.accumulate(moments)
-        self.estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
-        if schedule.burning_in:
-            schedule.burned_in += 1
-            return
-        # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
-        if schedule.counter == 0 and not ok.item():
-            self.skipped += 1
-            return
-        if schedule.adapting_late:
-            assert previous is not None
-            self.updater.adapt(self._ask(previous, by_closure, self._late))
-            self._late = None
-        if schedule.inverting:
-            self._update_inverses()
-        members.refresh(self.param_groups, self.names)
-        decays = any(not isinstance(d := group["weight_decay"], float | int) or d for group in self.param_groups)
-        work, first_order = members.work(gradients, self.state, decays)
-        absent = {
-            name: torch.zeros_like(parameter, dtype=self.scalar.dtype)
-            for parameter, name in self.names.items()
-            if name in self.registered and name not in work.g
-        }
-        if schedule.adapting:
-            start = seen.start
-            if loss is None:
-                assert closure is not None
-                loss = self._ask(closure, by_closure, start)
-            now = self.options.update_damping_immediately
-            ask = partial(self._ask, closure, by_closure, start) if now and closure is not None else None
-            self._late = None if now else start
-            ok = self.updater.measured_update(work, absent, first_order, seen.calls, ok, loss, ask)
-        else:
-            ok = self.updater.update(work, absent, first_order, seen.calls, ok)
-        self.skipped += ~ok
-        schedule.counter += 1
-
-    def _members_of_groups(self) -> Members:
-        if self._members is None:
-            self._members = Members.of(self.param_groups, self.names, self.scalar)
-        return self._members
-
-    def _update_inverses(self) -> None:
-        try:
-            self.updater.update_inverses()
-        except FactorNotReady as error:
-            raise FactorNotReady(
-                "no batch was ever recorded, so there is nothing to precondition with: before step(), call the "
-                "compiled module, net(x) and not the model it was made of, in training mode with gradients enabled"
-            ) from error
-
-    def _ask(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor:
-        """The loss at the present parameters."""
-        self._forwards.paused = True
-        try:
-            with without_a_trace(self.net.buffers(), self.names, self._forwards.devices, start):
-                loss = self.scalar + evaluate(closure, with_backward=with_backward)
-        finally:
-            self._forwards.paused = False
-        return self.updater.across_replicas(loss.detach())
 
     # --- what is kept -----------------------------------------------------------------------------------------------
 
@@ -319,34 +224,23 @@ class KFAC(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's entries, and under "kfac" everything else that the next step depends on."""
-        updater = {name: getattr(self.updater, name) for name in ("damping", *SCALARS)}
-        counters = {"counter": self.counter, "burned_in": self.burned_in, "skipped": self.skipped}
-        estimator = {"estimator": self.estimator.state_dict(), "generator": self.generator.get_state()}
-        late = {"late": None if self._late is None else (self._late.cpu, self._late.cuda)}
-        return super().state_dict() | {"kfac": updater | counters | estimator | late}
+        return super().state_dict() | {"kfac": saved(self._stepper, self.generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue bit for bit from `state_dict()`. Raises ValueError for the state of another kind of optimizer."""
         if "kfac" not in state_dict:
             raise ValueError("the state has no 'kfac' entry: it is that of another kind of optimizer")
-        kept = state_dict["kfac"]
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
         # torch converts state to the parameters' dtype, and shares what needs no conversion.
         members = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, values in state_dict["state"].items():
             parameter = members[index]
             self.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
-        for name in ("damping", *SCALARS):
-            getattr(self.updater, name).copy_(kept[name])
-        self._schedule.counter, self._schedule.burned_in = kept["counter"], kept["burned_in"]
-        self.skipped.copy_(kept["skipped"])
-        self.estimator.load_state_dict(kept["estimator"])
-        self.generator.set_state(kept["generator"].cpu())
-        self._late = None if kept["late"] is None else RandomState(*kept["late"])
-        self._forwards.seen, self._used, self._members = MicroBatches(), {}, None
+        restore(self._stepper, self.generator, state_dict["kfac"])
 
-    counter = property(lambda self: self._schedule.counter)
-    burned_in = property(lambda self: self._schedule.burned_in)
+    counter = property(lambda self: self._stepper.schedule.counter)
+    burned_in = property(lambda self: self._stepper.schedule.burned_in)
+    skipped = property(lambda self: self._stepper.skipped)
     rho = property(lambda self: self.updater.rho)
     predicted_change = property(lambda self: self.updater.predicted_change)
     qmodel_learning_rate = property(lambda self: self.updater.qmodel_learning_rate)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.first_order import FirstOrder, Tensors, new_state
+from kfac_fx.first_order import FirstOrder, new_state
+from kfac_fx.flat import Flat, Tensors
 from kfac_fx.linalg import dense
 from kfac_fx.loss_function import LossFunction, precise
 from kfac_fx.moments import Moments, Ride
@@ -93,6 +94,26 @@ def split_group(
     return parts
 
 
+@dataclass(frozen=True)
+class State:
+    """What is kept between steps, as vectors [P] that the optimizer's own tensors are views of.
+
+    by_name: the views, by vector and parameter. g: where the next gradient goes.
+    """
+
+    g: Tensor
+    vectors: Tensors
+    by_name: Mapping[str, Tensors]
+
+    def holds(self, parameters: Tensors, states: Mapping[Any, Any]) -> bool:
+        """Are these parameters the ones, and is the optimizer's state still made of the views?"""
+        return all(
+            views.keys() == parameters.keys()
+            and all(states[parameters[name]].get(key) is views[name] for name in views)
+            for key, views in self.by_name.items()
+        )
+
+
 @dataclass
 class Members:
     """The parameters of all groups by name, with their group's scalars on the device.
@@ -102,8 +123,10 @@ class Members:
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     first_order: set[str] = field(default_factory=set)
-    lr: dict[str, Tensor] = field(default_factory=dict)
-    weight_decay: dict[str, Tensor] = field(default_factory=dict)
+    lr: Tensors = field(default_factory=dict)
+    weight_decay: Tensors = field(default_factory=dict)
+    decaying: set[str] = field(default_factory=set)
+    kept: dict[bool, State] = field(default_factory=dict)
 
     @staticmethod
     def of(groups: Iterable[Group], names: Mapping[nn.Parameter, str], scalar: Tensor) -> Members:
@@ -120,32 +143,61 @@ class Members:
 
     def refresh(self, groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> None:
         """Read the groups' present values, which a scheduler may have changed."""
+        self.decaying = set()
         for group in groups:
             if group["params"]:
                 name = names[group["params"][0]]
                 for scalars, key in ((self.lr, "lr"), (self.weight_decay, "weight_decay")):
                     value = group[key]
                     scalars[name].copy_(value) if isinstance(value, Tensor) else scalars[name].fill_(value)
+                if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
+                    self.decaying.update(names[parameter] for parameter in group["params"])
 
-    def gradients(self) -> Tensors:
-        """Of all parameters that have one, in float32 at least."""
-        present = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        return {name: precise(dense(grad)) for name, grad in present.items()}
+    def works(self, states: MutableMapping[Any, Any]) -> tuple[Work | None, Work | None]:
+        """What K-FAC moves, and what the first-order rule moves; None for nothing that has a gradient.
 
-    def work(self, gradients: Tensors, states: Mapping[Any, Any], decays: bool) -> tuple[Work, Work]:
-        """What K-FAC moves, and what the first-order rule moves.
-
-        states: the optimizer's, by parameter; new ones are put into it. decays: is there weight decay in any group?
+        states: the optimizer's, by parameter; new ones are put into it.
         """
-        parts = tuple(Work({}, {}, {}, {}, {} if decays else None) for _ in range(2))
-        for name, gradient in gradients.items():
-            parameter, outside = self.parameters[name], name in self.first_order
-            state = states[parameter]
-            if not state:
-                state |= new_state(parameter) if outside else {"velocity": torch.zeros_like(gradient)}
-            work = parts[outside]
-            work.parameters[name], work.g[name], work.lr[name] = parameter, gradient, self.lr[name]
-            work.state.update({f"{name}/{key}" if outside else name: value for key, value in state.items()})
-            if work.weight_decay is not None:
-                work.weight_decay[name] = self.weight_decay[name]
-        return parts[0], parts[1]
+        inside, outside = (self.work(outside, states) for outside in (False, True))
+        return inside, outside
+
+    def work(self, outside: bool, states: MutableMapping[Any, Any]) -> Work | None:
+        found = {name: p for name, p in self.parameters.items() if (name in self.first_order) == outside}
+        parameters: dict[str, Tensor] = {name: p for name, p in found.items() if p.grad is not None}
+        if not parameters:
+            return None
+        flat = Flat({name: parameter.shape for name, parameter in parameters.items()})
+        state, decays = self.state(outside, flat, parameters, states), not self.decaying.isdisjoint(parameters)
+        gradients = {name: dense(p.grad) for name, p in parameters.items() if p.grad is not None}
+        return Work(
+            flat,
+            parameters,
+            flat.joined(gradients, out=state.g),
+            state.vectors,
+            flat.spread(self.lr),
+            flat.spread(self.weight_decay) if decays else None,
+        )
+
+    def state(self, outside: bool, flat: Flat, parameters: Tensors, states: MutableMapping[Any, Any]) -> State:
+        """As it was at the last step, unless other parameters have a gradient or the state was loaded."""
+        if outside in self.kept and self.kept[outside].holds(parameters, states):
+            return self.kept[outside]
+        new = new_state if outside else new_velocity
+        by_parameter = {name: states[parameter] or new(parameter) for name, parameter in parameters.items()}
+        vectors: Tensors = {}
+        by_name: dict[str, Tensors] = {}
+        for key in next(iter(by_parameter.values())):
+            tensors = {name: state[key] for name, state in by_parameter.items()}
+            places = Flat({name: tensor.shape for name, tensor in tensors.items()})
+            vectors[key] = places.joined(tensors)
+            by_name[key] = places.parts(vectors[key])
+            for name, view in by_name[key].items():
+                states[parameters[name]][key] = view
+        g = torch.empty_like(precise(flat.joined(parameters)))
+        self.kept[outside] = State(g, vectors, by_name)
+        return self.kept[outside]
+
+
+def new_velocity(parameter: Tensor) -> Tensors:
+    """Zero, in float32 at least."""
+    return {"velocity": torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))}

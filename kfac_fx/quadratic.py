@@ -7,13 +7,11 @@ and 7; the first direction is the preconditioned gradient, the second the previo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-Vector = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,17 @@ class QuadraticModel:
         return self.fisher + damping * self.products
 
 
-def inner(first: Vector, second: Vector) -> Tensor:
-    """<a, b> over the names of `first`, in float32 at least."""
-    dtype = torch.promote_types(next(iter(first.values())).dtype, torch.float32)
-    return torch.stack([(a.to(dtype) * second[name].to(dtype)).sum() for name, a in first.items()]).sum()
+def inner(first: Tensor, second: Tensor) -> Tensor:
+    """<a, b>, in float32 at least. Not a BLAS product, which adds up millions of terms one after another."""
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return (first.to(dtype) * second.to(dtype)).sum()
 
 
-def inner_products(vectors: Sequence[Vector]) -> Tensor:
+def inner_products(vectors: Sequence[Tensor]) -> Tensor:
     """<d_i, d_j>: [k, k]."""
     return torch.stack([torch.stack([inner(a, b) for b in vectors]) for a in vectors])
 
 
-def slopes(gradient: Vector, vectors: Sequence[Vector]) -> Tensor:
+def slopes(gradient: Tensor, vectors: Sequence[Tensor]) -> Tensor:
     """<∇h, d_i>: [k]."""
     return torch.stack([inner(gradient, vector) for vector in vectors])

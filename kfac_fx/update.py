@@ -9,67 +9,71 @@ import torch
 from torch import Tensor
 
 from kfac_fx.first_order import FirstOrder
-from kfac_fx.momentum import MomentumRule, Preconditioner, Tensors
+from kfac_fx.flat import Flat, Tensors
+from kfac_fx.momentum import MomentumRule, Preconditioner
 from kfac_fx.quadratic import QuadraticModel, inner, inner_products, slopes
 
-Products = Callable[[Sequence[Tensors]], Tensor]
+Products = Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What an update is made of, by parameter name.
+    """What an update is made of: vectors [P] over the parameters that have a gradient, in the order of `flat`.
 
-    g: gradients, in float32 at least. state: what is kept between steps, written in place. lr, weight_decay: 0-dim
-    tensors, one a parameter, so that a compiled update is not specialized to their values; None: no decay anywhere.
+    parameters: by name. g: the gradient, in float32 at least. state: what is kept between steps, written in place. lr,
+    weight_decay: 0-dim tensors or, where groups differ, [P], so that a compiled update is not specialized to their
+    values; None: no decay anywhere.
     """
 
+    flat: Flat
     parameters: Tensors
-    g: Tensors
+    g: Tensor
     state: Tensors
-    lr: Tensors
-    weight_decay: Tensors | None
+    lr: Tensor
+    weight_decay: Tensor | None
 
-    def displacement(self, updates: Tensors) -> Tensors:
-        """δ = -lr (Δ + weight_decay θ), in the precision of the updates Δ."""
+    def displacement(self, update: Tensor) -> Tensor:
+        """δ = -lr (Δ + weight_decay θ), in the precision of the update Δ."""
         if self.weight_decay is None:
-            return {name: -self.lr[name] * update for name, update in updates.items()}
-        return {
-            name: -self.lr[name] * (update + self.weight_decay[name] * self.parameters[name].to(update.dtype))
-            for name, update in updates.items()
-        }
+            return -self.lr * update
+        theta = self.flat.joined(self.parameters).to(update.dtype)
+        return -self.lr * (update + self.weight_decay * theta)
 
-    def commit(self, moves: Tensors, state: Tensors, ok: Tensor) -> None:
-        """Add the moves and store the new state; where `ok` is False everything stays as it was."""
-        for name, move in moves.items():
-            self.parameters[name].add_(torch.where(ok, move, 0))
-        for name, new in state.items():
-            self.state[name].copy_(torch.where(ok, new, self.state[name]))
+    def commit(self, proposal: Proposal, ok: Tensor) -> None:
+        """Add the move and store the new state; where `ok` is False everything stays as it was. Overwrites the move."""
+        self.flat.add_to(self.parameters, proposal.move.masked_fill_(~ok, 0))
+        for name, new in proposal.state.items():
+            torch.where(ok, new, self.state[name], out=self.state[name])
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """moves: δ by parameter; state: the new state."""
+    """move: δ; state: the new state."""
 
-    moves: Tensors
+    move: Tensor
     state: Tensors
 
 
 def advance(rule: MomentumRule, work: Work, precondition: Preconditioner, ok: Tensor) -> Tensor:
     """A whole step of "regular" or "adam"; returns whether it was made."""
     proposal = propose(rule, work, precondition)
-    ok = ok & all_finite(proposal.moves)
-    work.commit(proposal.moves, proposal.state, ok)
+    ok = ok & is_finite(proposal.move)
+    work.commit(proposal, ok)
     return ok
 
 
 def advance_first_order(rule: FirstOrder, work: Work, ok: Tensor) -> None:
-    updates, state = rule.propose(work.g, work.state)
-    work.commit(work.displacement(updates), state, ok)
+    work.commit(propose_first_order(rule, work), ok)
+
+
+def propose_first_order(rule: FirstOrder, work: Work) -> Proposal:
+    update, state = rule.propose(work.g, work.state, work.flat)
+    return Proposal(work.displacement(update), state)
 
 
 def propose(rule: MomentumRule, work: Work, precondition: Preconditioner) -> Proposal:
-    velocity, updates = rule(work.g, work.state, precondition, work.lr)
-    return Proposal(work.displacement(updates), velocity)
+    velocity, update = rule(work.g, work.state["velocity"], precondition, work.lr)
+    return Proposal(work.displacement(update), {"velocity": velocity})
 
 
 def propose_quadratic(
@@ -78,33 +82,33 @@ def propose_quadratic(
     """The best step along d₁ = P g and d₂ = -v, the previous update: v <- -(α d₁ + μ d₂) = μ v - α P g.
 
     momentum: a fixed μ, or None. Returns the proposal, the model and its solution (α, μ). Where the model is not
-    finite, the moves are not.
+    finite, the move is not.
     """
-    first = precondition(work.g)
-    directions = [first, {name: -v for name, v in work.state.items()}]
+    v = work.state["velocity"]
+    directions = [precondition(work.g), -v]
     model = QuadraticModel(products(directions), inner_products(directions), slopes(work.g, directions))
     s = model.best(damping)
     if momentum is not None:
         s = model.best_with_momentum(damping, torch.full_like(s[0], momentum))
     s = torch.where(model.fisher.isfinite().all(), s, torch.nan)
-    velocity = {name: s[1] * v - s[0] * first[name] for name, v in work.state.items()}
-    return Proposal(work.displacement(velocity), velocity), model, s
+    velocity = s[1] * v - s[0] * directions[0]
+    return Proposal(work.displacement(velocity), {"velocity": velocity}), model, s
 
 
-def predict_by_blocks(work: Work, moves: Tensors, multiply: Callable[[Tensors], Tensors], excess: Tensor) -> Tensor:
+def predict_by_blocks(work: Work, move: Tensor, multiply: Callable[[Tensor], Tensor], excess: Tensor) -> Tensor:
     """<g, δ> + ½ <δ, (F̂ + λ I) δ> - ½ excess |δ|², with F̂ the block-diagonal Fisher.
 
     multiply: the damped F̂. excess: the part of its damping that is no curvature of the loss.
     """
-    return inner(work.g, moves) + 0.5 * (inner(moves, multiply(moves)) - excess * inner(moves, moves))
+    return inner(work.g, move) + 0.5 * (inner(move, multiply(move)) - excess * inner(move, move))
 
 
-def predict_exactly(work: Work, moves: Tensors, products: Products, l2_reg: float) -> Tensor:
+def predict_exactly(work: Work, move: Tensor, products: Products, l2_reg: float) -> Tensor:
     """<g, δ> + ½ <δ, (F + l2 I) δ>, with the exact Fisher of the batch."""
-    model = QuadraticModel(products([moves]), inner_products([moves]), slopes(work.g, [moves]))
+    model = QuadraticModel(products([move]), inner_products([move]), slopes(work.g, [move]))
     return model.change(torch.ones_like(model.slopes), l2_reg)
 
 
-def all_finite(tensors: Tensors) -> Tensor:
+def is_finite(vector: Tensor) -> Tensor:
     """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
-    return torch.stack([tensor.sum() for tensor in tensors.values()]).sum().isfinite()
+    return vector.sum().isfinite()

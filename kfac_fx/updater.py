@@ -11,9 +11,10 @@ from torch import Tensor
 from kfac_fx.backends import compiled_function
 from kfac_fx.curvature import fisher_inner_products
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.flat import Flat, Tensors
 from kfac_fx.loss_function import LossFunction
 from kfac_fx.micro_batches import Call
-from kfac_fx.momentum import MomentumRule, Preconditioner, Tensors
+from kfac_fx.momentum import MomentumRule, Preconditioner
 from kfac_fx.options import Options
 from kfac_fx.parameter_groups import CompiledNet
 from kfac_fx.quadratic import inner
@@ -22,10 +23,11 @@ from kfac_fx.update import (
     Work,
     advance,
     advance_first_order,
-    all_finite,
+    is_finite,
     predict_by_blocks,
     predict_exactly,
     propose,
+    propose_first_order,
     propose_quadratic,
 )
 
@@ -57,26 +59,29 @@ class Updater:
     def set_estimator_damping(self) -> None:
         self.estimator.damping.copy_(self.damping * self.options.precon_damping_mult)
 
-    def update(self, work: Work, absent: Tensors, first_order: Work, calls: Sequence[Call], ok: Tensor) -> Tensor:
+    def update(
+        self, work: Work | None, absent: Tensors, first_order: Work | None, calls: Sequence[Call], ok: Tensor
+    ) -> Tensor:
         """A step that nobody measures; returns whether it was made.
 
         absent: zeros for parameters in the estimator without a gradient. calls: the step's forwards, for "qmodel".
         """
-        if work.g and self.options.quadratic:
+        if work is not None and self.options.quadratic:
             proposal = self.propose(work, absent, calls)
-            ok = ok & all_finite(proposal.moves)
-            work.commit(proposal.moves, proposal.state, ok)
-        elif work.g:
-            ok = self.advance(self.rule, work, Preconditioner(self.estimator.multiply_inverse, absent), ok)
-        if first_order.g:
+            ok = ok & is_finite(proposal.move)
+            work.commit(proposal, ok)
+        elif work is not None:
+            precondition = Preconditioner(self.estimator.multiply_inverse, work.flat, absent)
+            ok = self.advance(self.rule, work, precondition, ok)
+        if first_order is not None:
             self.advance_first_order(self.options.first_order, first_order, ok)
         return ok
 
     def measured_update(
         self,
-        work: Work,
+        work: Work | None,
         absent: Tensors,
-        first_order: Work,
+        first_order: Work | None,
         calls: Sequence[Call],
         ok: Tensor,
         before: Tensor,
@@ -86,17 +91,16 @@ class Updater:
 
         before, ask(): the loss before and after, averaged over processes.
         """
-        made = [(work, self.propose(work, absent, calls))] if work.g else []
+        made = [] if work is None else [(work, self.propose(work, absent, calls))]
         change = self.predict(*made[0], absent, calls) if made else torch.zeros_like(before)
-        if first_order.g:
-            updates, state = self.options.first_order.propose(first_order.g, first_order.state)
-            proposal = Proposal(first_order.displacement(updates), state)
+        if first_order is not None:
+            proposal = propose_first_order(self.options.first_order, first_order)
             made.append((first_order, proposal))
-            change = change + inner(first_order.g, proposal.moves)  # no Fisher block: only the slope is known
+            change = change + inner(first_order.g, proposal.move)  # no Fisher block: only the slope is known
         for _, proposal in made:
-            ok = ok & all_finite(proposal.moves)
+            ok = ok & is_finite(proposal.move)
         for one, proposal in made:
-            one.commit(proposal.moves, proposal.state, ok)
+            one.commit(proposal, ok)
         self.predicted_change.copy_(change)
         self.loss_before.copy_(torch.where(ok, before, torch.nan))
         if ask is not None:
@@ -110,31 +114,36 @@ class Updater:
         self.rho.copy_(rho)
 
     def propose(self, work: Work, absent: Tensors, calls: Sequence[Call]) -> Proposal:
-        precondition = Preconditioner(self.multiply_inverse, absent)
+        precondition = Preconditioner(self.multiply_inverse, work.flat, absent)
         if not self.options.quadratic:
             return propose(self.rule, work, precondition)
         momentum = self.options.momentum if self.options.momentum_type == "qmodel_fixedmu" else None
-        proposal, model, s = propose_quadratic(work, precondition, self.products(calls), self.damping, momentum)
+        products = self.flat_products(calls, work.flat)
+        proposal, model, s = propose_quadratic(work, precondition, products, self.damping, momentum)
         self.qmodel_learning_rate.copy_(-s[0])
         self.qmodel_momentum.copy_(s[1])
         if one_scale(work):
-            rescale = next(iter(work.lr.values()))
-            self.predicted_change.copy_(model.change(rescale * s, self.options.damping_rule.l2_reg))
+            self.predicted_change.copy_(model.change(work.lr * s, self.options.damping_rule.l2_reg))
         return proposal
 
     def predict(self, work: Work, proposal: Proposal, absent: Tensors, calls: Sequence[Call]) -> Tensor:
-        """The change of the loss that the quadratic model predicts for the proposed moves.
+        """The change of the loss that the quadratic model predicts for the proposed move.
 
         Without the part of the damping that is no curvature; with weight decay, clipping and all that a group adds.
         """
         l2_reg = self.options.damping_rule.l2_reg
         if not self.options.quadratic:
             self.set_estimator_damping()
-            excess = self.estimator.damping - l2_reg
-            return predict_by_blocks(work, proposal.moves, Preconditioner(self.estimator.multiply, absent), excess)
+            multiply = Preconditioner(self.estimator.multiply, work.flat, absent)
+            return predict_by_blocks(work, proposal.move, multiply, self.estimator.damping - l2_reg)
         if one_scale(work):
             return self.predicted_change.clone()
-        return predict_exactly(work, proposal.moves, self.products(calls), l2_reg)
+        return predict_exactly(work, proposal.move, self.flat_products(calls, work.flat), l2_reg)
+
+    def flat_products(self, calls: Sequence[Call], flat: Flat) -> Callable[[Sequence[Tensor]], Tensor]:
+        """`products` of vectors over all parameters."""
+        products = self.products(calls)
+        return lambda vectors: products([flat.parts(vector) for vector in vectors])
 
     def products(self, calls: Sequence[Call]) -> Callable[[Sequence[Tensors]], Tensor]:
         """Inner products in the exact Fisher of all micro-batches, averaged by cases."""
@@ -164,5 +173,5 @@ class Updater:
 
 
 def one_scale(work: Work) -> bool:
-    """Are all moves one multiple of the update? True with one parameter group and no weight decay."""
-    return work.weight_decay is None and len({id(lr) for lr in work.lr.values()}) == 1
+    """Is the move a multiple of the update? True with one parameter group and no weight decay."""
+    return work.weight_decay is None and work.lr.dim() == 0

@@ -55,9 +55,9 @@ def test_the_best_step_has_no_slope_left() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_parallel_directions_give_the_step_along_the_first(dtype: torch.dtype) -> None:
     direction = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    vectors = [{"a": direction}, {"a": -0.3 * direction}]
+    vectors = [direction, -0.3 * direction]
     b = inner_products(vectors)
-    model = QuadraticModel(2 * b, b, slopes({"a": -direction}, vectors))
+    model = QuadraticModel(2 * b, b, slopes(-direction, vectors))
     s = model.best(torch.tensor(0.5, dtype=dtype))
     torch.testing.assert_close(s, torch.tensor([1 / 2.5, 0.0], dtype=dtype))
 
@@ -74,10 +74,14 @@ def test_nan_stays_nan() -> None:
     assert not model.change(model.best(torch.tensor(0.5)), 0.0).isfinite()
 
 
-def test_inner_products_run_over_all_parameters_in_single_precision_at_least() -> None:
-    a = {"x": torch.tensor([1.0, 2.0]).bfloat16(), "y": torch.tensor([[3.0]]).bfloat16()}
-    b = {"x": torch.tensor([3.0, 0.5]), "y": torch.tensor([[2.0]])}
+def test_inner_products_are_in_single_precision_at_least() -> None:
+    a, b = torch.tensor([1.0, 2.0, 3.0]).bfloat16(), torch.tensor([3.0, 0.5, 2.0])
     assert inner(a, b).item() == 10.0
     assert inner(a, b).dtype is torch.float32
     torch.testing.assert_close(inner_products([a, b]), torch.tensor([[14.0, 10.0], [10.0, 13.25]]))
     torch.testing.assert_close(slopes(b, [a, b]), torch.tensor([10.0, 13.25]))
+
+
+def test_an_inner_product_of_many_terms_keeps_its_precision() -> None:
+    ones = torch.ones(1 << 22)
+    assert inner(0.1 * ones, ones).item() == pytest.approx(0.1 * (1 << 22), rel=1e-6)

@@ -1,0 +1,50 @@
+"""Tensors by name as one vector."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kfac_fx.flat import Flat
+
+FLAT = Flat({"weight": torch.Size([2, 3]), "step": torch.Size([]), "bias": torch.Size([2])})
+
+
+def tensors() -> dict[str, Tensor]:
+    return {"bias": torch.tensor([8.0, 9.0]), "weight": torch.arange(6.0).view(2, 3), "step": torch.tensor(7.0)}
+
+
+def test_a_vector_has_the_tensors_in_the_order_of_their_places() -> None:
+    vector = FLAT.joined(tensors())
+    assert vector.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+    for name, part in FLAT.parts(vector).items():
+        assert torch.equal(part, tensors()[name])
+        assert part.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+
+
+def test_a_vector_is_in_the_order_of_elements_whatever_the_strides() -> None:
+    image = torch.arange(24.0).view(2, 3, 2, 2)
+    flat = Flat({"image": image.shape})
+    assert torch.equal(flat.joined({"image": image.to(memory_format=torch.channels_last)}), torch.arange(24.0))
+
+
+def test_precisions_become_the_widest() -> None:
+    mixed = {**tensors(), "bias": torch.tensor([8.0, 9.0], dtype=torch.float64)}
+    assert FLAT.joined(mixed).dtype is torch.float64
+
+
+def test_scalars_of_groups_are_spread_over_their_parameters_and_one_for_all_stays_one() -> None:
+    one, other = torch.tensor(0.1), torch.tensor(0.2)
+    assert FLAT.spread(dict.fromkeys(FLAT.shapes, one)) is one
+    spread = FLAT.spread({"weight": one, "step": other, "bias": one})
+    assert torch.equal(spread, torch.tensor([0.1] * 6 + [0.2] + [0.1] * 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_adding_keeps_the_tensors_and_their_precision(dtype: torch.dtype) -> None:
+    image = torch.zeros(2, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
+    bias = torch.ones(2, dtype=dtype)
+    flat = Flat({"image": image.shape, "bias": bias.shape})
+    flat.add_to({"bias": bias, "image": image}, torch.arange(26.0))
+    assert torch.equal(image, torch.arange(24).view(2, 3, 2, 2).to(dtype))
+    assert bias.tolist() == [25, 26]
+    assert bias.dtype is dtype
