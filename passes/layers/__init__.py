@@ -1,6 +1,7 @@
 """One declaration a layer, a file a family. `LAYERS` is all of them; a user's own join by `collect`."""
 
-from . import bilinear, conv, elementwise, embedding, experts, linear, norm
+from . import bag, bilinear, conv, elementwise, embedding, experts, linear, norm
+from . import einsum as einsum  # its forms join those of linear
 from .declaration import Form, Layer, collect, composite, layer
 from .rows import as_rows, by_group
 
@@ -20,7 +21,7 @@ LAYERS: dict[str, Layer] = collect(
     conv.separable_conv1d,
     conv.separable_conv2d,
     embedding.embedding,
-    embedding.embedding_bag,
+    bag.embedding_bag,
     norm.layer_norm,
     norm.rms_norm,
     norm.group_norm,
