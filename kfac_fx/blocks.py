@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_fx.averaged import Form, Vector
 from kfac_fx.factors import SIDES, Factor, Failures, additive
-from kfac_fx.groups import BlockGroup, Form, Vector
+from kfac_fx.groups import BlockGroup
 from kfac_fx.inverses import Inverter
 from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root, dense

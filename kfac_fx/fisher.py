@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfac_fx.averaged import Vector
 from kfac_fx.blocks import FisherBlock, make_groups
 from kfac_fx.factors import Failures, NotRegisteredError
-from kfac_fx.groups import BlockGroup, Vector
+from kfac_fx.groups import BlockGroup
 from kfac_fx.inverses import Inverter
 from kfac_fx.linalg import Root, dense
 from kfac_fx.passes.errors import nearest

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.averaged import ALL
 from kfac_fx.chain import doublings, inverse_root, least_eigenvalue, root_of
-from kfac_fx.groups import ALL, BlockGroup
+from kfac_fx.groups import BlockGroup
 from kfac_fx.krylov import inverse_power
 from kfac_fx.linalg import Root, eigh
 from kfac_fx.passes.errors import ApproximationError

@@ -33,9 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.averaged import ALL
 from kfac_fx.chain import doublings, fejer, kron, resolvent, solve_transposed, symmetrized, triangle
 from kfac_fx.factors import Side, Stack
-from kfac_fx.groups import ALL, Roots
+from kfac_fx.groups import Roots
 from kfac_fx.linalg import RESCUES, Root, cholesky, damp, eigh, is_finite, spread
 from kfac_fx.rooted import Kept, RootedGroup
 
