@@ -17,63 +17,18 @@ from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import KEPT, SERIES, UNCORRELATED, Program, Registration, Use
-from kfac_fx.passes.layers import Layer
 
 from .likeness import coarsest, compare
 from .linalg import dense
 from .pieces import split
+from .proof_tap import ProofTap, divides, gradient_of
 from .recorder import Recorder
 from .sloped import project
-from .tap import Tap
-from .use_rows import BothRows
 
 Gradients = dict[tuple[str, ...], Tensor]
 PER_CASE = ("full", "diagonal")
 RELATIVE = 1e-3  # right ones agree to about 1e-6 in float32, wrong ones differ by about 1
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
-
-
-class ProofTap(Tap):
-    """A tap whose rows may be wrong: it keeps what went wrong instead of raising in the middle of a backward."""
-
-    failure: str | None = None
-    kind: tuple[Any, ...] = ()  # of its rows: are they ids, and how many
-
-    def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
-        assert registration.matrix is not None, "bug in kfac_fx: a proof of a generic registration"
-        both = super().both_rows(registration, use, layer)
-        g, o, i = self.matrix
-        inputs = i - (registration.matrix.bias is not None)
-        self.cases: set[int] = set()  # of every call
-
-        def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-            try:
-                rows, grad_rows = both(output_grad, input, *tensors)
-                check_shapes(rows, grad_rows, (g, o, inputs))
-                self.cases.add(grad_rows.shape[0])
-                self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                self.failure = f"its rows could not be made: {str(error).splitlines()[0]}"
-                return output_grad.new_zeros(1, 1, g, inputs), output_grad.new_zeros(1, 1, g, o)
-            return rows, grad_rows
-
-        return guarded
-
-
-def check_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -> None:
-    """Raises ValueError if these are no rows of a matrix [g, o, i]."""
-    g, o, i = sizes
-    cases, positions = grad_rows.shape[:2]
-    wanted = [cases, positions, g, o] if grad_rows.dim() == 4 else [cases, positions, o]
-    if list(grad_rows.shape) != wanted or (grad_rows.dim() == 3 and g > 1):
-        raise ValueError(f"gradient rows of shape {list(grad_rows.shape)}, wanted [N, S, {g}, {o}]")
-    if rows.is_floating_point():
-        ends = ([g, i], [i]) if g == 1 else ([g, i],)
-        right = rows.shape[1] == positions and list(rows.shape[2:]) in ends
-    else:
-        right = rows.shape[1:] == grad_rows.shape[1:2] and g == 1
-    if not right or rows.shape[0] not in (1, cases):
-        raise ValueError(f"rows of shape {list(rows.shape)}, wanted [{cases}, {positions}, {g}, {i}]")
 
 
 @dataclass(frozen=True)
@@ -177,9 +132,16 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
         names = list(dict.fromkeys(name for one in registrations for name in one.owners))
         leaves = [live[name] for name in names] + [probe for one in probes for probe in one.values()]
         recorded = bool(outputs) and bool(leaves)
+        taps = [(one, proof_taps(prover)[one.parameters]) for one in registrations if divides(one)]
         grads = (
-            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True) if recorded else [None] * len(leaves)
+            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(taps))
+            if recorded
+            else [None] * len(leaves)
         )
+        changes = {
+            one.parameters: gradient_of(live[one.parameters[0]], [each for tap in some for each in tap.changes])
+            for one, some in taps
+        }
     found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
     by_name = dict(zip(names, found, strict=False))
     statistics = iter(found[len(names) :])
@@ -190,6 +152,8 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
         assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
         wanted[one.parameters] = one.matrix.pack(split(by_name, [one]))
         got[one.parameters] = project(one, next(statistics), live)
+        if one.parameters in changes:
+            got[one.parameters] = got[one.parameters] + one.matrix.pack({one.parameters[0]: changes[one.parameters]})
         bound[one.parameters] = (next(statistics).sum() * next(statistics).sum()).sqrt()
     return wanted, got, bound, fisher
 

@@ -14,7 +14,7 @@ from .errors import ApproximationError, table
 from .ir import GENERIC, KEPT, KRONECKER, SERIES, UNCORRELATED, Program, Use, tensor_attrs, where
 from .matrix import MatrixForm
 from .operations import VIEWS, op_name
-from .slopes import NORMALIZED
+from .slopes import DIVIDED, NORMALIZED
 
 PER_CASE = ("full", "diagonal")
 DIAGONAL_INPUTS, DIAGONAL_OUTPUTS = ("kron_in_diag", "kron_both_diag"), ("kron_out_diag", "kron_both_diag")
@@ -42,8 +42,11 @@ def choose(
         how = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
         reason = f"{how} at its output, so not {chosen!r}"
         chosen = "kron"
-    if any(one.name in NORMALIZED for use in uses for one in use.slopes):
+    behind = {one.name for use in uses for one in use.slopes}
+    if behind & {*NORMALIZED, DIVIDED}:
         reason = "its filters are normalized: without the projection of their gradients that this makes"
+        if DIVIDED in behind:
+            reason = "it is divided by a function of itself: without the change of that, which is of rank one"
         if chosen not in (*KRONECKER, "kron_indep"):
             reason, chosen = f"{reason}, so not {chosen!r}", "kron"
     if chosen in UNCORRELATED and (other := next((use for use in uses if not has_pixels(program, use)), None)):

@@ -21,15 +21,16 @@ from torch import Tensor, fx
 from .holder import attribute
 from .inplace import shares_memory
 from .ir import Program
-from .labels import Label, ancestors, labels, reads_values
+from .labels import Label, ancestors, labels, parameters_behind, reads_values
 from .matrix import Shape
 from .operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
 from .pieces import Made, Piece, Slab, layout_in, narrowed, ranges, slab_of, view_of, whole
-from .slopes import ELEMENTWISE, NORMALIZED
+from .slopes import DIVIDED, ELEMENTWISE, NORMALIZED
 from .values import (
     basic,
     called,
     dims_after,
+    division,
     elementwise,
     factor,
     is_one_slab,
@@ -51,13 +52,13 @@ VIEWS = PERMUTES | {
 SUMS = {"add", "sub", "rsub"}
 PRODUCTS = {"mul", "div", "neg"}
 NORMS = {"batch_norm", "_weight_norm"}
+MAKERS = {"batch_norm": standardization, "_weight_norm": normalization, "div": division}
 WRITES = {"zero_", "fill_", "copy_"}
 Value = Any  # Made, a tuple of Made, or a number
 
 
 def express(program: Program) -> Program:
-    """Note the expression of every such tensor that something else than moving and scaling reads, unless it is a plain
-    view of a whole parameter."""
+    """Note the expression of every such tensor that is read as it is, unless it is a view of a whole parameter."""
     known, behind = Expressions(program).known, ancestors(program.outputs)
     made: dict[fx.Node, Made] = {}
     for node, value in known.items():
@@ -133,7 +134,7 @@ class Expressions:
             return self.viewed(node, value)
         if name in SUMS:
             return self.shifted(first, node.args[1], 1.0)
-        if name in ELEMENTWISE or name in NORMS:
+        if name in ELEMENTWISE or name in NORMS or (name == "div" and isinstance(node.args[1], fx.Node)):
             return self.sloped(node, first, value)
         return scaled(value, factor(name, node)) if name in PRODUCTS else None
 
@@ -164,15 +165,18 @@ class Expressions:
         (slab,) = value.slabs
         shape = tuple(attribute(self.root, slab.parameter).shape)
         layout = layout_in(Piece(slab.parameter, 0, 0, *shape[:1] or (1,)), shape, view_of(slab))
-        if layout is None or not is_one_slab(value) or any(one.name in NORMALIZED for one in slab.slopes):
+        name, last = op_name(node), any(one.name in (*NORMALIZED, DIVIDED) for one in slab.slopes)
+        multiple = name in MAKERS and (slab.scale != 1.0 or slab.slopes)
+        foreign = name == "div" and not self.of_itself(node.args[1], slab)
+        if layout is None or not is_one_slab(value) or last or multiple or foreign:
             return None
-        if op_name(node) in NORMS and (slab.scale != 1.0 or slab.slopes):
-            return None
-        make = {"batch_norm": standardization, "_weight_norm": normalization}.get(op_name(node), elementwise)
-        slope = make(node, operand, layout)
-        if slope is not None and slope.factor is not None:
+        slope = MAKERS.get(name, elementwise)(node, operand, layout)
+        if name in NORMS and slope is not None and slope.factor is not None:
             slope = replace(slope, gain=self.gain(slope.factor))
         return None if slope is None else Made(value.shape, (replace(slab, slopes=(*slab.slopes, slope)),))
+
+    def of_itself(self, divisor: Any, slab: Slab) -> bool:
+        return not self.label[divisor].activation and parameters_behind(divisor, self.label) <= {slab.parameter}
 
     def gain(self, factor: fx.Node) -> Slab | None:
         """The parameter that a normalization multiplies by, if it is a whole one in its own order."""

@@ -16,7 +16,7 @@ from .errors import LayerError
 from .ir import Bound, Program, Use
 from .matrix import Layout, Shape
 from .pieces import Piece, Region, Slope, constant_along, layout_in, region_in, view_of, viewed, whole
-from .slopes import NORMALIZED, STANDARDIZED
+from .slopes import DIVIDED, NORMALIZED, STANDARDIZED
 
 NOTHING = (0, 0)
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
@@ -134,7 +134,10 @@ def gains_of(use: Use, part: Part, shapes: Mapping[str, Shape]) -> Iterator[Use]
 def sides_of(part: Part, shape: Shape) -> str | None:
     """Whether what the slopes multiply varies along outputs only, or along inputs only; None if along both."""
     g, o, i = part.view.shape
-    dims = [0 if one.name == STANDARDIZED else one.settings[0] for one in part.slopes if one.name in NORMALIZED]
+    sliced = (*NORMALIZED, DIVIDED)
+    dims = [0 if one.name == STANDARDIZED else one.settings[0] for one in part.slopes if one.name in sliced]
+    if dims == [None]:
+        return "outputs"
     if dims:
         outputs = constant_along(part.view, shape, dims[0], 2)
         inputs = all(constant_along(part.view, shape, dims[0], axis) for axis in OUTPUTS)

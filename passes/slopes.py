@@ -3,12 +3,17 @@
     exp(s) * x                          every element on its own: a diagonal Jacobian, exact
     conv2d(x, standardized(v))          W = γ (v - mean v) / √(var v + ε), filter by filter (Qiao et al. 2019)
     conv1d(x, g v / |v|)                weight normalization (Salimans and Kingma 2016)
+    linear(x, v / σ(v))                 spectral normalization (Miyato et al. 2018), cosine classifiers: a number for
+                                        all of v, or one for every slice, however it is computed
 
 With D the gradient of W, the gradient of v in a normalized layer is P (s C D): s = γ / √(var v + ε) or g / |v|
 multiplies a filter, C takes its mean off (standardization only), and P = I - u uᵀ projects every filter on what is
 orthogonal to u, itself. s and C belong to outputs and inputs, so a Kronecker product has them; it leaves out P, which
 takes one of a filter's dimensions. The proof has P. The gain itself, γ or g, scales what the filters compute without
 it: a layer of one input and one output a filter, exact.
+
+Of W = v / σ(v) the gradient of v is D / σ - ⟨D, v⟩ / σ² · ∂σ/∂v, slice by slice; D / σ is Kronecker, and what the
+change of σ takes off is left out. It is of rank one: one dimension of all of v, or of every slice. The proof has it.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ ELEMENTWISE: Mapping[str, Callable[..., Tensor]] = {
 }
 STANDARDIZED, UNIT = "standardized", "unit"
 NORMALIZED = (STANDARDIZED, UNIT)
+DIVIDED = "divided"  # by a number that it determines itself, or by one for every slice
 
 
 def between(x: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -47,8 +53,12 @@ def between(x: Tensor, low: float | None, high: float | None) -> Tensor:
 def slope(name: str, value: Tensor, factor: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
     """What multiplies the gradient on its way through a function of `value`; shaped as `value`.
 
-    factor: γ or g, one a slice; settings: (dim, ε) of a normalization, else the further arguments.
+    factor: γ or g, one a slice; of "divided" σ, of a shape to broadcast. settings: (dim, ε) of a normalization, (dim,)
+    of "divided", else the further arguments.
     """
+    if name == DIVIDED:
+        assert factor is not None, "bug in kfac_fx: divided by nothing"
+        return (1 / factor).expand_as(value)
     if name not in NORMALIZED:
         return ELEMENTWISE[name](value, *settings)
     by = 1 / spread_of(name, value, *settings)

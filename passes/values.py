@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from .matrix import Layout, Shape
-from .operations import op_name
+from .operations import EXPANDS, op_name
 from .pieces import Box, Made, Slab, Slope, slab_of, view_of, viewed, whole
-from .slopes import STANDARDIZED, UNIT
+from .slopes import DIVIDED, STANDARDIZED, UNIT
 
 
 def called(node: fx.Node, args: Any) -> Any:
@@ -59,6 +59,20 @@ def normalization(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | No
     if not slices or reordered(layout) or not isinstance(gain, fx.Node):
         return None
     return Slope(UNIT, operand, layout, gain, (dim, 0.0))
+
+
+def division(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
+    """`v / σ`, with σ one number, or one for every slice along a dimension of the parameter."""
+    by: Any = node.args[1]
+    while op_name(by) in EXPANDS:
+        by = by.args[0]
+    value = by.meta.get("val")
+    sizes = tuple(value.shape) if isinstance(value, Tensor) else (None,)
+    several = [dim for dim, size in enumerate(sizes) if size != 1]
+    if not several:
+        return Slope(DIVIDED, operand, layout, by, (None,))
+    of_slices = len(several) == 1 and len(sizes) == len(layout.shape) and layout.result == layout.shape
+    return Slope(DIVIDED, operand, layout, by, (several[0],)) if of_slices and not reordered(layout) else None
 
 
 def reordered(layout: Layout) -> bool:

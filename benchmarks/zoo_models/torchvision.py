@@ -46,11 +46,21 @@ DENSE = dict.fromkeys(
     ("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large"), BACKBONE
 )
 
-# name: image size. Those of two stages take minutes a forward without torchvision's own operators.
-DETECTORS = {
-    "fcos_resnet50_fpn": 64,
-    "retinanet_resnet50_fpn": 64,
-    "ssdlite320_mobilenet_v3_large": 320,
+# Of two stages: few regions, for pooling them takes seconds without torchvision's own operators.
+REGIONS = {
+    "rpn_pre_nms_top_n_train": 20,
+    "rpn_post_nms_top_n_train": 6,
+    "rpn_batch_size_per_image": 16,
+    "box_batch_size_per_image": 4,
+}
+# name: image size, arguments of the builder
+DETECTORS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fasterrcnn_resnet50_fpn": (64, REGIONS),
+    "fcos_resnet50_fpn": (64, {}),
+    "keypointrcnn_resnet50_fpn": (64, {**REGIONS, "num_classes": 2}),
+    "maskrcnn_resnet50_fpn": (64, REGIONS),
+    "retinanet_resnet50_fpn": (64, {}),
+    "ssdlite320_mobilenet_v3_large": (320, {}),
 }
 
 
@@ -93,12 +103,13 @@ def classifier(name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     return build
 
 
-def detector(name: str, size: int) -> Callable[[], nn.Module]:
+def detector(name: str, size: int, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import torchvision
 
         sizes = {} if name.startswith("ssdlite") else {"min_size": size, "max_size": size}
-        return torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=CLASSES, **sizes)
+        given = {"num_classes": CLASSES, **sizes, **arguments}
+        return torchvision.models.get_model(name, weights=None, weights_backbone=None, **given)
 
     return build
 
@@ -134,6 +145,9 @@ ENTRIES = (
         Entry("torchvision", name, classifier(name, arguments), images(*shape), like=LIKE.get(name, ""))
         for name, (shape, arguments) in CLASSIFIERS.items()
     ),
-    *(Entry("torchvision", name, detector(name, size), scenes(size)) for name, size in DETECTORS.items()),
+    *(
+        Entry("torchvision", name, detector(name, size, arguments), scenes(size))
+        for name, (size, arguments) in DETECTORS.items()
+    ),
     Entry("torchvision", "raft_small", raft, frames),
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.slopes import ELEMENTWISE, STANDARDIZED, UNIT, filters, projected, slope
+from kfac_fx.passes.slopes import DIVIDED, ELEMENTWISE, STANDARDIZED, UNIT, filters, projected, slope
 
 POSITIVE = ("log", "log1p", "sqrt")
 
@@ -76,3 +76,9 @@ def test_a_projection_takes_one_dimension_of_every_slice() -> None:
     once = projected(UNIT, gradient, v, 0, 0.0)
     torch.testing.assert_close(projected(UNIT, once, v, 0, 0.0), once)
     torch.testing.assert_close((once * v).sum(1), torch.zeros(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shape", [(), (4, 1), (1, 6)])
+def test_what_is_divided_is_divided_on_the_way_back(shape: tuple[int, ...]) -> None:
+    v, number = torch.randn(4, 6), torch.rand(shape) + 0.5
+    torch.testing.assert_close(slope(DIVIDED, v, number, (None,)), torch.ones(4, 6) / number)

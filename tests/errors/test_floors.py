@@ -49,7 +49,7 @@ FLOORS = [
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.emitted",
     "kfac_fx.output_losses",
     "kfac_fx.recorder",
-    "kfac_fx.divided kfac_fx.likeness",
+    "kfac_fx.divided kfac_fx.likeness kfac_fx.proof_tap",
     "kfac_fx.agreement kfac_fx.captured kfac_fx.proof kfac_fx.registry",
     "kfac_fx.captures kfac_fx.steps kfac_fx.sums",
     # The layer collection, from what it holds to what users call.

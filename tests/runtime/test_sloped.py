@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import kfac_fx
+from kfac_fx import proof
 from tests.zoo.reparametrized import StandardizedConv
 
 
@@ -97,6 +98,70 @@ def test_the_block_of_a_normalized_weights_length() -> None:
     gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), length)[0].flatten() for case in x]
     dense = torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
     torch.testing.assert_close(estimator.blocks[name,].full_fisher_block(), dense)
+
+
+class Divided(nn.Module):
+    """`x · v / σ(v)`, σ perhaps by rows."""
+
+    def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.v, self.norm = nn.Parameter(torch.randn(3, 4)), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.v / self.norm(self.v))
+
+
+NORMS: list[Callable[[Tensor], Tensor]] = [
+    lambda v: torch.linalg.matrix_norm(v, 2),
+    lambda v: v.norm(),
+    lambda v: v.square().sum(1, keepdim=True),
+    lambda v: v.abs().max().expand_as(v),
+]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_block_of_a_divided_weight_leaves_out_the_change_of_the_number(norm: Callable[[Tensor], Tensor]) -> None:
+    """Of one case without weight sharing, where K-FAC is exact but for that: D / σ in the place of the gradient."""
+    torch.manual_seed(0)
+    model, x = Divided(norm), torch.randn(1, 4)
+    estimator, _ = recorded(model, x)
+    block = estimator.blocks["v",]
+    assert block.registration.reason is not None and "of rank one" in block.registration.reason
+    number = norm(model.v).detach()
+    weight = (model.v / number).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad((F.linear(x, weight) ** 2).sum(), weight)
+    without = (gradient / number).flatten()
+    torch.testing.assert_close(block.full_fisher_block(), torch.outer(without, without))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_proof_has_the_change_of_the_number(norm: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Divided(norm), (torch.randn(5, 2, 4),), loss="normal")
+    recorder = net.captures.first
+    assert recorder is not None and not net.registrations[0].generic
+    wanted, got, *_ = proof.gradients(proof.replace_taps(recorder), (torch.randn(5, 2, 4),))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated in favor of:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_torchs_older_normalizations_are_structured(norm: Callable[[nn.Module], nn.Module]) -> None:
+    net = kfac_fx.compile(norm(nn.Linear(4, 3)), (torch.randn(5, 4),), loss="normal", strict=True)
+    assert {one.layer for one in net.registrations} == {"linear"}
+
+
+def test_a_number_with_other_parameters_in_it_is_no_such() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.w = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.v / self.w.norm())
+
+    net = kfac_fx.compile(Mixed(), (torch.randn(5, 4),), loss="normal")
+    assert all(one.generic for one in net.registrations)
 
 
 @pytest.mark.parametrize("asked", ["full", "diagonal", "kron_sua"])

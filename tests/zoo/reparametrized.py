@@ -75,6 +75,32 @@ class WeightNorm(nn.Module):
         return y
 
 
+class Discriminator(nn.Module):
+    """Spectrally normalized, with a projection of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = spectral_norm(nn.Conv2d(1, 3, 3, 2, 1))
+        self.kinds, self.head = spectral_norm(nn.Embedding(3, 12)), spectral_norm(nn.Linear(12, 1))
+
+    def forward(self, images: Tensor, kinds: Tensor) -> Tensor:
+        h = F.leaky_relu(self.conv(images), 0.2).flatten(1)
+        y: Tensor = self.head(h) + (self.kinds(kinds) * h).sum(1, keepdim=True)
+        return y
+
+
+class Cosine(nn.Module):
+    """Classes are directions, as in recognition of faces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.directions = nn.Linear(5, 6), nn.Parameter(torch.randn(4, 6))
+        self.sharpness = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sharpness * F.linear(F.normalize(self.features(x)), F.normalize(self.directions))
+
+
 CASES = (
     Case("gates", Gates, lambda: batch(3, 5, 4), GATES),
     Case(
@@ -94,11 +120,26 @@ CASES = (
             *(("linear", (f"linear.parametrizations.weight.original{n}",), 1) for n in range(2)),
             ("linear", ("linear.bias",), 1),
             *(("conv1d", (f"conv.{name}",), 1) for name in ("parametrizations.weight.original1", "bias")),
+            *(("linear", (f"head.{name}",), 1) for name in ("parametrizations.weight.original", "bias")),
         ),
-        generic=(
-            "conv.parametrizations.weight.original0",
-            "head.bias",
-            "head.parametrizations.weight.original",
+        generic=("conv.parametrizations.weight.original0",),
+    ),
+    Case(
+        "discriminator",
+        Discriminator,
+        lambda: (torch.randn(3, 1, 4, 4), torch.randint(3, (3,))),
+        (
+            *(("conv2d", (f"conv.{name}",), 1) for name in ("parametrizations.weight.original", "bias")),
+            *(("linear", (f"head.{name}",), 1) for name in ("parametrizations.weight.original", "bias")),
+            ("embedding", ("kinds.parametrizations.weight.original",), 1),
         ),
+        "multi_bernoulli",
+    ),
+    Case(
+        "cosine",
+        Cosine,
+        lambda: batch(3, 5),
+        (linear("features"), ("linear", ("directions",), 1), ("scale_and_shift", ("sharpness",), 1)),
+        "categorical",
     ),
 )
