@@ -156,9 +156,8 @@ class Expressions:
         result = called(node, (view, *rest))
         if op_name(node) in RESHAPES:
             result = view.view(result.shape)  # raises where the elements had to be copied
-        if isinstance(result, (list, tuple)):
-            return tuple(made_of(one, slab) for one in result)
-        return made_of(result, slab)
+        several = isinstance(result, (list, tuple))
+        return tuple(made_of(one, slab) for one in result) if several else made_of(result, slab)
 
     def sloped(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
         """A function of every element, or a normalization of a weight's filters."""
