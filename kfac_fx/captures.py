@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from kfac_fx.passes.attributes import settings
 from kfac_fx.passes.border import capture_key
-from kfac_fx.passes.divide import divide
+from kfac_fx.passes.divide import Division, divide
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import Layer
@@ -24,13 +24,13 @@ from .divided import DividedRecorder
 from .frames import Unmet
 from .loss_spec import LossSpec
 from .masks import PaddingMask, with_mask
+from .moments import Ride
 from .proof import prove
 from .recorder import Recorder
 from .registered_losses import RegisteredLosses
 from .structure import Structure
 
 KINDS = 8  # of calls that are kept: modes, dtypes, devices, structures; the least recently used goes first
-LEFT = ("runs Python between its captured submodules",)  # what a ride cannot do
 ROUNDS = 4  # of meeting new calls on the same inputs
 SHAPES = 32  # of one kind that are kept, where one capture does not serve all, such as the lengths of sequences
 
@@ -130,6 +130,18 @@ class Captures:
                 path = unmet.path
         raise self.restless(path)
 
+    def ride(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], generator: torch.Generator | None
+    ) -> tuple[Any, Ride]:
+        """See `Recorder.ride`; a divided model's new calls are met behind a ride that recorded nothing."""
+        recorder = self.recorder(args, kwargs)
+        outputs, ride = recorder.ride(recorder.capture.flatten(args, kwargs), generator)
+        if isinstance(recorder, DividedRecorder) and recorder.unmet is not None:
+            self.meet(recorder, args, kwargs, recorder.unmet.captured)
+            unfilled = [{name: probe.detach().clone() for name, probe in one.items()} for one in ride.probes]
+            ride = replace(ride, probes=unfilled)
+        return outputs, ride
+
     def restless(self, path: str) -> UntraceableError:
         return UntraceableError(
             f"{type(self.model).__name__} calls {path} in another way at every forward, on the same inputs and with "
@@ -188,11 +200,9 @@ class Captures:
         program = run(division.program, SUBMODULES)
         if earlier is not None:
             program = with_generic(program, earlier.program)
-        traced = Capture(
-            program, lambda args, kwargs: (args, dict(kwargs)), lambda output: output, lambda args, kwargs: True, LEFT
-        )
+        loss, backend = self.declared.loss, self.declared.backend
         recorder = DividedRecorder(
-            traced, program, self.model, self.declared.loss, needs(program), self.declared.backend, division=division
+            as_it_is(division, program), program, self.model, loss, needs(program), backend, division=division
         )
         if earlier is not None:
             recorder.extends(earlier)
@@ -228,3 +238,11 @@ class Captures:
         recorder.proven = verdict is None or verdict.conclusive
         recorder.note_proof(verdict is not None)
         return recorder
+
+
+def as_it_is(division: Division, program: Program) -> Capture:
+    """A capture of a model whose Python runs, with what its submodules do beside their graphs."""
+    effects = dict.fromkeys(effect for one in division.captured for effect in one.effects)
+    return Capture(
+        program, lambda args, kwargs: (args, dict(kwargs)), lambda output: output, lambda *_: True, tuple(effects)
+    )

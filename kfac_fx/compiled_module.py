@@ -145,8 +145,7 @@ class CompiledModule(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
     ) -> tuple[Any, Ride]:
         """The model's outputs, with taps that record during the user's own backward (the empirical Fisher)."""
-        recorder = self.recorder(args, kwargs)
-        return recorder.ride(recorder.capture.flatten(args, kwargs), generator)
+        return self.captures.ride(args, kwargs, generator)
 
     def functional(
         self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]

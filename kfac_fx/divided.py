@@ -27,7 +27,8 @@ from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.watch import custom_functions
 
 from .backends import compiled_function
-from .frames import Frames, Loss, LossWatch, Unmet, leaves_behind, one_call
+from .examples import cut, length
+from .frames import Frames, Loss, LossWatch, Unmet, behind, one_call
 from .losses import LossFunction
 from .output_losses import graph_loss
 from .recorder import Recorder
@@ -41,6 +42,7 @@ class DividedRecorder(Recorder):
     checked: set[int] | None = None
     ran: set[int] = field(default_factory=set)  # those that did, in this or another recorder of this capture
     found: list[Loss] = field(default_factory=list, init=False)  # of the last forward
+    unmet: Unmet | None = field(default=None, init=False)  # of the last ride
 
     @property
     def captured(self) -> tuple[Captured, ...]:
@@ -66,7 +68,12 @@ class DividedRecorder(Recorder):
         before = {id(one): number in earlier.ran for number, one in enumerate(earlier.captured)}
         self.ran |= {number for number, one in enumerate(self.captured) if before.get(id(one))}
 
+    @property
+    def has_loss(self) -> bool:
+        return bool(self.loss or self.found)
+
     def __post_init__(self) -> None:
+        self.structured = {name for one in self.program.registrations if not one.generic for name in one.owners}
         graphs = [graph_of(self.program, number) for number in range(len(self.captured))]
         self.emitted = [rewrite(one, self.tap_of) for one in graphs]
         self.targets = [{str(n.target) for n in one.graph.nodes if n.op == "get_attr"} for one in self.emitted]
@@ -102,42 +109,71 @@ class DividedRecorder(Recorder):
         values: tuple[Any, ...],
         probes: Any,
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """(what the model returns, the Fisher's outputs). functions: one a submodule."""
-        args, kwargs = mapped(Tensor.clone, values)  # forward may write into its inputs
+        """(what the model returns, the Fisher's outputs), without a trace. functions: one a submodule."""
         parameters = {name: one.clone() if name in self.written else one for name, one in parameters.items()}
         python = self.stand_ins(parameters) if any(probes) else {}
-        watch = LossWatch() if self.loss is None else None
+        frames = self.frames(functions, parameters, python, buffers, probes)
+        with untouched(self.model):  # forward may write into its inputs, too
+            output, fisher = self.forward(frames, {**parameters, **python, **buffers}, mapped(Tensor.clone, values))
+        self.refuse_read(python, fisher)
+        return output, fisher
+
+    def frames(
+        self,
+        functions: list[Callable[..., Any]],
+        parameters: Mapping[str, Tensor],
+        python: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        probes: Any,
+    ) -> Frames:
+        """python: what Python sees in the place of `parameters`."""
         named = {**parameters, **{name: buffers[first] for name, first in self.canonical.items()}}
         held = [{name: named[name] for name in targets if name in named} for targets in self.targets]
         lent = Lent(self.model, {**parameters, **python})
-        frames = Frames(self.captured, self.number_of, functions, held, lent, probes, watch)
-        with untouched(self.model), custom_functions(), frames.in_place(), watch or nullcontext():
-            output = functional_call(self.model, {**parameters, **python, **buffers}, args, kwargs)
-        self.found = watch.found if watch is not None else []
+        return Frames(self.captured, self.number_of, functions, held, lent, probes, LossWatch())
+
+    def forward(
+        self, frames: Frames, named: Mapping[str, Tensor], values: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        args, kwargs = values
+        with custom_functions(), frames.in_place(), frames.watch if self.loss is None else nullcontext():
+            output = functional_call(self.model, dict(named), args, kwargs)
+        self.found = frames.watch.found
         if self.loss is None:
-            fisher = tuple(one.inputs for one in self.found)
-        else:
-            leaves = (leaf for leaf in pytree.leaves(output) if isinstance(leaf, Tensor))
-            fisher = tuple(leaf for leaf in leaves if leaf.is_floating_point())
-        self.refuse_read(python, fisher)
+            return output, tuple(one.inputs for one in self.found)
+        leaves = (leaf for leaf in pytree.leaves(output) if isinstance(leaf, Tensor))
+        return output, tuple(leaf for leaf in leaves if leaf.is_floating_point())
+
+    def ridden(
+        self, live: dict[str, Tensor], buffers: dict[str, Tensor], values: tuple[Any, ...], probes: Any
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """The model's own forward with its submodules as graphs, so that all that its Python does is done once.
+
+        A call that no graph serves runs as it is, and `unmet` says so: then nothing was recorded.
+        """
+        python = {name: live[name][...] for name in sorted(self.structured) if live[name].requires_grad}
+        frames = self.frames(self.compiled, live, python, buffers, probes)
+        frames.tolerant = True
+        views = {name: one for name, one in live.items() if one.grad_fn is not None}
+        output, fisher = self.forward(frames, {**views, **python}, values)
+        self.unmet = frames.unmet
+        if self.unmet is None:
+            self.refuse_read(python, fisher)
         return output, fisher
 
     def stand_ins(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What Python sees of the structured parameters: that none of it may reach the Fisher's outputs."""
-        structured = {name for one in self.program.registrations if not one.generic for name in one.owners}
         return {
             name: value.detach().requires_grad_()
             for name, value in parameters.items()
-            if name in structured and not value.requires_grad
+            if name in self.structured and not value.requires_grad
         }
 
     def refuse_read(self, stand_ins: Mapping[str, Tensor], fisher: tuple[Tensor, ...]) -> None:
         """Raises ModelChangedError for structured parameters that Python read: a use that nothing recorded."""
         if not stand_ins:
             return
-        names = {id(value): name for name, value in stand_ins.items()}
-        read = sorted(names[id(leaf)] for leaf in leaves_behind(fisher) if id(leaf) in names)
-        if read:
+        if read := sorted(behind(fisher, stand_ins)):
             raise ModelChangedError(
                 f"on these inputs {type(self.model).__name__} reads {', '.join(read)} outside of its captured "
                 "submodules, as it did not on the first.\n"
@@ -190,21 +226,3 @@ class DividedRecorder(Recorder):
 
     def graph_targets(self, values: tuple[Any, ...]) -> list[Any]:
         return [one.targets for one in self.found]
-
-
-def length(value: Any) -> int | None:
-    if isinstance(value, Tensor):
-        return value.shape[0] if value.dim() else None
-    if isinstance(value, (list, tuple)) and any(isinstance(leaf, Tensor) for leaf in pytree.leaves(value)):
-        return len(value)
-    leaves = (leaf for leaf in pytree.leaves(value) if isinstance(leaf, Tensor) and leaf.dim())
-    return next((leaf.shape[0] for leaf in leaves), None)
-
-
-def cut(value: Any, total: int, kept: int) -> Any:
-    """The first `kept` of `total` examples: of a list as long, of tensors in anything else."""
-    if isinstance(value, (list, tuple)) and len(value) == total and type(value) in (list, tuple):
-        return value[:kept]
-    leaves, spec = pytree.flatten(value)
-    whole = (isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == total for leaf in leaves)
-    return pytree.unflatten([leaf[:kept] if has else leaf for leaf, has in zip(leaves, whole, strict=True)], spec)

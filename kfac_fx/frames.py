@@ -69,6 +69,7 @@ class Frames:
 
     number_of: which capture serves a call of a module. functions, held: of every capture, how to run it and on which
     parameters and buffers. lent: which module runs on parameters that are not the model's; it stays Python.
+    tolerant: a call that no capture serves runs as it is, too, and is kept as `unmet`.
     """
 
     def __init__(
@@ -79,17 +80,27 @@ class Frames:
         held: list[dict[str, Tensor]],
         lent: Lent,
         probes: Any,
-        watch: LossWatch | None,
+        watch: LossWatch,
     ) -> None:
         self.captured, self.number_of = captured, number_of
         self.functions, self.held, self.lent, self.probes, self.watch = functions, held, lent, probes, watch
+        self.tolerant = False
+        self.unmet: Unmet | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The submodules call their graphs; what is set here, `untouched` puts back."""
-        for module in {id(one.module): one.module for one in self.captured}.values():
-            self.enter(module)
-        yield
+        """The submodules call their graphs."""
+        modules = list({id(one.module): one.module for one in self.captured}.values())
+        names = ("forward", *FORWARD_HOOKS, *BACKWARD_HOOKS)
+        before = [{name: one.__dict__[name] for name in names if name in one.__dict__} for one in modules]
+        try:
+            for module in modules:
+                self.enter(module)
+            yield
+        finally:
+            for module, own in zip(modules, before, strict=True):
+                module.__dict__.pop("forward", None)
+                module.__dict__.update(own)
 
     def enter(self, module: nn.Module) -> None:
         """`module` calls its graph. What a user hooks is Python around it; torch's own hooks are in the graph."""
@@ -97,8 +108,9 @@ class Frames:
         original, hooks = module.forward, {name: module.__dict__[name] for name in names}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not self.lent.others(module):
-                return self.graph(module, args, kwargs)
+            number = self.serving(module, args, kwargs)
+            if number is not None:
+                return self.graph(number, args, kwargs)
             if hooked_by_user(module):
                 return original(*args, **kwargs)
             module.__dict__.update(hooks, forward=original)  # as the model would: nothing of it reaches the losses
@@ -109,17 +121,26 @@ class Frames:
 
         module.__dict__.update({name: OrderedDict() for name in names}, forward=forward)
 
-    def graph(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        number = self.number_of(module, args, kwargs)
+    def serving(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """Which capture serves a call; None if it runs as it is."""
+        if not torch.is_grad_enabled() or self.lent.others(module):
+            return None
+        try:
+            return self.number_of(module, args, kwargs)
+        except Unmet as unmet:
+            if not self.tolerant:
+                raise
+            self.unmet = unmet
+            return None
+
+    def graph(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         capture = self.captured[number].capture
         values = capture.flatten(args, kwargs)
-        if self.watch is not None:
-            self.watch.paused = True
+        self.watch.paused = True
         try:
             output, _ = self.functions[number](self.held[number], values, self.probes)
         finally:
-            if self.watch is not None:
-                self.watch.paused = False
+            self.watch.paused = False
         return mapped(writable, capture.unflatten(output))
 
 
@@ -136,16 +157,19 @@ def one_call(module: fx.GraphModule) -> Callable[..., Any]:
     return call
 
 
-def leaves_behind(roots: tuple[Tensor, ...]) -> list[Tensor]:
-    """The leaves of autograd's graph that a gradient of the roots would reach."""
+def behind(roots: tuple[Tensor, ...], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that a gradient of the roots would reach."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    found = [root for root in roots if root.grad_fn is None and root.requires_grad]
+    leaves = {id(root) for root in roots if root.grad_fn is None}
     seen = set(stack)
     while stack:
         node = stack.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
+            leaves.add(id(leaf))
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new
         stack += new
-    return found
+    reached = {
+        name: one.grad_fn in seen if one.grad_fn is not None else id(one) in leaves for name, one in tensors.items()
+    }
+    return [name for name, found in reached.items() if found]

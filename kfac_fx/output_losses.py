@@ -20,6 +20,11 @@ from .registered_losses import RegisteredLosses, WeightedLosses, cases_by_loss
 class OutputLosses(Emitted):
     """An emitted module that knows the losses behind what it returns."""
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether it is known what the Fisher is of."""
+        return bool(self.loss or self.program.losses)
+
     def losses(self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> WeightedLosses:
         """(coefficient, loss) for each output distribution.
 

@@ -128,18 +128,24 @@ class Recorder(OutputLosses):
         buffers = {name: self.model.get_buffer(name) for name in self.buffer_names}
         examples = self.examples(values)
         probes = self.make_probes(examples, next(iter(live.values()), torch.empty(())))
-        output, fisher = self.run(live, buffers, values, probes)
+        output, fisher = self.ridden(live, buffers, values, probes)
         cases = (
             self.cases(
                 self.real_losses(
                     lambda given: self.losses(self.rebuilt(output, fisher, given), tuple(given)), fisher, values
                 )
             )
-            if self.loss or self.program.losses
+            if self.has_loss
             else examples
         )
         ride = Ride(probes, self.program.registrations, views, cases)
         return self.capture.unflatten(output), ride
+
+    def ridden(
+        self, live: dict[str, Tensor], buffers: dict[str, Tensor], values: tuple[Any, ...], probes: Any
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """(what the model returns, the Fisher's outputs), in the place of the model's own forward."""
+        return self.run(live, buffers, values, probes)  # type: ignore[no-any-return]
 
     def outputs(self, parameters: Mapping[str, Tensor], values: tuple[Any, ...]) -> tuple[Any, tuple[Tensor, ...]]:
         """(what the model returns, the Fisher's outputs) at other parameters; touches nothing of the model."""

@@ -43,6 +43,12 @@ class Captured:
     key: Any
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
+    @property
+    def effects(self) -> tuple[str, ...]:
+        """What its forward does and the graph does not; what only its own hooks compute anew, nobody misses."""
+        sets = {f"sets {name}" for name in self.capture.assigned}
+        return tuple(f"{effect}, in {self.submodule.path}" for effect in self.capture.effects if effect not in sets)
+
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> bool:
         return (self.key is None or self.key == key) and self.capture.holds(args, kwargs)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from .checkpoints import checkpoints_off
 from .errors import UntraceableError
 from .places import OWN_FOLDER
 
@@ -27,7 +28,7 @@ OWN_KINDS = ("GeneratedBackwardFor_", "BackwardHookFunction")  # of torch.librar
 def custom_functions() -> Iterator[set[str]]:
     """Names of the autograd.Functions applied inside: their own backward would be lost without a word.
 
-    Reentrant checkpoints are one; what they wrap is run as it is, which has the same gradients.
+    Reentrant checkpoints are one; what they and others wrap is run as it is, which has the same gradients.
     """
     seen: set[str] = set()
     original = torch.autograd.Function.__dict__["apply"]
@@ -42,7 +43,8 @@ def custom_functions() -> Iterator[set[str]]:
 
     torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment, method-assign]
     try:
-        yield seen
+        with checkpoints_off():
+            yield seen
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 

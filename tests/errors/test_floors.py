@@ -22,8 +22,8 @@ FLOORS = [
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
-    "passes.cells passes.holder passes.masks passes.operations passes.pytree passes.recurrent passes.signatures "
-    "passes.writer",
+    "passes.cells passes.checkpoints passes.holder passes.masks passes.operations passes.pytree passes.recurrent "
+    "passes.signatures passes.writer",
     "passes.labels passes.views",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.parts passes.spelling "
     "passes.values passes.watch passes.writes",
@@ -36,7 +36,8 @@ FLOORS = [
     "passes.pipeline",
     "passes.divide",
     "passes",
-    "kfac_fx.backends kfac_fx.frames kfac_fx.krylov kfac_fx.linalg kfac_fx.progress kfac_fx.structure kfac_fx.wrappers",
+    "kfac_fx.backends kfac_fx.examples kfac_fx.frames kfac_fx.krylov kfac_fx.linalg kfac_fx.progress kfac_fx.structure "
+    "kfac_fx.wrappers",
     "kfac_fx.chain kfac_fx.loss_function kfac_fx.rows",
     "kfac_fx.statistics kfac_fx.losses kfac_fx.subsample",
     "kfac_fx.lagged",

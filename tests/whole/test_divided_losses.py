@@ -1,0 +1,71 @@
+"""Losses, inputs and parts of the batch of divided models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kfac_fx
+from kfac_fx import LossError
+from tests.whole.divided import (
+    Branching,
+    Sizes,
+    X,
+    compiled,
+)
+
+
+class WithLoss(Branching):
+    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+def test_a_loss_that_python_computes_is_found_with_its_targets() -> None:
+    model, y = WithLoss(), torch.randint(3, (6,))
+    net = kfac_fx.compile(model, (X, y))
+    moments = net.record((X, y), {}, mode="empirical", params_stats=True)
+    assert moments.cases == 6
+    loss = 6 * model(X, y)["loss"]
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(list(moments.gradients.values()), list(wanted))
+    with pytest.raises(LossError, match="no loss is known"):
+        kfac_fx.compile(Branching(), (X,)).record((X,), {})
+
+
+def test_a_part_of_the_batch_is_a_part_of_every_input() -> None:
+    net = compiled(Branching())
+    assert net.record((X,), {}, fraction=0.5).cases == 3
+    net = compiled(Sizes(), [torch.randn(3, 4), torch.randn(2, 4)])
+    assert net.record(([torch.randn(3, 4), torch.randn(2, 4)],), {}, fraction=0.5).cases == 3
+
+
+def test_an_output_without_tensors_has_no_loss() -> None:
+    class Output:
+        def __init__(self, logits: Tensor) -> None:
+            self.logits = logits
+
+    class Wrapped(Branching):
+        def forward(self, x: Tensor) -> Any:
+            return Output(super().forward(x))
+
+    net = compiled(Wrapped(), loss=lambda out: kfac_fx.losses.Normal(out.logits))
+    with pytest.raises(LossError, match="Wrapped returns no tensor in tuples, lists and dictionaries to build a loss"):
+        net.record((X,), {})
+
+
+def test_an_input_that_python_writes_into_is_written_once() -> None:
+    class Writes(Branching):
+        def forward(self, x: Tensor) -> Any:
+            x.add_(1.0)
+            return super().forward(x)
+
+    x = torch.randn(6, 4)
+    given = x.clone()
+    net = compiled(Writes(), given)
+    net.record((given,), {})
+    assert torch.equal(given, x)
