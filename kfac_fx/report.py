@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
@@ -19,7 +18,7 @@ from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
 from kfac_fx.report_graph import dot
 from kfac_fx.report_html import page
 from kfac_fx.report_rows import Row, factor_dtype, rows, size
-from kfac_fx.subsample import ALL
+from kfac_fx.subsample import described
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -104,9 +103,7 @@ class Report:
         found = [("generic", generic or ["none"]), ("reasons", reasons), ("dropped", dropped or ["none"])]
         found += [("unused", list(self.unused) or ["none"]), ("captured", self.captured), ("python", self.python)]
         found += [("memory", [self.memory]), ("passes", [passes or "none"])]
-        some = Counter(str(one.sampling) for one in self.program.registrations if one.sampling not in (None, ALL))
-        if some:
-            found.append(("sampling", [f"{many:,} input factors from {said}" for said, many in some.items()]))
+        found.append(("sampling", described(self.program)))
         if self.program.mask is not None:
             uses = [use for one in self.program.registrations for use in one.uses]
             masked = sum(KEPT in use.attrs for use in uses)
@@ -165,6 +162,7 @@ class Report:
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
             "submodules": [{"module": one.path, "calls": one.calls} for one in self.program.submodules],
             "python": [{"module": note.subject, "reason": note.reason} for note in self.program.left],
+            "sampling": described(self.program),
             "passes": [{"name": one.name, "nodes": one.nodes, "seconds": one.seconds} for one in self.history],
         }
 

@@ -13,6 +13,7 @@ a number each, for one would make the second choice depend on the first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -21,10 +22,12 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.ir import KEPT, KRONECKER, UNCORRELATED, Registration, Sampling, Use, tensor_attrs
+from kfac_fx.passes.ir import KEPT, KRONECKER, SERIES, UNCORRELATED, Program, Registration, Sampling, Use, tensor_attrs
+from kfac_fx.passes.layers import Layer
 
 INPUTS, PATCHES = 0.2, 3.0  # of TF K-FAC
 PHASES = (0.7548776662466927, 0.5698402909980532)  # multiples of these fill the unit square evenly (Roberts, 2018)
+SHARES = 10_000  # the smallest share is one of so many; part_of rounds up, so at least one case or row is taken
 SAMPLED = ("A", "A_diag")
 WITH_ROWS = (*KRONECKER, "kron_indep", *UNCORRELATED)  # of one input factor, and of nothing that needs rows besides
 
@@ -47,17 +50,44 @@ def read_sampling(inputs: bool | float, patches: bool | float) -> Sampling | Non
     return None if share == 1 and most is None else Sampling(float(share), most)
 
 
-def parts_of(registration: Registration, use: Use) -> Parts | None:
-    """None where all rows are needed, or where they are not made of the input alone."""
+def parts_of(registration: Registration, use: Use, layer: Layer) -> Parts | None:
+    """None where all rows are taken."""
     sampling = registration.sampling
-    others = set(tensor_attrs(use)) - {KEPT}
-    if sampling is None or sampling == ALL or others or use.transposed or registration.approximation not in WITH_ROWS:
+    if sampling is None or sampling == ALL or why_all_rows(registration, use, layer):
         return None
     return ratio(sampling.inputs), None if sampling.patches is None else ratio(sampling.patches)
 
 
+def why_all_rows(registration: Registration, use: Use, layer: Layer) -> str | None:
+    """Why a use cannot do with a part of its rows; None if it can."""
+    if registration.approximation not in WITH_ROWS:
+        return f"{registration.approximation!r} needs the gradients of all cases"
+    if not set(SERIES) & set(layer.approximations):
+        return "its rows are ids, which cost nothing"
+    if use.transposed:
+        return "the gradients of its output are rows"
+    if set(tensor_attrs(use)) - {KEPT}:
+        return "its rows depend on more than its input"
+    return None
+
+
+def described(program: Program) -> list[str]:
+    """For the report: how many input factors are sampled, and of which registrations the rows are all taken."""
+    wanted = [one for one in program.registrations if one.sampling not in (None, ALL)]
+    reasons = {
+        one.parameters: [why_all_rows(one, use, program.layers[use.layer]) for use in one.uses] for one in wanted
+    }
+    some = Counter(str(one.sampling) for one in wanted if None in reasons[one.parameters])
+    whole = [
+        f"{one}: all rows of {len(why)} of {len(one.uses)} uses, {', '.join(dict.fromkeys(why))}"
+        for one in wanted
+        if (why := [reason for reason in reasons[one.parameters] if reason is not None])
+    ]
+    return [f"{many:,} input factors from {said}" for said, many in some.items()] + whole
+
+
 def ratio(number: float) -> Ratio:
-    return Fraction(number).limit_denominator(10000).as_integer_ratio()
+    return max(Fraction(number).limit_denominator(SHARES), Fraction(1, SHARES)).as_integer_ratio()
 
 
 def part_of(total: int, share: Ratio) -> int:

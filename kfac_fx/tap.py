@@ -41,7 +41,7 @@ class Tap(nn.Module):
         names = list(tensor_attrs(use))
         mask, cases = (names.index(key) if key in names else None for key in (KEPT, CASES))
         real = real_rows(use, layer) if use.mask_dims else None
-        self.sampling = parts_of(registration, use)
+        self.sampling = parts_of(registration, use, layer)
         if self.sampling is not None:
             self.register_buffer("phases", torch.zeros(2, dtype=torch.float64), persistent=False)
         if registration.patch_mask is not None:

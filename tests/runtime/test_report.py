@@ -132,7 +132,7 @@ def test_the_text_is_the_same_again_and_as_repr(program: Program) -> None:
 def test_the_data_has_the_promised_keys(program: Program) -> None:
     program = program.but(dropped=(Note("linear(head.weight)", "splits the linked group"),))
     data = Report(program).to_dict()
-    assert list(data) == ["parameters", "registrations", "dropped", "submodules", "python", "passes"]
+    assert list(data) == ["parameters", "registrations", "dropped", "submodules", "python", "sampling", "passes"]
     assert data["parameters"] == {
         "total": 1547, "registered": 1547, "structured": 1546, "generic": 1, "unused": []
     }  # fmt: skip

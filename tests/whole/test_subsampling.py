@@ -195,6 +195,28 @@ def test_ids_transposed_uses_and_gradients_of_cases_are_taken_whole() -> None:
     )
     found = [one.record((ids,), {}, mode="empirical", targets=y).statistics for one in (whole, part)]
     torch.testing.assert_close(*found, rtol=0, atol=0)
+    reasons = [
+        "embedding(table.weight): all rows of 2 of 2 uses, its rows are ids, which cost nothing, the gradients of its "
+        "output are rows",
+        "layer_norm(norm.weight, norm.bias): all rows of 1 of 1 uses, 'full' needs the gradients of all cases",
+    ]
+    assert part.report.to_dict()["sampling"] == reasons and whole.report.to_dict()["sampling"] == []
+
+
+def test_the_report_counts_what_is_sampled_and_says_why_the_rest_is_not() -> None:
+    model, x = Vision(), torch.randn(6, 2, 3, 3)
+    one = net(model, x, sub_sample_inputs=0.5, approximations={"head": "diagonal"})
+    assert one.report.to_dict()["sampling"] == [
+        "1 input factors from 50% of the cases",
+        "linear(head.weight): all rows of 1 of 1 uses, 'diagonal' needs the gradients of all cases",
+    ]
+
+
+def test_the_smallest_share_is_one_case() -> None:
+    model, x, y = Vision().eval(), torch.randn(5, 2, 3, 3), torch.randint(4, (5,))
+    found = net(model, x, sub_sample_inputs=1e-9, sub_sample_patches=1e-9).record((x,), {}, mode="empirical", targets=y)
+    assert torch.linalg.matrix_rank(found.statistics[KEY]["A"][0]) == 1
+    assert torch.linalg.matrix_rank(found.statistics["head.weight",]["A"][0]) == 1
 
 
 # --- ways to say it -------------------------------------------------------------------------------------------------
