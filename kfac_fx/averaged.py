@@ -99,7 +99,7 @@ class AveragedBlocks:
     def update(
         self,
         sums: Sequence[Mapping[str, Tensor]],
-        cases: int,
+        cases: int | Tensor,
         *,
         decay: float,
         weight: float = 1.0,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiler import compiled_collection
+from kfac_fx.distributed import Replicas
 from kfac_fx.factors import additive
 from kfac_fx.fisher import BlockDiagonalFisher
 from kfac_fx.layer_collection import LayerCollection
@@ -66,6 +67,7 @@ class FisherEstimator(BlockDiagonalFisher):
         fraction: float = 1.0,
         seed: int | None = None,
         memory: int | None = None,
+        process_group: Any = None,
     ) -> None:
         """
         Args:
@@ -85,6 +87,8 @@ class FisherEstimator(BlockDiagonalFisher):
             fraction: the part of every batch that is recorded.
             seed: of the sampled targets and signs; None: torch's own generator.
             memory: bytes that the exact modes may take for a chunk of their sources; None: 1 GiB.
+            process_group: of torch.distributed, `group.WORLD` for all: the processes whose batches are parts of one,
+                all of which call `update_covariances`; None: this process alone.
 
         Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables`.
         """
@@ -118,6 +122,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self._options |= {} if memory is None else {"memory": memory}
         self._pending_gradients: dict[str, Tensor] = {}
         self.batch_size = batch_size
+        self.replicas = None if process_group is None else Replicas(process_group)
         self.params_stats: dict[str, Tensor] = {}
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
@@ -185,12 +190,25 @@ class FisherEstimator(BlockDiagonalFisher):
         if self.batch_size is not None and self._pending_cases != self.batch_size:
             raise ValueError(f"a batch of {self._pending_cases} cases was recorded, and batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
+        cases = self._total()
         with full_precision():
             for group in self.groups:
                 sums = [self._pending[one.parameters] for one in group.registrations]
-                group.update(sums, self._pending_cases, decay=decay, accept=accept)
-        self.params_stats = {name: gradient / self._pending_cases for name, gradient in self._pending_gradients.items()}
+                group.update(sums, cases, decay=decay, accept=accept)
+        self.params_stats = {name: gradient / cases for name, gradient in self._pending_gradients.items()}
         self._pending, self._pending_gradients, self._pending_cases = {}, {}, 0
+
+    def _total(self) -> int | Tensor:
+        """The number of cases, after all sums were added up over the processes."""
+        if self.replicas is None or self.replicas.number == 1:
+            return self._pending_cases
+        everything = [self._pending_gradients, *self._pending.values()]
+        cases = self.damping.new_tensor(self._pending_cases, dtype=torch.float64)
+        cases, *sums = self.replicas.total([cases, *(one for sums in everything for one in sums.values())])
+        total = iter(sums)
+        for own in everything:
+            own.update({name: next(total) for name in own})
+        return cases
 
     def state_dict(self) -> dict[str, Tensor]:
         """See BlockDiagonalFisher; with a seed, the state of the random stream is in it, too."""

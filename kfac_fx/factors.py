@@ -175,7 +175,7 @@ def additive(approximation: str, moments: Mapping[str, Tensor]) -> dict[str, Ten
     return sums
 
 
-def batch_values(approximation: str, sums: Mapping[str, Tensor], cases: int) -> dict[str, Tensor]:
+def batch_values(approximation: str, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
     """The factors of one batch for a stack of blocks [L, ...]: the division of the module's docstring."""
     left, right = SIDES[approximation]
     if right is not None:

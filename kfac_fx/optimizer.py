@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from kfac_fx.checkpoint import restore, saved
 from kfac_fx.closure import Closure, checked
+from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.forwards import Forwards
 from kfac_fx.options import read_options
@@ -46,7 +47,7 @@ class KFAC(Optimizer):
 
     Attributes, 0-dim tensors on the device: damping (settable), skipped, rho, predicted_change (of the loss, at the
     last step that needed it), qmodel_learning_rate, qmodel_momentum. counter: steps taken. estimator: the
-    FisherEstimator. updater.across_replicas: averages a tensor over processes; the identity here.
+    FisherEstimator.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class KFAC(Optimizer):
         first_order: Mapping[str, Any] | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         params: Iterable[Any] | None = None,
+        process_group: Any = None,
     ) -> None:
         """
         Args:
@@ -107,6 +109,8 @@ class KFAC(Optimizer):
             first_order: dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None) for parameters in no block.
             grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients.
             params: parameter groups with their own lr and weight_decay; None: all of the net's in one.
+            process_group: of torch.distributed: the processes that train this net on parts of every batch, with
+                gradients that DistributedDataParallel averages; None: the default group, if there is one.
 
         Raises ValueError for options that do not exist or do not fit each other, AlreadyAttachedError for a second
         optimizer on one net.
@@ -130,8 +134,10 @@ class KFAC(Optimizer):
             estimation_mode=estimation_mode,
             fraction=fraction,
         )
+        self.estimator.replicas = Replicas(process_group)
         self.updater = Updater(self.net, self.options, self.estimator, start)
-        self.generator = torch.Generator(example.device).manual_seed(torch.initial_seed() if seed is None else seed)
+        own = (torch.initial_seed() if seed is None else seed) + self.updater.replicas.rank
+        self.generator = torch.Generator(example.device).manual_seed(own)
         schedule = Schedule(self.options)
         devices = sorted({parameter.device.index for parameter in self.names if parameter.is_cuda})
         self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, devices)

@@ -65,7 +65,7 @@ class Stepper:
         for one in works:
             ok = ok if one is None else ok & is_finite(one.g)
         if loss is not None:
-            loss = self.updater.across_replicas(self.scalar + loss)
+            loss = self.updater.replicas.mean(self.scalar + loss)
             ok = ok & loss.isfinite()
         for moments in seen.moments(self.options.reduction, loss_scale):
             self.estimator.accumulate(moments)
@@ -112,6 +112,7 @@ class Stepper:
             scale = self.grad_scaler.get_scale()
         if first:
             self.forwards.check_scale(loss, scale)
+            self.updater.replicas.check_gradients([one.g for one in works if one is not None])
         return scale
 
     def absent(self, work: Work | None) -> dict[str, Tensor]:
@@ -140,4 +141,4 @@ class Stepper:
                 loss = self.scalar + evaluate(closure, with_backward=with_backward)
         finally:
             self.forwards.paused = False
-        return self.updater.across_replicas(loss.detach())
+        return self.updater.replicas.mean(loss.detach())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kfac_fx.backends import compiled_function
 from kfac_fx.curvature import fisher_inner_products
+from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.flat import Flat, Tensors
 from kfac_fx.loss_function import LossFunction
@@ -38,7 +39,7 @@ class Updater:
     """Moves parameters; see KFAC for the rules, `Work` for what goes in.
 
     damping: λ, adapted in place. rho, predicted_change, qmodel_learning_rate, qmodel_momentum, loss_before: of the last
-    step that computed them; NaN before. across_replicas: averages a tensor over processes.
+    step that computed them; NaN before. replicas: the processes that take the same step.
     """
 
     def __init__(self, net: CompiledNet, options: Options, estimator: FisherEstimator, damping: Tensor) -> None:
@@ -46,7 +47,7 @@ class Updater:
         self.rho, self.predicted_change, self.qmodel_learning_rate, self.qmodel_momentum, self.loss_before = (
             torch.full_like(damping, torch.nan) for _ in SCALARS
         )
-        self.across_replicas: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self.replicas = estimator.replicas or Replicas()
         self.rule = MomentumRule(options.momentum_type, options.momentum, options.norm_constraint)
         self.advance = compiled_function(advance, net.backend)
         self.advance_first_order = compiled_function(advance_first_order, net.backend)
@@ -167,7 +168,7 @@ class Updater:
                     losses, parameters, vectors, ggn=self.options.estimation_mode.endswith("GGN")
                 )
                 total, cases = total + found[0][1].cases * products, cases + found[0][1].cases
-            return self.across_replicas(total / cases)
+            return self.replicas.mean(total / cases)
 
         return of
 

@@ -67,7 +67,7 @@ FLOORS = [
     "kfac_fx.report",
     "kfac_fx.compiled_module",
     "kfac_fx.compiler",
-    "kfac_fx.fisher",
+    "kfac_fx.fisher kfac_fx.distributed",
     "kfac_fx.estimator",
     "kfac_fx.closure kfac_fx.damping kfac_fx.flat kfac_fx.quadratic",
     "kfac_fx.first_order",
@@ -80,7 +80,6 @@ FLOORS = [
     "kfac_fx.stepper",
     "kfac_fx.checkpoint",
     "kfac_fx.optimizer",
-    "kfac_fx.distributed",
     "kfac_fx",
     # The programs, which use the public API as anybody would.
     "kfac_fx.demo.settings kfac_fx.demo.tasks",

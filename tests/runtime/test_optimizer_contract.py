@@ -499,7 +499,7 @@ def test_a_compiled_step_is_the_eager_step(options: dict[str, Any]) -> None:
     torch.testing.assert_close(values(other), values(net))
 
 
-def test_what_replicas_must_agree_on_is_averaged_over_them() -> None:
+def test_what_replicas_must_agree_on_is_averaged_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the other replicas' losses and curvatures were three times as large."""
     net, opt = made(**QUADRATIC, adapt_damping=True, damping_adaptation_interval=1)
     other, same = made(**QUADRATIC, adapt_damping=True, damping_adaptation_interval=1)
@@ -509,7 +509,7 @@ def test_what_replicas_must_agree_on_is_averaged_over_them() -> None:
         averaged.append(tuple(tensor.shape))
         return 2 * tensor
 
-    opt.updater.across_replicas = average
+    monkeypatch.setattr(opt.updater.replicas, "mean", average)
     for one, optimizer in ((net, opt), (other, same)):
         train(one, optimizer, range(1))
     assert averaged == [(), (2, 2), ()]  # the loss before, the quadratic model, the loss after
