@@ -28,9 +28,10 @@ class Replicas:
         """1 without processes, and in a group that is the process alone."""
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
 
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group) if self.number > 1 else 0
+    def own(self, seed: int | None) -> int:
+        """A seed for this process alone; None: from torch's."""
+        rank = dist.get_rank(self.group) if self.number > 1 else 0
+        return rank + (torch.initial_seed() if seed is None else seed)
 
     def mean(self, tensor: Tensor) -> Tensor:
         if self.number == 1:

@@ -109,8 +109,7 @@ class KFAC(Optimizer):
             first_order: dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None) for parameters in no block.
             grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients.
             params: parameter groups with their own lr and weight_decay; None: all of the net's in one.
-            process_group: of torch.distributed: the processes that train this net on parts of every batch, with
-                gradients that DistributedDataParallel averages; None: the default group, if there is one.
+            process_group: of DistributedDataParallel, which averages the gradients; None: the default one, if any.
 
         Raises ValueError for options that do not exist or do not fit each other, AlreadyAttachedError for a second
         optimizer on one net.
@@ -126,18 +125,16 @@ class KFAC(Optimizer):
         )
         example = next(iter(self.names))
         self.scalar = torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)
-        start = self.scalar + damping
         self.estimator = FisherEstimator(
             self.net,
             cov_ema_decay=self.options.decay,
-            damping=start.clone(),
+            damping=self.scalar + damping,
             estimation_mode=estimation_mode,
             fraction=fraction,
         )
-        self.estimator.replicas = Replicas(process_group)
-        self.updater = Updater(self.net, self.options, self.estimator, start)
-        own = (torch.initial_seed() if seed is None else seed) + self.updater.replicas.rank
-        self.generator = torch.Generator(example.device).manual_seed(own)
+        self.estimator.replicas = replicas = Replicas(process_group)
+        self.updater = Updater(self.net, self.options, self.estimator, self.scalar + damping)
+        self.generator = torch.Generator(example.device).manual_seed(replicas.own(seed))
         schedule = Schedule(self.options)
         devices = sorted({parameter.device.index for parameter in self.names if parameter.is_cuda})
         self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, devices)
