@@ -27,6 +27,7 @@ from kfac_fx.output_losses import graph_loss
 from kfac_fx.passes.check import check_registration, uses_found
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError
 from kfac_fx.passes.ir import LossSite, Program, Registration, Use, where
+from kfac_fx.passes.labels import entries
 from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.padding import everything_behind, padding
@@ -69,7 +70,7 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
     def program(self) -> Program:
         """All that is registered, for the rest of the library."""
         bare = self.in_pieces(self.bare_program)
-        found, taken = uses_found(bare), set(self.registered_variables)
+        found, taken = uses_found(entries(bare)), set(self.registered_variables)
         unused = tuple(name for name in bare.shapes if name not in taken and name not in found)
         whole = bare.but(registrations=self.registrations, unused=unused, mask=self.padding_mask)
         return verify(padding(whole), after="LayerCollection")

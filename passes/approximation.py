@@ -184,21 +184,21 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
     Keys name parameters, under any of their names, then modules, the innermost first, then either with `*`, then
     linked groups, then module classes, then layers.
     """
-    asked = program.options.approximations
-    if not asked and not program.options.linked:
+    options, asked = program.options, program.options.approximations
+    if not asked and not options.linked:
         return set()
-    own = set(parameters)
-    canonical = {program.owner(name) for name in own}
+    own = frozenset(parameters)
+    canonical = frozenset(program.owner(name) for name in own)
     names = [name for parameter in sorted(canonical) for name in program.names.get(parameter, ())]
     paths = sorted({path for name in names for path in owners(name)}, key=lambda path: -path.count("."))
-    classes = [program.options.modules.get(path, object) for name in names for path in owners(name)[:1]]
-    wild = {key for key in asked if isinstance(key, str) and any(fnmatchcase(one, key) for one in (*names, *paths))}
+    classes = [options.modules.get(path, object) for name in names for path in owners(name)[:1]]
+    wild = {key for key in options.patterns if any(fnmatchcase(one, key) for one in (*names, *paths))}
     levels: list[set[str]] = [
         {asked[name] for name in names if name in asked},
         *({asked[path]} for path in paths if path in asked),
         {asked[key] for key in wild},
-        {value for group, value in program.options.linked.items() if group in (canonical, own) and value},
-        {asked[key] for key in asked if isinstance(key, type) and any(issubclass(kind, key) for kind in classes)},
+        {value for value in map(options.linked.get, (canonical, own)) if value},
+        {asked[key] for key in options.classes if any(issubclass(kind, key) for kind in classes)},
         {asked[layer]} if layer in asked else set(),
     ]
     return next((found for found in levels if found), set())

@@ -7,23 +7,24 @@ or refuses under `strict`; the function refuses always, with all culprits in one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from .errors import RegistrationError, nearest, table
 from .ir import WANTED, Program, Registration, where
-from .labels import Edge, labels, parameters_behind, use_edges
+from .labels import Edge, entries
 from .operations import op_name
 
-Edges = Mapping[str, set[Edge]]  # of a parameter; empty if it has none
+Edges = Mapping[str, Collection[Edge]]  # of a parameter; empty if it has none
 
 
 def check(program: Program) -> Program:
     """Demote what misses a use; raise for everything generic under `strict`."""
-    found, registered = uses_found(program), uses_registered(program)
+    edges = entries(program)
+    found, registered = uses_found(edges), uses_registered(program, edges)
     kept: list[Registration] = []
     for one in program.registrations:
-        wrong = [name for name in one.parameters if not one.generic and found[name] != registered[name]]
-        reason = "; ".join(too_few(name, found[name], registered[name]) for name in wrong)
+        wrong = [name for name in one.parameters if not one.generic and missing(name, found, registered)]
+        reason = "; ".join(too_few(name, found, registered) for name in wrong)
         kept += [program.generic(name, reason) for name in one.parameters] if wrong else [one]
     program = program.but(registrations=tuple(kept))
     if program.options.strict:
@@ -32,43 +33,38 @@ def check(program: Program) -> Program:
     return program
 
 
-def too_few(name: str, found: set[Edge], registered: set[Edge]) -> str:
-    missing = dict.fromkeys(act for _, act in ordered(found - registered))
-    places = ", ".join(where(node) for node in missing)
-    return f"{name} has {len(found)} uses, {len(registered)} of them matched; missing {places}"
+def missing(name: str, found: Edges, registered: Edges) -> list[Edge]:
+    return [edge for edge in found[name] if edge not in registered[name]]
 
 
-def ordered(edges: set[Edge]) -> list[Edge]:
-    """In graph order."""
-    graphs = {act.graph for _, act in edges}  # one, or none
-    order = {node: n for graph in graphs for n, node in enumerate(graph.nodes)}
-    return sorted(edges, key=lambda edge: (order[edge[1]], order[edge[0]]))
+def too_few(name: str, found: Edges, registered: Edges) -> str:
+    places = ", ".join(where(act) for act in dict.fromkeys(act for _, act in missing(name, found, registered)))
+    return f"{name} has {len(found[name])} uses, {len(registered[name])} of them matched; missing {places}"
 
 
-def uses_found(program: Program) -> Edges:
-    """Every edge over which a parameter enters the graph behind the losses; counted without the matcher."""
-    label = labels(program.graph, program.parameters, cases=program.cases)
-    found: dict[str, set[Edge]] = defaultdict(set)
-    for pure, act in use_edges(program.graph, label, program.outputs):
-        for name in parameters_behind(pure, label, program.behind):
-            found[name].add((pure, act))
+def uses_found(edges: Mapping[Edge, set[str]]) -> Edges:
+    """Every edge over which a parameter enters the graph behind the losses, in graph order; counted without the
+    matcher."""
+    found: dict[str, list[Edge]] = defaultdict(list)
+    for edge, names in edges.items():
+        for name in names:
+            found[name].append(edge)
     return found
 
 
-def uses_registered(program: Program) -> Edges:
+def uses_registered(program: Program, edges: Mapping[Edge, set[str]]) -> Edges:
     """The edges that the uses of the registrations account for."""
-    label = labels(program.graph, program.parameters, cases=program.cases)
     by_node: dict[object, list[Edge]] = defaultdict(list)
-    for pure, act in use_edges(program.graph, label, program.outputs):
-        by_node[act].append((pure, act))
+    for edge in edges:
+        by_node[edge[1]].append(edge)
     registered: dict[str, set[Edge]] = defaultdict(set)
     for one in program.registrations:
         for use in one.uses:
             names = use.parameter_set
             for node in use.nodes:
-                for pure, act in by_node[node]:
-                    for name in names & parameters_behind(pure, label, program.behind):
-                        registered[name].add((pure, act))
+                for edge in by_node.get(node, ()):
+                    for name in names & edges[edge]:
+                        registered[name].add(edge)
     return registered
 
 
@@ -81,7 +77,8 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
     Raises RegistrationError with every culprit: not registered, registered with a use missing, registered but not
     among `variables`, or an unknown name.
     """
-    refuse(culprits(program, variables, uses_found(program), uses_registered(program)))
+    edges = entries(program)
+    refuse(culprits(program, variables, uses_found(edges), uses_registered(program, edges)))
 
 
 def culprits(program: Program, variables: Iterable[str] | None, found: Edges, registered: Edges) -> list[str]:
@@ -101,8 +98,8 @@ def culprits(program: Program, variables: Iterable[str] | None, found: Edges, re
         for name in parts if len(parts) == 1 else [part for part in parts if found[part]]:
             if name not in by_name:
                 errors.append(f"{name} is not registered{used_in(found[name])}")
-            elif not by_name[name].generic and found[name] != registered[name]:
-                errors.append(wrong_count(name, by_name[name], found[name], registered[name]))
+            elif not by_name[name].generic and missing(name, found, registered):
+                errors.append(wrong_count(name, by_name[name], found, registered))
     asked = {part for name in wanted for part in program.parts(program.aliases.get(name, name))}
     extra = [name for name in by_name if name not in asked]
     if extra:
@@ -120,15 +117,16 @@ def refuse(errors: list[str]) -> None:
         )
 
 
-def used_in(edges: set[Edge]) -> str:
-    places = ", ".join(where(act) for _, act in ordered(edges))
+def used_in(edges: Collection[Edge]) -> str:
+    places = ", ".join(where(act) for _, act in edges)
     return f"; it is used in {places}" if places else "; the losses do not depend on it"
 
 
-def wrong_count(name: str, one: Registration, found: set[Edge], registered: set[Edge]) -> str:
-    lines = [f"{name} has {len(found)} uses in the graph but {len(registered)} in its registration {one}:"]
-    lines += [f"  registered   {where(act)}" for _, act in ordered(registered)]
-    lines += [f"  missing      {where(act)}: it enters {op_name(act)}" for _, act in ordered(found - registered)]
+def wrong_count(name: str, one: Registration, found: Edges, registered: Edges) -> str:
+    absent = missing(name, found, registered)
+    lines = [f"{name} has {len(found[name])} uses in the graph but {len(registered[name])} in its registration {one}:"]
+    lines += [f"  registered   {where(edge[1])}" for edge in found[name] if edge in registered[name]]
+    lines += [f"  missing      {where(act)}: it enters {op_name(act)}" for _, act in absent]
     return "\n".join(lines)
 
 

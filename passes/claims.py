@@ -51,7 +51,8 @@ def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note
     kept: list[Use] = []
     for use in matches:
         names, owners = use.parameter_set, {program.owner(name) for name in use.parameter_set}
-        split = [g for g in program.options.linked if (owners | names) & g and g not in (owners, names)]
+        groups = (program.options.groups.get(name) for name in sorted(owners | names))
+        split = [group for group in groups if group is not None and group not in (owners, names)]
         if split and not program.layers[use.layer].parts:
             notes.append(Note(str(use), f"splits the linked group ({', '.join(sorted(split[0]))})"))
         else:
@@ -60,10 +61,14 @@ def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note
 
 
 def drop_ours(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
-    owned = [use for use in matches if own(program, use)]
+    owned: dict[fx.Node, list[int]] = defaultdict(list)  # the user's matches that a node is in
+    for number, use in enumerate(matches):
+        for node in use.nodes if own(program, use) else ():
+            owned[node].append(number)
     kept: list[Use] = []
     for use in matches:
-        rival = None if own(program, use) else next((one for one in owned if rivals(use, one)), None)
+        near = set() if own(program, use) else {n for node in use.nodes for n in owned.get(node, ())}
+        rival = next((matches[n] for n in sorted(near) if rivals(use, matches[n])), None)
         if rival is None:
             kept.append(use)
         else:

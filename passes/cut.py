@@ -17,67 +17,16 @@ that would need it are dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain
 
 from torch import fx
 
+from .cut_plan import Plan, Uncuttable
 from .ir import Note, Program, Use, where
-from .labels import Label, labels, reads_values, use_edges
+from .labels import Label, differentiated, labels, use_edges
 from .matrix import Shape
-from .parts import NOTHING, OUTPUTS, Part, gains_in, partial, parts_of, taken_apart
-from .pieces import Piece, Slab, axis_along, ranges, view_of
-
-
-class Uncuttable(Exception):
-    """A parameter cannot be cut as its uses need it; never leaves this module."""
-
-
-@dataclass
-class Plan:
-    """Where parameters are cut: along which dimension, at which places beside their ends."""
-
-    shapes: Mapping[str, Shape]
-    dims: dict[str, int] = field(default_factory=dict)
-    places: dict[str, set[int]] = field(default_factory=dict)
-
-    def cut(self, parameter: str, dim: int, place: int) -> bool:
-        """Returns whether there was need to. Raises Uncuttable."""
-        known = self.places.setdefault(parameter, {0, self.shapes[parameter][dim]})
-        if self.dims.setdefault(parameter, dim) != dim:
-            raise Uncuttable(parameter)
-        new = place not in known
-        known.add(place)
-        return new
-
-    def pieces(self, parameter: str) -> list[Piece]:
-        """Empty for what is not cut."""
-        ends = sorted(self.places.get(parameter, ()))
-        return [Piece(parameter, self.dims[parameter], *one) for one in pairwise(ends)] if len(ends) > 2 else []
-
-    def divided(self, part: Part) -> list[Part]:
-        """A part of a parameter as parts of its pieces. Raises Uncuttable."""
-        pieces = self.pieces(part.parameter)
-        if not pieces:
-            return [part]
-        dim, shape = self.dims[part.parameter], self.shapes[part.parameter]
-        start, stop = ranges(part.view, shape).get(dim, NOTHING)
-        inside = [piece for piece in pieces if start <= piece.start and piece.stop <= stop]
-        if len(inside) == 1:
-            return [replace(part, piece=inside[0])]
-        along = axis_along(part.view, shape, dim, stop - start)
-        if along is None:
-            raise Uncuttable(part.parameter)
-        axis, steps = along
-        ends = [(steps * (one.start - start), steps * (one.stop - start)) for one in inside]
-        return [between(part, axis, *one, piece) for one, piece in zip(ends, inside, strict=True)]
-
-
-def between(part: Part, axis: int, start: int, stop: int, piece: Piece) -> Part:
-    region, first = list(part.region), part.region[axis][0]
-    region[axis] = first + start, first + stop
-    g, o, i = region
-    return replace(part, view=part.view.narrow(axis, start, stop - start), region=(g, o, i), piece=piece)
+from .parts import OUTPUTS, Part, gains_in, partial, parts_of, taken_apart
+from .pieces import Slab, axis_along, ranges, view_of
 
 
 def cut(program: Program) -> Program:
@@ -166,7 +115,7 @@ class Cutter:
                 continue
             if node.op == "get_attr" and self.label[node] is Label.PURE:
                 names.add(str(node.target))
-            operands = [n for n in node.all_input_nodes if reads_values(node, n) and n not in seen]
+            operands = [n for n in differentiated(node) if n not in seen]
             seen.update(operands)
             stack += operands
         return names
@@ -219,7 +168,7 @@ class Cutter:
         """The matches after the cuts, in their order."""
         for number, use in enumerate(self.program.matches):
             parts = self.parts.get(number)
-            cut = any(plan.pieces(bound.parameter) for bound in use.parameters.values())
+            cut = any(plan.cuts(bound.parameter) for bound in use.parameters.values())
             if parts is not None and (use.made or cut):
                 yield from taken_apart(use, [one for part in parts for one in plan.divided(part)], self.shapes)
             elif number in self.parts and not use.made and not cut:
@@ -233,16 +182,15 @@ def behind_nodes(program: Program, plan: Plan) -> dict[fx.Node, frozenset[str]]:
         if node.op == "get_attr" and (pieces := plan.pieces(str(node.target))):
             found[node] = frozenset(piece.name for piece in pieces)
     for node, made in program.made.items():
-        if any(plan.pieces(slab.parameter) for slab in made.slabs):
+        if any(plan.cuts(slab.parameter) for slab in made.slabs):
             found[node] = frozenset(name for slab in made.slabs for name in names_in(slab, plan))
     return found
 
 
 def names_in(slab: Slab, plan: Plan) -> list[str]:
     """The pieces that a slab may read."""
-    pieces, shape = plan.pieces(slab.parameter), plan.shapes[slab.parameter]
-    if not pieces:
+    if not plan.cuts(slab.parameter):
         return [slab.parameter]
-    dim = pieces[0].dim
+    dim, shape = plan.dims[slab.parameter], plan.shapes[slab.parameter]
     start, stop = ranges(view_of(slab), shape).get(dim, (0, shape[dim]))
-    return [one.name for one in pieces if start < one.stop and one.start < stop]
+    return [one.name for one in plan.meeting(slab.parameter, start, stop)]

@@ -57,7 +57,7 @@ class Notes:
 
     def gathers(self, node: fx.Node) -> bool:
         """Whether the node moves elements of its one operand that is no constant."""
-        if op_name(node) not in SELECTS | CASTS | SPECIAL.keys() or not has_gradient(node):
+        if op_name(node) not in GATHERS or not has_gradient(node):
             return False
         pure = [operand for operand in node.all_input_nodes if self.label.get(operand) is not Label.CONST]
         return len(pure) == 1 and self.gathered(pure[0]) and source(node) is pure[0]
@@ -132,6 +132,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "where": where_kept,
 }
 PLACE = {"embedding": 1, "where": 1}
+GATHERS = SELECTS | CASTS | SPECIAL.keys()
 
 
 # --- tables that layers are applied to ------------------------------------------------------------------------------
@@ -160,10 +161,13 @@ def expand_masks(graph: fx.Graph, parameters: Iterable[str]) -> None:
 
     sdpa(q, k, v, table)   ->   sdpa(q, k, v, table.expand(n, -1, -1, -1))
     """
+    attention = [node for node in graph.nodes if op_name(node) == "scaled_dot_product_attention"]
+    if not attention:
+        return
     label = labels(graph, parameters)
-    for node in list(graph.nodes):
+    for node in attention:
         given = [*node.args[3:4], *(value for key, value in node.kwargs.items() if key == "attn_mask")]
-        if op_name(node) != "scaled_dot_product_attention" or not given or not isinstance(given[0], fx.Node):
+        if not given or not isinstance(given[0], fx.Node):
             continue
         query, mask = node.args[0], given[0]
         seen, known = (one.meta.get("val") if isinstance(one, fx.Node) else None for one in (query, mask))

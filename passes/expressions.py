@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from .holder import attribute
 from .inplace import shares_memory
 from .ir import Program
-from .labels import Label, ancestors, labels, parameters_behind, reads_values
+from .labels import Label, ancestors, differentiated, labels, parameters_behind
 from .matrix import Shape
 from .operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
 from .pieces import Made, Piece, Slab, layout_in, narrowed, ranges, slab_of, view_of, whole
@@ -49,6 +49,7 @@ VIEWS = PERMUTES | {
     "squeeze", "unsqueeze", "select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind",
     "expand", "expand_as", "view_as",
 }  # fmt: skip
+MOVES = RESHAPES | VIEWS
 SUMS = {"add", "sub", "rsub"}
 PRODUCTS = {"mul", "div", "neg"}
 NORMS = {"batch_norm", "_weight_norm"}
@@ -62,7 +63,7 @@ def express(program: Program) -> Program:
     known, behind = Expressions(program).known, ancestors(program.outputs)
     made: dict[fx.Node, Made] = {}
     for node, value in known.items():
-        readers = [user for user in node.users if user in behind and user not in known and reads_values(user, node)]
+        readers = [user for user in node.users if user in behind and user not in known and node in differentiated(user)]
         read = any(op_name(user) not in WRITES for user in readers)
         plain = node.op == "get_attr" or bound_parameter(node, program.shapes)
         if isinstance(value, Made) and (read or node in program.outputs) and not plain:
@@ -130,7 +131,7 @@ class Expressions:
             return self.overwritten(first, node.args[1])
         if name in CASTS:
             return value
-        if name in RESHAPES | VIEWS:
+        if name in MOVES:
             return self.viewed(node, value)
         if name in SUMS:
             return self.shifted(first, node.args[1], 1.0)

@@ -16,7 +16,7 @@ from .labels import Label, labels
 from .operations import CASTS, changes_memory, op_name
 from .signatures import RENAMED
 
-SHARES_MEMORY = {
+SHARES_MEMORY = CASTS | {
     "view", "reshape", "transpose", "permute", "t", "T", "mT", "select", "slice", "narrow", "getitem", "squeeze",
     "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "alias", "detach", "diagonal", "unflatten", "view_as",
     "written",
@@ -33,23 +33,31 @@ def functional(graph: fx.Graph) -> None:
 
     Left alone where another view of the same memory is read later, on buffers, and without a pure twin.
     """
+    found = [node for node in graph.nodes if has_twin(node)]
+    if not found:
+        return
     order = {node: i for i, node in enumerate(graph.nodes)}
     label = labels(graph, ())
-    for node in list(graph.nodes):
-        name = RENAMED.get(op_name(node), op_name(node))
-        wants = name in INPLACE or node.kwargs.get("inplace") is True
-        if not wants or not node.args or not isinstance(node.args[0], fx.Node):
-            continue
+    for node in found:
         operand = node.args[0]
+        assert isinstance(operand, fx.Node), "bug in kfac_fx: a write into something else than a tensor"
         if label[operand] is not Label.ACT or seen_elsewhere(node, operand, order):
             continue
         if node.kwargs.get("inplace") is True:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
         else:
+            name = RENAMED.get(op_name(node), op_name(node))
             node.op, node.target = "call_function", pure_twin(name.removesuffix("_"))
         for user in list(operand.users):
             if user is not node and order[user] > order[node]:
                 user.replace_input_with(operand, node)
+
+
+def has_twin(node: fx.Node) -> bool:
+    """Whether the node writes into its first argument what a pure operation returns."""
+    name = op_name(node)
+    named = RENAMED.get(name, name) in INPLACE or node.kwargs.get("inplace") is True
+    return named and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]) -> bool:
@@ -67,26 +75,37 @@ def sequence(graph: fx.Graph) -> None:
 
     y[:, 0].copy_(a); f(y)   ->   w = y[:, 0].copy_(a); f(written(y, w))
     """
-    for write in [node for node in graph.nodes if changes_memory(node)]:
-        if not write.args or not isinstance(write.args[0], fx.Node):
-            continue
-        order = {node: i for i, node in enumerate(graph.nodes)}
-        aliases = [memory(write.args[0])]
-        for alias in aliases:
-            aliases += [user for user in alias.users if shares_memory(user) and user.args[0] is alias]
-        for alias in aliases:
-            readers = [user for user in alias.users if order.get(user, 0) > order[write]]
-            if readers and order[alias] < order[write]:
+    place = {node: n for n, node in enumerate(graph.nodes)}
+    owner: dict[fx.Node, fx.Node] = {}  # node -> the node whose memory it is a view of
+    last: dict[fx.Node, fx.Node] = {}  # owner -> the last write so far
+    current: dict[fx.Node, fx.Node] = {}  # node -> what stands for it now
+    for node in list(graph.nodes):
+        for operand in node.all_input_nodes:
+            write = last.get(owner[operand])
+            if write is None or place[operand] >= place[write]:
+                continue
+            if operand not in current or current[operand].args[1] is not write:
                 with graph.inserting_after(write):
-                    later = graph.call_function(written, (alias, write))
-                later.meta = dict(alias.meta)
-                for reader in readers:
-                    reader.replace_input_with(alias, later)
+                    later = graph.call_function(written, (current.get(operand, operand), write))
+                later.meta = dict(operand.meta)
+                current[operand], owner[later] = later, owner[operand]
+            node.replace_input_with(operand, current[operand])
+        owner[node] = owner[node.args[0]] if shares_memory(node) else node
+        if changes_memory(node) and owner[node] is not node:
+            last[owner[node]] = node
 
 
 def written(tensor: torch.Tensor, write: Any) -> torch.Tensor:
     """`tensor`, whose memory `write` has changed."""
     return tensor
+
+
+def memories(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """`memory` of every node."""
+    owner: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        owner[node] = owner[node.args[0]] if shares_memory(node) else node
+    return owner
 
 
 def memory(node: fx.Node) -> fx.Node:
@@ -100,7 +119,7 @@ def shares_memory(node: fx.Node) -> bool:
     """Whether the node may be a view of its first argument; the result of an in-place operation is one."""
     if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    return op_name(node) in SHARES_MEMORY | CASTS or changes_memory(node)
+    return op_name(node) in SHARES_MEMORY or changes_memory(node)
 
 
 def pure_twin(name: str) -> Callable[..., Any]:

@@ -100,6 +100,21 @@ class Options:
     sampling: Sampling | None = None  # of all input factors
     pieces: tuple[Piece, ...] = ()  # asked for by name: parameters are cut here, too, if their uses allow it
 
+    @cached_property
+    def groups(self) -> Mapping[str, frozenset[str]]:
+        """Parameter -> the linked group that it is in."""
+        return {name: group for group in self.linked for name in group}
+
+    @cached_property
+    def patterns(self) -> tuple[str, ...]:
+        """Those keys of `approximations` that have wildcards."""
+        return tuple(key for key in self.approximations if isinstance(key, str) and any(c in key for c in "*?["))
+
+    @cached_property
+    def classes(self) -> tuple[type, ...]:
+        """Those keys of `approximations` that are classes of modules."""
+        return tuple(key for key in self.approximations if isinstance(key, type))
+
 
 @dataclass(frozen=True)
 class PassRecord:
@@ -169,8 +184,15 @@ class Program:
 
     def parts(self, parameter: str) -> tuple[str, ...]:
         """The names in `shapes` of a parameter: those of its pieces in their order, or its own."""
-        pieces = tuple(name for name, piece in self.pieces.items() if piece.parameter == parameter)
-        return pieces or (parameter,)
+        return tuple(self.pieces_of.get(parameter, (parameter,)))
+
+    @cached_property
+    def pieces_of(self) -> Mapping[str, list[str]]:
+        """Parameter that is used in pieces -> their names in their order."""
+        found: dict[str, list[str]] = {}
+        for name, piece in self.pieces.items():
+            found.setdefault(piece.parameter, []).append(name)
+        return found
 
     def generic(self, name: str, reason: str | None, approximation: str = "diagonal") -> Registration:
         return Registration("generic", None, (name,), (), approximation, reason, self.pieces_among([name]))

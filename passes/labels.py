@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping
-from enum import Enum
+from enum import IntEnum
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, fx
 
-from .operations import DATA_FIRST, EXPANDS, SHAPE_ONLY, SIZED_BY_CASES, STOPS_GRADIENT, no_grad_region, op_name
+from .ir import Program
+from .operations import DATA_FIRST, EXPANDS, NO_GRADIENT, SHAPE_ONLY, SIZED_BY_CASES, no_grad_region, op_name
 
 Edge = tuple[fx.Node, fx.Node]  # (PURE node, activation that reads it)
 
 
-class Label(Enum):
-    ACT = "act"
-    FREE = "free"
-    PURE = "pure"
-    CONST = "const"
+class Label(IntEnum):
+    """The least of its operands' is an operation's."""
+
+    ACT = 0
+    FREE = 1
+    PURE = 2
+    CONST = 3
 
     @property
     def activation(self) -> bool:
@@ -54,12 +57,11 @@ def labels(
             label[node] = Label.ACT
         elif node.op == "get_attr":
             label[node] = Label.PURE if node.target in names else Label.CONST
-        elif op_name(node) in SHAPE_ONLY | STOPS_GRADIENT or no_grad_region(node):
-            acts = any(label[n] is Label.ACT for n in node.all_input_nodes)
-            label[node] = Label.ACT if acts and op_name(node) not in SHAPE_ONLY else Label.CONST
+        elif (name := op_name(node)) in NO_GRADIENT or no_grad_region(node):
+            acts = name not in SHAPE_ONLY and any(label[n] is Label.ACT for n in node.all_input_nodes)
+            label[node] = Label.ACT if acts else Label.CONST
         else:
-            behind = {label[n] for n in node.all_input_nodes}
-            label[node] = next((one for one in Label if one in behind), Label.CONST)
+            label[node] = min((label[n] for n in node.all_input_nodes), default=Label.CONST)
             if label[node] is Label.PURE and is_layer_of_data(node, label):
                 label[node] = Label.FREE
         if label[node] is not Label.ACT and node.op != "get_attr" and has_row_a_case(node, label[node], cases):
@@ -112,12 +114,13 @@ def has_gradient(node: fx.Node) -> bool:
     return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
-def reads_values(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether a gradient can flow from `node` to `operand`."""
+def differentiated(node: fx.Node) -> list[fx.Node]:
+    """The operands that a gradient can flow to from `node`."""
     name = op_name(node)
-    if name in SHAPE_ONLY | STOPS_GRADIENT or no_grad_region(node) or not has_gradient(node):
-        return False
-    return not (name in ("expand_as", "view_as", "type_as") and operand is not node.args[0])
+    if name in NO_GRADIENT or no_grad_region(node) or not has_gradient(node):
+        return []
+    operands = node.all_input_nodes
+    return operands[:1] if name in ("expand_as", "view_as", "type_as") else operands
 
 
 def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx.Node]:
@@ -130,7 +133,7 @@ def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx
             continue
         seen.add(node)
         if node not in last:
-            stack += [operand for operand in node.all_input_nodes if reads_values(node, operand)]
+            stack += differentiated(node)
     return seen
 
 
@@ -143,8 +146,8 @@ def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable
         (operand, node)
         for node in graph.nodes
         if label[node].activation and node in behind
-        for operand in node.all_input_nodes
-        if label[operand] is Label.PURE and reads_values(node, operand)
+        for operand in differentiated(node)
+        if label[operand] is Label.PURE
     ]
 
 
@@ -155,3 +158,11 @@ def parameters_behind(
     reached = ancestors([node], pieces)
     names = {str(n.target) for n in reached if n.op == "get_attr" and label[n] is Label.PURE and n not in pieces}
     return names.union(*(pieces[n] for n in reached if n in pieces))
+
+
+def entries(program: Program) -> dict[Edge, set[str]]:
+    """Every place where parameters enter the graph behind the losses, in graph order, and the parameters behind it."""
+    label = labels(program.graph, program.parameters, cases=program.cases)
+    edges = use_edges(program.graph, label, program.outputs)
+    behind = {pure: parameters_behind(pure, label, program.behind) for pure, _ in edges}
+    return {(pure, act): behind[pure] for pure, act in edges}

@@ -9,7 +9,7 @@ from torch import fx
 from .approximation import choose, declared_generic, requested
 from .errors import LinkError, table
 from .ir import GENERIC, WANTED, Program, Registration, where
-from .labels import Edge, labels, parameters_behind, use_edges
+from .labels import Edge, entries
 from .operations import VIEWS, op_name
 
 MOVES = VIEWS | {"getitem", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "expand", "reshape_as"}
@@ -17,11 +17,10 @@ MOVES = VIEWS | {"getitem", "slice", "select", "narrow", "split", "split_with_si
 
 def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:
     """Generic registrations for what is used but unclaimed, and the names of what is not used at all."""
-    label = labels(program.graph, program.parameters, cases=program.cases)
     edges: dict[str, list[Edge]] = defaultdict(list)
-    for pure, act in use_edges(program.graph, label, program.outputs):
-        for name in parameters_behind(pure, label, program.behind):
-            edges[name].append((pure, act))
+    for edge, names in entries(program).items():
+        for name in names:
+            edges[name].append(edge)
     wanted = {name: WANTED for use in program.matches if declared_generic(program, use) for name in use.parameter_set}
     generics: list[Registration] = []
     unmatched: list[tuple[str, str]] = []
@@ -29,11 +28,10 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
         if name in taken or name not in edges:
             continue
         owner = program.owner(name)
-        group = next((g for g in program.options.linked if {owner, name} & g and len(g) > 1), None)
-        if group is not None:
-            unmatched.append(
-                (name, f"linked with {', '.join(sorted(group - {owner, name}))}; enters {enters(edges[name])}")
-            )
+        group = program.options.groups.get(owner) or program.options.groups.get(name, frozenset())
+        if len(group) > 1:
+            others = ", ".join(sorted(group - {owner, name}))
+            unmatched.append((name, f"linked with {others}; enters {enters(edges[name])}"))
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)

@@ -62,7 +62,7 @@ def check_approximations(program: Program, linked: Mapping[frozenset[str], str |
     for key, value in program.options.approximations.items():
         if value not in values:
             rows.append((shown(key), f"{value!r} is no approximation.{nearest(str(value), values)}"))
-        elif not names_something(key, program):
+        elif key not in names and not names_something(key, program):
             rows.append((shown(key), f"names no parameter, module or layer of the model.{nearest(shown(key), names)}"))
     for group, asked in linked.items():
         if asked is not None and asked not in APPROXIMATIONS:
@@ -81,4 +81,4 @@ def names_something(key: Any, program: Program) -> bool:
     if isinstance(key, type):
         return any(issubclass(kind, key) for kind in program.options.modules.values())
     named = [*program.aliases, *program.options.modules]
-    return key in program.layers or key == GENERIC or any(fnmatchcase(name, key) for name in named)
+    return key == GENERIC or any(fnmatchcase(name, key) for name in named)

@@ -6,8 +6,9 @@ way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a produ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, fx
@@ -93,18 +94,24 @@ def patterns_by_target(layers: Mapping[str, Layer]) -> dict[Any, list[Pattern]]:
 def form_graph(layer: Layer, form: Form) -> fx.Node:
     """The node that computes the form's output, in a normalized graph. Raises LayerError if it cannot be traced."""
     try:
-        graph = fx.Tracer().trace(form.function)
+        root = returned(form.function, form.roles)
     except Exception as error:
         raise LayerError(f"the form of layer {layer.name!r} ({layer.location}) cannot be traced: {error}") from error
-    pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in form.roles]
+    if not isinstance(root, fx.Node) or root.op == "placeholder":
+        raise LayerError(f"the form of layer {layer.name!r} ({layer.location}) must return one computed tensor")
+    return root
+
+
+@lru_cache(maxsize=1000)  # forms are the same for all models
+def returned(form: Callable[..., Any], roles: tuple[str, ...]) -> Any:
+    """What a function returns, in its normalized graph."""
+    graph = fx.Tracer().trace(form)
+    pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in roles]
     functional(graph)
     respell(graph)
     order_operands(graph, (), pure)
     (output,) = (node for node in graph.nodes if node.op == "output")
-    root = output.args[0]
-    if not isinstance(root, fx.Node) or root.op == "placeholder":
-        raise LayerError(f"the form of layer {layer.name!r} ({layer.location}) must return one computed tensor")
-    return root
+    return output.args[0]
 
 
 def lay_over(

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -99,10 +100,11 @@ class Layout:
         return ordered.reshape(tuple(math.prod(size[name] for name in axis) for axis in right))
 
 
-def named_axes(side: str) -> list[list[str]]:
-    """`"(g o) c 1"` -> `[["g", "o"], ["c"], []]`."""
+@lru_cache(maxsize=1000)
+def named_axes(side: str) -> tuple[tuple[str, ...], ...]:
+    """`"(g o) c 1"` -> `(("g", "o"), ("c",), ())`."""
     found = re.findall(r"\(([^)]*)\)|(\S+)", side)
-    return [[name for name in (merged or single).split() if name != "1"] for merged, single in found]
+    return tuple(tuple(name for name in (merged or single).split() if name != "1") for merged, single in found)
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ def normalize(program: Program) -> Program:
             copies[node] = read[name]
         elif node.op == "call_module":
             copies[node] = inline(graph, node, program.root.get_submodule(str(node.target)), copies)
+            copies[node].meta = dict(node.meta)
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta)
     graph.eliminate_dead_code(is_impure_node=has_effect)
     functional(graph)
     sequence(graph)

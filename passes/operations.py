@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -15,6 +18,7 @@ STOPS_GRADIENT = {
     "floor", "ceil", "gt", "lt", "ge", "le", "eq", "ne", "isnan", "isfinite", "isinf", "logical_not", "logical_and",
     "logical_or",
 }  # fmt: skip
+NO_GRADIENT = SHAPE_ONLY | STOPS_GRADIENT
 RANDOM = {  # beside the ATen operations, which say so themselves
     "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax", "multi_head_attention_forward",
     "fractional_max_pool2d", "fractional_max_pool3d", "wrap_with_set_grad_enabled", "wrap_with_autocast",
@@ -38,19 +42,24 @@ VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze"
 
 def op_name(node: fx.Node) -> str:
     """The operation without its spelling: `aten.add.Tensor`, `torch.add`, `operator.add`, `x.add` are all "add"."""
-    target = node.target
+    return str(node.args[1]) if node.target is getattr else name_of(node.target)
+
+
+@lru_cache(maxsize=10_000)
+def name_of(target: Any) -> str:
+    """Of the target of a node."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]
-    if node.op == "call_function":
-        if target is getattr:
-            return str(node.args[1])
-        return getattr(target, "__name__", str(target))
-    return str(target)
+    return str(getattr(target, "__name__", target))
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether running the node may draw from the global random stream."""
-    name = op_name(node)
+    return draws(op_name(node))
+
+
+@cache
+def draws(name: str) -> bool:
     known = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, name.rstrip("_"), None)
     overloads = [getattr(known, each) for each in known.overloads()] if known is not None else []
     return name.rstrip("_") in RANDOM or any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)

@@ -24,6 +24,7 @@ from .errors import AmbiguousRegistrationError, table
 from .ir import GENERIC, UNROLLED, Program, Registration, Use, where
 from .leftovers import leftovers
 from .matrix import Layout, MatrixForm
+from .pieces import viewed, whole
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
@@ -110,18 +111,24 @@ def align(uses: list[Use]) -> list[Use] | None:
 def same_matrix(first: Use, other: Use, transposed: bool = False) -> bool:
     """Whether both put every element of their parameters in the same place."""
     for role, bound in first.parameters.items():
-        mine, its = elements(bound.layout), elements(other.parameters[role].layout)
-        if transposed:
-            its = its.mT
-        if first.parameters[role].parameter != other.parameters[role].parameter or mine.shape != its.shape:
-            return False
-        if bound.layout != other.parameters[role].layout and not torch.equal(mine, its):
+        its = other.parameters[role]
+        if bound.parameter != its.parameter or not same_elements(bound.layout, its.layout, transposed):
             return False
     return True
 
 
-def elements(layout: Layout) -> torch.Tensor:
-    return layout.apply(torch.arange(prod(layout.shape)).reshape(layout.shape))
+def same_elements(one: Layout, other: Layout, transposed: bool) -> bool:
+    """Whether both have the same elements of the parameter in the same places, those of `other` transposed."""
+    if one == other and not transposed:
+        return True
+    mine, its = viewed(one, whole(one.shape)), viewed(other, whole(other.shape))
+    if mine is None or its is None:  # some elements are copied on the way: compare their numbers
+        numbers = torch.arange(prod(one.shape)).reshape(one.shape)
+        mine, its = one.apply(numbers), other.apply(numbers)
+        return torch.equal(mine, its.mT if transposed else its)
+    its = its.mT if transposed else its
+    sides = zip(mine.shape, mine.stride(), its.stride(), strict=True)
+    return mine.shape == its.shape and all(size == 1 or stride == other for size, stride, other in sides)
 
 
 def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str], str]) -> Registration:

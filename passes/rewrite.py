@@ -14,14 +14,14 @@ The second output holds the Fisher's outputs, in the order of `program.outputs`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .holder import attribute, holder
-from .inplace import memory
+from .inplace import memories
 from .ir import KEPT, SERIES, Program, Registration, Use, tensor_attrs
 from .operations import changes_memory, has_effect
 
@@ -38,18 +38,18 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
     copies: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(program.graph, copies)
     for node, copy in copies.items():
-        copy.meta = dict(node.meta)
         if node.op == "placeholder":
             copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
     if program.mask is not None:
         hoist(graph, copies[program.mask])
     probes = add_probes(graph)
+    order = {node: n for n, node in enumerate(graph.nodes)}
     taps: dict[str, nn.Module] = {}
     tapped: dict[fx.Node, fx.Node] = {}  # a node -> its last tap, which its readers read instead
     links: dict[str, nn.Module] = {}
     for number, registration in enumerate(program.registrations):
         if link is not None and registration.approximation in SERIES:
-            insert_links(graph, number, registration, link, links, copies, tapped, probes)
+            insert_links(graph, number, registration, link, links, copies, tapped, probes, order)
         for use in registration.uses:
             name = fresh(tap_name(registration), taps)
             taps[name] = tap(registration, use)
@@ -122,13 +122,13 @@ def insert_links(
     copies: dict[fx.Node, fx.Node],
     tapped: dict[fx.Node, fx.Node],
     probes: fx.Node,
+    order: Mapping[fx.Node, int],
 ) -> None:
     """Behind every output of a series a link to the next use, in each tower:
 
     hidden_link = self.links.hidden(linear, h, hidden_probes, carrier of the use before, input of the use before)
     linked, carrier = hidden_link[0], hidden_link[1]
     """
-    order = {node: n for n, node in enumerate(graph.nodes)}
     for tower in dict.fromkeys(use.tower for use in registration.uses):
         uses = sorted((u for u in registration.uses if u.tower == tower), key=lambda use: order[copies[use.output]])
         carrier: fx.Node | None = None
@@ -160,8 +160,8 @@ def protect(graph: fx.Graph) -> None:
     """Copies of taps and inputs whose memory is changed in place: autograd forbids the one, and recording must not
     change the batch that the model is about to see."""
     order = {node: n for n, node in enumerate(graph.nodes)}
-    writes = [node for node in graph.nodes if changes_memory(node) and isinstance(next(iter(node.args), None), fx.Node)]
-    changed = dict.fromkeys(memory(node) for node in writes)
+    owners = memories(graph)
+    changed = dict.fromkeys(owners[node] for node in graph.nodes if changes_memory(node) and owners[node] is not node)
     for owner in changed:
         if owner.op not in ("placeholder", "call_module"):
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def respell(graph: fx.Graph) -> None:
         if is_number(node, numbers):  # torch.add of two sizes would be a tensor
             numbers.add(node)
             continue
-        name = RENAMED.get(op_name(node), op_name(node))
+        name = op_name(node)
+        name = RENAMED.get(name, name)
         if name in SPELLED_OUT and node.target is not F.embedding_bag:  # whose arguments are not torch.embedding_bag's
             spell_out(node, name)
         elif name == "einsum":
@@ -62,16 +64,21 @@ def respell_python(node: fx.Node, name: str) -> None:
     kwargs = {key: value for key, value in node.kwargs.items() if (key, value) not in IGNORED.items()}
     if function is None or function is node.target:
         return
-    schemas = [one._schema.arguments for one in overloads(name)]
-    if kwargs.keys() <= {argument.name for arguments in schemas for argument in arguments}:
-        if node.op == "call_method" and len(node.args) > 1 and all(takes_sizes(arguments) for arguments in schemas):
+    if kwargs.keys() <= argument_names(name):
+        if node.op == "call_method" and len(node.args) > 1 and takes_sizes(name):
             node.args = gathered(node.args)
         node.op, node.target, node.kwargs = "call_function", function, kwargs
 
 
-def takes_sizes(arguments: list[Any]) -> bool:
+@cache
+def argument_names(name: str) -> frozenset[str]:
+    return frozenset(argument.name for arguments in schemas(name) for argument in arguments)
+
+
+@cache
+def takes_sizes(name: str) -> bool:
     """Whether the second argument is a list of integers, which a method also takes one by one."""
-    return len(arguments) > 1 and str(arguments[1].type) == "List[int]" and arguments[1].N is None
+    return all(len(one) > 1 and str(one[1].type) == "List[int]" and one[1].N is None for one in schemas(name))
 
 
 def gathered(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -79,6 +86,7 @@ def gathered(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args if isinstance(args[1], (list, tuple)) else (args[0], args[1:])
 
 
+@cache
 def public(name: str) -> Callable[..., Any] | None:
     """The built-in function with the very arguments of the ATen operation `name`: `torch.relu`, `torch.fft.rfft`."""
     if not hasattr(torch.ops.aten, name):
@@ -89,9 +97,10 @@ def public(name: str) -> Callable[..., Any] | None:
     return next((one for one in found if inspect.isbuiltin(one)), None)
 
 
-def overloads(name: str) -> list[torch._ops.OpOverload]:
+def schemas(name: str) -> list[list[Any]]:
+    """The arguments of every overload of an ATen operation."""
     packet = getattr(torch.ops.aten, name)
-    return [getattr(packet, overload) for overload in packet.overloads()]
+    return [getattr(packet, overload)._schema.arguments for overload in packet.overloads()]
 
 
 def respell_aten(node: fx.Node, overload: torch._ops.OpOverload, name: str) -> None:
@@ -154,14 +163,15 @@ def order_operands(
 ) -> None:
     """In sums and products: what depends on the batch, then on parameters, then constants, then numbers."""
     label = labels(graph, parameters, pure, cases)
-    order = tuple(Label)
 
     def rank(operand: Any) -> int:
-        return order.index(label[operand]) if isinstance(operand, fx.Node) else len(order)
+        return label[operand] if isinstance(operand, fx.Node) else len(Label)
 
     for node in graph.nodes:
         if op_name(node) in COMMUTATIVE and len(node.args) == 2 and not node.kwargs:
-            node.args = tuple(sorted(node.args, key=rank))
+            first, second = node.args
+            if rank(second) < rank(first):
+                node.args = (second, first)
 
 
 def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str]) -> None:

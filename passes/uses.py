@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -64,7 +65,7 @@ class Use:
     # twice if cases and positions are merged in it
     calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any
 
-    @property
+    @cached_property
     def parameter_set(self) -> frozenset[str]:
         return frozenset(bound.parameter for bound in self.parameters.values())
 

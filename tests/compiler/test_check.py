@@ -12,6 +12,7 @@ from torch import Tensor
 from kfac_fx import RegistrationError
 from kfac_fx.passes.check import check, check_registration, uses_found, uses_registered
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.labels import entries
 from kfac_fx.passes.resolve import resolve
 from tests.compiler.toy import Toy, before, found
 
@@ -33,8 +34,12 @@ def program(**options: Any) -> Program:
 
 def test_uses_are_counted_without_the_matcher() -> None:
     given = program()
-    assert {name: len(edges) for name, edges in uses_found(given).items()} == {"w": 3, "b": 2, "v": 1}
-    assert {name: len(edges) for name, edges in uses_registered(given).items()} == {"w": 2, "b": 2, "v": 1}
+    assert {name: len(edges) for name, edges in uses_found(entries(given)).items()} == {"w": 3, "b": 2, "v": 1}
+    assert {name: len(edges) for name, edges in uses_registered(given, entries(given)).items()} == {
+        "w": 2,
+        "b": 2,
+        "v": 1,
+    }
 
 
 def test_a_registration_with_a_use_missing_becomes_generic_and_says_which() -> None:
