@@ -109,12 +109,14 @@ def plain(number: int) -> Options:
 
 @contextmanager
 def counted() -> Iterator[Counter[CodeType]]:
-    """Lines of the passes that run inside, by function; of what they call, the calls."""
+    """Lines of the passes that run inside, by function; not what they call, where Python collects garbage, too."""
     lines: Counter[CodeType] = Counter()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith((OWN_FOLDER, __file__)):
+            return None
         lines[frame.f_code] += 1
-        return trace if OWN_FOLDER in frame.f_code.co_filename or __file__ == frame.f_code.co_filename else None
+        return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
