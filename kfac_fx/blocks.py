@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kfac_fx.averaged import Form, Vector
-from kfac_fx.factors import SIDES, Factor, Failures, additive
+from kfac_fx.factors import SIDES, Factor, Failures, NotRegisteredError, additive
 from kfac_fx.groups import BlockGroup
 from kfac_fx.inverses import Inverter
 from kfac_fx.lagged import LAGGED
 from kfac_fx.linalg import Root, dense
+from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import SERIES, UNCORRELATED, Registration
 from kfac_fx.pieces import split
 from kfac_fx.series import SeriesGroup
@@ -101,6 +102,7 @@ class FisherBlock:
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
+        check_fits(vector, self.group.forms[self.member.start].shapes)
         vector = {name: dense(vector[name]) for name in self.parameters}
         product = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
         return self.group.unpack(product, vector, self.member)
@@ -124,6 +126,20 @@ class FisherBlock:
     def full_fisher_block(self) -> Tensor:
         """The undamped block [g·o·i, g·o·i] in the order of the flattened matrix (generic: of the parameters)."""
         return self.group.dense(self.member.start)
+
+
+def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
+    """Raises NotRegisteredError with all culprits: names that are missing, tensors of another shape than the
+    parameter's and, if the vector is of these parameters alone, other names."""
+    missing, unknown = sorted(shapes.keys() - vector.keys()), sorted(vector.keys() - shapes.keys()) if alone else []
+    other = [name for name in shapes if name in vector and tuple(vector[name].shape) != tuple(shapes[name])]
+    if not (missing or unknown or other):
+        return
+    lines = [f"the vector does not fit: {len(missing)} names are missing, {len(unknown)} are not registered."]
+    lines += [f"  missing  {name}" for name in missing]
+    lines += [f"  unknown  {name}.{nearest(name, missing)}" for name in unknown]
+    lines += [f"  {name} is {list(vector[name].shape)}, and the parameter {list(shapes[name])}" for name in other]
+    raise NotRegisteredError("\n".join(lines))
 
 
 def statistics_of(registration: Registration) -> tuple[str, ...]:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from kfac_fx.averaged import Vector
-from kfac_fx.blocks import FisherBlock, make_groups
-from kfac_fx.factors import Failures, NotRegisteredError
+from kfac_fx.blocks import FisherBlock, check_fits, make_groups
+from kfac_fx.factors import Failures
 from kfac_fx.groups import BlockGroup
 from kfac_fx.inverses import Inverter
 from kfac_fx.linalg import Root, dense
-from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
 from kfac_fx.pieces import joined, split
 
@@ -53,7 +52,8 @@ class BlockDiagonalFisher(ABC):
         made = [FisherBlock(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in made}
         self._blocks = {one.parameters: by_key[one.parameters] for one in registrations}
-        self._names = frozenset(name for one in registrations for name in one.owners)
+        names = dict.fromkeys(name for one in registrations for name in one.owners)
+        self._shapes = {name: parameters[name].shape for name in names}
         self._inverter = Inverter(self._groups, self.roots)
         self._registrations = registrations
 
@@ -118,8 +118,7 @@ class BlockDiagonalFisher(ABC):
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
         groups = self.groups
-        if vector.keys() != self._names:
-            raise NotRegisteredError(misfit(vector, self._names))
+        check_fits(vector, self._shapes, alone=True)
         vector = {name: dense(tensor) for name, tensor in vector.items()}
         registrations = [one for group in groups for one in group.registrations]
         parts = split(vector, registrations)
@@ -159,12 +158,3 @@ class BlockDiagonalFisher(ABC):
             tensor.copy_(state[name])
         for key, block in self.blocks.items():
             block.group.updated, block.group.inverted = state[f"{','.join(key)}/ready"].tolist()
-
-
-def misfit(vector: Vector, names: frozenset[str]) -> str:
-    """Which names are missing or unknown, all at once."""
-    missing, unknown = sorted(names - vector.keys()), sorted(vector.keys() - names)
-    lines = [f"the vector does not fit: {len(missing)} names are missing, {len(unknown)} are not registered."]
-    lines += [f"  missing  {name}" for name in missing]
-    lines += [f"  unknown  {name}.{nearest(name, missing)}" for name in unknown]
-    return "\n".join(lines)

@@ -139,6 +139,8 @@ class FisherBlock(DeclaredBlock):
         if isinstance(vector, Mapping):
             return getattr(self.operator, method)(vector, *args)
         parts = vector if isinstance(vector, (tuple, list)) else (vector,)
+        if len(parts) != len(self.params):
+            raise ValueError(f"a vector of {self} has {len(self.params)} tensors, and got {len(parts)}")
         product = getattr(self.operator, method)(dict(zip(self.params, parts, strict=True)), *args)
         tensors = tuple(product[name] for name in self.params)
         return tensors if isinstance(vector, (tuple, list)) else tensors[0]

@@ -45,7 +45,9 @@ class Tap(nn.Module):
         if self.sampling is not None:
             self.register_buffer("phases", torch.zeros(2, dtype=torch.float64), persistent=False)
         if registration.patch_mask is not None:
-            self.register_buffer("patch_mask", torch.tensor(registration.patch_mask, dtype=torch.float64), persistent=False)
+            self.register_buffer(
+                "patch_mask", torch.tensor(registration.patch_mask, dtype=torch.float64), persistent=False
+            )
             both = with_patch_mask(both)
         axis = (use.batch_dim or 0) if layer.forms[use.form].leading else 0
         self.function = tap_function(

@@ -123,6 +123,11 @@ class MatrixForm:
         return tuple(entry[0] for entry in (self.weight, self.bias) if entry is not None)
 
     @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of the parameters, by name."""
+        return {name: layout.shape for name, layout in (entry for entry in (self.weight, self.bias) if entry)}
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(groups, outputs, inputs); inputs count the bias column."""
         bias = 0 if self.bias is None else 1

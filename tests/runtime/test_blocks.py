@@ -241,6 +241,21 @@ def test_a_power_that_is_not_kept_says_how_to_keep_it() -> None:
         plain.multiply_cholesky_inverse(vector(W))
 
 
+def test_a_vector_of_another_shape_or_without_a_name_is_refused() -> None:
+    """A weight [in, out] has as many elements as one [out, in], and would be read in another order."""
+    block = kronecker(torch.eye(3), torch.eye(2), damping=0.5)
+    with pytest.raises(NotRegisteredError) as failure:
+        block.multiply({"weight": torch.ones(3, 2)})
+    assert str(failure.value).splitlines() == [
+        "the vector does not fit: 0 names are missing, 0 are not registered.",
+        "  weight is [3, 2], and the parameter [2, 3]",
+    ]
+    with pytest.raises(NotRegisteredError, match=r"1 names are missing, 0 are not registered\.\n  missing  weight"):
+        block.multiply_inverse({"wieght": torch.ones(2, 3)})
+    more = {"weight": torch.ones(2, 3), "of another block": torch.ones(1)}
+    assert list(block.multiply(more)) == ["weight"]
+
+
 def test_products_before_the_first_update_say_what_to_call() -> None:
     block = make_block(linear(2, 2), parameters={"weight": W}, damping=0.5)
     for early in (block.multiply, block.multiply_inverse):

@@ -245,6 +245,11 @@ def test_a_vector_must_name_every_parameter() -> None:
     )
     with pytest.raises(KeyError, match=text):
         est.multiply(wrong)
+    turned = {**v, "0.weight": v["0.weight"].mT}
+    shape = list(v["0.weight"].shape)
+    with pytest.raises(KeyError) as failure:
+        est.multiply(turned)
+    assert str(failure.value).splitlines()[1:] == [f"  0.weight is {shape[::-1]}, and the parameter {shape}"]
 
 
 def test_inverses_before_factors_say_what_to_call() -> None:

@@ -113,6 +113,8 @@ def test_a_vector_is_a_mapping_a_tuple_or_a_tensor(block: FisherBlock) -> None:
     torch.testing.assert_close(block.multiply_inverse(parts), tuple(expected.values()))
     if len(parts) == 1:
         torch.testing.assert_close(block.multiply_inverse(parts[0]), expected[block.params[0]])
+    with pytest.raises(ValueError, match=rf"has {len(parts)} tensors, and got {len(parts) + 1}"):
+        block.multiply_inverse((*parts, parts[0]))
 
 
 def test_every_block_knows_its_towers_and_outputs(block: FisherBlock) -> None:
