@@ -41,6 +41,8 @@ def agreeing(made: Recorder, first: Recorder) -> Recorder:
     known = {one.parameters: one for one in first.program.registrations}
     other = {one.parameters: one for one in made.program.registrations}
     rows = [(", ".join(key), other_path(known.get(key), other.get(key))) for key in dict.fromkeys((*known, *other))]
+    if made.program.mask is not None and first.program.mask is not None:
+        rows += [(", ".join(key), other_masks(known[key], other[key])) for key in known if key in other]
     if apart := [row for row in rows if row[1]]:
         raise ModelChangedError(
             f"these inputs take another path through {type(made.model).__name__} than the first:\n{table(apart)}\n"
@@ -74,6 +76,12 @@ def other_path(first: Registration | None, other: Registration | None) -> str:
     if first.layer == other.layer and statistics_of(first) == statistics_of(approximated):
         return ""
     return f"{said(first)} at first, {said(other)} here"
+
+
+def other_masks(first: Registration, other: Registration) -> str:
+    """Whether padding would be in the factors of one batch and not in those of another; "" if not."""
+    fits = [any(use.mask_dims for use in one.uses) for one in (first, other)]
+    return "" if fits[0] == fits[1] else f"the padding mask fits its uses {'at first' if fits[0] else 'here'} only"
 
 
 def said(one: Registration | None) -> str:

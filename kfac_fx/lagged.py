@@ -67,7 +67,10 @@ def unfolded(rows: Rows, steps: int, in_positions: bool) -> tuple[Rows, Rows]:
         return found.movedim(int(in_positions), 0)
 
     x, d = by_time(rows.expanded()), by_time(rows.d)
-    return (
-        Rows(x[1:].flatten(0, 1), d[1:].flatten(0, 1), rows.bias, rows.matrix),
-        Rows(x[:-1].flatten(0, 1), d[:-1].flatten(0, 1), rows.bias, rows.matrix),
-    )
+    kept = None if rows.kept is None else by_time(rows.kept)
+
+    def taken(steps: slice) -> Rows:
+        own = None if kept is None else kept[steps].flatten(0, 1)
+        return Rows(x[steps].flatten(0, 1), d[steps].flatten(0, 1), rows.bias, rows.matrix, own)
+
+    return taken(slice(1, None)), taken(slice(None, -1))

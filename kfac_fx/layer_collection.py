@@ -33,6 +33,7 @@ from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.padding import everything_behind, padding
 from kfac_fx.passes.pieces import Slope
 from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.sizes import in_example
 from kfac_fx.passes.unroll import unroll
 from kfac_fx.passes.verify import verify
 from kfac_fx.register_layers import LayerRegistrations
@@ -210,7 +211,7 @@ def of_site(site: LossSite) -> RegisteredLoss:
     """A loss that forward computes; a mean over elements shows in the coefficient, where the graph knows the sizes."""
     value = site.inputs.meta.get("val")
     mean = site.kind != "categorical" and site.reduction == "mean" and value is not None
-    coefficient = 1.0 / prod(int(size) for size in value.shape[1:]) if mean and value is not None else 1.0
+    coefficient = 1.0 / prod(in_example(size) for size in value.shape[1:]) if mean and value is not None else 1.0
 
     def make(inputs: Tensor) -> LossFunction:
         return graph_loss(site.kind, site.reduction, inputs, None)[1]

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration, Use, where
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.padding import real_rows
 
 from .lagged import LAGGED, unfolded
 from .rows import Matrix, canonical
-from .tap import Probes
+from .tap import Probes, RealRows
 from .use_rows import BothRows, both_rows
 
 
@@ -40,6 +41,7 @@ class Link(nn.Module):
                 f"{self.owner} at {self.place} has ids for rows, of which there is no series; let it be 'kron_indep'",
                 f"{self.owner} at {self.place} was to hold {use.steps} uses, and its rows are no multiple of that",
             ),
+            real_rows(use, layer) if use.mask_dims else None,
         )
 
     def forward(
@@ -52,8 +54,8 @@ class Link(nn.Module):
         *masks: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """`output` unchanged, and the carrier for the next use. carried, earlier: the carrier and the input of the use
-        before; masks: which rows are no padding, of this use and that before. Raises RegistrationError if that has
-        another shape."""
+        before; masks: which rows are no padding, of this use, that before and that behind. Raises RegistrationError if
+        that before has another shape."""
         if not probes:
             return output, None
         if carried is not None and carried.shape != output.shape:
@@ -71,14 +73,20 @@ class Link(nn.Module):
 
 
 def link_function(
-    both: BothRows, matrix: Matrix, bias: bool, place: tuple[bool, bool, int, bool], errors: tuple[str, str]
+    both: BothRows,
+    matrix: Matrix,
+    bias: bool,
+    place: tuple[bool, bool, int, bool],
+    errors: tuple[str, str],
+    real: RealRows | None = None,
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one link: a class of its own, that closes over functions and literals only.
 
     Its arguments are (output, input, carrier and input of the use before or None, the probes of `LAGGED`, no masks or
-    those of this use and that before).
+    those of this use, that before and that behind).
     place: (first, last, uses held in these rows one after another, and whether along their positions).
     errors: for rows that are ids, and for rows that do not hold so many uses.
+    real: from (output, mask) to which rows are no padding, if masks are of something else.
     """
     first, last, steps, in_positions = place
     of_ids, uneven = errors
@@ -99,9 +107,9 @@ def link_function(
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             output_grad, later_grad = grads
             input, earlier, *masks = ctx.saved_tensors
-            kept = masks[0] if masks else None
+            kept = [mask if real is None else real(output_grad, mask) for mask in masks]
             with torch.no_grad(), torch.autocast(output_grad.device.type, enabled=False):
-                here = canonical(*both(output_grad, input, *masks[:1]), bias, matrix, kept)
+                here = canonical(*both(output_grad, input, *masks[:1]), bias, matrix, kept[0] if kept else None)
                 if not here.x.is_floating_point():
                     raise RegistrationError(of_ids)
                 if here.d.shape[in_positions] % steps:
@@ -113,10 +121,11 @@ def link_function(
                     sums = [a(*pair), g(*pair), pairs(*pair)]
                 else:
                     # The uses are alike, so that the rows before and the gradients behind are made as these are. Where
-                    # there is no row behind, its gradient is zero; where there was none, a mask is needed.
-                    beside = canonical(*both(output_grad if last else later_grad, earlier, *masks[1:]), bias, matrix)
-                    before = canonical(beside.x, here.d, bias, matrix, masks[1]) if masks else beside
-                    sums = [None if first else a(here, before), None if last else g(beside, here)]
+                    # no row is real they are zero, and neither there is a one in the bias column.
+                    beside = both(output_grad if last else later_grad, earlier, *masks[1:2])
+                    before = canonical(beside[0], here.d, bias, matrix, kept[1] if kept else None)
+                    behind = canonical(here.x, beside[1], bias, matrix, kept[2] if kept else None)
+                    sums = [None if first else a(here, before), None if last else g(behind, here)]
                     sums += [None if first else pairs(here, before)]
             return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)
 

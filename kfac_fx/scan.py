@@ -21,6 +21,7 @@ from kfac_fx.passes.link import link
 from kfac_fx.passes.match import match, with_batch_dim
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
+from kfac_fx.passes.sizes import in_example
 from kfac_fx.register_losses import LossRegistrations
 from kfac_fx.registry import Key
 
@@ -177,4 +178,4 @@ def tower_of(use: Use, behind: Sequence[set[fx.Node]]) -> int:
 def shape_of(use: Use) -> list[int]:
     """Of the output, on the captured example; empty if the graph knows no sizes."""
     value = use.output.meta.get("val")
-    return [] if value is None else [int(size) for size in value.shape]
+    return [] if value is None else [in_example(size) for size in value.shape]

@@ -9,6 +9,7 @@ from kfac_fx.passes.approximation import why_no_series
 from kfac_fx.passes.errors import ApproximationError, RegistrationError
 from kfac_fx.passes.ir import Use, where
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.sizes import in_example
 from kfac_fx.registry import Key
 
 
@@ -38,7 +39,7 @@ def in_time(
 def with_steps(said: str, use: Use, layer: Layer, num_uses: int) -> Use:
     """A use whose output holds `num_uses` one after another: along its first dimension, or along one of that size."""
     value = use.output.meta.get("val")
-    sizes = [] if value is None else [int(size) for size in value.shape[:-1]]
+    sizes = [] if value is None else [in_example(size) for size in value.shape[:-1]]
     if not layer.forms[use.form].leading:
         raise RegistrationError(
             f"{said} at {where(use.output)}: register the uses as a list; they cannot be told apart"

@@ -28,7 +28,7 @@ from .registration import (
     Registration,
     Sampling,
 )
-from .uses import CASES, KEPT, UNROLLED, Attrs, Bound, Dims, Use, tensor_attrs
+from .uses import CASES, KEPT, STEP, UNROLLED, Attrs, Bound, Dims, Use, tensor_attrs
 
 __all__ = [
     "APPROXIMATIONS",
@@ -38,6 +38,7 @@ __all__ = [
     "KEPT",
     "KRONECKER",
     "SERIES",
+    "STEP",
     "UNCORRELATED",
     "UNROLLED",
     "WANTED",

@@ -3,12 +3,14 @@
 The mask is a node [N, S], nonzero where a position of a case is real. It goes with a use where it is known to which
 rows a position belongs: the use's output has a dimension of the cases and one of the positions, told by their symbolic
 sizes, or one dimension of both, made by a view of them; and the layer's own gradient rows of the mask, spread over such
-an output, are constant in every row. All rows of other uses count, and `unmasked` says which and why.
+an output, are constant in every row. Where a model takes a sequence step by step, every use gets the mask's position
+that it is at (`passes.timeline`). All rows of other uses count, and `unmasked` says which and why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,13 +19,16 @@ import torch
 from torch import Tensor, fx
 
 from .errors import LayerError
-from .ir import KEPT, SERIES, UNCORRELATED, Dims, Note, Program, Registration, Use, where
+from .ir import KEPT, UNCORRELATED, Dims, Note, Program, Registration, Use, where
 from .layers import Layer
 from .operations import op_name
+from .sizes import in_example, number, shape_of, sizes_of
+from .timeline import UNCLEAR, Timeline
 
 MOVES = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions in the place of positions
 PICKS = {"index", "index_select", "gather", "take_along_dim"}
 VIEWS = {"view", "reshape", "flatten", "unsafe_view", "contiguous"}
+Fitting = tuple[fx.Node, Dims]  # a mask, and where its dimensions are in an output
 LENGTH = 3  # of a dimension whose size only the batch knows, for trying a layer's rows
 
 
@@ -33,34 +38,37 @@ def padding(program: Program) -> Program:
         return program
     places = Places(program, program.mask)
     notes: list[Note] = []
-
-    def masked(one: Registration, use: Use) -> Use:
-        if KEPT in use.attrs:
-            return use
-        dims, reason = places.of_use(one, use, program.layers[use.layer])
-        if dims is None:
-            notes.append(Note(f"{one} at {where(use.output)}", reason))
-            return use
-        return replace(use, attrs={**use.attrs, KEPT: program.mask}, mask_dims=dims)
-
-    registrations = tuple(
-        replace(one, uses=tuple(masked(one, use) for use in one.uses)) for one in program.registrations
-    )
+    registrations: list[Registration] = []
+    for one in program.registrations:
+        uses = list(one.uses)
+        for tower in range(one.towers):
+            own = [n for n, use in enumerate(uses) if use.tower == tower and KEPT not in use.attrs]
+            found = places.of_tower(one, [uses[n] for n in own])
+            for n, (fitting, reason) in zip(own, found, strict=True):
+                if fitting is None:
+                    notes.append(Note(f"{one} at {where(uses[n].output)}", reason))
+                else:
+                    mask, dims = fitting
+                    uses[n] = replace(uses[n], attrs={**uses[n].attrs, KEPT: mask}, mask_dims=dims)
+        registrations.append(replace(one, uses=tuple(uses)))
     outputs = tuple(places.of_output(node) for node in program.outputs)
-    return program.but(registrations=registrations, mask_dims=outputs, unmasked=tuple(notes))
+    return program.but(registrations=tuple(registrations), mask_dims=outputs, unmasked=tuple(notes))
 
 
 class Places:
     """Where the cases and the positions of a mask are in the nodes of its graph."""
 
     def __init__(self, program: Program, mask: fx.Node) -> None:
-        graph, self.shape = program.graph, tied(program, mask)
+        self.mask, self.shape, self.layers = mask, tied(program, mask), program.layers
         self.cases, self.positions = (str(size) for size in self.shape)
         self.both = str(self.shape[0] * self.shape[1])
         self.moved: dict[fx.Node, fx.Node] = {}  # a node -> what moved positions on the way to it
-        self.merged: set[fx.Node] = set()  # case by case, position by position, in their first dimension
-        for node in graph.nodes:
+        self.merged: dict[fx.Node, bool] = {}  # in their first dimension, case by case (False) or position by position
+        for node in program.graph.nodes:
             self.follow(node)
+        behind = everything_behind(mask) - {mask}
+        owners = [node for node in behind if node.op == "placeholder" and self.positions in sizes_of(node)]
+        self.time = Timeline(program.graph, self.cases, self.positions, self.moved, frozenset(owners))
 
     def follow(self, node: fx.Node) -> None:
         sizes, operands = sizes_of(node), node.all_input_nodes
@@ -75,24 +83,59 @@ class Places:
             self.moved[node] = node
         if sizes[:1] != [self.both]:
             return
-        if op_name(node) in VIEWS and sizes_of(operands[0])[:2] == [self.cases, self.positions]:
-            self.merged.add(node)
+        if op_name(node) in VIEWS and (shape := sizes_of(operands[0])[:2]) in (
+            [self.cases, self.positions],
+            [self.positions, self.cases],
+        ):
+            self.merged[node] = shape[0] == self.positions
             return
         along = [one for one in operands if sizes_of(one)[:1] == [self.both]]
-        if along and op_name(node) not in MOVES | PICKS and all(one in self.merged for one in along):
-            self.merged.add(node)
+        orders = {self.merged.get(one) for one in along}
+        if len(orders) == 1 and None not in orders and op_name(node) not in MOVES | PICKS:
+            self.merged[node] = self.merged[along[0]]
 
-    def of_use(self, one: Registration, use: Use, layer: Layer) -> tuple[Dims | None, str]:
-        """(dimensions, why not)."""
+    def of_tower(self, one: Registration, uses: Sequence[Use]) -> list[tuple[Fitting | None, str]]:
+        """Of uses in one tower: what goes with each, or None, and why not."""
+        found = [self.of_use(one, use, self.layers[use.layer]) for use in uses]
+        if not uses or any(self.candidates(use.output) for use in uses):
+            return found
+        places, reason = self.time.steps(uses)
+        if places is None:
+            unclear = reason != UNCLEAR or self.time.number == len(uses) > 1
+            return [(None, reason) if unclear else old for old in found]
+        return [self.of_step(use, place) for use, place in zip(uses, places, strict=True)]
+
+    def of_step(self, use: Use, place: int) -> tuple[Fitting | None, str]:
+        """With one position of the mask, [N, 1]."""
+        cases = use.batch_dim or 0
+        other = next((dim for dim in range(len(sizes_of(use.output))) if dim != cases), None)
+        if other is None or not fits((cases, other), use, self.layers[use.layer], (self.shape[0], 1)):
+            return None, f"its output [{', '.join(sizes_of(use.output))}] has no rows of [{self.cases}] cases"
+        return (self.made(torch.narrow, 1, place, 1), (cases, other)), ""
+
+    def made(self, function: Callable[..., Tensor], *args: int) -> fx.Node:
+        """A function of the mask, as a node behind it."""
+        arguments: tuple[Any, ...] = (self.mask, *args)
+        known = [user for user in self.mask.users if user.target is function and user.args == arguments]
+        if known:
+            return known[0]
+        with self.mask.graph.inserting_after(self.mask):
+            node = self.mask.graph.call_function(function, arguments)
+        value = self.mask.meta["val"]
+        with getattr(value, "fake_mode", nullcontext()):
+            node.meta["val"] = function(value, *args)
+        return node
+
+    def of_use(self, one: Registration, use: Use, layer: Layer) -> tuple[Fitting | None, str]:
+        """(the mask and its dimensions in the output, why not)."""
         if one.approximation in UNCORRELATED and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
             return None, "its pixels are not its output positions"
-        if one.approximation in SERIES:
-            return None, "a series of uses takes all of them"
         if use.output in self.moved:
             return None, f"positions are moved by {where(self.moved[use.output])}"
         found = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]
         if len(found) == 1:
-            return found[0], ""
+            turned = len(set(found[0])) == 1 and self.merged[use.output]
+            return (self.made(torch.t) if turned else self.mask, found[0]), ""
         said = ", ".join(sizes_of(use.output))
         if found:
             return None, f"which dimension of its output [{said}] counts positions is not clear"
@@ -122,7 +165,7 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     def same(own: Any, first: str | None) -> Any:
         if str(own) in elsewhere:
             return own
-        alike = {str(size): size for size in inputs if int(size) == int(own)}
+        alike = {str(size): size for size in inputs if in_example(size) == in_example(own)}
         chosen = first if first in alike else next(iter(alike)) if len(alike) == 1 else None
         return own if chosen is None else alike[chosen]
 
@@ -139,20 +182,9 @@ def everything_behind(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def sizes_of(node: fx.Node) -> list[str]:
-    return [str(size) for size in shape_of(node)]
-
-
-def shape_of(node: fx.Node) -> tuple[Any, ...]:
-    """Of its tensor, sizes that only the batch knows as symbols; empty for what is none."""
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
 def fits(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:
     """Whether a row of the layer belongs to one position, tried on a mask of different numbers."""
-    sizes = [size if isinstance(size, int) else LENGTH for size in mask]
-    shape = [size if isinstance(size, int) else LENGTH for size in use.output.meta["val"].shape]
+    sizes, shape = ([number(size) or LENGTH for size in all_] for all_ in (mask, use.output.meta["val"].shape))
     if len(set(dims)) == 1:
         shape[dims[0]] = sizes[0] * sizes[1]
     numbers = torch.arange(1.0, sizes[0] * sizes[1] + 1).view(sizes)

@@ -14,7 +14,7 @@ The second output holds the Fisher's outputs, in the order of `program.outputs`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
     for node, copy in copies.items():
         if node.op == "placeholder":
             copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
-    if program.mask is not None:
-        hoist(graph, copies[program.mask])
+    hoist(graph, [copies[use.attrs[KEPT]] for one in program.registrations for use in one.uses if use.mask_dims])
     probes = add_probes(graph)
     order = {node: n for n, node in enumerate(graph.nodes)}
     taps: dict[str, nn.Module] = {}
@@ -75,9 +74,9 @@ def add_probes(graph: fx.Graph) -> fx.Node:
         return graph.placeholder("probes")
 
 
-def hoist(graph: fx.Graph, mask: fx.Node) -> None:
-    """A mask, which is computed from inputs alone, in front of all taps."""
-    wanted, stack = set(), [mask]
+def hoist(graph: fx.Graph, masks: Iterable[fx.Node]) -> None:
+    """Masks, which are computed from inputs alone, in front of all taps."""
+    wanted, stack = set(), list(masks)
     while stack:
         node = stack.pop()
         if node not in wanted and node.op != "placeholder":
@@ -133,8 +132,7 @@ def insert_links(
         uses = sorted((u for u in registration.uses if u.tower == tower), key=lambda use: order[copies[use.output]])
         carrier: fx.Node | None = None
         earlier: fx.Node | None = None
-        previous = uses[0]
-        for use in uses:
+        for place, use in enumerate(uses):
             name = fresh(tap_name(registration), links)
             links[name] = make(registration, use, use is uses[0], use is uses[-1])
             original = copies[use.output]
@@ -143,7 +141,8 @@ def insert_links(
             with graph.inserting_after(output):
                 probe = graph.create_node("call_function", operator.getitem, (probes, number), name=f"{name}_probes")
             with graph.inserting_after(probe):
-                masks = [copies[one.attrs[KEPT]] for one in (use, previous) if KEPT in one.attrs]
+                near = (use, uses[max(place - 1, 0)], uses[min(place + 1, len(uses) - 1)])
+                masks = [copies[one.attrs[KEPT]] for one in near if KEPT in one.attrs]
                 arguments = (output, copies[use.input], probe, carrier, earlier, *masks)
                 link = graph.create_node("call_module", f"links.{name}", arguments, name=f"{name}_link")
             with graph.inserting_after(link):
@@ -153,7 +152,7 @@ def insert_links(
             for reader in readers:
                 reader.replace_input_with(output, linked)
             tapped[original] = linked
-            earlier, previous = copies[use.input], use
+            earlier = copies[use.input]
 
 
 def protect(graph: fx.Graph) -> None:

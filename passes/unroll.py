@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .cells import CELLS, Cell, State, Value
-from .ir import UNROLLED, Program
+from .ir import STEP, UNROLLED, Program
 from .labels import Label, labels
 from .masks import counted
 from .operations import op_name
@@ -187,6 +187,7 @@ def through_time(
     state: State = []
     for step in reversed(range(len(inputs))) if layer.reverse else range(len(inputs)):
         write.at(f"{layer.name}_t{step}")
+        write.kept[STEP] = step, len(inputs)
         kept = None if reached is None else reached[step]
         product = write.linear(inputs[step], w, b, kept)
         state = state or [write.first(one, number, product) for one, number in first]
@@ -195,6 +196,7 @@ def through_time(
             new[0] = write.linear(new[0], r, None, kept)
         state = new if kept is None else [torch.where(kept, *both) for both in zip(new, state, strict=True)]
         outputs[step] = state[0]
+    del write.kept[STEP]
     return outputs, state
 
 

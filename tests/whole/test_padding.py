@@ -277,6 +277,7 @@ FITS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "as many outputs as positions": (lambda x, w: x @ w, (4, 5)),
     "positions first": (lambda x, w: x.transpose(0, 1) @ w, (4, 2)),
     "merged in a view": (lambda x, w: (x.reshape(-1, 4).tanh() @ w).tanh(), (4, 2)),
+    "merged position by position": (lambda x, w: (x.transpose(0, 1).reshape(-1, 4) @ w).tanh(), (4, 2)),
     "convolution": (lambda x, w: F.conv1d(x.mT, w, padding=1), (2, 4, 3)),
     "scale": (lambda x, w: x * w, (4,)),
     "beams": (lambda x, w: x.unsqueeze(1).expand(-1, 2, -1, -1) @ w, (4, 2)),
@@ -288,7 +289,7 @@ DOES_NOT: dict[str, tuple[Any, tuple[int, ...], str]] = {
     "flipped": (lambda x, w: x.flip(1).tanh() @ w, (4, 2), "positions are moved by flip"),
     "rolled": (lambda x, w: (x + x.roll(1, 1)) @ w, (4, 2), "positions are moved by roll"),
     "picked": (lambda x, w: x[:, torch.arange(x.shape[1]).neg()] @ w, (4, 2), "positions are moved by index"),
-    "merged the other way": (lambda x, w: x.transpose(0, 1).reshape(-1, 4) @ w, (4, 2), "has no rows"),
+    "merged in halves": (lambda x, w: x.reshape(-1, 2) @ w, (2, 2), "has no rows"),
 }
 
 
@@ -311,7 +312,7 @@ def test_the_mask_goes_where_positions_are_known() -> None:
     for name, (_, _, reason) in DOES_NOT.items():
         assert reason in notes[name.replace(" ", "_")]
     dims = {one.parameters[0]: one.uses[0].mask_dims for one in net.registrations}
-    assert [dims[name.replace(" ", "_")] for name in FITS] == [(0, 1), (1, 0), (0, 0), (0, 2), (0, 1), (0, 2)]
+    assert [dims[name.replace(" ", "_")] for name in FITS] == [(0, 1), (1, 0), (0, 0), (0, 0), (0, 2), (0, 1), (0, 2)]
 
 
 def test_a_mask_that_attention_alone_reads_has_the_sizes_of_the_other_inputs() -> None:
