@@ -44,7 +44,8 @@ def measure(entry: Entry) -> dict[str, Any]:
     torch.manual_seed(0)
     start = time.process_time()
     try:
-        net = kfac_fx.compile(model, *first, loss=entry.loss, dense_limit=DENSE_LIMIT)
+        options = {"dense_limit": DENSE_LIMIT, "approximations": entry.approximations}
+        net = kfac_fx.compile(model, *first, loss=entry.loss, **options)
     except REFUSALS as error:
         return found | {"error": said(error), "seconds": time.process_time() - start}
     except Exception as error:

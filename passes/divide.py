@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from . import pytree
+from .approximation import requested
 from .attributes import computed_weight, settings
 from .border import call_key
 from .calls import Call, Watched, mapped, watched, without_trace
 from .errors import UntraceableError
 from .hooks import refuse_users_hooks, without_users_hooks
-from .ir import Note, Options, Program, Submodule
+from .ir import GENERIC, Note, Options, Program, Submodule
 from .normalize import normalize
 from .operations import op_name
 from .pipeline import run
@@ -30,6 +31,10 @@ from .submodules import in_model, join
 from .trace import Capture, capture, named_parameters
 from .unroll import unroll
 
+LAST = (
+    "If that is the code of others: with all parameters generic, in diagonal blocks, nothing needs to be captured; "
+    'compile(..., approximations={"*": "generic"}).'
+)
 LOSSES = {"cross_entropy_loss", "cross_entropy", "mse_loss", "binary_cross_entropy_with_logits"}
 
 
@@ -77,7 +82,8 @@ def divide(
     error: UntraceableError,
     known: Division | None = None,
 ) -> Division:
-    """Raises UntraceableError if there is nothing to capture: `error`, which says why the whole was not captured.
+    """Raises UntraceableError if there is nothing to capture, and the user did not ask for generic parameters only:
+    `error`, which says why the whole was not captured.
 
     known: of earlier inputs; what was captured then stays, and so does what was left as Python.
     """
@@ -86,13 +92,15 @@ def divide(
     divider.left.append((model, Note(type(model).__name__, in_short(error))))
     for name, child in model.named_children():
         divider.descend(name, child)
-    if not divider.captured:
-        raise error
     captured = tuple(divider.captured)
     parameters, aliases = named_parameters(model)
+    nothing = Program(fx.Graph(), nn.Module(), parameters, aliases, options, layers)
+    if not captured and not all(GENERIC in requested(nothing, (name,), "generic") for name in parameters):
+        raise UntraceableError(f"{error}\n{LAST}") from error
     programs = [in_model(one.capture.program, one.submodule.path, parameters, aliases) for one in captured]
     joined = join(
-        [(one.submodule, run(program, (unroll, normalize))) for one, program in zip(captured, programs, strict=True)]
+        nothing,
+        [(one.submodule, run(program, (unroll, normalize))) for one, program in zip(captured, programs, strict=True)],
     )
     inside = {str(node.target) for node in joined.graph.nodes if node.op == "get_attr"}
     with without_trace(model):

@@ -41,8 +41,8 @@ def in_model(
     return program.but(graph=graph, root=holder(held), parameters=parameters, aliases=aliases)
 
 
-def join(captured: Sequence[tuple[Submodule, Program]]) -> Program:
-    """One program of normalized ones, which have the model's names."""
+def join(nothing: Program, captured: Sequence[tuple[Submodule, Program]]) -> Program:
+    """One program of normalized ones, which have the model's names; `nothing` is that of none."""
     graph = fx.Graph()
     read: dict[str, fx.Node] = {}
     held: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def join(captured: Sequence[tuple[Submodule, Program]]) -> Program:
                 copies[node].meta[KEY] = parameter, copies[numbers]
     graph.output(tuple(outputs))
     own = tuple(one for one, _ in captured)
-    return captured[0][1].but(graph=graph, root=holder(held), submodules=own, history=())
+    return nothing.but(graph=graph, root=holder(held), submodules=own, history=())
 
 
 def placeholder(graph: fx.Graph, node: fx.Node, number: int, one: Submodule) -> fx.Node:

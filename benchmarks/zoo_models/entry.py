@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Entry:
     call: Callable[[int], Call]
     loss: Any = predictions
     like: str = ""  # the well-known architecture that it is, of those that the zoo must hold
+    approximations: Mapping[str, str] = field(default_factory=dict)  # of `compile`
 
     @property
     def key(self) -> str:

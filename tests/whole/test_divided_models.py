@@ -199,3 +199,32 @@ def test_a_table_in_a_submodule_is_structured() -> None:
     net = kfac_fx.compile(Model(), (X,), loss="normal")
     assert {one.parameters: one.layer for one in net.registrations}["first.table",] == "scale_and_shift"
     assert net.report.to_dict()["parameters"]["generic"] == 0
+
+
+class Coin(nn.Module):
+    """A branch on a random number in a module that holds all the parameters there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        return y if torch.rand(()) > 0.3 else 2 * y
+
+
+def test_where_nothing_can_be_captured_the_error_says_what_is_left() -> None:
+    with pytest.raises(UntraceableError, match=r"Replace what(.|\n)*approximations=\{\"\*\": \"generic\"\}\)\."):
+        compiled(Coin())
+
+
+def test_a_model_whose_parameters_are_generic_by_request_needs_no_graph() -> None:
+    model = Coin()
+    twin = copy.deepcopy(model)
+    net = compiled(model, X, approximations={"*": "generic"})
+    (one,) = net.registrations
+    assert one.generic and one.reason is not None and "weight is read at test_divided_models.py" in one.reason
+    for _ in range(4):
+        found = net.record((X,), {}).statistics[one.parameters]["gradient"]
+        assert found.shape == (12,) and found.any()
+        assert differences(step(twin, lambda: twin(X)), step(model, lambda: net(X))) == []
