@@ -10,31 +10,22 @@ import torch
 from .entry import Call, classes, floats, keywords, steps
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
+PATCHES = {"in_channels": 4, "out_channels": 8, "num_layers": 2, "sample_size": 8, "patch_size": 2, **HEADS}
 
 TRANSFORMERS: dict[str, tuple[Mapping[str, Any], Callable[[int], Call]]] = {
     "DiTTransformer2DModel": (
         {
-            "in_channels": 4,
-            "out_channels": 8,
-            "num_layers": 2,
-            "sample_size": 8,
-            "patch_size": 2,
+            **PATCHES,
             "num_embeds_ada_norm": 20,
-            **HEADS,
         },
         keywords(hidden_states=floats(4, 8, 8), timestep=classes(20), class_labels=classes(10)),
     ),
     "PixArtTransformer2DModel": (
         {
-            "in_channels": 4,
-            "out_channels": 8,
-            "num_layers": 2,
-            "sample_size": 8,
-            "patch_size": 2,
+            **PATCHES,
             "caption_channels": 8,
             "cross_attention_dim": 16,
             "use_additional_conditions": False,
-            **HEADS,
         },
         lambda batch: (
             (),

@@ -8,6 +8,7 @@ from typing import Any
 Options = Mapping[str, Any]
 
 CONVOLUTIONAL = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
+WINDOWS = {"patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4}
 PYRAMID = {
     "num_encoder_blocks": 2,
     "depths": [1, 1],
@@ -112,27 +113,9 @@ IMAGES: dict[str, Options] = {
     "ResNetForImageClassification": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
     "SegformerForSemanticSegmentation": {**PYRAMID, "decoder_hidden_size": 8},
     "SwiftFormerForImageClassification": {"image_size": 32, "depths": [1, 1, 1, 1], "embed_dims": [8, 8, 16, 16]},
-    "SwinForImageClassification": {
-        "patch_size": 4,
-        "embed_dim": 8,
-        "depths": [1, 1],
-        "num_heads": [1, 2],
-        "window_size": 4,
-    },
-    "Swinv2ForImageClassification": {
-        "patch_size": 4,
-        "embed_dim": 8,
-        "depths": [1, 1],
-        "num_heads": [1, 2],
-        "window_size": 4,
-    },
-    "Swin2SRForImageSuperResolution": {
-        "patch_size": 1,
-        "embed_dim": 8,
-        "depths": [1, 1],
-        "num_heads": [1, 2],
-        "window_size": 4,
-    },
+    "SwinForImageClassification": WINDOWS,
+    "Swinv2ForImageClassification": WINDOWS,
+    "Swin2SRForImageSuperResolution": {**WINDOWS, "patch_size": 1},
     "TextNetForImageClassification": {},
     "TimesformerForVideoClassification": {"num_frames": 2},
     "UperNetForSemanticSegmentation": {

@@ -60,34 +60,26 @@ ENCODERS: dict[str, Options] = {
     "T5EncoderModel": {},
 }
 
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}  # attention, and experts
+
 DECODERS: dict[str, Options] = {
     "BambaForCausalLM": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "BitNetForCausalLM": {},
     "BloomForCausalLM": {},
     "CodeGenForCausalLM": {"n_embd": 32, "n_head": 4, "rotary_dim": 4},
     "CTRLLMHeadModel": {"dff": 32},
-    "DeepseekV2ForCausalLM": {
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-    },
-    "DeepseekV3ForCausalLM": {
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-    },
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
     "DiffLlamaForCausalLM": {},
     "FalconForCausalLM": {},
     "Gemma3ForCausalLM": {},
