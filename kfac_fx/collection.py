@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from kfac_fx.captured import CapturedModel
 from kfac_fx.find_use import Finder, Nodes, listed
 from kfac_fx.fisher_blocks import FisherBlock, block_class
 from kfac_fx.fisher_factor import FisherFactor, factor_keys
-from kfac_fx.kinds import KINDS, check_num_uses, known
+from kfac_fx.kinds import KINDS, check_num_uses, checked_kind, known
+from kfac_fx.names import Names
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError, ReuseError, nearest
 from kfac_fx.passes.ir import Program, Sampling, Use
-from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Piece
-from kfac_fx.pieces import piece_of_view, read_piece
 from kfac_fx.registry import VARIABLE_SCOPE, Key, LayerParametersDict, resolved
 
 
-class BaseCollection:
-    """fisher_blocks: by their parameters, in the order of registration. estimator: the one built on it, if any.
-
-    Parameters are given as names, under any of their aliases, or as the objects; keys hold canonical names. So are
-    pieces of them: `"w[0:64]"`, `"table[:, 2:5]"`, or views such as `model.w[0:64]`.
-    """
+class BaseCollection(Names):
+    """fisher_blocks: by their parameters, in the order of registration. estimator: the one built on it, if any."""
 
     def __init__(self, graph: CapturedModel, name: str = "LayerCollection") -> None:
-        self.captured, self.name = graph, name
+        super().__init__(graph)
+        self.name = name
         self.finder = Finder(graph)
-        self._by_object = {id(parameter): key for key, parameter in graph.program.parameters.items()}
-        self.pieces: dict[str, Piece] = dict(graph.program.pieces)  # what `name_of` met, by name
         self.fisher_blocks: LayerParametersDict[FisherBlock] = LayerParametersDict(self.name_of, self.pieces.get)
         self.fisher_factors: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._linked: dict[frozenset[str], str | None] = {}
@@ -45,60 +39,7 @@ class BaseCollection:
     def __repr__(self) -> str:
         return f"{self.name}({len(self.fisher_blocks)} blocks)"
 
-    # --- the graph --------------------------------------------------------------------------------------------------
-
-    @property
-    def graph(self) -> fx.Graph:
-        return self.captured.graph
-
-    @property
-    def model(self) -> nn.Module:
-        return self.captured.model
-
-    @property
-    def layers(self) -> Mapping[str, Layer]:
-        return self.captured.program.layers
-
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        return self.captured.program.parameters
-
-    def node(self, name: str | fx.Node) -> fx.Node:
-        """A node of the graph by its name. Raises RegistrationError if there is none."""
-        return self.captured.node(name)
-
-    def inputs_of(self, module: str) -> fx.Node | list[fx.Node]:
-        """What the call of a submodule reads; a list with one node a call if it is called several times."""
-        return self.captured.inputs_of(module)
-
-    def outputs_of(self, module: str) -> fx.Node | list[fx.Node]:
-        """What the call of a submodule computes; a list with one node a call if it is called several times."""
-        return self.captured.outputs_of(module)
-
     # --- names ------------------------------------------------------------------------------------------------------
-
-    def name_of(self, parameter: Any) -> str:
-        """The canonical name. Raises RegistrationError for what is no trainable parameter of the model, nor a piece of
-        one."""
-        aliases = self.captured.program.aliases
-        if isinstance(parameter, str) and parameter in aliases:
-            return aliases[parameter]
-        if id(parameter) in self._by_object:
-            return self._by_object[id(parameter)]
-        piece: Piece | None = None
-        if isinstance(parameter, str):
-            piece = self.pieces.get(parameter) or read_piece(parameter, aliases, self.parameters)
-        elif isinstance(parameter, Tensor):
-            piece = piece_of_view(parameter, self.parameters)
-        if piece is not None:
-            if piece.stop - piece.start == self.parameters[piece.parameter].shape[piece.dim]:
-                return piece.parameter
-            return self.pieces.setdefault(piece.name, piece).name
-        if isinstance(parameter, str):
-            raise RegistrationError(
-                f"{parameter!r} is not a trainable parameter of the model.{nearest(parameter, aliases)}"
-            )
-        raise RegistrationError(f"a {type(parameter).__name__} that is not a trainable parameter of the model")
 
     def asked_pieces(self, *more: str) -> tuple[Piece, ...]:
         """Those that something is registered or linked for, and those among `more` names."""
@@ -122,9 +63,13 @@ class BaseCollection:
     def define_linked_parameters(self, params: Any, approximation: str | None = None) -> None:
         """These parameters belong in one block, of this approximation unless the registration asks for another.
 
-        Raises LinkError if some are registered in a block of other parameters, or are linked already.
+        Raises LinkError if some are registered in a block of other parameters, or are linked already;
+        ApproximationError for what no layer has.
         """
         names = frozenset(self.names_of(params))
+        if approximation is not None and not any(kind.own(approximation) for kind in KINDS.values()):
+            known_to_some = dict.fromkeys(name for kind in KINDS.values() for name in kind.approximations)
+            raise ApproximationError(f"{approximation!r} is no approximation.{nearest(approximation, known_to_some)}")
         self.check_cuts(names)
         said = ", ".join(sorted(names))
         if taken := self.fisher_blocks.overlapping(names):
@@ -135,11 +80,11 @@ class BaseCollection:
         self._linked[names] = approximation
 
     def default_approximation(self, kind: str) -> str:
-        return self._defaults[kind]
+        return self._defaults[checked_kind(kind)]
 
     def set_default_approximation(self, kind: str, value: str) -> None:
-        """Raises ApproximationError for what the kind of layer has not."""
-        if KINDS[kind].own(value) is None:
+        """Raises ApproximationError for what the kind of layer has not, and for a kind that does not exist."""
+        if KINDS[checked_kind(kind)].own(value) is None:
             raise ApproximationError(f"{value!r} is not a valid approximation for {kind}; valid are {known(kind)}")
         self._defaults[kind] = value
 
@@ -226,6 +171,10 @@ class BaseCollection:
         RegistrationError for a block of another type or approximation, and for parameters in another block.
         """
         self.check_open()
+        if not isinstance(fisher_block, FisherBlock):
+            raise RegistrationError(
+                f"register_block takes a block of kfac_fx.fisher_blocks, not a {type(fisher_block).__name__}"
+            )
         reuse, names = resolved(reuse), self.names_of(layer_key)
         said = f"({', '.join(names)})"
         if names in self.fisher_blocks:

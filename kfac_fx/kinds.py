@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kfac_fx.fisher_blocks import CONVOLUTIONS, DEPTHWISE, EMBEDDINGS, LINEAR, SCALES
-from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.errors import ApproximationError, RegistrationError, nearest
 from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, UNCORRELATED
 from kfac_fx.registry import Key
 
@@ -47,6 +47,13 @@ KINDS: Mapping[str, Kind] = {
         EMBEDDINGS, {"kron_indep": "kron_in_diag", "kron_indep_in_diag": "kron_in_diag"}, "kron_indep", multi=True
     ),
 }
+
+
+def checked_kind(kind: str) -> str:
+    """Raises ApproximationError for a kind that does not exist."""
+    if kind not in KINDS:
+        raise ApproximationError(f"there are no layers {kind!r}, but {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+    return kind
 
 
 def known(kind: str) -> str:

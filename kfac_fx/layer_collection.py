@@ -10,7 +10,7 @@ est = kfac_fx.FisherEstimator(lc, damping=1e-3)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -25,17 +25,13 @@ from kfac_fx.loss_spec import LossSpec
 from kfac_fx.masks import checked
 from kfac_fx.output_losses import graph_loss
 from kfac_fx.passes.check import check_registration, uses_found
-from kfac_fx.passes.errors import ModelChangedError, RegistrationError
-from kfac_fx.passes.ir import LossSite, Program, Registration, Use, where
+from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.ir import LossSite, Program, Registration, where
 from kfac_fx.passes.labels import entries
-from kfac_fx.passes.losses import case_size
-from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.padding import everything_behind, padding
-from kfac_fx.passes.pieces import Slope
-from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.sizes import in_example
-from kfac_fx.passes.unroll import unroll
 from kfac_fx.passes.verify import verify
+from kfac_fx.recaptured import recaptured
 from kfac_fx.register_layers import LayerRegistrations
 from kfac_fx.register_losses import LossRegistrations
 from kfac_fx.registered_losses import RegisteredLoss
@@ -168,32 +164,7 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
     def on(self, traced: Program) -> Program:
         """The same registrations on another capture of the model. Raises ModelChangedError if it is another graph."""
         own = self.program
-        if traced is self.captured.capture.program:
-            return own
-        fresh = run(traced, (unroll, normalize))
-        pairs = list(zip(own.graph.nodes, fresh.graph.nodes, strict=False))
-        alike = len(own.graph.nodes) == len(fresh.graph.nodes)
-        if not alike or any((a.op, a.target) != (b.op, b.target) for a, b in pairs):
-            raise ModelChangedError(
-                f"these inputs take another path through {type(self.model).__name__} than those that the "
-                "LayerCollection was built on.\nMake a LayerCollection for each path."
-            )
-        nodes = dict(pairs)
-        registrations = tuple(
-            replace(one, uses=tuple(moved(use, nodes) for use in one.uses)) for one in own.registrations
-        )
-        outputs = tuple(nodes[node] for node in own.outputs)
-        return fresh.but(
-            outputs=outputs,
-            cases=case_size(fresh.graph, outputs),
-            mask=own.mask and nodes[own.mask],
-            mask_dims=own.mask_dims,
-            registrations=registrations,
-            unused=own.unused,
-            unmasked=own.unmasked,
-            pieces=own.pieces,
-            behind={nodes[node]: names for node, names in own.behind.items()},
-        )
+        return own if traced is self.captured.capture.program else recaptured(own, traced, self.model)
 
     # --- the default collection -------------------------------------------------------------------------------------
 
@@ -217,22 +188,6 @@ def of_site(site: LossSite) -> RegisteredLoss:
         return graph_loss(site.kind, site.reduction, inputs, None)[1]
 
     return RegisteredLoss(site.node.name, site.kind, (site.inputs,), make, site.targets, coefficient, None)
-
-
-def moved(use: Use, nodes: Mapping[fx.Node, fx.Node]) -> Use:
-    """The same use in a copy of its graph."""
-    attrs = {name: nodes[value] if isinstance(value, fx.Node) else value for name, value in use.attrs.items()}
-    own = frozenset(nodes[node] for node in use.nodes)
-    slopes = tuple(moved_slope(one, nodes) for one in use.slopes)
-    gain = None if use.gain_of is None else (moved_slope(use.gain_of[0], nodes), use.gain_of[1])
-    return replace(
-        use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs, slopes=slopes, gain_of=gain
-    )
-
-
-def moved_slope(slope: Slope, nodes: Mapping[fx.Node, fx.Node]) -> Slope:
-    factor = None if slope.factor is None else nodes[slope.factor]
-    return replace(slope, operand=nodes[slope.operand], factor=factor)
 
 
 _default: LayerCollection | None = None

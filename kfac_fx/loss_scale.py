@@ -178,6 +178,19 @@ WHY = (
 )
 
 
+def wrong_reduction(reduction: str, cases: int) -> list[tuple[float, str]]:
+    """Factors that come of a division by the number of cases too many or too few, and what to write."""
+    if reduction == "mean":
+        return [
+            (cases, "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')"),
+            (1 / cases, "it is divided by the number of cases twice: a mean is already"),
+        ]
+    return [
+        (cases, "it is multiplied by the number of cases: a sum over them needs no factor"),
+        (1 / cases, "it is their mean: write KFAC(..., reduction='mean')"),
+    ]
+
+
 def said(factor: float, found: Found, cases: int, forwards: int, reduction: str) -> str:
     """What the factor is, and what to write instead."""
     loss, elements = found.loss, found.loss.inputs.numel() / found.loss.cases
@@ -192,8 +205,7 @@ def said(factor: float, found: Found, cases: int, forwards: int, reduction: str)
         else f"register it on a LayerCollection with coeff={weight:.4g}"
     )
     known = [
-        (cases, "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')"),
-        (1 / cases, "it is their mean: write KFAC(..., reduction='mean')"),
+        *wrong_reduction(reduction, cases),
         (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
         (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {registered}"),
     ]

@@ -85,8 +85,7 @@ class Normal(LossFunction):
     targets_like = "values, of the shape of the mean"
 
     def __init__(self, mean: Tensor, var: float = 0.5, targets: Tensor | None = None, seed: int | None = None) -> None:
-        if isinstance(var, Tensor) or not var > 0:
-            raise LossError(f"Normal: var is {var!r}; it must be a positive float")
+        check_variance(var)
         super().__init__(mean, targets, seed)
         self.var = float(var)
 
@@ -105,6 +104,12 @@ class Normal(LossFunction):
     def _sample(self, generator: torch.Generator | None) -> Tensor:
         mean = precise(self.inputs)
         return mean + math.sqrt(self.var) * torch.empty_like(mean).normal_(generator=generator)
+
+
+def check_variance(var: float) -> None:
+    """Raises LossError."""
+    if isinstance(var, Tensor) or not var > 0:
+        raise LossError(f"Normal: var is {var!r}; it must be a positive float")
 
 
 class NormalMeanVariance(LossFunction):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,13 +14,11 @@ from kfac_fx.closure import Closure, checked
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.forwards import Forwards
-from kfac_fx.options import read_options
+from kfac_fx.options import OPTIONS, read_options
 from kfac_fx.parameter_groups import checked_net, split_group
 from kfac_fx.schedule import Schedule
 from kfac_fx.stepper import Stepper
 from kfac_fx.updater import Updater
-
-OPTIONS = tuple(inspect.signature(read_options).parameters)
 
 
 class KFAC(Optimizer):

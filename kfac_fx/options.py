@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,6 +138,9 @@ def read_options(
         reduction=reduction,
         first_order=FirstOrder.read(first_order),
     )
+
+
+OPTIONS = tuple(inspect.signature(read_options).parameters)  # the names of those that are checked here
 
 
 def check_quadratic(kind: str, lr: Any, momentum: Any, norm_constraint: Any) -> None:

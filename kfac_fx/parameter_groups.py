@@ -14,11 +14,13 @@ from kfac_fx.flat import Flat, Tensors
 from kfac_fx.linalg import dense
 from kfac_fx.loss_function import LossFunction, precise
 from kfac_fx.moments import Moments, Ride
+from kfac_fx.options import OPTIONS
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recorder import Recorder
 from kfac_fx.update import Work
 
 Group = dict[str, Any]
+OF_ALL_GROUPS = frozenset(OPTIONS) - {"lr", "weight_decay", "first_order"}  # the last one says which rule a group has
 
 
 class CompiledNet(Protocol):
@@ -69,8 +71,14 @@ def split_group(
 ) -> list[Group]:
     """A group as the user wrote it -> that of the parameters in Fisher blocks, and that of the others.
 
-    Raises ValueError for a parameter that is not the compiled module's.
+    Raises ValueError for a parameter that is not the compiled module's, and for an option that groups have not.
     """
+    if common := {name: group[name] for name in group if name in OF_ALL_GROUPS}:
+        written = ", ".join(f"{name}={value!r}" for name, value in common.items())
+        raise ValueError(
+            "a parameter group has its own lr and weight_decay, and shares all other options with the rest: "
+            f"KFAC(..., {written}), and not {', '.join(common)} in a group"
+        )
     given: Any = group["params"]
     members: list[Any] = [
         one[1] if isinstance(one, tuple) else one for one in ([given] if isinstance(given, Tensor) else given)

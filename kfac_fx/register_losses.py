@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from kfac_fx.collection import BaseCollection
 from kfac_fx.find_use import listed
 from kfac_fx.loss_function import LossFunction
-from kfac_fx.losses import Categorical, MultiBernoulli, Normal
+from kfac_fx.losses import Categorical, MultiBernoulli, Normal, check_variance
 from kfac_fx.passes.errors import LossError, RegistrationError, ReuseError
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.labels import ancestors
@@ -204,7 +204,8 @@ class LossRegistrations(BaseCollection):
         coeff_mode: str = "regular",
         **kwargs: Any,
     ) -> list[Tensor]:
-        """Every tower of every loss, summed over its cases, on a batch; without inputs, on the captured example.
+        """Every tower of every loss, summed over its cases, on a batch; without inputs, on the captured example. All
+        can be differentiated.
 
         Args:
             targets: one a tower, in a tuple; None: those registered.
@@ -217,7 +218,7 @@ class LossRegistrations(BaseCollection):
         captured = self.captured
         recorder = Recorder(captured.capture, self.bare_program, captured.model, self.registered_losses, {})
         values = captured.capture.flatten(given or (), kwargs or captured.kwargs)
-        _, fisher = recorder.outputs({}, values)
+        _, fisher = recorder.outputs(recorder.live_parameters(), values)
         if target_mode == "data" and targets is None:
             targets = recorder.graph_targets(values)
         return evaluated(self.registered_losses.on(fisher, targets), target_mode, coeff_mode)
@@ -236,6 +237,8 @@ class LossRegistrations(BaseCollection):
 
 
 def of_variance(var: float) -> Callable[[Tensor], LossFunction]:
+    """Raises LossError for what is no variance."""
+    check_variance(var)
     return lambda mean: Normal(mean, var)
 
 

@@ -13,7 +13,7 @@ from kfac_fx.kinds import INDEP, KINDS
 from kfac_fx.passes.approximation import cut_sides
 from kfac_fx.passes.check import check
 from kfac_fx.passes.cut import cut
-from kfac_fx.passes.errors import LinkError, RegistrationError
+from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, Program, Registration, Use, where
 from kfac_fx.passes.labels import ancestors, symbolic_sizes
@@ -124,20 +124,37 @@ class Scan:
         if one.approximation in SERIES:
             try:
                 return block_of(self.collection, one, towers, num_uses)
-            except RegistrationError as error:  # a default, which nobody asked for here
+            except RegistrationError as error:
+                if self.asked(one) is not None:
+                    raise
                 one = replace(one, approximation="kron_indep", reason=str(error))
         return block_of(self.collection, one, towers, num_uses)
 
     def approximation(self, one: Registration, multi: bool) -> str:
         """Towers are no uses: one use in each is a plain layer. Several take the default of the kind's multi form."""
         family = next((layers for layers in CLASSES if one.layer in layers), ())
-        kind = next((name for name in KINDS if KINDS[name].multi and KINDS[name].layers == family), None)
-        linked = self.collection.linked_parameters.get(frozenset(one.parameters))
+        kinds = [name for name in KINDS if (KINDS[name].layers or (name,)) == family]
+        kind = next((name for name in kinds if KINDS[name].multi), None)
+        if self.asked(one) is not None:
+            return self.linked_approximation(one, kinds)
         if not multi:
-            return "kron" if one.approximation == "kron_indep" and linked is None else one.approximation
-        if kind is None or linked is not None or one.approximation not in ("kron", "kron_indep", "diagonal"):
+            return "kron" if one.approximation == "kron_indep" else one.approximation
+        if kind is None or one.approximation not in ("kron", "kron_indep", "diagonal"):
             return one.approximation
         return KINDS[kind].own(self.collection.default_approximation(kind)) or one.approximation
+
+    def asked(self, one: Registration) -> str | None:
+        """The approximation of the linked group that these parameters are."""
+        return self.collection.linked_parameters.get(frozenset(one.parameters))
+
+    def linked_approximation(self, one: Registration, kinds: Sequence[str]) -> str:
+        """In our names. Raises ApproximationError for what such a layer has not."""
+        asked = self.asked(one) or ""
+        own = next((own for kind in kinds if (own := KINDS[kind].own(asked))), None)
+        if kinds and own is None:
+            there = ", ".join(dict.fromkeys(name for kind in kinds for name in KINDS[kind].approximations))
+            raise ApproximationError(f"Bad value {asked!r} for the linked {one}; {' and '.join(kinds)} have {there}")
+        return one.approximation if own is None or own == asked else own
 
     def folded(self, one: Registration) -> int | None:
         """How many uses one after another are in the rows of an output, if batch_size tells."""

@@ -205,6 +205,14 @@ def test_the_predicted_change_knows_groups_and_weight_decay(options: dict[str, A
     assert opt.rho.item() == pytest.approx(1.0, abs=1e-2)
 
 
+def test_an_option_of_the_whole_optimizer_is_none_of_a_group() -> None:
+    net = compile(mlp(), loss="categorical")
+    groups = [{"params": list(net.parameters()), "damping": 3.0, "momentum": 0.5, "name": "all"}]
+    text = r"KFAC\(..., damping=3.0, momentum=0.5\), and not damping, momentum in a group"
+    with pytest.raises(ValueError, match=text):
+        KFAC(net, lr=0.1, damping=0.1, params=groups)
+
+
 def test_a_parameter_group_may_come_later() -> None:
     net = compile(mlp(), loss="categorical")
     named = dict(net.named_parameters())

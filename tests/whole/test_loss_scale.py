@@ -259,3 +259,20 @@ def test_several_losses_are_told_apart() -> None:
         optimizer.step()
     (text,) = str(caught[0].message).splitlines()[:-1]
     assert text.startswith(times("0.25", "MultiBernoulli")) and "(0.5, kfac_fx.losses.MultiBernoulli" in text
+
+
+@pytest.mark.parametrize(
+    ("reduction", "factor", "text"),
+    [
+        ("mean", 1 / 6, "is divided by the number of cases twice: a mean is already"),
+        ("sum", 6, "is multiplied by the number of cases: a sum over them needs no factor"),
+    ],
+)
+def test_a_division_too_many_or_too_few_is_not_taken_for_the_other_reduction(
+    reduction: str, factor: float, text: str
+) -> None:
+    net, x = kfac_fx.compile(nn.Linear(3, 4), loss="categorical"), torch.randn(6, 3)
+    opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1, reduction=reduction)
+    (factor * F.cross_entropy(net(x), torch.zeros(6, dtype=torch.long), reduction=reduction)).backward()
+    with pytest.warns(kfac_fx.LossScaleWarning, match=text):
+        opt.step()

@@ -1,0 +1,58 @@
+"""What was registered on one capture of a model, on another capture of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx, nn
+
+from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.ir import Program, Use
+from kfac_fx.passes.losses import case_size
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.pieces import Slope
+from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.unroll import unroll
+
+
+def recaptured(own: Program, traced: Program, model: nn.Module) -> Program:
+    """`own` on the graph of `traced`. Raises ModelChangedError if that is another graph."""
+    fresh = run(traced, (unroll, normalize))
+    pairs = list(zip(own.graph.nodes, fresh.graph.nodes, strict=False))
+    alike = len(own.graph.nodes) == len(fresh.graph.nodes)
+    if not alike or any((a.op, a.target) != (b.op, b.target) for a, b in pairs):
+        raise ModelChangedError(
+            f"these inputs take another path through {type(model).__name__} than those that the "
+            "LayerCollection was built on.\nMake a LayerCollection for each path."
+        )
+    nodes = dict(pairs)
+    registrations = tuple(replace(one, uses=tuple(moved(use, nodes) for use in one.uses)) for one in own.registrations)
+    outputs = tuple(nodes[node] for node in own.outputs)
+    return fresh.but(
+        outputs=outputs,
+        cases=case_size(fresh.graph, outputs),
+        mask=own.mask and nodes[own.mask],
+        mask_dims=own.mask_dims,
+        registrations=registrations,
+        unused=own.unused,
+        unmasked=own.unmasked,
+        pieces=own.pieces,
+        behind={nodes[node]: names for node, names in own.behind.items()},
+    )
+
+
+def moved(use: Use, nodes: Mapping[fx.Node, fx.Node]) -> Use:
+    """The same use in a copy of its graph."""
+    attrs = {name: nodes[value] if isinstance(value, fx.Node) else value for name, value in use.attrs.items()}
+    own = frozenset(nodes[node] for node in use.nodes)
+    slopes = tuple(moved_slope(one, nodes) for one in use.slopes)
+    gain = None if use.gain_of is None else (moved_slope(use.gain_of[0], nodes), use.gain_of[1])
+    return replace(
+        use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs, slopes=slopes, gain_of=gain
+    )
+
+
+def moved_slope(slope: Slope, nodes: Mapping[fx.Node, fx.Node]) -> Slope:
+    factor = None if slope.factor is None else nodes[slope.factor]
+    return replace(slope, operand=nodes[slope.operand], factor=factor)
