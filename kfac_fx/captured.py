@@ -17,6 +17,7 @@ from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.trace import capture as trace
 from kfac_fx.passes.unroll import unroll
+from kfac_fx.wrappers import refuse_unfit
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def capture(
 
     Raises UntraceableError, LayerError.
     """
+    refuse_unfit(model)
     args = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     options = Options(
         modules={name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name},

@@ -18,7 +18,7 @@ from .layer_collection import LayerCollection
 from .loss_spec import loss_from
 from .masks import PaddingMask
 from .subsample import read_sampling
-from .wrappers import refuse_scripted, unwrapped
+from .wrappers import refuse_unfit, unwrapped
 
 DENSE_LIMIT = 4096
 
@@ -98,7 +98,11 @@ def compile(
     if not isinstance(model, nn.Module):
         raise TypeError(f"kfac_fx.compile takes a torch.nn.Module, not a {type(model).__name__}")
     wrapper, model = model, unwrapped(model)
-    refuse_scripted(model)
+    if inner := [name for name, one in model.named_modules() if isinstance(one, CompiledModule)]:
+        raise RegistrationError(
+            f"modules inside are compiled already, and would be captured twice: {', '.join(inner)}; put net.model there"
+        )
+    refuse_unfit(model)
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}.{nearest(backend, BACKENDS)}")
     if isinstance(linked, str) or (not isinstance(linked, Mapping) and any(isinstance(group, str) for group in linked)):

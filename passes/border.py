@@ -44,6 +44,26 @@ def with_left_out(leaves: list[Any], left_out: Mapping[int, str]) -> list[Any]:
     return [LeftOut(left_out[n]) if n in left_out else leaf for n, leaf in enumerate(leaves)]
 
 
+def refuse_nested(model: str, leaves: list[Any]) -> None:
+    """Raises UntraceableError for tensors of rows of different lengths."""
+    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+        raise UntraceableError(
+            f"{model} takes a nested tensor, whose lengths a graph would keep.\n"
+            "Hand over nested.to_padded_tensor(0.0) and a mask, and name it: compile(..., padding_mask=...)."
+        )
+
+
+def refuse_no_tensors(model: str, what: str, leaves: list[Any]) -> None:
+    """Raises UntraceableError if none is `what`, "taken" or "returned"."""
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
+        raise UntraceableError(
+            f"no tensor is {what} by {model}, but {kinds}.\n"
+            "Its inputs say what the cases are, and its outputs what the loss is of: hand them over as tensors, in "
+            "tuples, lists or dictionaries."
+        )
+
+
 def refuse_hidden_tensors(model: str, leaves: list[Any]) -> None:
     """Raises UntraceableError for arguments whose tensors torch.export would take for constants."""
     hidden = dict.fromkeys(

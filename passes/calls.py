@@ -73,26 +73,49 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def calls_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, list[Call]]:
-    """One forward: the calls of every submodule (by its id) with gradients on and its own parameters, as its forward
-    gets them."""
+def calls_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[dict[int, list[Call]], set[int]]:
+    """One forward: (the calls of every submodule with gradients on and its own parameters, as its forward gets them;
+    the submodules that are called, but whose children are also called from outside of them). Modules by their ids."""
     calls: dict[int, list[Call]] = {}
-    lent = Lent(model)
+    lent, above, active = Lent(model), ancestors(model), list[int]()
+    idle: set[tuple[frozenset[int], ...]] = set()  # of every call, by path: the ancestors that are not running
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not lent.others(module):
             inside = any(transformed(leaf) for leaf in pytree.leaves((args, kwargs)))
             given, named = ((), {}) if inside else (mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs))
             calls.setdefault(id(module), []).append(Call(given, named, autocast(), inside))
+            idle.add(tuple(path.difference(active) for path in above[id(module)]))
+        active.append(id(module))
 
-    submodules = [module for module in model.modules() if module is not model]
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in submodules]
+    def leave(*rest: Any) -> None:
+        active.pop()
+
+    handles: list[Any] = []
+    for module in (one for one in model.modules() if one is not model):
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
     try:
         model(*mapped(Tensor.clone, args), **mapped(Tensor.clone, dict(kwargs)))
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    passed = [[path & calls.keys() for path in paths] for paths in idle]
+    return calls, {module for paths in passed if all(paths) for path in paths[:1] for module in path}
+
+
+def ancestors(model: nn.Module) -> dict[int, list[frozenset[int]]]:
+    """Of every submodule, by path: the submodules that it is in."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, list[frozenset[int]]] = {}
+    for path, module in named.items():
+        parts = path.split(".")
+        found.setdefault(id(module), []).append(
+            frozenset(id(named[".".join(parts[:n])]) for n in range(1, len(parts))) - {id(model), id(module)}
+        )
+    return found
 
 
 def transformed(value: Any) -> bool:
@@ -127,17 +150,18 @@ def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 @dataclass(frozen=True)
 class Watched:
     """What forwards did. calls, first: of all of them and of the first, by module. assigned: the attributes, written:
-    the parameters that they set."""
+    the parameters that they set. opened: modules whose children are called from outside of them, too."""
 
     calls: Mapping[int, list[Call]]
     first: Mapping[int, list[Call]]
     assigned: frozenset[str]
     written: frozenset[str]
+    opened: frozenset[int] = frozenset()
 
 
 def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Watched:
     with without_trace(model) as trace:
-        first = calls_of(model, args, kwargs)
+        first, opened = calls_of(model, args, kwargs)
     assigned, written = set(trace.assigned), set(trace.written)
     calls = {module: list(found) for module, found in first.items()}
     owners = {
@@ -149,10 +173,11 @@ def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             break
         with without_trace(model) as trace:
             seed_all(seed)
-            more = calls_of(model, args, kwargs)
+            more, also = calls_of(model, args, kwargs)
+        opened |= also
         assigned |= set(trace.assigned)
         written |= set(trace.written)
         in_vain = 0 if more.keys() - calls.keys() else in_vain + 1
         for module, found in more.items():
             calls.setdefault(module, []).extend(found)
-    return Watched(calls, first, frozenset(assigned), frozenset(written))
+    return Watched(calls, first, frozenset(assigned), frozenset(written), frozenset(opened))

@@ -151,6 +151,8 @@ class Divider:
         try:
             if self.known is not None and id(module) in self.known.left:
                 raise UntraceableError("it was left as Python on earlier inputs")
+            if id(module) in self.watched.opened:
+                raise UntraceableError("Python calls what is inside of it, too")
             refuse_users_hooks(module)
             refuse_state(path, module, self.watched.assigned)
             if calls or known or not reached:
@@ -177,7 +179,7 @@ class Divider:
             several = len(shapes[key]) > 1 or any(one.key == key for one in mine)
             traced = under(call, lambda call=call, several=several: self.traced(path, module, call, several))  # type: ignore[misc]
             if self.watched.written:
-                refuse_writes(module, call)
+                refuse_writes(path, module, call)
             if not any(node.op == "placeholder" for node in traced.program.graph.nodes):
                 raise UntraceableError("it takes no tensors")
             if not self.options.loss_given and any(op_name(node) in LOSSES for node in traced.program.graph.nodes):
@@ -219,12 +221,12 @@ def is_computed(module: nn.Module, name: str) -> bool:
     return computed_weight(module.get_submodule(owner), attribute)
 
 
-def refuse_writes(module: nn.Module, call: Call) -> None:
+def refuse_writes(path: str, module: nn.Module, call: Call) -> None:
     """Raises UntraceableError if the module writes into its parameters, which a graph would do on top of it."""
     with without_trace(module) as trace:
         under(call, lambda: module(*mapped(Tensor.clone, call.args), **mapped(Tensor.clone, call.kwargs)))
     if trace.written:
-        raise UntraceableError(f"it writes into its parameters {', '.join(trace.written)}")
+        raise UntraceableError(f"it writes into parameters: {', '.join(f'{path}.{name}' for name in trace.written)}")
 
 
 def under(call: Call, function: Callable[[], Any]) -> Any:

@@ -26,6 +26,7 @@ class Returned:
     left_out: dict[int, str] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
     assigned: list[str] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
 
 
 class Flat(nn.Module):
@@ -56,6 +57,7 @@ class Flat(nn.Module):
         self.returned.assigned += assigned
         returned, self.returned.spec = pytree.flatten(result)
         kept, self.returned.left_out = without_objects(returned)
+        self.returned.leaves = returned
         return kept
 
     def unflatten(self, output: Any) -> Any:

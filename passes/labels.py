@@ -111,7 +111,9 @@ def symbolic_sizes(node: fx.Node) -> list[str | None]:
 def has_gradient(node: fx.Node) -> bool:
     """Whether the node's value can have one: not integers and truth values."""
     value = node.meta.get("val")
-    return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return not isinstance(value, (int, torch.SymInt, torch.SymBool))
 
 
 def differentiated(node: fx.Node) -> list[fx.Node]:

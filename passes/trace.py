@@ -17,7 +17,7 @@ from torch.export import Dim
 
 from . import pytree
 from .attributes import untouched
-from .border import refuse_drawn, refuse_hidden_tensors
+from .border import refuse_drawn, refuse_hidden_tensors, refuse_nested, refuse_no_tensors
 from .derivatives import FORWARD_MODE, differentiated, forward_mode, takes_derivatives
 from .errors import UntraceableError
 from .flat import Flat, Returned, flat_graph, input_names
@@ -103,7 +103,10 @@ def exported(
     """longest: see `recurrent_layers`."""
     refuse_packed(type(model).__name__, (args, kwargs))
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
-    refuse_hidden_tensors(type(model).__name__, leaves)
+    name = type(model).__name__
+    refuse_nested(name, leaves)
+    refuse_hidden_tensors(name, leaves)
+    refuse_no_tensors(name, "taken", leaves)
     flat = Flat(model, leaves, spec)
     flat.training = model.training  # its own flag only: submodules may be in other modes
     # Of a view torch.export would keep guards on what it is a view of, which the next batch need not be.
@@ -120,6 +123,7 @@ def exported(
             raise UntraceableError(untraceable(model, error)) from error
     refuse_custom(model, custom)
     refuse_drawn(type(model).__name__, flat.returned.drawn)
+    refuse_no_tensors(name, "returned", flat.returned.leaves)
     graph, root = flat_graph(module, names)
 
     def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -105,7 +105,7 @@ def untraceable(model: nn.Module, error: Exception) -> str:
         named = next((name for name, module in model.named_modules() if module is owner), None)
         path = named if named is not None else path
         file = frame.tb_frame.f_code.co_filename
-        if path is not None and not any(part in file for part in ("/torch/", OWN_FOLDER, "<")):
+        if path is not None and not any(part in file for part in ("/torch/", OWN_FOLDER, "contextlib.py", "<")):
             line = f" ({file.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
             source = linecache.getline(file, frame.tb_lineno).strip()
         frame = frame.tb_next

@@ -133,3 +133,42 @@ def test_what_a_reentrant_checkpoint_wraps_is_captured() -> None:
     net.record((X,), {})
     assert differences(step(twin, lambda: twin(X)), step(model, lambda: net(X))) == []
     assert differences(step(twin, lambda: twin(X)), step(model, lambda: net.ride((X,), {})[0])) == []
+
+
+def refusal(model: nn.Module, *inputs: Any) -> list[str]:
+    with pytest.raises(UntraceableError) as failure:
+        capture(model, inputs)
+    return str(failure.value).splitlines()
+
+
+def test_a_nested_tensor_is_refused_with_what_to_hand_over() -> None:
+    given = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    first, advice = refusal(nn.Linear(3, 2), given)
+    assert first == "Linear takes a nested tensor, whose lengths a graph would keep."
+    assert "padding_mask" in advice
+
+
+def test_a_model_without_tensors_has_no_cases() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, scale: float) -> Any:
+            return self.inner(scale * torch.ones(4, 3))
+
+    first, advice = refusal(Constant(), 2.0)
+    assert first == "no tensor is taken by Constant, but float."
+    assert advice.startswith("Its inputs say what the cases are, and its outputs what the loss is of")
+
+
+def test_an_output_without_tensors_is_no_output() -> None:
+    class Yielding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return iter([self.inner(x)])
+
+    assert refusal(Yielding(), torch.ones(4, 3))[0] == "no tensor is returned by Yielding, but list_iterator."

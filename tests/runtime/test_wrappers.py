@@ -65,3 +65,71 @@ def test_torchscript_is_refused_by_name() -> None:
         first, advice = str(failure.value).splitlines()
         assert first == f"a TorchScript module, whose Python is gone, cannot be captured: {names}."
         assert advice.startswith("Hand kfac_fx.compile the module that torch.jit.script or torch.jit.trace was given")
+
+
+def refusal(model: nn.Module) -> list[str]:
+    for compiling in (kfac_fx.compile, kfac_fx.capture):
+        with pytest.raises(kfac_fx.UntraceableError) as failure:
+            compiling(model, (X,))
+    return str(failure.value).splitlines()
+
+
+def test_parameters_without_a_shape_are_refused_until_the_model_ran() -> None:
+    model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d())
+    first, advice = refusal(model)
+    assert first.startswith("these parameters have no shape yet: 0.weight, 0.bias, 1.weight, 1.bias, 1.running_mean")
+    assert advice == "Run the model once on a batch, as in model(*example_inputs), and compile it then."
+    model(X)
+    assert len(kfac_fx.compile(model, (X,), loss="normal").registrations) == 2
+
+
+def test_complex_parameters_are_refused_with_a_real_way_to_write_them() -> None:
+    class Waves(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+        def forward(self, x: Tensor) -> Any:
+            weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+            return (x.to(weight.dtype) @ weight).abs()
+
+    weight = torch.randn(4, 3, dtype=torch.cfloat)
+    first, advice = refusal(Waves(weight))
+    assert first == "the Fisher is of real parameters, and these are complex: weight."
+    assert "torch.view_as_real(w)" in advice
+    assert kfac_fx.compile(Waves(torch.view_as_real(weight)), (X,), loss="normal").record((X,), {}).cases == 6
+
+
+@pytest.fixture
+def one_process() -> Any:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_sharded_parameters_are_refused_by_name() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 3)), mesh=mesh)
+    first, advice = refusal(model)
+    assert first == "parameters that are spread over processes have no factors in any: 0.weight, 0.bias."
+    assert "DistributedDataParallel" in advice
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+def test_data_parallel_over_processes_is_looked_through(inside: bool) -> None:
+    ddp = nn.parallel.DistributedDataParallel
+    model = nn.Sequential(ddp(nn.Linear(4, 5)), nn.Linear(5, 3)) if inside else ddp(mlp())
+    net = kfac_fx.compile(model, (X,), loss="normal")
+    assert [one.layer for one in net.registrations] == ["linear", "linear"]
+    assert net.record((X,), {}).cases == 6
+
+
+def test_a_module_that_was_compiled_is_refused_inside_of_another() -> None:
+    net = kfac_fx.compile(mlp(), (X,), loss="normal")
+    with pytest.raises(
+        kfac_fx.RegistrationError, match=r"are compiled already, and would be captured twice: 0; put net"
+    ):
+        kfac_fx.compile(nn.Sequential(net, nn.Linear(3, 3)), (X,), loss="normal")

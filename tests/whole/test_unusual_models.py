@@ -1,0 +1,298 @@
+"""Models as people write them: the recording is the model's, at other batch sizes and on other paths, and every
+registration is proved on those, too."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.divided import DividedRecorder
+from kfac_fx.passes import pytree
+from kfac_fx.proof import prove
+
+Batch = tuple[Any, ...]
+
+
+def x(cases: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(cases, 4, generator=torch.Generator().manual_seed(cases))
+
+
+class Layers(nn.Module):
+    """Three layers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+
+
+class EarlyExit(Layers):
+    """As soon as the activations are small."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if x.abs().mean() < 0.3:
+                break
+        return self.head(x)
+
+
+class StochasticDepth(Layers):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            if not self.training or random.random() < 0.5:
+                x = x + layer(x).tanh()
+        return self.head(x)
+
+
+class Halting(Layers):
+    """As many steps as the inputs need."""
+
+    def forward(self, x: Tensor) -> Any:
+        steps = 0
+        while x.norm() > 1.0 and steps < 5:
+            x, steps = 0.5 * self.layers[0](x).tanh(), steps + 1
+        return self.head(x)
+
+
+class Routed(Layers):
+    """Every row goes to one expert; some experts get none."""
+
+    def forward(self, x: Tensor) -> Any:
+        expert = x[:, :3].argmax(1)
+        out = torch.zeros_like(x)
+        for number, layer in enumerate(self.layers):
+            rows = (expert == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, layer(x[rows]))
+        return self.head(out)
+
+
+class Masked(Layers):
+    """Some rows are computed anew."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.layers[0](x)
+        some = hidden[:, 0] > 0
+        out = hidden.clone()
+        out[some] = self.layers[1](hidden[some])
+        return self.head(out + self.layers[2](x))
+
+
+class Encoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Any:
+        return self.first(x).tanh()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.encode(x))
+
+
+class Reaching(nn.Module):
+    """Calls a method of a submodule that is not its forward, and its forward, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Encoding(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.inner.encode(x) + self.inner(x)
+        return self.head(h if h.sum() > -1e9 else h.exp())
+
+
+@dataclass
+class Example:
+    features: Tensor
+    scale: float
+
+
+class TakesObjects(Layers):
+    def forward(self, example: Example) -> Any:
+        h = example.features
+        for layer in self.layers:
+            h = layer(h).tanh()
+        return self.head(h) * example.scale
+
+
+class Named(NamedTuple):
+    features: Tensor
+    mask: Tensor | None
+
+
+class TakesNested(Layers):
+    """Named tuples, dictionaries, lists and None, by keywords only."""
+
+    def forward(self, **given: Any) -> Any:
+        h = given["named"].features + given["more"]["of"][0]
+        for layer in self.layers:
+            h = layer(h).tanh()
+        return {"logits": self.head(h), "nothing": given["named"].mask}
+
+
+class Ragged(Layers):
+    def forward(self, sequences: list[Tensor]) -> Any:
+        pooled = []
+        for one in sequences:
+            for layer in self.layers:
+                one = layer(one).tanh()
+            pooled.append(one.mean(0))
+        return self.head(torch.stack(pooled))
+
+
+class ThroughNumpy(Layers):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+            x = x * torch.from_numpy((x.detach().numpy() > 0).astype("float32"))
+        return self.head(x)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return -gradient
+
+
+class Head(Layers):
+    """An autograd.Function is the last thing, and one is in the middle."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = Reversed.apply(layer(x).tanh())  # type: ignore[no-untyped-call]
+        return Reversed.apply(self.head(x))  # type: ignore[no-untyped-call]
+
+
+class Hooked(Layers):
+    """A hook on a tensor, which doubles its gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if x.requires_grad:
+                x.register_hook(lambda gradient: 2 * gradient)
+        return self.head(x)
+
+
+class Casting(Layers):
+    """Autocast between layers, and a branch."""
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = layer(x)
+            x = x.float().tanh() if x.sum() > -1e9 else x
+        return self.head(x)
+
+
+class Frozen(Layers):
+    """Layers that run without gradients."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            x = self.layers[0](x)
+        with torch.inference_mode():
+            scale = self.layers[1](x).norm()
+        return self.head(self.layers[2](x)) / (1 + scale.clone())
+
+
+class Adapted(nn.Module):
+    """An adapter of low rank beside a frozen layer of eight bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bits", torch.randint(-127, 127, (4, 4), dtype=torch.int8))
+        self.down, self.up, self.head = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        weight: Any = self.bits
+        return self.head(F.linear(x, weight.float() / 127) + self.up(self.down(x)))
+
+
+class Stored(nn.Module):
+    """Computes on what it holds, and takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("points", torch.randn(5, 4))
+
+    def forward(self) -> Any:
+        return self.inner(self.points)
+
+
+def rows(*batches: Tensor) -> list[tuple[Batch, dict[str, Any]]]:
+    return [((one,), {}) for one in batches]
+
+
+ORDINARY = rows(x(6), x(9), x(5, 30.0), x(5, 1e-3))
+NESTED = [((), {"named": Named(x(n), None), "more": {"of": [x(n + 1)[:n]]}}) for n in (6, 9)]
+CASES: list[tuple[Callable[[], nn.Module], list[tuple[Batch, dict[str, Any]]], bool]] = [
+    (EarlyExit, ORDINARY, True), (StochasticDepth, ORDINARY[:3], True), (Halting, ORDINARY[:3], True),
+    (Routed, ORDINARY[:2], True), (Masked, ORDINARY[:2], False), (Reaching, ORDINARY[:2], True),
+    (TakesObjects, [((Example(x(n), scale),), {}) for n, scale in ((6, 1.0), (9, 2.0))], True),
+    (TakesNested, NESTED, False), (Ragged, [(([x(2), x(3), x(n)],), {}) for n in (5, 7)], False),
+    (ThroughNumpy, ORDINARY[:2], True), (Head, ORDINARY[:2], True), (Hooked, ORDINARY[:2], True),
+    (Casting, ORDINARY[:2], True), (Frozen, ORDINARY[:2], True), (Adapted, ORDINARY[:2], False),
+    (Stored, [((), {})], True),
+]  # fmt: skip
+
+
+def logits(output: Any) -> Tensor:
+    return next(leaf for leaf in pytree.leaves(output) if isinstance(leaf, Tensor))
+
+
+def seeded(function: Callable[[], Any]) -> Any:
+    torch.manual_seed(3)
+    random.seed(3)
+    return function()
+
+
+def gradients(output: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    value = logits(output)
+    loss = kfac_fx.losses.Normal(value, targets=torch.zeros_like(value)).evaluate()
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+@pytest.mark.parametrize(("build", "batches", "divided"), CASES, ids=[build.__name__ for build, *_ in CASES])
+def test_what_is_recorded_is_of_the_model(build: Callable[[], nn.Module], batches: Any, divided: bool) -> None:
+    torch.manual_seed(0)
+    model = build()
+    parameters: dict[str, Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    net = kfac_fx.compile(model, *batches[0], loss=lambda output: kfac_fx.losses.Normal(logits(output)))
+    assert isinstance(net.captures.first, DividedRecorder) == divided
+    assert [(one.parameters, one.reason) for one in net.registrations if one.generic] == []
+    for args, kwargs in batches:
+        moments, (recorded, _), trained, original = (
+            seeded(partial(function, *given))
+            for function, *given in (
+                (net.record, args, kwargs),
+                (net.functional, parameters, args, kwargs),
+                (lambda args, kwargs: net(*args, **kwargs), args, kwargs),
+                (lambda args, kwargs: copy.deepcopy(model)(*args, **kwargs), args, kwargs),
+            )
+        )
+        assert moments.cases == len(logits(trained))
+        assert torch.equal(logits(trained), logits(original))
+        wanted, coarse = gradients(trained, parameters), 2e-2 if build is Casting else 1e-4
+        for name, one in gradients(recorded, parameters).items():
+            largest = float(wanted[name].abs().max())
+            torch.testing.assert_close(one, wanted[name], rtol=coarse, atol=coarse * largest, msg=name)
+        assert seeded(partial(prove, net.recorder(args, kwargs), args, kwargs)).failed == {}
