@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx import KFAC, RegistrationError
+from kfac_fx import KFAC, RegistrationError, UntraceableError
 from kfac_fx.divided import DividedRecorder
 from tests.whole.divided import (
     MODELS,
