@@ -19,6 +19,7 @@ from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 
 ALL = slice(None)
+A_CASE = ("positions", "pairs")  # numbers a case; the others are means over rows
 Vector = Mapping[str, Tensor]
 
 
@@ -117,10 +118,16 @@ class AveragedBlocks:
         batch = batch_values(self.approximation, total, cases)
         finite = torch.stack([is_finite(value) for value in batch.values()]).all(0)
         accepted = finite if accept is None else finite & accept
-        averaged = accepted & (total["count"] > 0) if "count" in total else accepted  # a batch without rows has no A
+        averaged, anew = accepted, None
+        if "count" in total:  # a batch without rows has no mean of them, but zero before there were any
+            anew = self.factors["positions"][members].moment * decay == 0
+            averaged = accepted & ((total["count"] > 0) | anew)
         for name, stack in self.factors.items():
-            taken = accepted if name == "positions" else averaged
-            stack[members].update(batch[name].view(stack[members].moment.shape), taken, decay, weight)
+            value, own = batch[name].view(stack[members].moment.shape), stack[members]
+            if name in A_CASE:
+                own.update(value, accepted, decay, weight)
+            else:
+                own.update(value, averaged, decay, weight, anew)
         self.skipped[members] += ~finite
         self.updated = True
 
@@ -134,10 +141,11 @@ class AveragedBlocks:
         return means / stack.total_weight.unsqueeze(-1)
 
     def positions(self) -> Tensor:
-        """c of every block: [L]."""
+        """c of every block: [L]; 1 of those that had no rows, whose A and G are zero, so that F + λ I is λ I."""
         if self.right is None:
             return torch.ones(len(self), dtype=self.dtype, device=self.device)
-        return self.factors["positions"].value
+        c = self.factors["positions"].value
+        return torch.where(c == 0, 1, c)
 
     def split_damping(self) -> dict[Side, Tensor]:
         """λ of every matrix of every side: [L, groups] each."""

@@ -56,9 +56,13 @@ class Stack:
         """Views of some of the blocks."""
         return Stack(self.moment[members], self.total_weight[members])
 
-    def update(self, batch: Tensor, accepted: Tensor, decay: float, weight: float) -> None:
-        """moment <- decay moment + weight batch, for the accepted blocks [L]; nothing of the others changes."""
-        kept = torch.where(accepted, torch.full_like(self.total_weight, decay), 1)
+    def update(self, batch: Tensor, accepted: Tensor, decay: float, weight: float, anew: Tensor | None = None) -> None:
+        """moment <- decay moment + weight batch, for the accepted blocks [L]; nothing of the others changes.
+
+        anew: [L], of which blocks nothing is kept.
+        """
+        decays = torch.full_like(self.total_weight, decay)
+        kept = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
         added = torch.where(spread(accepted, batch), batch, 0)
         self.moment.mul_(spread(kept, self.moment)).add_(added, alpha=weight)
         self.total_weight.mul_(kept).add_(accepted.to(kept.dtype), alpha=weight)

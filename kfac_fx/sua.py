@@ -75,7 +75,7 @@ class UncorrelatedGroup(BlockGroup):
         if side == CENTERED:
             return covariance
         body = covariance + self.kernel * outer(mean)
-        return bordered(body, math.sqrt(self.kernel) * mean, torch.ones_like(mean[..., 0])) if self.bias else body
+        return bordered(body, math.sqrt(self.kernel) * mean, factor[..., -1, -1]) if self.bias else body
 
     def assumed(self, factor: Tensor) -> tuple[Tensor, Tensor]:
         """(Σ, μ) of the second moments of pixels."""

@@ -299,5 +299,44 @@ def test_a_batch_without_rows_is_no_failure_and_lowers_only_the_rows_a_case() ->
     assert block.failures == (0, 0)
 
 
+NO_ROWS = [
+    ("linear with bias", "kron"), ("linear with bias", "kron_series_1"), ("linear with bias", "kron_series_2"),
+    ("convolution", "kron_sua"), ("convolution", "kron_sua_centered"), ("embedding", "kron_in_diag"),
+    ("linear", "kron in blocks"), ("linear with bias", "kron_both_diag"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "approximation"), NO_ROWS)
+def test_a_block_that_had_no_rows_yet_is_its_damping(form: str, approximation: str) -> None:
+    """As of an output that no loss reads, or a submodule that was not called. F is zero, so F + λ I is λ I; the first
+    rows make the factors of their batch alone, and only the rows a case know of the batches without."""
+    case, generator = FORMS[form], torch.Generator().manual_seed(0)
+    registration = register(case, approximation)
+    vector = {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in case.parameters.items()}
+    block, plain = (make_block(registration, parameters=case.parameters, damping=0.25, roots=ROOTS) for _ in range(2))
+    sums = draw(registration, case, 4)
+    nothing = {name: torch.zeros_like(value) for name, value in sums.items()}
+    for _ in range(2):
+        block.update(nothing, 4, decay=0.5)
+    block.update_inverses()
+    for product, power in (
+        (block.multiply(vector), 1), (block.multiply_inverse(vector), -1),
+        (block.multiply_matpower(vector, -0.5), -0.5), (block.multiply_cholesky(vector), 0.5),
+        (block.multiply_cholesky_inverse(vector, transpose=True), -0.5),
+    ):  # fmt: skip
+        torch.testing.assert_close(product, {name: one * 0.25**power for name, one in vector.items()})
+    assert not block.full_fisher_block().any() and block.failures == (0, 0)
+    block.update(sums, 4, decay=0.5)
+    plain.update(sums, 4, decay=0.5)
+    seen = 1 / (1 + 0.5 + 0.25)  # the weight of this batch among three
+    for name, factor in plain.factors.items():
+        known = factor.value * (seen if name in ("positions", "pairs") else 1)
+        torch.testing.assert_close(block.factors[name].value, known)
+    torch.testing.assert_close(block.full_fisher_block(), plain.full_fisher_block() * seen)
+    block.update(nothing, 4, decay=0.0)  # the last batch alone counts
+    assert not block.full_fisher_block().any()
+    torch.testing.assert_close(block.multiply(vector), {name: one * 0.25 for name, one in vector.items()})
+
+
 def test_a_block_shows_what_it_is() -> None:
     assert repr(kronecker(A2, G2, damping=0.5)) == "FisherBlock(linear(weight), kron, [1, 2, 2])"
