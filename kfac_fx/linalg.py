@@ -38,13 +38,13 @@ def full_precision() -> Iterator[None]:
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Sum of rows rowsᵀ in every group: [n, g, d] -> [g, d, d]."""
+    """Sum of rows rowsᵀ in every group: [..., g, d] -> [g, d, d]."""
     if rows.shape[-1] == 1:  # as many products of one number as groups are slow
-        return rows.square().sum(0).unsqueeze(-1)
-    if rows.shape[1] == 1:  # `mm` is as fast as can be; `bmm` with one matrix is not everywhere
-        return (rows.squeeze(1).mT @ rows.squeeze(1)).unsqueeze(0)
-    columns = rows.transpose(0, 1)
-    return columns.mT @ columns
+        return rows.square().flatten(0, -3).sum(0).unsqueeze(-1)
+    columns = rows.movedim((-2, -1), (0, 1)).flatten(2)  # a view where rows lie one behind the other
+    if len(columns) == 1:  # `mm` is as fast as can be; `bmm` with one matrix is not everywhere
+        return (columns[0] @ columns[0].mT).unsqueeze(0)
+    return columns @ columns.mT
 
 
 def bordered(body: Tensor, border: Tensor, corner: Tensor) -> Tensor:

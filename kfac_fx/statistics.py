@@ -88,7 +88,7 @@ def number(rows: Rows) -> Tensor:
 
 @statistic(shape=lambda g, o, i, n: (g, i, i))
 def A(rows: Rows) -> Tensor:
-    body = torch.diag_embed(squares(rows)) if rows.ids else gram(rows.x.flatten(0, 1)) * rows.repeats
+    body = torch.diag_embed(squares(rows)) if rows.ids else gram(rows.x) * rows.repeats
     return of_group(rows, bordered(body, total(rows), corner(rows)) if rows.bias else body)
 
 
@@ -99,7 +99,7 @@ def A_diag(rows: Rows) -> Tensor:
 
 @statistic(shape=lambda g, o, i, n: (g, o, o))
 def G(rows: Rows) -> Tensor:
-    return gram(rows.d.flatten(0, 1))
+    return gram(rows.d)
 
 
 @statistic(shape=lambda g, o, i, n: (g, o))

@@ -22,10 +22,11 @@ from .lagged import LAGGED
 from .rows import Matrix
 from .statistics import Shape, named, whole
 from .subsample import SAMPLED, Parts, parts_of, sample
-from .use_rows import BothRows, both_rows, with_patch_mask
+from .use_rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
 
 Probes = Mapping[str, Tensor]
 OF_INPUTS = ("count", "A", "A_diag")
+WITHOUT_ROWS = {"count", "A", "G", "G_diag"}  # where A has a shorter way
 RealRows = Callable[[Tensor, Any], Tensor]
 
 
@@ -50,8 +51,9 @@ class Tap(nn.Module):
             )
             both = with_patch_mask(both)
         axis = (use.batch_dim or 0) if layer.forms[use.form].leading else 0
+        short = moment_and_grad_rows(registration, use, layer) if self.sampling is None else None
         self.function = tap_function(
-            both, self.matrix, bias, use.tower, registration.towers, mask, real, cases, self.sampling, axis
+            both, self.matrix, bias, use.tower, registration.towers, mask, real, cases, self.sampling, axis, short
         )
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
@@ -93,6 +95,7 @@ def tap_function(
     cases: int | None = None,
     sampling: Parts | None = None,
     axis: int = 0,
+    short: BothRows | None = None,
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
 
@@ -101,6 +104,7 @@ def tap_function(
         mask is of something else.
     cases: which of the attributes says how many cases share the rows, if they do.
     sampling: of the rows of input factors; its phases are then the last argument. axis: of the cases in the output.
+    short: A and the gradient rows, where nothing else needs the rows.
     """
 
     def times(name: str, values: list[Any]) -> Any:
@@ -139,7 +143,11 @@ def tap_function(
                 kept = None if mask is None else values[mask]
                 kept = kept if real is None else real(output_grad, kept)
                 some = sample(both, sampling, phases, axis, output_grad, input, values, kept)
-                if some is None:
+                moment: Tensor | None = None
+                if short is not None and "A" in ctx.names and WITHOUT_ROWS.issuperset(ctx.names):
+                    moment, grad_rows = short(output_grad, input)
+                    rows = grad_rows
+                elif some is None:
                     rows, grad_rows = both(output_grad, input, *values)
                 else:  # rows of all cases are not wanted
                     _, grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)
@@ -147,6 +155,8 @@ def tap_function(
                 given = (rows, grad_rows, bias, matrix, kept)
 
                 def computed(name: str) -> Tensor:
+                    if name == "A" and moment is not None:
+                        return moment
                     if some is None or whole(name) not in SAMPLED:
                         return named(name).compute(*given)
                     fewer, mine, scale = some

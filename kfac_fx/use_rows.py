@@ -11,6 +11,7 @@ from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Region
 
+from .linalg import bordered
 from .sloped import slopes_of
 
 BothRows = Callable[..., tuple[Tensor, Tensor]]
@@ -53,6 +54,28 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
         return (grad_rows, rows) if transposed else (rows, grad_rows)
 
     return both
+
+
+def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> BothRows | None:
+    """The function of one use: (gradient of the output, input) -> (A of its layer's rows, gradient rows), where the
+    layer declares a second moment and nothing else is done to the rows. None elsewhere."""
+    assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
+    form, (by, grad_by) = layer.forms[use.form], scales(use)
+    whole = use.region is None and by == 1.0 and slopes_of(registration, use) is None and not tensor_attrs(use)
+    plain = not (use.free or use.transposed or registration.approximation in UNCORRELATED or registration.patch_mask)
+    if form.second_moment is None or registration.matrix.weight is None or not (whole and plain):
+        return None
+    find, make_grad_rows, attrs = form.second_moment, form.grad_rows, dict(use.attrs)
+    bias = registration.rows[1]
+
+    def found(output_grad: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+        grad_rows = make_grad_rows(output_grad, attrs)
+        with torch.autocast(input.device.type, enabled=False):
+            body, total = find(input.to(torch.promote_types(input.dtype, torch.float32)), attrs)
+            count = body.new_full((len(body),), grad_rows.shape[0] * grad_rows.shape[1])
+            return bordered(body, total, count) if bias else body, grad_rows * grad_by if grad_by != 1.0 else grad_rows
+
+    return found
 
 
 def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> tuple[Tensor, Tensor]:

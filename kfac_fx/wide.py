@@ -40,9 +40,9 @@ def in_blocks(name: str, blocks: int) -> str:
 
         def moments(rows: Rows) -> Tensor:
             if name == "G":
-                return gram(cut(rows.d.flatten(0, 1), blocks))
+                return gram(cut(rows.d, blocks))
             assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
-            return of_group(rows, gram(cut(homogeneous(rows).flatten(0, 1), blocks)) * rows.repeats)
+            return of_group(rows, gram(cut(homogeneous(rows), blocks)) * rows.repeats)
 
         def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
             width = block_width(o if name == "G" else i, blocks)

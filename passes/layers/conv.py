@@ -6,8 +6,7 @@ Rows are [N, S, g, c k]: channels and kernel positions in the order of the weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from ..ir import Attrs
 from .declaration import Example, Layer, composite, layer
-from .geometry import per_axis, same_or_given
+from .patches import patches, positions, second_moment, transposed_patches
 
 Function = Callable[..., Tensor]
 Module = type[nn.Module]
@@ -44,57 +43,6 @@ TRANSPOSED: tuple[Options, ...] = (
     {"stride": 2, "groups": 4, "out_channels": 8},
     {"kernel_size": (3, 2, 1), "stride": (1, 2, 3), "padding": (2, 0, 0), "output_padding": (0, 1, 2)},
 )
-
-
-def patches(x: Tensor, attrs: Attrs) -> Tensor:
-    kernel, stride, dilation = attrs["weight"][2:], per_axis("stride", attrs), per_axis("dilation", attrs)
-    return merged(windows(padded(batched(x, attrs), same_or_given(attrs)), kernel, stride, dilation), attrs)
-
-
-def transposed_patches(x: Tensor, attrs: Attrs) -> Tensor:
-    kernel, dilation = attrs["weight"][2:], per_axis("dilation", attrs)
-    around = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, per_axis("padding", attrs), strict=True)]
-    ends = [(a, a + more) for a, more in zip(around, per_axis("output_padding", attrs), strict=True)]
-    apart = padded(spread(batched(x, attrs), per_axis("stride", attrs)), ends)
-    found = windows(apart, kernel, [1] * len(kernel), dilation)
-    return merged(found.flip([axis - len(kernel) for axis in range(len(kernel))]), attrs)
-
-
-def positions(dy: Tensor, attrs: Attrs) -> Tensor:
-    """[N, g o, ...] -> [N, S, g, o]: of an output, or of an input without patches."""
-    return torch.unflatten(batched(dy, attrs).flatten(2).mT, 2, (attrs["groups"], -1))
-
-
-def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """[N, C, *sizes] -> [N, C, *output sizes, *kernel], a view."""
-    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
-    return x
-
-
-def merged(found: Tensor, attrs: Attrs) -> Tensor:
-    """[N, C, *output sizes, *kernel] -> [N, S, g, c k]."""
-    axes = len(attrs["weight"]) - 2
-    return torch.unflatten(found.movedim(1, axes + 1).flatten(1, axes).flatten(2), 2, (attrs["groups"], -1))
-
-
-def padded(x: Tensor, ends: Sequence[tuple[int, int]]) -> Tensor:
-    counted = tuple(chain.from_iterable(reversed(ends)))  # from the last axis
-    return F.pad(x, counted) if any(counted) else x
-
-
-def spread(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """With stride - 1 zeros between neighbors."""
-    sizes = [s * (size - 1) + 1 for s, size in zip(stride, x.shape[2:], strict=True)]
-    apart = x.new_zeros(*x.shape[:2], *sizes)
-    places: Any = (..., *(slice(None, None, s) for s in stride))
-    apart[places] = x
-    return apart
-
-
-def batched(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, C, ...], also of a single case without N."""
-    return x if x.dim() == len(attrs["weight"]) else x.unsqueeze(0)
 
 
 def groups(attrs: Attrs) -> dict[str, int]:
@@ -134,7 +82,13 @@ def convolution(function: Function, axes: str, module: Module, size: Size) -> tu
         return function(x, weight, bias, stride, padding, dilation, groups)
 
     layouts = {"weight": f"(g o) c {axes} -> g o (c {axes})", "bias": "(g o) -> g o"}
-    common: dict[str, Any] = {"rows": patches, "grad_rows": positions, "layouts": layouts, "sizes": groups}
+    common: dict[str, Any] = {
+        "rows": patches,
+        "second_moment": second_moment,
+        "grad_rows": positions,
+        "layouts": layouts,
+        "sizes": groups,
+    }
     name = function.__name__
     return (
         layer(name=name, where=dense, pixels=positions, example=examples(module, size, *DENSE), **common)(form),

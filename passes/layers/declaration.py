@@ -29,6 +29,7 @@ from ..ir import EVERY_LAYER, SERIES, UNCORRELATED, Attrs
 from ..matrix import Layout
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
+MomentFn = Callable[[Tensor, Attrs], tuple[Tensor, Tensor]]
 LayoutSpec = str | Callable[[Layout, Attrs], Layout]
 Example = Callable[[], tuple[nn.Module, Tensor]]
 ROLES = ("weight", "bias")
@@ -43,6 +44,7 @@ class Form:
     rows: RowsFn
     grad_rows: RowsFn
     pixels: RowsFn | None
+    second_moment: MomentFn | None
     where: Callable[[Attrs], bool]
     sizes: Callable[[Attrs], dict[str, int]]
     leading: bool
@@ -109,6 +111,7 @@ def layer(
     default: str = "kron",
     approximations: tuple[str, ...] = (*EVERY_LAYER, *SERIES),
     pixels: RowsFn | None = None,
+    second_moment: MomentFn | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
     """Declare a layer; see the module's docstring for the form and for what rows are.
@@ -126,6 +129,8 @@ def layer(
         default: the Fisher block's approximation when the user asks for none.
         pixels: [N, pixels, g, c], the input without patches, where the rows are patches of it in the order (c, kernel)
             and the weight is [o, c, *kernel]; such a layer has "kron_sua" and its kin, too.
+        second_moment: from the input to (Σ r rᵀ [g, i, i], Σ r [g, i]) of all rows, in its precision, where there is a
+            shorter way than over the rows.
 
     Raises LayerError for a form without parameters or with other roles than `weight` and `bias`.
     """
@@ -137,6 +142,7 @@ def layer(
             rows=rows,
             grad_rows=grad_rows,
             pixels=pixels,
+            second_moment=second_moment,
             where=where,
             sizes=sizes,
             leading=leading,
@@ -163,7 +169,7 @@ def composite(
     """
 
     def declare(function: Callable[..., Any]) -> Layer:
-        form = Form(function, {}, no_rows, no_rows, None, where, lambda attrs: {}, False, several(example))
+        form = Form(function, {}, no_rows, no_rows, None, None, where, lambda attrs: {}, False, several(example))
         return Layer(name or function.__name__, [form], "", (), parts, location(function))
 
     return declare

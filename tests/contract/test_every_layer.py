@@ -90,6 +90,11 @@ def rows_of(use: Use, form: Form, values: Mapping[str, Any], grad: Tensor) -> tu
     return rows.expand(grad_rows.shape[0], *rows.shape[1:]), grad_rows
 
 
+def second_moment_of(use: Use, form: Form, values: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    attrs = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
+    return None if form.second_moment is None else form.second_moment(values[use.input.name], attrs)
+
+
 def gradient(program: Program, matrix: MatrixForm, output: Tensor, grad: Tensor) -> Tensor:
     parameters = [program.parameters[name] for name in matrix.parameters]
     grads = torch.autograd.grad(output, parameters, grad, retain_graph=True)
@@ -118,6 +123,10 @@ def test_rows_make_the_gradient(layer: str, form: Form, example: Example, export
 
     assert rows.shape[:3] == grad_rows.shape[:3]
     assert (rows.shape[2], grad_rows.shape[3], rows.shape[3]) == use.matrix.shape
+    moment = second_moment_of(use, LAYERS[layer].forms[use.form], values.value)
+    if moment is not None:
+        own = rows[..., :-1] if "bias" in use.parameters else rows
+        torch.testing.assert_close(moment, (torch.einsum("nsgi,nsgj->gij", own, own), own.sum((0, 1))))
     found = torch.einsum("nsgo,nsgi->ngoi", grad_rows, rows)
     torch.testing.assert_close(found.sum(0), gradient(program, use.matrix, output, grad))
     if len(found) > 1:
