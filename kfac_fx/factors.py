@@ -13,7 +13,11 @@ such pairs, divided by N as positions are (`kfac_fx.lagged`).
 For "kron_sua" and its kin the rows of A are the input's pixels with a 1 appended, and A is their mean (`kfac_fx.sua`).
 
 Every factor is a running average of these values over batches with weights 1, decay, decay², ...: it is free of bias
-from the start, and equals the first batch's value after the first update.
+from the start, and equals the first batch's value after the first update. A batch without rows has no mean of them and
+only lowers c.
+
+Sources: Martens & Grosse 2015, sections 3 and 5; Grosse & Martens 2016, equation 23, whose A and G are here divided by
+the positions; Martens, Ba & Johnson 2018, for several uses.
 """
 
 from __future__ import annotations

@@ -26,15 +26,19 @@ SCALES = ("scale_and_shift", "layer_norm", "rms_norm", "group_norm", "batch_norm
 
 
 class FullFB(FisherBlock):
+    """F of the block's parameters as it is: the mean over cases of the outer products of gradients."""
+
     default = "full"
 
 
 class DiagonalFB(FisherBlock):
+    """The diagonal of F: the mean over cases of squared gradients."""
+
     default = "diagonal"
 
 
 class KroneckerProductFB(FisherBlock):
-    """c A ⊗ G."""
+    """c A ⊗ G, of an input and an output factor (Martens & Grosse 2015, section 3); scales are in `kfac_fx.factors`."""
 
     @property
     def diagonal_approx_for_input(self) -> bool:
@@ -75,10 +79,14 @@ class NaiveFB(FisherBlock):
 
 
 class NaiveFullFB(NaiveFB, FullFB):
+    """g gᵀ / N of a batch of N cases."""
+
     default = "full"
 
 
 class NaiveDiagonalFB(NaiveFB, DiagonalFB):
+    """g² / N."""
+
     default = "diagonal"
 
 
@@ -86,36 +94,47 @@ class NaiveDiagonalFB(NaiveFB, DiagonalFB):
 
 
 class FullyConnectedKFACBasicFB(KroneckerProductFB):
+    """A ⊗ G of one use, with a row a case; c A ⊗ G with c of them (Martens & Grosse 2015, section 3)."""
+
     layers = LINEAR
 
 
 class FullyConnectedDiagonalFB(DiagonalFB):
+    """Exact: gradients of single cases are squared, and not their sum."""
+
     layers = LINEAR
 
 
 class FullyConnectedMultiIndepFB(KroneckerProductFB):
-    """Several uses of one weight, taken to be independent."""
+    """T A ⊗ G: T uses of one weight, taken to be independent (Martens, Ba & Johnson 2018)."""
 
     layers = LINEAR
     default = "kron_indep"
 
 
 class FullyConnectedSeriesFB(KroneckerProductFB):
-    """Uses in the order of time, which depend on each other (`kfac_fx.series`)."""
+    """Uses in the order of time, a Markov chain (Martens, Ba & Johnson 2018; `kfac_fx.series`)."""
 
     layers = LINEAR
     default = "kron_series_1"
 
 
 class ConvKFCBasicFB(KroneckerProductFB):
+    """c A ⊗ G of patches and gradients, with c output positions (Grosse & Martens 2016, equation 23); with "kron_sua"
+    and its kin A is of pixels (section 4.2 there; `kfac_fx.sua`)."""
+
     layers = CONVOLUTIONS
 
 
 class ConvDiagonalFB(DiagonalFB):
+    """Exact: the gradient of a case is summed over positions, then squared."""
+
     layers = CONVOLUTIONS
 
 
 class ConvKFCBasicMultiIndepFB(KroneckerProductFB):
+    """As ConvKFCBasicFB, with the output positions of all uses, whatever the geometry of each."""
+
     layers = CONVOLUTIONS
     default = "kron_indep"
 
@@ -127,6 +146,8 @@ class DepthwiseConvKFCBasicFB(KroneckerProductFB):
 
 
 class DepthwiseConvDiagonalFB(DiagonalFB):
+    """As ConvDiagonalFB, of kernels that see one channel each."""
+
     layers = DEPTHWISE
 
 
@@ -145,10 +166,14 @@ class EmbeddingKFACMultiIndepFB(KroneckerProductFB):
 
 
 class ScaleAndShiftFullFB(FullFB):
+    """F of all scales and shifts together, from the gradients of single cases."""
+
     layers = SCALES
 
 
 class ScaleAndShiftDiagonalFB(DiagonalFB):
+    """Its diagonal."""
+
     layers = SCALES
 
 

@@ -10,7 +10,8 @@ so all of it is X_G W X_Aᵀ with roots X of the damped sides (`linalg.dense_roo
 has one side F on W as one column [g·o·i], damped by λ. How a product's λ is
 split between its sides: `kfac_fx.averaged`.
 
-Powers other than 1 are those of the last `update_inverses`; the power 1 is fresh.
+Powers other than 1 are those of the last `update_inverses`; the power 1 is fresh (Martens & Grosse 2015, sections 4.2
+and 6.3).
 """
 
 from __future__ import annotations
