@@ -52,7 +52,7 @@ def compile(
             outputs that returns a loss; None: found in the graph where forward computes it.
         linked: groups of parameter names that belong in one Fisher block, or {group: approximation}.
         approximations: {parameter or module name, with *; layer name; module class: approximation}.
-        layers: the user's own layer declarations.
+        layers: the user's own layer declarations; they win over ours of the same form.
         strict: a parameter that would become generic is an error.
         verify: compare the graph with the model on the first batch, and prove that rows reproduce the autograd
             gradient. Takes about three training steps' time, and the memory of one and of two gradients.

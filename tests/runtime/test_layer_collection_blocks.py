@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
@@ -25,9 +26,7 @@ def _double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture(scope="module")
-def lc() -> LayerCollection:
-    """Thirteen blocks of eleven classes on one batch."""
+def made_first() -> LayerCollection:
     torch.manual_seed(0)
     x = torch.randint(0, 7, (6, 32)).double() / 1.5
     made = collection(everything, x, **SHAPES)
@@ -45,6 +44,34 @@ def lc() -> LayerCollection:
     made.register_generic("g1")
     made.register_generic("g2", approx="full")
     made.register_categorical_predictive_distribution("add_5")
+    return estimated(made, x)
+
+
+def several(x: Tensor, c: Tensor, s: Tensor, dw: Tensor, scale: Tensor, shift: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Kernels, and a matrix, that are used more than once."""
+    for kernel in (c, c, s, s):
+        x = torch.tanh(F.conv2d(x, kernel, padding=1))
+    h = F.conv2d(x, dw, groups=2).mean((2, 3)) * scale + shift
+    for _ in range(3):
+        h = torch.tanh(torch.matmul(h, w))
+    return torch.matmul(h, v)
+
+
+def made_second() -> LayerCollection:
+    torch.manual_seed(0)
+    x, shapes = torch.randn(6, 2, 4, 4), {"scale": (4,), "shift": (4,), "w": (4, 4), "v": (4, 3)}
+    made = collection(several, x, c=(2, 2, 3, 3), s=(2, 2, 3, 3), dw=(4, 1, 2, 2), **shapes)
+    made.register_conv2d_multi("c", outputs=["conv2d", "conv2d_1"])
+    made.register_conv2d_multi("s", outputs=["conv2d_2", "conv2d_3"], approx="kron_sua")
+    made.register_depthwise_conv2d("dw", None, "conv2d_4")
+    made.register_scale_and_shift(("scale", "shift"), "mean", "add", approx="diagonal")
+    made.register_fully_connected_multi("w", None, ["matmul", "matmul_1", "matmul_2"], approx="kron_series_2")
+    made.register_fully_connected("v", None, "matmul_3")
+    made.register_categorical_predictive_distribution("matmul_3")
+    return estimated(made, x)
+
+
+def estimated(made: LayerCollection, x: Tensor) -> LayerCollection:
     est = kfac_fx.FisherEstimator(
         made, estimation_mode="exact", damping=DAMPING, exps=(-1, 0.5, -0.5), compute_cholesky=True,
         compute_cholesky_inverse=True,
@@ -54,12 +81,27 @@ def lc() -> LayerCollection:
     return made
 
 
-KEYS = (("c1", "c1b"), "c2", "dw", "pw", "c3", ("w1", "b1"), "w2", ("scale", "shift"), "w3", "emb", "emb2", "g1", "g2")
+FIRST = (("c1", "c1b"), "c2", "dw", "pw", "c3", ("w1", "b1"), "w2", ("scale", "shift"), "w3", "emb", "emb2", "g1", "g2")
+SECOND = ("c", "s", "dw", ("scale", "shift"), "w", "v")
+KEYS = [*(("first", key) for key in FIRST), *(("second", key) for key in SECOND)]
 
 
-@pytest.fixture(params=KEYS, ids=[str(key) for key in KEYS])
-def block(lc: LayerCollection, request: pytest.FixtureRequest) -> FisherBlock:
-    return lc.fisher_blocks[request.param]
+@pytest.fixture(scope="module")
+def collections() -> dict[str, LayerCollection]:
+    """Nineteen blocks of all classes."""
+    return {"first": made_first(), "second": made_second()}
+
+
+@pytest.fixture(params=KEYS, ids=[f"{name}-{key}" for name, key in KEYS])
+def block(collections: dict[str, LayerCollection], request: pytest.FixtureRequest) -> FisherBlock:
+    name, key = request.param
+    return collections[name].fisher_blocks[key]
+
+
+def test_no_class_is_left_out(collections: dict[str, LayerCollection]) -> None:
+    found = {type(one).__name__ for lc in collections.values() for one in lc.get_blocks()}
+    named = {name for name in vars(kfac_fx.fisher_blocks) if name.endswith("FB")}
+    assert named - found == {"NaiveFB", "FullFB", "DiagonalFB", "KroneckerProductFB"}  # what the others are made of
 
 
 def vector(block: FisherBlock) -> dict[str, Tensor]:
