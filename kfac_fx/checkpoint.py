@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kfac_fx.closure import RandomState
+from kfac_fx.passes.devices import RandomState
 from kfac_fx.stepper import Stepper
 from kfac_fx.updater import SCALARS
 
@@ -18,7 +18,7 @@ def saved(stepper: Stepper, generator: torch.Generator) -> dict[str, Any]:
     schedule, late = stepper.schedule, stepper.late
     counters = {"counter": schedule.counter, "burned_in": schedule.burned_in, "skipped": stepper.skipped}
     estimator = {"estimator": stepper.estimator.state_dict(), "generator": generator.get_state()}
-    return updater | counters | estimator | {"late": None if late is None else (late.cpu, late.cuda)}
+    return updater | counters | estimator | {"late": None if late is None else (late.cpu, dict(late.others))}
 
 
 def restore(stepper: Stepper, generator: torch.Generator, kept: Mapping[str, Any]) -> None:

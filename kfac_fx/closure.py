@@ -4,38 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kfac_fx.passes.devices import RandomState
+
 Closure = Callable[[], Tensor | float]
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """torch's random streams at one moment."""
-
-    cpu: Tensor
-    cuda: dict[int, Tensor]
-
-    @staticmethod
-    def now(devices: Iterable[int]) -> RandomState:
-        return RandomState(torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in devices})
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        for index, state in self.cuda.items():
-            torch.cuda.set_rng_state(state, index)
 
 
 @contextmanager
 def without_a_trace(
-    buffers: Iterable[Tensor], parameters: Iterable[Tensor], devices: Iterable[int], start: RandomState | None
+    buffers: Iterable[Tensor], parameters: Iterable[Tensor], devices: Iterable[torch.device], start: RandomState | None
 ) -> Iterator[None]:
     """Buffers, gradients and random streams are afterwards what they were before.
 
-    devices: the CUDA devices that have random streams. start: where the streams begin inside, so that noise is that of
+    devices: that have random streams beside the CPU's. start: where the streams begin inside, so that noise is that of
     the step's forward.
     """
     kept = [(buffer, buffer.clone()) for buffer in buffers]

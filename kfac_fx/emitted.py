@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kfac_fx.passes import pytree
+from kfac_fx.passes.devices import accelerators, same_random
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.labels import symbolic_sizes
 from kfac_fx.passes.operations import is_random
@@ -109,18 +110,19 @@ class Emitted:
         if not self.sampled:
             return
         self.recordings += 1
-        phases = torch.tensor([self.recordings * step % 1.0 for step in PHASES], dtype=torch.float64)
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if generator is not None:
-            phases = torch.rand(2, generator=generator, dtype=torch.float64, device=generator.device)
-        phases = phases.to(next((p.device for p in self.model.parameters()), phases.device))
+            phases = torch.rand(2, generator=generator, dtype=torch.float64, device=generator.device).to(device)
+        else:  # written there by a kernel each, since the host would wait for a copy
+            numbers = (self.recordings * step % 1.0 for step in PHASES)
+            phases = torch.stack([torch.full((), one, dtype=torch.float64, device=device) for one in numbers])
         for tap in self.sampled:
             tap.phases = phases
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Gradients on, and the global random stream as it was afterwards."""
-        devices = sorted({p.device.index or 0 for p in self.model.parameters() if p.is_cuda})
-        with torch.enable_grad(), torch.random.fork_rng(devices=devices, enabled=self.random):
+        with torch.enable_grad(), same_random(accelerators(self.model.parameters()), enabled=self.random):
             yield
 
     # --- the batch --------------------------------------------------------------------------------------------------

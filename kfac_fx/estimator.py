@@ -113,7 +113,7 @@ class FisherEstimator(BlockDiagonalFisher):
         example = next(param for _, param in net.named_parameters())
         if not isinstance(damping, Tensor):
             precision = torch.promote_types(example.dtype, torch.float32)
-            damping = torch.tensor(float(damping), dtype=precision, device=example.device)
+            damping = torch.full((), float(damping), dtype=precision, device=example.device)
         super().__init__(kept, damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
         self._pending: dict[Key, dict[str, Tensor]] = {}

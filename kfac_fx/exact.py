@@ -53,7 +53,7 @@ class ExactPass:
         for grads in self.sources([self.parameters[name] for name in names], by_case=True):
             parts = split(dict(zip(names, grads, strict=True)), generic, lead=1)
             for one in generic:
-                flat = torch.cat([parts[name].flatten(1) for name in one.parameters], dim=1)
+                flat = torch.cat([parts[name].reshape(len(parts[name]), -1) for name in one.parameters], dim=1)
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
                 sums = additive(one.approximation, {"per_case": flat})
                 found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.closure import RandomState
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.loss_scale import check
 from kfac_fx.micro_batches import MicroBatches
 from kfac_fx.parameter_groups import CompiledNet
+from kfac_fx.passes.devices import RandomState
 from kfac_fx.schedule import Schedule
 from kfac_fx.watched import watch
 
@@ -21,7 +21,7 @@ from kfac_fx.watched import watch
 class Forwards:
     """seen: the forwards since the last step. paused: no forward counts, while a loss is measured. checked: the user's
     loss was found to be the registered one, or told to be another. used: the gradients of the last step. generator: of
-    everything that is sampled; devices: the CUDA devices that have random streams."""
+    everything that is sampled; devices: that have random streams beside the CPU's."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Forwards:
         schedule: Schedule,
         estimator: FisherEstimator,
         generator: torch.Generator,
-        devices: list[int],
+        devices: tuple[torch.device, ...],
     ) -> None:
         self.net, self.schedule, self.estimator, self.generator = net, schedule, estimator, generator
         self.devices = devices

@@ -1,8 +1,8 @@
 """Decompositions of all factors: one batch for every size of matrix, of whichever blocks and sides.
 
 A failed decomposition is tried again with more damping and then in float64; a block that still fails keeps its last
-good inverse. To know of a failure the host would have to wait for the device, so on CUDA it waits only the first time,
-when there is no last good inverse; after that it learns of it at the next update, and tries again then.
+good inverse. To know of a failure the host would have to wait for the device, so beside the CPU it waits only the first
+time, when there is no last good inverse; after that it learns of it at the next update, and tries again then.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ class Watch:
     def __init__(self, deferred: bool) -> None:
         self.deferred = deferred
         self.wrong: Tensor | None = None  # of the last call, on the host once `copied` has happened
-        self.copied: Any = None  # torch.cuda.Event has no types
+        self.copied: Any = None  # an event of the device
 
     def known_failures(self, right: Tensor) -> Tensor:
         """Indices to try again now, on the host. right: [m], of the present attempt."""
         if not self.deferred:
             return (~right).nonzero().squeeze(-1)
         if self.wrong is None:
-            self.wrong = torch.empty(right.shape, dtype=torch.bool, pin_memory=right.is_cuda)
+            self.wrong = torch.empty(right.shape, dtype=torch.bool, pin_memory=right.device.type != "cpu")
             known = (~right).nonzero().cpu()
         else:
             arrived = self.copied is None or self.copied.query()
             known = self.wrong.nonzero() if arrived else self.wrong.new_zeros(0, 1, dtype=torch.int64)
         self.wrong.copy_(~right, non_blocking=True)
-        if right.is_cuda:
-            self.copied = torch.cuda.current_stream(right.device).record_event()
+        if right.device.type != "cpu":
+            self.copied = torch.accelerator.current_stream(right.device).record_event()
         return known.squeeze(-1)
 
 
 class Inverter:
-    """Keeps the roots of the damped factors of all groups. deferred: see `Watch`; None: on CUDA only."""
+    """Keeps the roots of the damped factors of all groups. deferred: see `Watch`; None: but on a CPU."""
 
     def __init__(self, groups: Sequence[BlockGroup], roots: Sequence[Root], deferred: bool | None = None) -> None:
         self.groups, self.roots = groups, roots
@@ -55,7 +55,7 @@ class Inverter:
         for g, group in enumerate(groups):
             for side in group.decomposed:
                 self.batches[group.size(side), group.dtype, group.device].append((g, side))
-        self.watches = {key: Watch(key[2].type == "cuda" if deferred is None else deferred) for key in self.batches}
+        self.watches = {key: Watch(key[2].type != "cpu" if deferred is None else deferred) for key in self.batches}
 
     @torch.no_grad()
     def update(self) -> None:

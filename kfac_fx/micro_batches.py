@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kfac_fx.closure import RandomState
 from kfac_fx.moments import Moments, Ride, power_of_gradient
+from kfac_fx.passes.devices import RandomState
 from kfac_fx.watched import Watched
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

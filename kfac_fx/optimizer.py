@@ -16,6 +16,7 @@ from kfac_fx.estimator import FisherEstimator
 from kfac_fx.forwards import Forwards
 from kfac_fx.options import OPTIONS, read_options
 from kfac_fx.parameter_groups import checked_net, split_group
+from kfac_fx.passes.devices import accelerators
 from kfac_fx.schedule import Schedule
 from kfac_fx.stepper import Stepper
 from kfac_fx.updater import Updater
@@ -133,7 +134,7 @@ class KFAC(Optimizer):
         self.updater = Updater(self.net, self.options, self.estimator, self.scalar + damping)
         self.generator = torch.Generator(example.device).manual_seed(replicas.own(seed))
         schedule = Schedule(self.options)
-        devices = sorted({parameter.device.index for parameter in self.names if parameter.is_cuda})
+        devices = accelerators(self.names)
         self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, devices)
         self._stepper = Stepper(
             self.net, self.names, self.scalar, self.estimator, self.updater, schedule, self._forwards, grad_scaler

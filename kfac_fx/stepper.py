@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.closure import Closure, RandomState, evaluate, without_a_trace
+from kfac_fx.closure import Closure, evaluate, without_a_trace
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.forwards import Forwards
 from kfac_fx.parameter_groups import CompiledNet, Group, Members
+from kfac_fx.passes.devices import RandomState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.schedule import Schedule
 from kfac_fx.update import Work, is_finite

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.closure import RandomState
 from kfac_fx.loss_function import LossFunction
 from kfac_fx.passes import pytree
+from kfac_fx.passes.devices import RandomState, same_random
 from kfac_fx.passes.errors import LossError
 from kfac_fx.recorder import Recorder
 
@@ -147,12 +147,9 @@ def within(
 ) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
     """The Fisher's outputs inside a forward that returns numbers, and the gradients of those numbers."""
     live = {name: value.detach().requires_grad_() for name, value in recorder.live_parameters().items()}
-    now = RandomState.now(start.cuda)
-    try:
+    with same_random(start.devices):
         start.restore()
         output, fisher = recorder.outputs(live, values)
-    finally:
-        now.restore()
     leaves, learned = pytree.leaves(output), [one for one in fisher if one.requires_grad]
     inner = {}
     for n in watched:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import pytree
+from .devices import autocast
 from .errors import UntraceableError
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -103,11 +104,6 @@ def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     parameters = tuple((p.requires_grad, p.dtype, p.device) for p in model.parameters())
     modes = tuple(module.training for module in model.modules())
     return hash((modes, parameters)), *call_key(args, kwargs)
-
-
-def autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """The kinds of devices that autocast is on for, and to what."""
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 @contextmanager

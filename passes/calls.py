@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from . import pytree
 from .attributes import untouched
-from .border import autocast, python_random
+from .border import python_random
+from .devices import RandomState, accelerators, autocast, same_random
 from .watch import custom_functions
 from .writes import parameters_kept
 
@@ -53,8 +54,7 @@ def without_trace(model: nn.Module) -> Iterator[Trace]:
     are run as what they wrap."""
     trace = Trace()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    with torch.enable_grad(), torch.random.fork_rng(devices=devices), python_random():
+    with torch.enable_grad(), same_random(accelerators(model.parameters())), python_random():
         try:
             with untouched(model) as assigned, parameters_kept(model) as written, custom_functions():
                 yield trace
@@ -66,8 +66,8 @@ def without_trace(model: nn.Module) -> Iterator[Trace]:
                     buffer.copy_(before)
 
 
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
+def seed_all(seed: int, model: nn.Module) -> None:
+    RandomState.seeded(seed, accelerators(model.parameters())).restore()
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
@@ -172,7 +172,7 @@ def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if owners <= calls.keys() | {id(model)} or in_vain == IN_VAIN:
             break
         with without_trace(model) as trace:
-            seed_all(seed)
+            seed_all(seed, model)
             more, also = calls_of(model, args, kwargs)
         opened |= also
         assigned |= set(trace.assigned)

@@ -20,6 +20,7 @@ from .approximation import requested
 from .attributes import computed_weight, settings
 from .border import call_key
 from .calls import Call, Watched, mapped, watched, without_trace
+from .devices import kinds
 from .errors import UntraceableError
 from .hooks import refuse_users_hooks, without_users_hooks
 from .ir import GENERIC, Note, Options, Program, Submodule
@@ -232,7 +233,7 @@ def refuse_writes(path: str, module: nn.Module, call: Call) -> None:
 def under(call: Call, function: Callable[[], Any]) -> Any:
     """`function()` under the autocast of a call."""
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
+        for kind in kinds():
             dtype = dict(call.autocast).get(kind)
             if dtype is not None or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))

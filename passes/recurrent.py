@@ -1,12 +1,14 @@
 """Recurrent layers as single operations: what torch's fused calls become while a model is traced.
 
     nn.LSTM, nn.GRU, nn.RNN, torch.lstm, ...                    recurrent(kind, x, ...)
+    nn.LSTMCell, nn.GRUCell, nn.RNNCell, torch.lstm_cell, ...   recurrent_cell(kind, x, ...)
     pack_padded_sequence(x, lengths).data                       packed(x, lengths)
     pad_packed_sequence(sequence)                               unpacked(data, lengths, ...)
 
 Traced as they are, the fused calls cost torch.export a pass through every step, and packed sequences do not trace at
-all, for their sizes are data. These operations only know shapes; the pass `unroll` writes them out. The number of steps
-is a fact of the capture, guarded as every shape; so are the lengths of packed sequences as far as they are sizes.
+all, for their sizes are data; nor do the fused cells of CUDA, not all of which have shapes without numbers. These
+operations only know shapes; the pass `unroll` writes them out. The number of steps is a fact of the capture, guarded as
+every shape; so are the lengths of packed sequences as far as they are sizes.
 """
 
 from __future__ import annotations
@@ -65,6 +67,33 @@ def _(
 ) -> list[Tensor]:
     width = state[0].shape[-1] * (2 if bidirectional else 1)
     return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(one) for one in state)]
+
+
+@torch.library.custom_op("kfac_fx::recurrent_cell", mutates_args=())
+def recurrent_cell(
+    kind: str,
+    x: Tensor,
+    state: Sequence[Tensor],
+    weight: Tensor,
+    state_weight: Tensor,
+    bias: Tensor | None,
+    state_bias: Tensor | None,
+) -> list[Tensor]:
+    """The next state of one step, as torch.lstm_cell and its like: x [N, i], state [N, o]."""
+    raise AssertionError(NOT_RUN)
+
+
+@recurrent_cell.register_fake
+def _(
+    kind: str,
+    x: Tensor,
+    state: Sequence[Tensor],
+    weight: Tensor,
+    state_weight: Tensor,
+    bias: Tensor | None,
+    state_bias: Tensor | None,
+) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], state_weight.shape[1]) for _ in state]
 
 
 @torch.library.custom_op("kfac_fx::packed", mutates_args=())
@@ -179,6 +208,8 @@ class _Recurrent(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in KINDS:
             return self.layer(name, func, args)
+        if name.removesuffix("_cell") in KINDS:
+            return self.cell(name.removesuffix("_cell"), *args)
         if name == "_pack_padded_sequence":
             return self.pack(*args)
         if name == "_pad_packed_sequence" and id(args[1]) in self.known:
@@ -204,6 +235,12 @@ class _Recurrent(TorchFunctionMode):
             kind, x, states, list(weights), lengths, steps, biases, layers, chance, bidirectional, batch_first
         )
         return tuple(found)
+
+    def cell(self, kind: str, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
+        w, u, b, d = (*weights, None, None)[:4]
+        assert w is not None and u is not None, f"bug in kfac_fx: {kind}_cell without weights"
+        found = recurrent_cell(kind, x, list(state) if kind == "lstm" else [state], w, u, b, d)
+        return tuple(found) if kind == "lstm" else found[0]
 
     def pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         x = x.transpose(0, 1) if batch_first else x

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from .attributes import untouched
 from .border import python_random, refuse_drawn
+from .devices import kinds
 from .errors import UntraceableError
 from .holder import attribute, holder
 from .operations import op_name
@@ -73,7 +74,7 @@ class _Tracer(fx.Tracer):
 
 
 def modes() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in kinds())
 
 
 def symbolic_trace(model: nn.Module) -> Traced:

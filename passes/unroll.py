@@ -108,13 +108,15 @@ class Unroller(Writer):
 
 
 def write_cell(write: Unroller, node: fx.Node) -> State:
-    """lstm_cell(x, [h, c], w, u, b, d) and its like: one step."""
-    arguments: Any = (*node.args, None, None)
+    """lstm_cell(x, [h, c], w, u, b, d) and its like, and `passes.recurrent.recurrent_cell`: one step."""
+    stands = op_name(node) == "recurrent_cell"
+    arguments: Any = (*node.args[stands:], None, None)
+    kind = str(node.args[0]) if stands else op_name(node).removesuffix("_cell")
     x, state, w, u, b, d = arguments[:6]
-    write.kept[UNROLLED] = f"a linear layer in each {op_name(node)}"
+    write.kept[UNROLLED] = f"a linear layer in each {kind}_cell"
     product = F.linear(write(x), write(w), write(b))
     first = [write.first(one, None, product) for one in (state if isinstance(state, (list, tuple)) else [state])]
-    return CELLS[op_name(node).removesuffix("_cell")](product, F.linear(first[0], write(u), write(d)), first)
+    return CELLS[kind](product, F.linear(first[0], write(u), write(d)), first)
 
 
 def write_layers(write: Unroller, node: fx.Node) -> State:
@@ -239,6 +241,7 @@ def write_unpacked(write: Unroller, node: fx.Node) -> State:
 WRITTEN: dict[str, Callable[[Unroller, fx.Node], State]] = {
     **{f"{name}_cell": write_cell for name in CELLS},
     "recurrent": write_layers,
+    "recurrent_cell": write_cell,
     "packed": write_packed,
     "unpacked": write_unpacked,
 }

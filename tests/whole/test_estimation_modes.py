@@ -27,17 +27,18 @@ def _double_precision() -> Iterator[None]:
 
 
 class Heads(nn.Module):
-    """A convolution, a normalization, a shared layer, a parameter of no layer, and two outputs."""
+    """A convolution, a normalization, a shared layer, parameters of no layer, one of them a number, and two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm, self.fc = nn.Conv1d(2, 3, 2), nn.LayerNorm(3), nn.Linear(3, 3)
-        self.odd = nn.Parameter(torch.rand(3))
+        self.odd, self.heat = nn.Parameter(torch.rand(3)), nn.Parameter(torch.zeros(()))
         self.classes, self.values = nn.Linear(3, 3), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.norm(self.conv(x).mean(-1))
         h = torch.tanh(self.fc(torch.tanh(self.fc(h)))) * torch.sin(self.odd)
+        h = h / torch.exp(self.heat)
         return self.classes(h), self.values(h)
 
 

@@ -1,0 +1,236 @@
+"""Everything that users do, on an accelerator without numbers: what it raises, and where the host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import losses
+from tests.devices.accelerator import NAME, Waits, accelerator
+from tests.devices.models import CASES, SMALL, Small, mlp
+
+MODES = ("gradients", "empirical", "curvature_prop", "exact", "exact_GGN")
+Walk = Callable[[Waits], None]
+
+# Where the host waits on purpose: once, to know what it could not go on without.
+FIRST_STEP = {
+    "loss_scale.py:factors",  # is the trained loss the registered one?
+    "loss_scale.py:ratio",
+    "loss_scale.py:counted",
+    "loss_scale.py:factor_of_value",
+    "optimizer.py:_step",  # without a first factor there is no inverse until the next is due
+    "inverses.py:known_failures",  # there is no last good inverse to keep
+}
+MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device
+PROOF = {  # on the first batch; `verify=False` does without
+    "likeness.py:compare",
+    "likeness.py:same",
+    "likeness.py:close",
+    "likeness.py:difference",
+    "likeness.py:gradients",
+    "proof.py:prove",
+    "proof.py:revealing",
+    "proof.py:gradients",
+}
+PADDED = {"masks.py:real_losses"}  # how many cases are real is a number of the batch
+PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them
+BRANCHES = {"the model"}  # on values
+DECOMPOSED = {"series.py:store"}  # whether to try again; `eigh` has waited already
+
+
+def on_device(small: Small) -> tuple[nn.Module, tuple[Any, ...]]:
+    with torch.device(NAME):
+        return small.make(), small.inputs()
+
+
+def all_on_device(tree: Any) -> None:
+    values = tree.values() if isinstance(tree, dict) else tree
+    for one in values:
+        if isinstance(one, Tensor):
+            assert one.device.type == NAME, f"a tensor on {one.device}"
+        elif isinstance(one, (dict, list, tuple)):
+            all_on_device(one)
+
+
+def record(small: Small, waits: Waits, purpose: set[str]) -> None:
+    """Every mode, then an estimator's whole life."""
+    model, inputs = on_device(small)
+    net = kfac_fx.compile(model, inputs, loss=small.loss, verify=False, **small.options)
+    outputs, fisher = net.functional({}, inputs, {})
+    targets = [loss.sample(None) for _, loss in net.losses(outputs, fisher, call=(inputs, {}))]
+    given = targets[0] if len(targets) == 1 else targets
+    waits.clear()
+    for mode in MODES:
+        moments = net.record(inputs, {}, mode=mode, targets=given if mode == "empirical" else None)
+        all_on_device(moments.statistics)
+    waits.only(purpose)
+    outputs, ride = net.ride(inputs, {}) if not net.captures.first.capture.effects else (net(*inputs), None)
+    outputs.float().square().sum().backward()
+    if ride is not None:
+        all_on_device(ride.moments().statistics)
+    roots = ("kron_series_2",)
+    series = any(one.approximation in roots for one in net.registrations)
+    waits.only(purpose)
+    estimator = kfac_fx.FisherEstimator(
+        net, damping=0.1, exps=(-1, -0.5, 0.5), compute_cholesky=not series, compute_cholesky_inverse=not series, seed=0
+    )
+    estimator.update_covariances(*inputs)
+    estimator.update_inverses()
+    waits.only(purpose | FIRST_STEP | MADE)
+    vector = {name: torch.ones_like(net.get_parameter(name)) for name in dict(net.named_parameters())}
+    vector = {name: vector[name] for name in estimator.parameters}
+    estimator.update_covariances(*inputs)
+    estimator.update_inverses()
+    for root in (-1.0, -0.5, 0.5):
+        all_on_device(estimator.multiply_matpower(root, vector))
+    all_on_device(estimator.multiply(vector))
+    if not series:
+        all_on_device(estimator.multiply_cholesky(vector))
+        all_on_device(estimator.multiply_cholesky_inverse(vector, transpose=True))
+    for block in estimator.blocks.values():
+        if block.registration.layer != "scale_and_shift":
+            all_on_device([block.full_fisher_block()])
+    waits.only(purpose)
+    estimator.load_state_dict(estimator.state_dict())
+
+
+def train(small: Small, waits: Waits, options: dict[str, Any], cast: torch.dtype | None = None) -> None:
+    """Five steps: the first may wait, the others not."""
+    model, inputs = on_device(small)
+    net = kfac_fx.compile(model, inputs, loss=small.loss, verify=False, **small.options)
+    labels = torch.zeros(CASES, dtype=torch.int64, device=NAME)
+    optimizer = kfac_fx.KFAC(net, damping=0.1, invert_every=2, seed=0, **options)
+
+    def loss() -> Tensor:
+        with torch.autocast(NAME, cast or torch.bfloat16, enabled=cast is not None):
+            return F.cross_entropy(net(*inputs), labels)
+
+    for number in range(5):
+        waits.clear()
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step(loss)
+        burned = options.get("num_burnin_steps", 0)
+        waits.only(FIRST_STEP if number <= burned else set())
+        all_on_device(optimizer.state.values())
+    all_on_device([optimizer.damping, optimizer.skipped, optimizer.rho, optimizer.predicted_change])
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def prove(waits: Waits) -> None:
+    model, inputs = on_device(SMALL["image"])
+    kfac_fx.compile(model, inputs, loss="categorical")
+    waits.only(PROOF)
+
+
+def collect(waits: Waits) -> None:
+    """Registrations by hand, and factors of tensors."""
+    model, inputs = on_device(Small(mlp, lambda: (torch.randn(CASES, 4),)))
+    collection = kfac_fx.LayerCollection(kfac_fx.capture(model, inputs))
+    collection.register_categorical_predictive_distribution(logits=collection.node("linear_1"), seed=0)
+    collection.auto_register_layers()
+    waits.clear()
+    block = next(iter(collection.fisher_blocks.values()))
+    block.register_inverse()
+    block.instantiate_factors(([torch.ones(CASES, 5, device=NAME)],), 0.1, (inputs[0],))
+    all_on_device(block.multiply_inverse(tuple(torch.ones_like(model.get_parameter(name)) for name in block.params)))
+    waits.only(FIRST_STEP | {"groups.py:split_damping"})  # its damping is a number
+
+
+def distributions(waits: Waits) -> None:
+    """Every loss, sampled with a seed and with a generator, and multiplied."""
+    x, positive = torch.randn(CASES, 3, device=NAME), torch.ones(CASES, 3, device=NAME)
+    waits.clear()
+    for loss in (
+        losses.Categorical(x, seed=0),
+        losses.OnehotCategorical(x, seed=0),
+        losses.Normal(x, seed=0),
+        losses.NormalMeanVariance(x, positive, seed=0),
+        losses.MultiBernoulli(x, seed=0),
+    ):
+        all_on_device([loss.evaluate_on_sample(), loss.sample(torch.Generator(NAME))])
+        v = torch.ones_like(loss.inputs)
+        all_on_device([loss.multiply_fisher(v), loss.multiply_fisher_factor_transpose(v)])
+    waits.only(set())
+
+
+# --- that the walks can fail ------------------------------------------------------------------------------------------
+
+
+def mix(waits: Waits) -> None:
+    torch.ones(2, device=NAME) + torch.ones(2)
+
+
+def read(waits: Waits) -> None:
+    torch.ones(2, device=NAME).sum().item()
+    waits.only(set())
+
+
+def move(waits: Waits) -> None:
+    torch.tensor([1.0, 2.0], device=NAME)
+    waits.only(set())
+
+
+def draw(waits: Waits) -> None:
+    torch.rand(2, device=NAME, generator=torch.Generator())
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "regular": {"lr": 0.1, "norm_constraint": 1e-3, "weight_decay": 1e-4},
+    "adam": {"lr": 0.1, "momentum_type": "adam", "num_burnin_steps": 1},
+    "qmodel": {"momentum": None, "momentum_type": "qmodel", "adapt_damping": True, "damping_adaptation_interval": 2},
+    "qmodel_fixedmu": {"momentum_type": "qmodel_fixedmu"},
+    "adapted": {"lr": 0.1, "adapt_damping": True, "damping_adaptation_interval": 1},
+    "exact": {"lr": 0.1, "estimation_mode": "exact", "fraction": 0.5},
+}
+PURPOSES = {"padding": PADDED, "packed steps": PACKED, "series": DECOMPOSED, "divided": BRANCHES}
+PLAIN = Small(mlp, lambda: (torch.randn(CASES, 4),))
+
+WALKS: dict[str, Walk] = {
+    **{
+        f"record: {name}": partial(
+            lambda waits, small, purpose: record(small, waits, purpose), small=small, purpose=PURPOSES.get(name, set())
+        )
+        for name, small in SMALL.items()
+    },
+    **{
+        f"train: {name}": partial(lambda waits, options: train(SMALL["image"], waits, options), options=options)
+        for name, options in TRAINED.items()
+    },
+    "train: empirical": lambda waits: train(PLAIN, waits, {"lr": 0.1, "estimation_mode": "empirical"}),
+    "train: bfloat16": lambda waits: train(PLAIN, waits, {"lr": 0.1}, torch.bfloat16),
+    "train: float16": lambda waits: train(PLAIN, waits, {"lr": 0.1}, torch.float16),
+    "the proof": prove,
+    "a collection": collect,
+    "distributions": distributions,
+}
+WRONG: dict[str, tuple[Walk, str]] = {
+    "two devices": (mix, "two"),
+    "a number read": (read, "reads"),
+    "numbers moved": (move, "copies"),
+    "another device's generator": (draw, "a generator of cpu"),
+}
+
+
+def outcome(walk: Walk) -> str:
+    """What went wrong, in one line; "" if nothing did."""
+    try:
+        with accelerator() as waits:
+            walk(waits)
+    except Exception as error:
+        places = [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in frames(error) if "kfac_fx" in f.filename]
+        return f"{type(error).__name__}: {str(error).splitlines()[0]} ({', '.join(places[-3:])})"
+    return ""
+
+
+def frames(error: Exception) -> Any:
+    import traceback
+
+    return traceback.extract_tb(error.__traceback__)
