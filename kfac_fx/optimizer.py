@@ -134,8 +134,7 @@ class KFAC(Optimizer):
         self.updater = Updater(self.net, self.options, self.estimator, self.scalar + damping)
         self.generator = torch.Generator(example.device).manual_seed(replicas.own(seed))
         schedule = Schedule(self.options)
-        devices = accelerators(self.names)
-        self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, devices)
+        self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, accelerators(self.names))
         self._stepper = Stepper(
             self.net, self.names, self.scalar, self.estimator, self.updater, schedule, self._forwards, grad_scaler
         )

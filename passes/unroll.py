@@ -108,7 +108,7 @@ class Unroller(Writer):
 
 
 def write_cell(write: Unroller, node: fx.Node) -> State:
-    """lstm_cell(x, [h, c], w, u, b, d) and its like, and `passes.recurrent.recurrent_cell`: one step."""
+    """lstm_cell(x, [h, c], w, u, b, d) and its like, and `passes.stand_ins.recurrent_cell`: one step."""
     stands = op_name(node) == "recurrent_cell"
     arguments: Any = (*node.args[stands:], None, None)
     kind = str(node.args[0]) if stands else op_name(node).removesuffix("_cell")
@@ -120,7 +120,7 @@ def write_cell(write: Unroller, node: fx.Node) -> State:
 
 
 def write_layers(write: Unroller, node: fx.Node) -> State:
-    """`passes.recurrent.recurrent`"""
+    """`passes.stand_ins.recurrent`"""
     arguments: Any = node.args
     kind, x, state, weights, lengths, steps, biases, layers, dropout, bidirectional, batch_first = arguments
     write.begin(node, node.name.replace("recurrent", kind))

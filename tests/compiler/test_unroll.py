@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from kfac_fx.passes import pipeline, pytree
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.operations import op_name
-from kfac_fx.passes.recurrent import packed, recurrent, unpacked
+from kfac_fx.passes.stand_ins import packed, recurrent, unpacked
 from kfac_fx.passes.trace import Capture, capture
 from kfac_fx.passes.unroll import unroll
 from tests.compiler.toy import Toy, code

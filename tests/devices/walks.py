@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ FIRST_STEP = {
     "loss_scale.py:ratio",
     "loss_scale.py:counted",
     "loss_scale.py:factor_of_value",
-    "optimizer.py:_step",  # without a first factor there is no inverse until the next is due
+    "stepper.py:take",  # without a first factor there is no inverse until the next is due
     "inverses.py:known_failures",  # there is no last good inverse to keep
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device
@@ -58,7 +59,7 @@ def all_on_device(tree: Any) -> None:
             all_on_device(one)
 
 
-def record(small: Small, waits: Waits, purpose: set[str]) -> None:
+def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     """Every mode, then an estimator's whole life."""
     model, inputs = on_device(small)
     net = kfac_fx.compile(model, inputs, loss=small.loss, verify=False, **small.options)
@@ -100,7 +101,7 @@ def record(small: Small, waits: Waits, purpose: set[str]) -> None:
     estimator.load_state_dict(estimator.state_dict())
 
 
-def train(small: Small, waits: Waits, options: dict[str, Any], cast: torch.dtype | None = None) -> None:
+def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dtype | None = None) -> None:
     """Five steps: the first may wait, the others not."""
     model, inputs = on_device(small)
     net = kfac_fx.compile(model, inputs, loss=small.loss, verify=False, **small.options)
@@ -126,6 +127,7 @@ def train(small: Small, waits: Waits, options: dict[str, Any], cast: torch.dtype
 
 def prove(waits: Waits) -> None:
     model, inputs = on_device(SMALL["image"])
+    waits.clear()
     kfac_fx.compile(model, inputs, loss="categorical")
     waits.only(PROOF)
 
@@ -141,7 +143,7 @@ def collect(waits: Waits) -> None:
     block.register_inverse()
     block.instantiate_factors(([torch.ones(CASES, 5, device=NAME)],), 0.1, (inputs[0],))
     all_on_device(block.multiply_inverse(tuple(torch.ones_like(model.get_parameter(name)) for name in block.params)))
-    waits.only(FIRST_STEP | {"groups.py:split_damping"})  # its damping is a number
+    waits.only(FIRST_STEP | {"averaged.py:split_damping"})  # its damping is a number
 
 
 def distributions(waits: Waits) -> None:
@@ -194,29 +196,20 @@ PURPOSES = {"padding": PADDED, "packed steps": PACKED, "series": DECOMPOSED, "di
 PLAIN = Small(mlp, lambda: (torch.randn(CASES, 4),))
 
 WALKS: dict[str, Walk] = {
-    **{
-        f"record: {name}": partial(
-            lambda waits, small, purpose: record(small, waits, purpose), small=small, purpose=PURPOSES.get(name, set())
-        )
-        for name, small in SMALL.items()
-    },
-    **{
-        f"train: {name}": partial(lambda waits, options: train(SMALL["image"], waits, options), options=options)
-        for name, options in TRAINED.items()
-    },
-    "train: empirical": lambda waits: train(PLAIN, waits, {"lr": 0.1, "estimation_mode": "empirical"}),
-    "train: bfloat16": lambda waits: train(PLAIN, waits, {"lr": 0.1}, torch.bfloat16),
-    "train: float16": lambda waits: train(PLAIN, waits, {"lr": 0.1}, torch.float16),
+    **{f"record: {name}": partial(record, small, purpose=PURPOSES.get(name, set())) for name, small in SMALL.items()},
+    **{f"train: {name}": partial(train, SMALL["image"], options=options) for name, options in TRAINED.items()},
+    "train: empirical": partial(train, PLAIN, options={"lr": 0.1, "estimation_mode": "empirical"}),
+    "train: bfloat16": partial(train, PLAIN, options={"lr": 0.1}, cast=torch.bfloat16),
+    "train: float16": partial(train, PLAIN, options={"lr": 0.1}, cast=torch.float16),
     "the proof": prove,
     "a collection": collect,
     "distributions": distributions,
 }
-WRONG: dict[str, tuple[Walk, str]] = {
-    "two devices": (mix, "two"),
-    "a number read": (read, "reads"),
-    "numbers moved": (move, "copies"),
-    "another device's generator": (draw, "a generator of cpu"),
-}
+QUICK = (
+    "record: image, all kinds of blocks", "record: wide sides", "record: divided", "train: qmodel", "train: adapted",
+    "train: empirical", "train: bfloat16", "the proof", "a collection", "distributions",
+)  # fmt: skip
+WRONG: dict[str, Walk] = {"two devices": mix, "a number read": read, "numbers moved": move, "a generator": draw}
 
 
 def outcome(walk: Walk) -> str:
@@ -225,12 +218,7 @@ def outcome(walk: Walk) -> str:
         with accelerator() as waits:
             walk(waits)
     except Exception as error:
-        places = [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in frames(error) if "kfac_fx" in f.filename]
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in frames if "/kfac_fx/" in f.filename]
         return f"{type(error).__name__}: {str(error).splitlines()[0]} ({', '.join(places[-3:])})"
     return ""
-
-
-def frames(error: Exception) -> Any:
-    import traceback
-
-    return traceback.extract_tb(error.__traceback__)

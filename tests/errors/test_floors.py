@@ -23,8 +23,8 @@ FLOORS = [
     "passes.layers",
     # Tools that several passes share.
     "passes.cells passes.checkpoints passes.devices passes.holder passes.masks passes.operations passes.pytree "
-    "passes.recurrent passes.signatures passes.sizes passes.writer",
-    "passes.labels passes.timeline passes.views",
+    "passes.signatures passes.sizes passes.stand_ins passes.writer",
+    "passes.labels passes.recurrent passes.timeline passes.views",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.parts passes.spelling "
     "passes.values passes.watch passes.writes",
     "passes.hooks",
