@@ -206,7 +206,7 @@ WALKS: dict[str, Walk] = {
     "distributions": distributions,
 }
 QUICK = (
-    "record: image, all kinds of blocks", "record: wide sides", "record: divided", "train: qmodel", "train: adapted",
+    "record: wide sides", "record: divided", "train: qmodel", "train: adapted",
     "train: empirical", "train: bfloat16", "the proof", "a collection", "distributions",
 )  # fmt: skip
 WRONG: dict[str, Walk] = {"two devices": mix, "a number read": read, "numbers moved": move, "a generator": draw}

@@ -43,9 +43,8 @@ def test_on_an_accelerator_nothing_mixes_devices_and_the_host_waits_only_on_purp
 
 @pytest.mark.slow
 def test_so_it_is_for_every_model_and_option() -> None:
-    assert not {
-        name: said for name, said in outcomes(tuple(name for name in WALKS if name not in QUICK)).items() if said
-    }
+    others = tuple(name for name in WALKS if name not in QUICK)
+    assert not {name: said for name, said in outcomes(others).items() if said}
 
 
 @pytest.mark.parametrize(
@@ -62,8 +61,9 @@ def test_what_a_device_would_refuse_or_wait_for_is_seen(name: str, said: str) ->
 
 
 def test_random_streams_are_put_back_and_seeded_as_torch_seeds_them() -> None:
+    devices = accelerators(nn.Linear(2, 2).parameters())
     before = torch.get_rng_state()
-    with same_random(accelerators(nn.Linear(2, 2).parameters())):
+    with same_random(devices):
         RandomState.seeded(3, []).restore()
         drawn = torch.rand(4)
         torch.manual_seed(3)
