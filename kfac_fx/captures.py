@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,22 +12,21 @@ from torch import nn
 
 from kfac_fx.passes.attributes import settings
 from kfac_fx.passes.border import capture_key
-from kfac_fx.passes.divide import Division, divide
+from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.passes.ir import Options, Program
-from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.ir import Program
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.trace import Capture, capture
 
 from .agreement import agreeing, needs, with_generic, with_program
+from .declared import Declared
 from .divided import DividedRecorder
+from .division_recorder import recorder_of
 from .frames import Unmet
-from .loss_spec import LossSpec
-from .masks import PaddingMask, with_mask
+from .masks import with_mask
 from .moments import Ride
 from .proof import prove
 from .recorder import Recorder
-from .registered_losses import RegisteredLosses
 from .structure import Structure
 
 KINDS = 8  # of calls that are kept: modes, dtypes, devices, structures; the least recently used goes first
@@ -35,19 +34,6 @@ ROUNDS = 4  # of meeting new calls on the same inputs
 SHAPES = 32  # of one kind that are kept, where one capture does not serve all, such as the lengths of sequences
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Declared:
-    """The arguments of `compile`, checked."""
-
-    options: Options
-    layers: Mapping[str, Layer]
-    loss: LossSpec | RegisteredLosses | None
-    verify: bool
-    backend: str
-    passes: Callable[[Program], Program] = run  # from a fresh capture to a program with registrations
-    padding_mask: PaddingMask | None = None
 
 
 class Captures:
@@ -170,9 +156,8 @@ class Captures:
                 program = with_mask(program, said, self.model, args, kwargs)
             return self.proved(self.emit(traced, program), args, kwargs)
         except UntraceableError as error:
-            # Registered by hand, on the nodes of one graph; or masked, with a node of one graph.
-            if self.declared.passes is not run or self.declared.padding_mask is not None:
-                raise
+            if self.declared.passes is not run:
+                raise  # registered by hand, on the nodes of one graph
             return self.divided(args, kwargs, error)
 
     def divided(
@@ -200,10 +185,7 @@ class Captures:
         program = run(division.program, SUBMODULES)
         if earlier is not None:
             program = with_generic(program, earlier.program)
-        loss, backend = self.declared.loss, self.declared.backend
-        recorder = DividedRecorder(
-            as_it_is(division, program), program, self.model, loss, needs(program), backend, division=division
-        )
+        recorder = recorder_of(division, program, self.model, self.declared, earlier, args, kwargs)
         if earlier is not None:
             recorder.extends(earlier)
         try:
@@ -238,11 +220,3 @@ class Captures:
         recorder.proven = verdict is None or verdict.conclusive
         recorder.note_proof(verdict is not None)
         return recorder
-
-
-def as_it_is(division: Division, program: Program) -> Capture:
-    """A capture of a model whose Python runs, with what its submodules do beside their graphs."""
-    effects = dict.fromkeys(effect for one in division.captured for effect in one.effects)
-    return Capture(
-        program, lambda args, kwargs: (args, dict(kwargs)), lambda output: output, lambda *_: True, tuple(effects)
-    )

@@ -15,7 +15,8 @@ from kfac_fx.passes.trace import Capture
 
 from .backends import compiled_model
 from .captured import CapturedModel
-from .captures import Captures, Declared
+from .captures import Captures
+from .declared import Declared
 from .layer_collection import LayerCollection
 from .loss_spec import LossSpec
 from .moments import Moments, Ride

@@ -12,8 +12,8 @@ from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 
 from .backends import BACKENDS
-from .captures import Declared
 from .compiled_module import CompiledModule
+from .declared import Declared
 from .layer_collection import LayerCollection
 from .loss_spec import loss_from
 from .masks import PaddingMask

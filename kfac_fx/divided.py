@@ -7,7 +7,7 @@ copies and leaves no trace, as all recordings do; only a file that it writes is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,9 @@ from kfac_fx.passes.border import python_random
 from kfac_fx.passes.calls import Lent, mapped
 from kfac_fx.passes.divide import Captured, Division, key_of
 from kfac_fx.passes.errors import LossError, ModelChangedError
+from kfac_fx.passes.ir import KEPT
 from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.submodule_masks import Sizes, padded
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.watch import custom_functions
 
@@ -30,8 +32,11 @@ from .backends import compiled_function
 from .examples import cut, length
 from .frames import Frames, Loss, LossWatch, Unmet, behind, one_call
 from .losses import LossFunction
+from .masked_inputs import MaskedInputs
+from .masks import PaddingMask, along, of_call, real_losses
 from .output_losses import graph_loss
 from .recorder import Recorder
+from .registered_losses import WeightedLosses
 
 
 @dataclass
@@ -39,6 +44,8 @@ class DividedRecorder(Recorder):
     """checked: the submodules that were proved, by their places in the division; None: all may run."""
 
     division: Division | None = None
+    padding_mask: PaddingMask | None = None
+    mask_sizes: tuple[Sizes | None, ...] = ()  # when each submodule was captured
     checked: set[int] | None = None
     ran: set[int] = field(default_factory=set)  # those that did, in this or another recorder of this capture
     found: list[Loss] = field(default_factory=list, init=False)  # of the last forward
@@ -74,7 +81,10 @@ class DividedRecorder(Recorder):
 
     def __post_init__(self) -> None:
         self.structured = {name for one in self.program.registrations if not one.generic for name in one.owners}
-        graphs = [graph_of(self.program, number) for number in range(len(self.captured))]
+        masked = any(KEPT in use.attrs for one in self.program.registrations for use in one.uses)
+        part = padded if masked else graph_of
+        graphs = [part(self.program, number) for number in range(len(self.captured))]
+        self.masked_inputs = MaskedInputs.of(graphs, [one.submodule.path for one in self.captured])
         self.emitted = [rewrite(one, self.tap_of) for one in graphs]
         self.targets = [{str(n.target) for n in one.graph.nodes if n.op == "get_attr"} for one in self.emitted]
         self.parameter_names = [name for name, _ in self.model.named_parameters()]
@@ -96,9 +106,7 @@ class DividedRecorder(Recorder):
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def call(
-        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: tuple[Any, ...], probes: Any
-    ) -> tuple[Any, tuple[Tensor, ...]]:
+    def call(self, parameters: Any, buffers: Any, values: Any, probes: Any) -> tuple[Any, tuple[Tensor, ...]]:
         return self.through(self.plain, parameters, buffers, values, probes)
 
     def through(
@@ -132,10 +140,16 @@ class DividedRecorder(Recorder):
         lent = Lent(self.model, {**parameters, **python})
         return Frames(self.captured, self.number_of, functions, held, lent, probes, LossWatch())
 
+    def mask(self, values: tuple[Any, ...]) -> Tensor | None:
+        """[cases, positions] of one call; None: nothing is padding."""
+        return None if self.padding_mask is None else of_call(self.padding_mask, self.model, *values)
+
     def forward(
         self, frames: Frames, named: Mapping[str, Tensor], values: tuple[Any, ...]
     ) -> tuple[Any, tuple[Tensor, ...]]:
         args, kwargs = values
+        mask = self.mask(values)
+        frames.inputs = lambda number, own: self.masked_inputs.of_call(number, own, mask)
         with custom_functions(), frames.in_place(), frames.watch if self.loss is None else nullcontext():
             output = functional_call(self.model, dict(named), args, kwargs)
         self.found = frames.watch.found
@@ -211,6 +225,14 @@ class DividedRecorder(Recorder):
         kept = max(1, math.ceil(total * fraction))
         args, kwargs = values
         return tuple(cut(one, total, kept) for one in args), {k: cut(one, total, kept) for k, one in kwargs.items()}
+
+    def real_losses(
+        self, build: Callable[[Sequence[Tensor]], WeightedLosses], fisher: Sequence[Tensor], values: tuple[Any, ...]
+    ) -> WeightedLosses:
+        mask = self.mask(values)
+        if mask is None:
+            return build(fisher)
+        return real_losses(build, fisher, [along(mask, one) for one in fisher], mask)
 
     # --- losses -----------------------------------------------------------------------------------------------------
 

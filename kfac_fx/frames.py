@@ -69,6 +69,7 @@ class Frames:
 
     number_of: which capture serves a call of a module. functions, held: of every capture, how to run it and on which
     parameters and buffers. lent: which module runs on parameters that are not the model's; it stays Python.
+    inputs: what a graph is run on, from its number and what its submodule was called with.
     tolerant: a call that no capture serves runs as it is, too, and is kept as `unmet`.
     """
 
@@ -85,6 +86,7 @@ class Frames:
         self.captured, self.number_of = captured, number_of
         self.functions, self.held, self.lent, self.probes, self.watch = functions, held, lent, probes, watch
         self.tolerant = False
+        self.inputs: Callable[[int, tuple[Any, ...]], tuple[Any, ...]] = lambda number, values: values
         self.unmet: Unmet | None = None
 
     @contextmanager
@@ -135,7 +137,7 @@ class Frames:
 
     def graph(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         capture = self.captured[number].capture
-        values = capture.flatten(args, kwargs)
+        values = self.inputs(number, capture.flatten(args, kwargs))
         self.watch.paused = True
         try:
             output, _ = self.functions[number](self.held[number], values, self.probes)

@@ -36,13 +36,34 @@ def with_mask(
 def named(program: Program, name: str, model: nn.Module) -> fx.Node | None:
     """None if this call does without the argument."""
     found = {str(node.target): node for node in program.graph.nodes if node.op == "placeholder"}
+    if name not in found:
+        refuse_unknown(name, model)
+    return found.get(name)
+
+
+def refuse_unknown(name: str, model: nn.Module) -> None:
+    """Raises RegistrationError for what is no argument of forward."""
     known = inspect.signature(model.forward).parameters
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-    if name not in known and not takes_any and name not in found:
+    if name not in known and not takes_any:
         raise RegistrationError(
             f"padding_mask={name!r} is no argument of {type(model).__name__}.forward.{nearest(name, known)}"
         )
-    return found.get(name)
+
+
+def of_call(said: PaddingMask, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The mask of one call; None if it does without. Raises RegistrationError if it is none [cases, positions]."""
+    if isinstance(said, str):
+        refuse_unknown(said, model)
+        value = inspect.signature(model.forward).bind(*args, **kwargs).arguments.get(said, kwargs.get(said))
+        if value is None:
+            return None
+    else:
+        value = said(*args, **kwargs)
+    if not isinstance(value, Tensor) or value.dim() != 2:
+        what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"
+        raise RegistrationError(f"padding_mask has {what}, wanted [cases, positions], nonzero where a position is real")
+    return value
 
 
 def computed(
@@ -112,6 +133,14 @@ def real_losses(
         apart = loss.inputs != changed.inputs
         loss.real_cases = int(apart.reshape(*apart.shape[: loss.case_axes], -1).any(-1).sum())
     return losses
+
+
+def along(mask: Tensor, value: Tensor) -> Dims | None:
+    """Where the cases and the positions of a mask are in a value whose sizes are all that is known."""
+    (cases, positions), sizes = mask.shape, tuple(value.shape)
+    if sizes[:1] == (cases,) and positions in sizes[1:]:
+        return 0, 1 + sizes[1:].index(positions)
+    return (0, 0) if sizes[:1] == (cases * positions,) else None
 
 
 def other(value: Tensor) -> Tensor:

@@ -174,9 +174,8 @@ def test_a_model_without_submodules_is_refused_as_the_whole_was() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.weight
 
-    with pytest.raises(UntraceableError) as failure:
+    with pytest.raises(UntraceableError, match="^why the whole was not captured\nadvice\n"):
         division(Bare())
-    assert failure.value is WHOLE
 
 
 def test_what_was_captured_on_earlier_inputs_stays() -> None:

@@ -42,7 +42,7 @@ def joined(model: Pair, calls: tuple[int, int] = (1, 1), **options: Any) -> Prog
     for (path, module), number in zip(model.named_children(), calls, strict=True):
         traced = capture(module, (X,), options=given, layers=LAYERS).program
         parts.append((Submodule(path, number), normalize(in_model(traced, path, parameters, aliases))))
-    return join(parts)
+    return join(parts[0][1], parts)
 
 
 def the_one(program: Program, parameter: str) -> Registration:

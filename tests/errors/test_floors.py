@@ -33,6 +33,7 @@ FLOORS = [
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
     "passes.resolve passes.check passes.rewrite passes.submodules passes.padding passes.verify",
+    "passes.submodule_masks",
     "passes.pipeline",
     "passes.divide",
     "passes",
@@ -48,10 +49,11 @@ FLOORS = [
     "kfac_fx.rooted",
     "kfac_fx.exact kfac_fx.inverses kfac_fx.link kfac_fx.masks kfac_fx.series kfac_fx.sua kfac_fx.wide",
     "kfac_fx.blocks kfac_fx.curvature kfac_fx.emitted",
-    "kfac_fx.output_losses",
+    "kfac_fx.masked_inputs kfac_fx.output_losses",
     "kfac_fx.recorder",
-    "kfac_fx.divided kfac_fx.likeness kfac_fx.proof_tap",
+    "kfac_fx.declared kfac_fx.divided kfac_fx.likeness kfac_fx.proof_tap",
     "kfac_fx.agreement kfac_fx.captured kfac_fx.proof kfac_fx.registry",
+    "kfac_fx.division_recorder",
     "kfac_fx.captures kfac_fx.steps kfac_fx.sums",
     # The layer collection, from what it holds to what users call.
     "kfac_fx.declared_block kfac_fx.find_use",
