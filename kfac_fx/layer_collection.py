@@ -27,7 +27,7 @@ from kfac_fx.output_losses import graph_loss
 from kfac_fx.passes.check import check_registration, uses_found
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import LossSite, Program, Registration, where
-from kfac_fx.passes.labels import entries
+from kfac_fx.passes.labels import entries, symbolic_sizes
 from kfac_fx.passes.padding import everything_behind, padding
 from kfac_fx.passes.sizes import in_example
 from kfac_fx.passes.verify import verify
@@ -143,8 +143,19 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
             raise RegistrationError("\n".join(errors))
 
     def misplaced(self, subgraph: frozenset[fx.Node]) -> Iterator[str]:
-        """What counting edges does not show: uses registered twice, and uses that no loss depends on."""
+        """What counting edges does not show: uses registered twice, uses that no loss depends on, and several uses of
+        one mini-batch registered as several mini-batches."""
+        several = max((len(towers) for towers in self.towers_by_loss), default=1) > 1
+        all_cases = {symbolic_sizes(node)[0] for one in self.losses for node in one.inputs if symbolic_sizes(node)}
         for names, block in self.fisher_blocks.items():
+            uses = dict.fromkeys(use.output for tower in block.towers for use in tower)
+            whole = [where(node) for node in uses if symbolic_sizes(node)[:1] == [*all_cases]]
+            if len(block.towers) > 1 and not several and None not in all_cases and len(whole) > 1:
+                yield (
+                    f"{', '.join(names)} has {len(block.towers)} towers, which are mini-batches of their own, but all "
+                    f"cases of the losses at each of {', '.join(whole)}: register the uses of one mini-batch together, "
+                    "with the _multi function"
+                )
             outputs = Counter((use.output, use.region) for use in block.registration.uses)
             for (output, _), times in outputs.items():
                 if times > 1:

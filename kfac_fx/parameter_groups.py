@@ -60,7 +60,7 @@ def checked_net(net: Any) -> CompiledNet:
     if not hasattr(net, "attach") or not hasattr(net, "registrations"):
         raise ValueError(
             f"KFAC needs a compiled module and got a {type(net).__name__}: "
-            "net = kfac_fx.compile(model, ...), KFAC(net, ...), and call net instead of model"
+            "net = kfac_fx.compile(model, ...), or of a LayerCollection, KFAC(net, ...), and call net instead of model"
         )
     checked: CompiledNet = net
     return checked

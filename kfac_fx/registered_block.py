@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kfac_fx import blocks
 from kfac_fx.declared_block import Collection, DeclaredBlock
+from kfac_fx.factors import NotRegisteredError
 from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Use
@@ -136,15 +137,36 @@ class FisherBlock(DeclaredBlock):
         return self.operator.full_fisher_block()
 
     def applied(self, method: str, vector: Any, *args: Any) -> Any:
+        """Raises NotRegisteredError for a root that was not registered, ValueError for another number of tensors."""
         if isinstance(vector, Mapping):
-            return getattr(self.operator, method)(vector, *args)
+            return self.product(method, vector, *args)
         parts = vector if isinstance(vector, (tuple, list)) else (vector,)
         if len(parts) != len(self.params):
             raise ValueError(f"a vector of {self} has {len(self.params)} tensors, and got {len(parts)}")
-        product = getattr(self.operator, method)(dict(zip(self.params, parts, strict=True)), *args)
+        product = self.product(method, dict(zip(self.params, parts, strict=True)), *args)
         tensors = tuple(product[name] for name in self.params)
         return tensors if isinstance(vector, (tuple, list)) else tensors[0]
+
+    def product(self, method: str, vector: Mapping[str, Tensor], *args: Any) -> dict[str, Tensor]:
+        operator = self.operator
+        try:
+            found: dict[str, Tensor] = getattr(operator, method)(vector, *args)
+        except NotRegisteredError as error:
+            if operator is not self._own or vector.keys() != set(self.registration.parameters):
+                raise
+            raise NotRegisteredError(
+                f"{self} does not keep what {method} needs: call {REGISTERED_BY[method]} before"
+            ) from error
+        return found
 
 
 def flattened(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
+
+
+REGISTERED_BY = {
+    "multiply_inverse": "register_inverse()",
+    "multiply_matpower": "register_matpower(exp)",
+    "multiply_cholesky": "register_cholesky()",
+    "multiply_cholesky_inverse": "register_cholesky_inverse()",
+}

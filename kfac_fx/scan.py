@@ -148,12 +148,12 @@ class Scan:
         return self.collection.linked_parameters.get(frozenset(one.parameters))
 
     def linked_approximation(self, one: Registration, kinds: Sequence[str]) -> str:
-        """In our names. Raises ApproximationError for what such a layer has not."""
+        """In our names. Raises ApproximationError for what parameters of no layer have not."""
         asked = self.asked(one) or ""
         own = next((own for kind in kinds if (own := KINDS[kind].own(asked))), None)
-        if kinds and own is None:
-            there = ", ".join(dict.fromkeys(name for kind in kinds for name in KINDS[kind].approximations))
-            raise ApproximationError(f"Bad value {asked!r} for the linked {one}; {' and '.join(kinds)} have {there}")
+        if one.generic and own is None:
+            there = " and ".join(map(repr, KINDS["generic"].approximations))
+            raise ApproximationError(f"Bad value {asked!r} for the linked {one}, which no layer has: there are {there}")
         return one.approximation if own is None or own == asked else own
 
     def folded(self, one: Registration) -> int | None:

@@ -24,20 +24,21 @@ def same_or_given(attrs: Attrs) -> list[tuple[int, int]]:
 
 def disagreement(attrs: Attrs, strides: Any, padding: Any, dilations: Any) -> tuple[str, Any] | None:
     """("strides=[1, 2]", [2, 2]): what is said of a geometry, and what it is; None where nothing disagrees."""
-    said = {"strides": (spatial(strides, attrs), "stride"), "dilations": (spatial(dilations, attrs), "dilation")}
-    for name, (given, attribute) in said.items():
-        if given is not None and given != (found := per_axis(attribute, attrs)):
-            return f"{name}={given}", found
+    for name, sizes, attribute in (("strides", strides, "stride"), ("dilations", dilations, "dilation")):
+        found = per_axis(attribute, attrs)
+        given = [found] if sizes is None else readings(sizes, len(found))
+        if found not in given:
+            return f"{name}={given[0] if given else list(sizes)}", found
     wanted = padding.lower() if isinstance(padding, str) else padding  # "SAME", as TensorFlow spells it
     if padding is not None and same_or_given({**attrs, "padding": wanted}) != same_or_given(attrs):
         return f"padding={padding!r}", repr(attrs["padding"])
     return None
 
 
-def spatial(sizes: Any, attrs: Attrs) -> list[int] | None:
-    """One an axis; of TensorFlow's lists with batch and channels, the spatial part."""
-    axes = len(attrs["weight"]) - 2
-    if sizes is None or isinstance(sizes, int):
-        return None if sizes is None else [sizes] * axes
-    given = list(sizes)
-    return given[1:-1] if len(given) == axes + 2 else given * (axes // len(given))
+def readings(sizes: Any, axes: int) -> list[list[int]]:
+    """One an axis; of TensorFlow's lists with batch and channels, in either order, the spatial part."""
+    given = [sizes] if isinstance(sizes, int) else list(sizes)
+    if len(given) == axes + 2:
+        apart = (given[:1] + given[-1:], given[1:-1]), (given[:2], given[2:])
+        return [spatial for others, spatial in apart if others == [1, 1]]
+    return [given * axes if len(given) == 1 else given]

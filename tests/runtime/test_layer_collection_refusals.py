@@ -60,10 +60,11 @@ def scanned(lc: LayerCollection, output: str, *params: str, linked: str) -> str:
 
 
 def test_a_scan_refuses_a_link_to_what_the_layer_has_not() -> None:
-    with pytest.raises(ApproximationError, match=r"Bad value 'kron_indep' for the linked generic\(g\); generic have"):
-        scanned(collection(lambda x, g: x * torch.cumsum(g, 0), g=(3,)), "mul", "g", linked="kron_indep")
-    with pytest.raises(ApproximationError, match=r"Bad value 'full' for the linked linear\(w, b\); fully_connected"):
-        scanned(affine(), "add", "w", "b", linked="full")
+    text = r"Bad value 'kron' for the linked generic\(g\), which no layer has: there are 'diagonal' and 'full'"
+    with pytest.raises(ApproximationError, match=text):
+        scanned(collection(lambda x, g: x * torch.cumsum(g, 0), g=(3,)), "mul", "g", linked="kron")
+    with pytest.raises(ApproximationError, match="b, w  linear has no 'kron_sua', but"):
+        scanned(affine(), "add", "w", "b", linked="kron_sua")
 
 
 def test_a_linked_approximation_means_what_it_means_at_a_registration() -> None:
@@ -84,3 +85,58 @@ def test_the_total_loss_can_be_trained() -> None:
     expected = torch.autograd.grad(0.5 * F.cross_entropy(model(x), y, reduction="sum"), list(model.parameters()))
     torch.testing.assert_close(found, expected)
     assert torch.autograd.grad(lc.total_sampled_loss(torch.randn(2, 3)), model.weight)[0].any()
+
+
+# --- uses and geometry ----------------------------------------------------------------------------------------------
+
+
+def test_uses_of_one_mini_batch_are_no_towers() -> None:
+    lc = collection(lambda x, w: x[:, 0] @ w + x[:, 1] @ w, torch.randn(6, 2, 3), w=(3, 4))
+    lc.register_normal_predictive_distribution("add")
+    lc.register_fully_connected("w", None, "matmul")
+    lc.register_fully_connected("w", None, "matmul_1", reuse=True)
+    with pytest.raises(
+        RegistrationError, match="w has 2 towers, .* all cases of the losses at each of matmul .*_multi"
+    ):
+        lc.check_registration()
+
+
+def test_towers_that_are_joined_before_one_loss_are_towers() -> None:
+    lc = collection(lambda x, w: torch.cat([x[::2] @ w, x[1::2] @ w]), torch.randn(6, 3), w=(3, 4))
+    lc.register_normal_predictive_distribution("cat")
+    lc.register_fully_connected("w", None, "matmul")
+    lc.register_fully_connected("w", None, "matmul_1", reuse=True)
+    lc.check_registration()
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [1, 2, 3, 1], [1, 1, 2, 3]])
+def test_strides_are_read_as_ours_or_with_the_batch_and_channels_of_either_order(sizes: list[int]) -> None:
+    lc = collection(lambda x, c: F.conv2d(x, c, stride=(2, 3)), c=(2, 2, 1, 1))
+    assert lc.register_conv2d("c", sizes, None, None, "conv2d").num_registered_towers == 1
+
+
+@pytest.mark.parametrize("sizes", [[], [2, 3, 1], [2, 2, 3, 2]])
+def test_strides_of_another_number_of_axes_are_refused(sizes: list[int]) -> None:
+    lc = collection(lambda x, c: F.conv2d(x, c, stride=(2, 3)), c=(2, 2, 1, 1))
+    with pytest.raises(RegistrationError, match=r"strides=\[.*\], but the graph's conv2d\(c\) has \[2, 3\]"):
+        lc.register_conv2d("c", sizes, None, None, "conv2d")
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "before"),
+    [
+        ("multiply_inverse", (), "register_inverse()"),
+        ("multiply_matpower", (0.5,), "register_matpower(exp)"),
+        ("multiply_cholesky", (), "register_cholesky()"),
+        ("multiply_cholesky_inverse", (), "register_cholesky_inverse()"),
+    ],
+)
+def test_a_block_without_an_estimator_says_what_to_register(method: str, args: tuple[float, ...], before: str) -> None:
+    block = affine().register_fully_connected(("w", "b"), None, "add")
+    block.instantiate_factors([[torch.randn(6, 5)]], 0.1, [torch.randn(6, 10)])
+    vector = torch.ones(10, 5), torch.ones(5)
+    with pytest.raises(kfac_fx.NotRegisteredError) as caught:
+        getattr(block, method)(vector, *args)
+    assert str(caught.value).endswith(f"does not keep what {method} needs: call {before} before")
+    getattr(block, before.replace("(exp)", "").replace("()", ""))(*args)
+    assert [part.shape for part in getattr(block, method)(vector, *args)] == [(10, 5), (5,)]
