@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -87,7 +87,14 @@ class CompiledModule(nn.Module):
     @property
     def report(self) -> Report:
         """What was registered, why, what it costs, and what an attached optimizer counted; print it."""
-        return Report(self.program, getattr(self._listener, "counters", None))
+        return Report(self.program, getattr(self._listener, "counters", None), self._fallbacks)
+
+    def _fallbacks(self) -> list[str]:
+        """What was done in another way than it should be since compilation, and why."""
+        first = self.captures.first
+        looped = [] if first is None or first.loop_reason is None else [first.loop_reason]
+        of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
+        return [*(f"sources of the exact modes are sent back one by one: {why}" for why in looped), *of_optimizer()]
 
     @property
     def layer_collection(self) -> LayerCollection:

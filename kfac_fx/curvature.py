@@ -30,6 +30,7 @@ def fisher_inner_products(
     vectors: Sequence[Mapping[str, Tensor]],
     *,
     ggn: bool = False,
+    multiply_jacobian: JacobianProducts | None = None,
 ) -> Tensor:
     """<d_i, F d_j> for all pairs of `vectors`, [k, k], with the mean Fisher of the batch behind `losses`.
 
@@ -37,6 +38,7 @@ def fisher_inner_products(
         losses: from parameters by name to the (coefficient, loss) pairs of the batch; pure.
         vectors: k directions by parameter name, all with the same names. The other parameters are constants.
         ggn: use the generalized Gauss-Newton factor of the losses.
+        multiply_jacobian: remembers for the next batch, and for the report, what the model can do.
 
     All vectors go through one forward pass in forward mode. If an operation has no forward-mode derivative, the passes
     are done in reverse mode, twice: Jᵀu is linear in u, and its derivative in direction d is J d.
@@ -55,7 +57,8 @@ def fisher_inner_products(
         torch.stack([vector[name] for vector in vectors]).to(value.dtype)
         for name, value in zip(names, point, strict=True)
     )
-    inputs, tangents = jacobian_vector_products(inputs_of_losses, point, stacked)
+    multiply_jacobian = multiply_jacobian or JacobianProducts()
+    inputs, tangents = multiply_jacobian(inputs_of_losses, point, stacked)
     total = torch.zeros((), device=inputs[0].device)
     for (coefficient, loss), at, tangent in zip(found, inputs, tangents, strict=True):
         here = copy.copy(loss)
@@ -66,18 +69,46 @@ def fisher_inner_products(
     return total
 
 
-def jacobian_vector_products(
-    function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The values of `function` and its derivatives in k directions, [k, ...] each; `tangents` are [k, ...] too."""
-    # Only the plain formula of attention can be differentiated in forward mode, or twice.
-    with sdpa_kernel(SDPBackend.MATH):
-        try:
-            return in_forward_mode(function, point, tangents)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # NotImplementedError is one: no forward-mode formula, or no vmap rule
-            return in_reverse_mode_twice(function, point, tangents)
+class JacobianProducts:
+    """Products with the Jacobian of one model: in forward mode, or in reverse mode twice from the first time on that an
+    operation had no forward-mode derivative.
+
+    reason: which one that was, in torch's words; None as long as there was none.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def __call__(
+        self, function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The values of `function` and its derivatives in k directions, [k, ...] each; `tangents` are [k, ...] too."""
+        # Only the plain formula of attention can be differentiated in forward mode, or twice.
+        with sdpa_kernel(SDPBackend.MATH):
+            if self.reason is not None:
+                return in_reverse_mode_twice(function, point, tangents)
+            try:
+                return in_forward_mode(function, point, tangents)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # NotImplementedError is one: no forward-mode formula, or no vmap rule
+                reason = first_line(error)
+                try:
+                    found = in_reverse_mode_twice(function, point, tangents)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as second:
+                    raise RuntimeError(
+                        "the exact quadratic model needs products with the Jacobian, and torch has none for this "
+                        f"model.\n  in forward mode: {reason}\n  in reverse mode, twice: {first_line(second)}\n"
+                        "momentum_type='regular' and 'adam' need none."
+                    ) from second
+                self.reason = reason
+                return found
+
+
+def first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def in_forward_mode(

@@ -20,8 +20,9 @@ from kfac_fx.watched import watch
 
 class Forwards:
     """seen: the forwards since the last step. paused: no forward counts, while a loss is measured. checked: the user's
-    loss was found to be the registered one, or told to be another. used: the gradients of the last step. generator: of
-    everything that is sampled; devices: that have random streams beside the CPU's."""
+    loss was found to be the registered one, or told to be another; unwatched: or there was nothing to see. used: the
+    gradients of the last step. generator: of everything that is sampled; devices: that have random streams beside the
+    CPU's."""
 
     def __init__(
         self,
@@ -34,9 +35,18 @@ class Forwards:
         self.net, self.schedule, self.estimator, self.generator = net, schedule, estimator, generator
         self.devices = devices
         self.seen = MicroBatches()
-        self.paused = self.checked = False
+        self.paused = self.checked = self.unwatched = False
         self.before: RandomState | None = None
         self.used: dict[str, weakref.ref[Tensor]] = {}
+
+    def fallbacks(self) -> list[str]:
+        """What was not looked at, and why."""
+        if not self.unwatched:
+            return []
+        return [
+            "whether the training loss is the registered one was not checked: the first step's forward had no outputs "
+            "of the Fisher to watch, or no memory for it"
+        ]
 
     def forget(self) -> None:
         """What happened since the last step."""
@@ -89,5 +99,6 @@ class Forwards:
     def check_scale(self, loss: Tensor | float | None, loss_scale: float) -> None:
         """At the first step with gradients, where the host waits to know. Warns with LossScaleWarning."""
         value = None if loss is None else float(loss)
+        self.unwatched = not self.seen.watched
         check(self.seen.watched, reduction=self.schedule.options.reduction, loss_scale=loss_scale, value=value)
         self.checked, self.before = True, None

@@ -191,8 +191,6 @@ class KFAC(Optimizer):
         gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
         return {name: grad for name, grad in gradients if grad is not None}
 
-    # --- what the net tells -----------------------------------------------------------------------------------------
-
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the batch if statistics are due; the outputs if it took over the forward, else None."""
         return self._forwards.on_forward(args, kwargs)
@@ -221,6 +219,10 @@ class KFAC(Optimizer):
             "skipped updates": sum(one.updates for one in failures),
             "inverses kept from before": sum(one.decompositions for one in failures),
         }
+
+    def fallbacks(self) -> list[str]:
+        """What was not done as it should be, and why, for the report."""
+        return [*self.updater.fallbacks(), *self._forwards.fallbacks()]
 
     def state_dict(self) -> dict[str, Any]:
         """torch's entries, and under "kfac" everything else that the next step depends on."""

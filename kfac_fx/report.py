@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Counters = Callable[[], Mapping[str, int]]
+Fallbacks = Callable[[], Sequence[str]]
 COLUMNS = ("", "layer", "parameters", "uses", "Fisher block", "factors")
 WIDTH = 101  # of wrapped lines; the table is as wide as it must be
 NAME_WIDTH = 44
@@ -36,11 +37,11 @@ class Report:
     Args:
         program: after the last pass.
         counters: what happened since, read anew whenever the report is shown, e.g. {"skipped updates": 0}.
+        fallbacks: what was done in another way than it should be, and why; read anew, too.
     """
 
-    def __init__(self, program: Program, counters: Counters | None = None) -> None:
-        self.program = program
-        self.counters = counters
+    def __init__(self, program: Program, counters: Counters | None = None, fallbacks: Fallbacks = lambda: ()) -> None:
+        self.program, self.counters, self.fallbacks = program, counters, fallbacks
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -112,6 +113,7 @@ class Report:
         if self.counters is not None:
             counted = ", ".join(f"{name} {count:,}" for name, count in self.counters().items())
             found.append(("runtime", [counted or "none"]))
+        found.append(("fallback", list(self.fallbacks())))
         return [(title, lines) for title, lines in found if lines]
 
     def __str__(self) -> str:
@@ -163,6 +165,7 @@ class Report:
             "submodules": [{"module": one.path, "calls": one.calls} for one in self.program.submodules],
             "python": [{"module": note.subject, "reason": note.reason} for note in self.program.left],
             "sampling": described(self.program),
+            "fallbacks": list(self.fallbacks()),
             "passes": [{"name": one.name, "nodes": one.nodes, "seconds": one.seconds} for one in self.history],
         }
 

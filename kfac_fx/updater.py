@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.backends import compiled_function
-from kfac_fx.curvature import fisher_inner_products
+from kfac_fx.curvature import JacobianProducts, fisher_inner_products
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.flat import Flat, Tensors
@@ -48,10 +48,20 @@ class Updater:
             torch.full_like(damping, torch.nan) for _ in SCALARS
         )
         self.replicas = estimator.replicas or Replicas()
+        self.multiply_jacobian = JacobianProducts()
         self.rule = MomentumRule(options.momentum_type, options.momentum, options.norm_constraint)
         self.advance = compiled_function(advance, net.backend)
         self.advance_first_order = compiled_function(advance_first_order, net.backend)
         self.multiply_inverse = compiled_function(estimator.multiply_inverse, net.backend)
+
+    def fallbacks(self) -> list[str]:
+        """What is done in a slower way than it should be, and why."""
+        if self.multiply_jacobian.reason is None:
+            return []
+        return [
+            "the exact quadratic model runs in reverse mode twice, a multiple of the time and memory of forward mode: "
+            f"{self.multiply_jacobian.reason}"
+        ]
 
     def update_inverses(self) -> None:
         self.set_estimator_damping()
@@ -165,7 +175,11 @@ class Updater:
                     return found
 
                 products = fisher_inner_products(
-                    losses, parameters, vectors, ggn=self.options.estimation_mode.endswith("GGN")
+                    losses,
+                    parameters,
+                    vectors,
+                    ggn=self.options.estimation_mode.endswith("GGN"),
+                    multiply_jacobian=self.multiply_jacobian,
                 )
                 total, cases = total + found[0][1].cases * products, cases + found[0][1].cases
             return self.replicas.mean(total / cases)

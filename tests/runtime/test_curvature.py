@@ -10,7 +10,7 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
 from kfac_fx import curvature
-from kfac_fx.curvature import fisher_inner_products, in_forward_mode, in_reverse_mode_twice
+from kfac_fx.curvature import JacobianProducts, fisher_inner_products, in_forward_mode, in_reverse_mode_twice
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
 from kfac_fx.passes.errors import LossError
 
@@ -237,17 +237,43 @@ def test_gauss_newton_products(net: Net, x: Tensor) -> None:
         fisher_inner_products(calling(net, x, LOSSES["normal_mean_variance"]), parameters, vectors, ggn=True)
 
 
-def test_the_fallback_is_taken_where_it_is_needed(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fallback_is_taken_where_it_is_needed_and_forward_mode_is_tried_once(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[str] = []
 
-    def reverse(*args: Any) -> Any:
-        taken.append("reverse")
-        return in_reverse_mode_twice(*args)
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            taken.append(name)
+            return function(*args)
 
-    monkeypatch.setattr(curvature, "in_reverse_mode_twice", reverse)
+        return call
+
+    monkeypatch.setattr(curvature, "in_reverse_mode_twice", noted("reverse", in_reverse_mode_twice))
+    monkeypatch.setattr(curvature, "in_forward_mode", noted("forward", in_forward_mode))
     for name, odd in ODD.items():
-        net = Odd(odd).double()
-        losses = calling(net, x, LOSSES["normal"])
-        fisher_inner_products(losses, dict(net.named_parameters()), directions(net, 2))
-        assert taken == (["reverse"] if name == "custom function" else []), name
+        net, multiply_jacobian = Odd(odd).double(), JacobianProducts()
+        losses, parameters = calling(net, x, LOSSES["normal"]), dict(net.named_parameters())
+        for _ in range(2):
+            fisher_inner_products(losses, parameters, directions(net, 2), multiply_jacobian=multiply_jacobian)
+        if name == "custom function":
+            assert taken == ["forward", "reverse", "reverse"]
+            assert multiply_jacobian.reason is not None
+            assert multiply_jacobian.reason.startswith("In order to use an autograd.Function with functorch transforms")
+        else:
+            assert taken == ["forward", "forward"], name
+            assert multiply_jacobian.reason is None
         taken.clear()
+
+
+def test_a_model_without_either_mode_is_told_what_to_do(x: Tensor) -> None:
+    net = Odd(lambda y: torch.cdist(y, y.detach()) @ y).double()
+    with pytest.raises(RuntimeError) as caught:
+        fisher_inner_products(calling(net, x, LOSSES["normal"]), dict(net.named_parameters()), directions(net, 2))
+    assert str(caught.value) == (
+        "the exact quadratic model needs products with the Jacobian, and torch has none for this model.\n"
+        "  in forward mode: Trying to use forward AD with _cdist_forward that does not support it because it has not "
+        "been implemented yet.\n"
+        "  in reverse mode, twice: the derivative for '_cdist_backward' is not implemented.\n"
+        "momentum_type='regular' and 'adam' need none."
+    )

@@ -132,7 +132,16 @@ def test_the_text_is_the_same_again_and_as_repr(program: Program) -> None:
 def test_the_data_has_the_promised_keys(program: Program) -> None:
     program = program.but(dropped=(Note("linear(head.weight)", "splits the linked group"),))
     data = Report(program).to_dict()
-    assert list(data) == ["parameters", "registrations", "dropped", "submodules", "python", "sampling", "passes"]
+    assert list(data) == [
+        "parameters",
+        "registrations",
+        "dropped",
+        "submodules",
+        "python",
+        "sampling",
+        "fallbacks",
+        "passes",
+    ]
     assert data["parameters"] == {
         "total": 1547, "registered": 1547, "structured": 1546, "generic": 1, "unused": []
     }  # fmt: skip
@@ -176,6 +185,15 @@ def test_counters_are_read_when_the_report_is_shown(program: Program) -> None:
     counts["skipped updates"] = 1234
     assert str(report).splitlines()[-1] == "runtime   skipped updates 1,234, failed decompositions 0"
     assert "runtime" not in json.loads(report.to_json())
+
+
+def test_fallbacks_are_told_once_there_are_any(program: Program) -> None:
+    told: list[str] = []
+    report = Report(program, fallbacks=lambda: told)
+    assert "fallback" not in str(report)
+    told.append("slow: no rule for it")
+    assert str(report).splitlines()[-1] == "fallback  slow: no rule for it"
+    assert report.to_dict()["fallbacks"] == told
 
 
 @pytest.mark.parametrize(
