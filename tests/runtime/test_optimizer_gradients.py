@@ -1,0 +1,189 @@
+"""KFAC where gradients are missing, zero or not finite, and parameters that are in no Fisher block."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kfac_fx.compiled_module import CompiledModule
+from tests.runtime.slow_kfac import batch, loss_of
+from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
+
+# --- gradients that are missing, zero, or not finite ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_parameter_without_a_gradient_stands_still_and_counts_as_zero(options: dict[str, Any]) -> None:
+    net, opt = made(**options)
+    other, same = made(**options)
+    for one in (net, other):
+        backward(one, 0)
+    absent, zeroed = net.get_parameter("0.bias"), other.get_parameter("0.bias")
+    absent.grad = None
+    assert zeroed.grad is not None
+    zeroed.grad.zero_()
+    before = absent.detach().clone()
+    opt.step()
+    assert torch.equal(absent, before)
+    assert absent not in opt.state
+    if "qmodel" not in options.get("momentum_type", ""):
+        same.step()
+        torch.testing.assert_close(net.get_parameter("0.weight"), other.get_parameter("0.weight"))
+    backward(net, 1)
+    opt.step()
+    assert not torch.equal(absent, before)
+
+
+def test_a_step_without_any_gradient_does_nothing() -> None:
+    net, opt = made()
+    net(batch(0)[0])
+    before = flat_state(opt.state_dict())
+    assert opt.step() is None
+    assert_same(before, flat_state(opt.state_dict()))
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("where", ["gradient", "inputs", "loss"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_step_that_is_not_finite_changes_nothing(options: dict[str, Any], where: str, value: float) -> None:
+    net, opt = made(**options, invert_every=5, weight_decay=0.1)
+    train(net, opt, range(2))
+    before, state = values(net), flat_state(opt.state_dict())
+    opt.zero_grad()
+    x, y = batch(2)
+    if where == "inputs":
+        x = x * value
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    if where == "gradient":
+        net.get_parameter("2.bias").grad[0] = value  # type: ignore[index]
+    opt.step(loss=torch.tensor(value) if where == "loss" else None)
+    assert_same(before, values(net))
+    now = flat_state(opt.state_dict())
+    moves_on = ("/counter", "/skipped", "/generator", "/predicted_change", "/qmodel_learning_rate", "/qmodel_momentum")
+    kept = {name: v for name, v in state.items() if not name.endswith(moves_on)}
+    assert_same(kept, {name: now[name] for name in kept})
+    assert opt.skipped.item() == 1
+    train(net, opt, range(3, 4))
+    assert all(not torch.equal(value, before[name]) for name, value in values(net).items())
+    assert opt.skipped.item() == 1
+
+
+def test_an_update_that_is_not_finite_is_not_made() -> None:
+    net, opt = made(lr=1e300, momentum=0.0)
+    train(net, opt, range(0))
+    before = values(net)
+    backward(net, 0)
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 1e200
+    opt.step()
+    assert_same(before, values(net))
+    assert opt.skipped.item() == 1
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_first_step_that_is_not_finite_is_taken_again(options: dict[str, Any]) -> None:
+    net, opt = made(**options)
+    x, y = batch(7)
+    (F.cross_entropy(net(x), y) * torch.nan).backward()
+    opt.step()
+    other, same = made(**options)
+    same.generator.set_state(opt.generator.get_state())
+    for one, optimizer in ((net, opt), (other, same)):
+        train(one, optimizer, range(2))
+    assert_same(values(net), values(other))
+    assert (opt.counter, opt.skipped.item()) == (2, 1)
+
+
+def test_the_damping_stays_where_the_step_is_skipped() -> None:
+    net, opt = made(adapt_damping=True, damping_adaptation_interval=1)
+    backward(net, 0)
+    net.get_parameter("2.bias").grad[0] = torch.nan  # type: ignore[index]
+    opt.step(loss_of(net, *batch(0)))
+    assert opt.damping.item() == pytest.approx(0.1)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where the host waits for a value of the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_an_ordinary_step_reads_nothing_back_from_the_device(options: dict[str, Any]) -> None:
+    net, opt = made(**options, weight_decay=0.1)
+    train(net, opt, range(2))
+    backward(net, 2)
+    with NoHostReads():  # type: ignore[no-untyped-call]
+        opt.step(loss=torch.tensor(1.0))
+    assert opt.counter == 3
+
+
+# --- parameters in no Fisher block ------------------------------------------------------------------------------------
+
+
+class WithSpare(nn.Module):
+    """`spare` acts on the loss alone, so the graph of the model does not have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4).double()
+        self.spare = nn.Parameter(torch.tensor([0.5, -1.0], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+def spare_loss(net: CompiledModule, number: int) -> Tensor:
+    x, y = batch(number)
+    return F.cross_entropy(net(x), y) + net.get_parameter("spare").sin().sum()
+
+
+@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
+@pytest.mark.parametrize("adapt_damping", [False, True])
+def test_parameters_in_no_block_follow_adamw(momentum_type: str, adapt_damping: bool) -> None:
+    torch.manual_seed(0)
+    kind: dict[str, Any] = QUADRATIC if momentum_type == "qmodel" else {}
+    first_order: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
+    adapt: dict[str, Any] = {"adapt_damping": adapt_damping, "damping_adaptation_interval": 1}
+    net, opt = made(WithSpare(), first_order=first_order, **kind, **adapt)
+    assert [(len(group["params"]), group["first_order"]) for group in opt.param_groups] == [(2, False), (1, True)]
+    reference = nn.Parameter(net.get_parameter("spare").detach().clone())
+    adamw = torch.optim.AdamW([reference], **first_order)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (opt, adamw)]
+    for number in range(4):
+        opt.zero_grad()
+        spare_loss(net, number).backward()
+        opt.step(partial(spare_loss, net, number))
+        adamw.zero_grad()
+        reference.sin().sum().backward()
+        adamw.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        torch.testing.assert_close(net.get_parameter("spare"), reference)
+    if adapt_damping:
+        assert 0.5 < opt.rho.item() < 2
+
+
+def test_parameters_in_no_block_are_skipped_with_the_rest_and_resumed() -> None:
+    torch.manual_seed(0)
+    net, opt = made(WithSpare())
+    spare_loss(net, 0).backward()
+    opt.step()
+    before = flat_state(opt.state_dict()["state"])
+    net.get_parameter("spare").grad[0] = torch.nan  # type: ignore[index]
+    opt.step()
+    assert_same(before, flat_state(opt.state_dict()["state"]))
+    _, other = made(WithSpare())
+    other.load_state_dict(opt.state_dict())
+    assert_same(before, flat_state(other.state_dict()["state"]))

@@ -1,0 +1,257 @@
+"""KFAC in an ordinary loop: scaled and clipped gradients, groups, the order of calls, compiled steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kfac_fx.compiler import compile
+from kfac_fx.losses import Categorical
+from kfac_fx.optimizer import KFAC
+from kfac_fx.passes.errors import FactorNotReady
+from tests.runtime.slow_kfac import batch, mlp
+from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, made, train, values
+
+# --- what a loop does with an optimizer -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
+@pytest.mark.parametrize("estimation_mode", ["gradients", "empirical"])
+def test_a_grad_scaler_changes_nothing_but_the_scale(momentum_type: str, estimation_mode: str) -> None:
+    options: dict[str, Any] = {"estimation_mode": estimation_mode, **(QUADRATIC if momentum_type == "qmodel" else {})}
+    plain, opt = made(**options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    net, scaled = made(grad_scaler=scaler, **options)
+    for number in range(4):
+        opt.zero_grad()
+        backward(plain, number)
+        opt.step()
+        scaled.zero_grad()
+        x, y = batch(number)
+        scaler.scale(F.cross_entropy(net(x), y)).backward()
+        if number % 2:
+            scaler.unscale_(scaled)
+        scaler.step(scaled)
+        scaler.update()
+    assert scaler.get_scale() > 64.0
+    torch.testing.assert_close(values(net), values(plain))
+
+
+def test_a_step_that_the_grad_scaler_skips_changes_nothing() -> None:
+    net, opt = made(mlp().float())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    before = values(net)
+    for number in range(2):
+        opt.zero_grad()
+        x, y = batch(number)
+        scaler.scale(1e12 * F.cross_entropy(net(x.float()), y)).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert_same(before, values(net))
+    assert opt.counter == 0
+
+
+def test_clipped_gradients_are_those_that_are_preconditioned() -> None:
+    net, opt = made(momentum=0.0)
+    other, same = made(momentum=0.0)
+    backward(net, 0)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    backward(other, 0)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in other.parameters() if p.grad is not None])
+    before = values(net)
+    opt.step()
+    same.step()
+    for name, value in before.items():
+        torch.testing.assert_close(values(net)[name] - value, (values(other)[name] - value) * 0.01 / norm)
+
+
+def test_parameter_groups_have_their_own_lr_and_weight_decay() -> None:
+    net, opt = made()
+    named = dict(net.named_parameters())
+    other = compile(mlp(), loss="categorical")
+    mine = dict(other.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [mine["0.weight"], mine["0.bias"]]},
+        {"params": [("2.weight", mine["2.weight"]), ("2.bias", mine["2.bias"])], "lr": 0.1, "weight_decay": 0.5},
+    ]
+    grouped = KFAC(other, lr=0.3, damping=0.1, seed=0, params=groups)
+    assert [group["lr"] for group in grouped.param_groups] == [0.3, 0.1]
+    before = values(net)
+    for one in (net, other):
+        backward(one, 0)
+    opt.step()
+    grouped.step()
+    torch.testing.assert_close(mine["0.weight"], named["0.weight"])
+    update = (named["2.weight"] - before["2.weight"]) / -0.3
+    torch.testing.assert_close(mine["2.weight"], before["2.weight"] - 0.1 * (update + 0.5 * before["2.weight"]))
+
+
+@pytest.mark.parametrize("options", [QUADRATIC, {}], ids=["qmodel", "regular"])
+def test_the_predicted_change_knows_groups_and_weight_decay(options: dict[str, Any]) -> None:
+    """With a small step the quadratic model predicts the change of the loss, whatever makes the step."""
+    net = compile(mlp(), loss="categorical")
+    first, *rest = net.parameters()
+    groups = [{"params": [first], "lr": 1e-4, "weight_decay": 0.5}, {"params": rest, "lr": 3e-4}]
+    adapting = {"adapt_damping": True, "damping_adaptation_interval": 1, "invert_every": 1}
+    opt = KFAC(net, **{"lr": 0.1, "damping": 0.1, **adapting, **options}, params=groups)
+    train(net, opt, range(3))
+    assert opt.rho.item() == pytest.approx(1.0, abs=1e-2)
+
+
+def test_an_option_of_the_whole_optimizer_is_none_of_a_group() -> None:
+    net = compile(mlp(), loss="categorical")
+    groups = [{"params": list(net.parameters()), "damping": 3.0, "momentum": 0.5, "name": "all"}]
+    text = r"KFAC\(..., damping=3.0, momentum=0.5\), and not damping, momentum in a group"
+    with pytest.raises(ValueError, match=text):
+        KFAC(net, lr=0.1, damping=0.1, params=groups)
+
+
+def test_a_parameter_group_may_come_later() -> None:
+    net = compile(mlp(), loss="categorical")
+    named = dict(net.named_parameters())
+    opt = KFAC(net, lr=0.3, damping=0.1, seed=0, params=[named["0.weight"]])
+    before = values(net)
+    train(net, opt, range(1))
+    moved = [name for name, value in values(net).items() if not torch.equal(value, before[name])]
+    assert moved == ["0.weight"]
+    opt.add_param_group({"params": [named["2.bias"]], "lr": 0.1})
+    train(net, opt, range(1, 2))
+    moved = [name for name, value in values(net).items() if not torch.equal(value, before[name])]
+    assert moved == ["0.weight", "2.bias"]
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    net, opt = made(lr=torch.tensor(0.3, dtype=torch.float64))
+    other, same = made()
+    for one, optimizer in ((net, opt), (other, same)):
+        train(one, optimizer, range(2))
+    assert_same(values(net), values(other))
+
+
+# --- order of calls ---------------------------------------------------------------------------------------------------
+
+
+def test_training_the_original_model_is_explained() -> None:
+    net, opt = made()
+    backward(net.model, 0)
+    with pytest.raises(FactorNotReady, match=r"no batch was ever recorded.*net\(x\) and not the model it was made of"):
+        opt.step()
+
+
+def test_the_quadratic_model_needs_the_batch() -> None:
+    net, opt = made(**QUADRATIC)
+    train(net, opt, range(1))
+    opt.zero_grad()
+    backward(net.model, 1)
+    with pytest.raises(
+        RuntimeError, match=r"momentum_type='qmodel' computes with the step's batch, and net\(x\) was not"
+    ):
+        opt.step()
+
+
+def test_evaluation_forwards_are_not_recorded() -> None:
+    net, opt = made()
+    other, same = made()
+    for number in range(2):
+        for one, optimizer in ((net, opt), (other, same)):
+            optimizer.zero_grad()
+            backward(one, number)
+        net.eval()
+        net(batch(7)[0])
+        net.train()
+        with torch.no_grad():
+            net(batch(8)[0])
+        opt.step()
+        same.step()
+    assert_same(values(net), values(other))
+
+
+def test_the_step_drops_its_batch() -> None:
+    net, opt = made(**QUADRATIC)
+    backward(net, 0)
+    assert len(opt._forwards.seen.calls) == 1
+    opt.step()
+    assert not opt._forwards.seen.calls
+
+
+@pytest.mark.parametrize("estimation_mode", ["gradients", "empirical"])
+def test_statistics_are_recorded_on_the_steps_where_they_are_due(estimation_mode: str) -> None:
+    net, opt = made(cov_update_every=3, estimation_mode=estimation_mode)
+    weights = []
+    for number in range(7):
+        train(net, opt, range(number, number + 1))
+        weights.append(opt.estimator.blocks[("0.weight", "0.bias")].factors["A"].total_weight.item())
+    decay = 0.95**3
+    assert weights == pytest.approx([1.0] * 3 + [1 + decay] * 3 + [1 + decay + decay**2])
+
+
+def test_burn_in_steps_only_average_statistics() -> None:
+    net, opt = made(num_burnin_steps=2, cov_update_every=4)
+    before = values(net)
+    train(net, opt, range(2))
+    assert_same(before, values(net))
+    factor = opt.estimator.blocks[("0.weight", "0.bias")].factors["A"]
+    assert factor.total_weight.item() == 2.0
+    rows = torch.cat([torch.cat([batch(n)[0], torch.ones(6, 1)], dim=1) for n in range(2)])
+    torch.testing.assert_close(factor.value[0], rows.T @ rows / 12)
+    assert opt.counter == 0
+
+
+def test_a_fraction_of_the_batch_is_recorded() -> None:
+    net, opt = made(fraction=0.5)
+    train(net, opt, range(1))
+    x = torch.cat([batch(0)[0][:3], torch.ones(3, 1)], dim=1)
+    factor = opt.estimator.blocks[("0.weight", "0.bias")].factors["A"].value
+    torch.testing.assert_close(factor[0], x.T @ x / 3)
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_compiled_step_is_the_eager_step(options: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    options = {**options, "weight_decay": 0.01, "invert_every": 2}
+    net, opt = made(**options)
+    other = compile(mlp(), loss="categorical", backend="aot_eager")
+    compiled = KFAC(other, **{"lr": 0.3, "damping": 0.1, "seed": 0, **options})
+    scheduler, same = (torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (opt, compiled))
+    for number in range(4):
+        with torch._dynamo.config.patch(error_on_recompile=number >= 2):
+            train(net, opt, range(number, number + 1))
+            train(other, compiled, range(number, number + 1))
+        scheduler.step()
+        same.step()
+    torch.testing.assert_close(values(other), values(net))
+
+
+def test_what_replicas_must_agree_on_is_averaged_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the other replicas' losses and curvatures were three times as large."""
+    net, opt = made(**QUADRATIC, adapt_damping=True, damping_adaptation_interval=1)
+    other, same = made(**QUADRATIC, adapt_damping=True, damping_adaptation_interval=1)
+    averaged: list[tuple[int, ...]] = []
+
+    def average(tensor: Tensor) -> Tensor:
+        averaged.append(tuple(tensor.shape))
+        return 2 * tensor
+
+    monkeypatch.setattr(opt.updater.replicas, "mean", average)
+    for one, optimizer in ((net, opt), (other, same)):
+        train(one, optimizer, range(1))
+    assert averaged == [(), (2, 2), ()]  # the loss before, the quadratic model, the loss after
+    assert opt.qmodel_learning_rate < same.qmodel_learning_rate
+
+
+def test_the_sampled_targets_are_the_optimizer_s_own() -> None:
+    net, opt = made(seed=4)
+    expected = torch.Generator().manual_seed(4)
+    before = torch.get_rng_state()
+    train(net, opt, range(1))
+    assert torch.equal(before, torch.get_rng_state())
+    Categorical(mlp()(batch(0)[0]).detach()).sample(expected)
+    assert torch.equal(opt.generator.get_state(), expected.get_state())

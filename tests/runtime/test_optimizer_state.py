@@ -1,0 +1,69 @@
+"""KFAC's state: checkpoints resume bit for bit, and what is no state of it is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kfac_fx.compiler import compile
+from kfac_fx.optimizer import KFAC
+from tests.runtime.slow_kfac import batch, mlp
+from tests.runtime.toy_optimizers import KINDS, assert_same, flat_state, made, train, values
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_checkpoint_resumes_bit_for_bit(options: dict[str, Any]) -> None:
+    options = {**options, "adapt_damping": True, "damping_adaptation_interval": 2, "invert_every": 3, "seed": 5}
+    net, opt = made(**options)
+    train(net, opt, range(5))
+    stored = io.BytesIO()
+    torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, stored)
+    train(net, opt, range(5, 10))
+
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=True)
+    resumed, again = made(**{**options, "damping": 7.0, "seed": 6})
+    resumed.load_state_dict(loaded["net"])
+    again.load_state_dict(loaded["opt"])
+    train(resumed, again, range(5, 10))
+    for name, value in values(net).items():
+        assert torch.equal(value, values(resumed)[name]), name
+    assert_same(flat_state(opt.state_dict()), flat_state(again.state_dict()))
+
+
+def test_a_checkpoint_resumes_within_a_burn_in() -> None:
+    net, opt = made(num_burnin_steps=3)
+    train(net, opt, range(2))
+    resumed, again = made(num_burnin_steps=3)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    resumed.load_state_dict(net.state_dict())
+    train(net, opt, range(2, 6))
+    train(resumed, again, range(2, 6))
+    assert (again.burned_in, again.counter) == (3, 3)
+    assert_same(values(net), values(resumed))
+
+
+def test_a_loaded_state_shares_nothing_with_its_source_and_keeps_its_precision() -> None:
+    net, other = (compile(mlp().bfloat16(), loss="categorical", verify=False) for _ in range(2))
+    opt, loading = (KFAC(one, lr=0.3, damping=0.1) for one in (net, other))
+    x, y = batch(0)
+    F.cross_entropy(net(x.bfloat16()), y).backward()
+    opt.step()
+    velocity = opt.state[next(net.parameters())]["velocity"]
+    assert velocity.dtype is torch.float32
+    loading.load_state_dict(opt.state_dict())
+    loaded = loading.state[next(other.parameters())]["velocity"]
+    assert torch.equal(loaded, velocity)
+    loaded.zero_()
+    assert velocity.any()
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    net, opt = made()
+    with pytest.raises(ValueError, match="the state has no 'kfac' entry: it is that of another kind of optimizer"):
+        opt.load_state_dict(torch.optim.SGD(net.parameters(), lr=0.1).state_dict())
