@@ -10,7 +10,7 @@ With the default sizes the series came further in 60 steps, in all of six starts
 
                     training loss  test loss  test errors
     kron_indep           1.06e-01      0.185         6.0%
-    kron_series_1        8.29e-02      0.160         5.0%
+    kron_series_1        8.28e-02      0.160         5.0%
     kron_series_2        7.86e-02      0.155         4.6%
 """
 

@@ -89,7 +89,8 @@ def unlike(taps: Sequence[ProofTap]) -> str | None:
     """Why these uses have no rows that a series could be made of."""
     if any(tap.kind[0] for tap in taps):
         return "its rows are ids"
-    if any(tap.kind != taps[0].kind for tap in taps):
+    first = {tap.tower: tap.kind for tap in reversed(taps)}
+    if any(tap.kind != first[tap.tower] for tap in taps):
         return "its uses have different numbers of rows"
     return None
 

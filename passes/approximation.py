@@ -51,7 +51,7 @@ def choose(
             reason, chosen = f"{reason}, so not {chosen!r}", "kron"
     if chosen in UNCORRELATED and (other := next((use for use in uses if not has_pixels(program, use)), None)):
         reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {chosen!r}", "kron"
-    if chosen in SERIES and (obstacle := why_no_series(uses)):
+    if chosen in SERIES and not program.submodules and (obstacle := why_no_series(uses)):  # else `leave_python` says it
         reason, chosen = f"{obstacle}, so not {chosen!r}", default if default in KRONECKER else "kron"
     if len(uses) > 1 and chosen == "kron":
         chosen = "kron_indep"
@@ -94,17 +94,25 @@ def why_no_series(uses: Sequence[Use], least: int = 2) -> str | None:
         return f"its gradient at {where(free.output)} is summed over cases"
     if more := next((use for use in uses if tensor_attrs(use).keys() - {KEPT}), None):
         return f"its rows at {where(more.output)} depend on more than its input"
-    if other := next((use for use in uses if kind_of(use) != kind_of(uses[0])), None):
-        return f"its uses at {where(uses[0].output)} and {where(other.output)} are not alike"
+    for tower in towers.values():  # which may be batches of different sizes
+        if other := next(
+            (use for use in tower if kind_of(use) != kind_of(uses[0]) or sizes(use) != sizes(tower[0])), None
+        ):
+            first = tower[0] if kind_of(other) == kind_of(uses[0]) else uses[0]
+            return f"its uses at {where(first.output)} and {where(other.output)} are not alike"
     return None
 
 
 def kind_of(use: Use) -> tuple[Any, ...]:
-    """What makes rows; with the sizes of the output, where the graph knows them."""
+    """What makes rows."""
     literals = {name: value for name, value in use.attrs.items() if not isinstance(value, fx.Node)}
+    return use.layer, use.form, use.batch_dim, repr(sorted(literals.items()))
+
+
+def sizes(use: Use) -> tuple[str, ...] | None:
+    """Of the output, where the graph knows them."""
     value = use.output.meta.get("val")
-    sizes = None if value is None else tuple(str(size) for size in value.shape)
-    return use.layer, use.form, use.batch_dim, repr(sorted(literals.items())), sizes
+    return None if value is None else tuple(str(size) for size in value.shape)
 
 
 def narrow(chosen: str, matrix: MatrixForm, limit: int, last: bool = False) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -122,9 +123,12 @@ def test_uses_are_as_many_as_the_calls() -> None:
     assert all(one.called for one in program.registrations)
 
 
-def test_a_series_needs_an_order_that_nobody_knows() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_series_needs_an_order_that_nobody_knows(shared: bool) -> None:
+    """Of a weight in two submodules, or in one that may be called at every step."""
     model = pair()
-    model.last.w = model.first.w
+    if shared:
+        model.last.w = model.first.w
     program = run(joined(model, approximations={"first.w": "kron_series_1"}), SUBMODULES)
     one = the_one(program, "first.w")
     assert one.approximation == "kron_indep"

@@ -1,4 +1,4 @@
-"""Series from a model to a block: what links record, in every way that uses are written or registered."""
+"""Series from a model to a block: what links record, in every way that uses are written."""
 
 from __future__ import annotations
 
@@ -12,43 +12,10 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import ApproximationError, FisherEstimator, ModelChangedError, RegistrationError
-from kfac_fx.fisher_blocks import FullyConnectedSeriesFB
-from tests.runtime.collections_of_toys import collection
 from tests.runtime.fisher_cases import sequence_statistics
+from tests.runtime.series_models import Cell, H, I, N, O, T, by_hand, empirical, normal, same_fisher
 
-T, N, I, H, O = 4, 6, 3, 2, 2  # noqa: E741
 KEY = ("cell.weight", "cell.bias")
-
-
-class Cell(nn.Module):
-    """A recurrent network written as a loop, which hands out the inputs and outputs of every use if asked."""
-
-    def __init__(self, steps: int = T, all_outputs: bool = False) -> None:
-        super().__init__()
-        self.cell, self.out = nn.Linear(I + H, H), nn.Linear(H, O)
-        self.steps, self.all_outputs = steps, all_outputs
-        self.seen: list[tuple[Tensor, Tensor]] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, hs = x.new_zeros(x.shape[0], H), []
-        for t in range(self.steps):
-            row = torch.cat([x[:, t], h], dim=1)
-            y = self.cell(row)
-            if self.seen is not None:
-                y.retain_grad()
-                self.seen.append((row, y))
-            h = torch.tanh(y)
-            hs.append(self.out(h))
-        return torch.stack(hs, dim=1) if self.all_outputs else hs[-1]
-
-
-def by_hand(model: Cell, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """The statistics of the cell, from the gradients of the loss summed over cases at the outputs of all uses."""
-    model.seen = []
-    (0.5 * (model(x) - y) ** 2).sum().backward()
-    rows, grads = (torch.stack(one) for one in zip(*[(r.detach(), o.grad) for r, o in model.seen], strict=True))
-    model.seen = None
-    return sequence_statistics(rows[:, :, None, None], grads[:, :, None, None], True, (1, H, I + H + 1))
 
 
 @pytest.fixture(autouse=True)
@@ -59,24 +26,9 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def normal(output: Tensor) -> kfac_fx.losses.Normal:
-    return kfac_fx.losses.Normal(output, var=1.0)
-
-
 def compiled(approximation: str) -> tuple[kfac_fx.CompiledModule, Tensor]:
     x = torch.randn(N, T, I)
     return kfac_fx.compile(Cell(), (x,), loss=normal, approximations={"cell": approximation}), x
-
-
-def same_fisher(one: FisherEstimator, other: FisherEstimator) -> None:
-    for mine, its in zip(one.blocks.values(), other.blocks.values(), strict=True):
-        torch.testing.assert_close(mine.full_fisher_block(), its.full_fisher_block())
-
-
-def empirical(net: Any, *inputs: Tensor, targets: Any) -> FisherEstimator:
-    est = FisherEstimator(net, estimation_mode="empirical", damping=0.1)
-    est.update_covariances(*inputs, targets=targets)
-    return est
 
 
 @pytest.mark.parametrize("all_outputs", [False, True])
@@ -144,90 +96,6 @@ def test_uses_without_a_way_from_one_to_the_next_are_a_series_too() -> None:
     found = net.record((x,), {}, mode="empirical", targets=y).statistics[("fc.weight",)]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value.view(found[name].shape))
-
-
-# --- a layer collection -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("approximation", ["kron_series_1"])
-def test_uses_in_a_list_folded_and_unfolded_are_the_same_series(approximation: str) -> None:
-    x, y = torch.randn(3, 5, 2), torch.randn(5, 4)
-    listed = collection(lambda x, w: torch.tanh(x[0] @ w) + 2 * (x[1] @ w) + x[2] @ w, x, w=(2, 4))
-    listed.register_fully_connected_multi("w", None, ["matmul", "matmul_1", "matmul_2"], approx=approximation)
-
-    def summed_up(h: Tensor) -> Tensor:
-        return torch.tanh(h[0]) + 2 * h[1] + h[2]
-
-    folded = collection(lambda x, w: summed_up((x.reshape(-1, 2) @ w).reshape(3, -1, 4)), x, w=(2, 4))
-    unfolded = collection(lambda x, w: summed_up(x @ w), x, w=(2, 4))
-    batch_first = collection(lambda x, w: summed_up((x.movedim(1, 0) @ w).movedim(1, 0)), x, w=(2, 4))
-    for lc in (folded, unfolded, batch_first):
-        block = lc.register_fully_connected_multi("w", None, "matmul", num_uses=3, approx=approximation)
-        assert type(block) is FullyConnectedSeriesFB and block.registration.steps == 3
-    found = []
-    for lc in (listed, folded, unfolded, batch_first):
-        lc.register_normal_predictive_distribution(next(n for n in reversed(lc.graph.nodes) if n.op == "call_function"))
-        lc.model.load_state_dict(listed.model.state_dict())
-        found.append(empirical(lc, x, targets=y))
-    for other in found[1:]:
-        same_fisher(found[0], other)
-        for name in ("A1", "G1", "positions"):
-            factors = [est.blocks[("w",)].factors[name].value for est in (found[0], other)]
-            torch.testing.assert_close(*factors)
-
-
-@pytest.mark.parametrize("approximation", ["kron_series_2"])
-def test_towers_are_series_of_their_own(approximation: str) -> None:
-    """Two mini-batches of one graph are the whole batch: no step of one follows a step of the other."""
-    x, y = torch.randn(6, 2, 2, 3), torch.randn(6, 2, 4)
-
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        return torch.tanh(x[:, 0] @ w) + 3 * (x[:, 1] @ w)
-
-    split = collection(lambda x, w: (run(x[:, 0], w), run(x[:, 1], w)), x, w=(3, 4))
-    for tower, nodes in enumerate((["matmul", "matmul_1"], ["matmul_2", "matmul_3"])):
-        split.register_fully_connected_multi("w", None, nodes, approx=approximation, reuse=tower > 0)
-        split.register_normal_predictive_distribution(("add", "add_1")[tower], name="loss", reuse=tower > 0)
-    whole = collection(run, x.flatten(0, 1), w=(3, 4))
-    whole.register_fully_connected_multi("w", None, ["matmul", "matmul_1"], approx=approximation)
-    whole.register_normal_predictive_distribution("add")
-    whole.model.load_state_dict(split.model.state_dict())
-    one = empirical(split, x, targets=(y[:, 0], y[:, 1]))
-    other = empirical(whole, x.flatten(0, 1), targets=y.flatten(0, 1))
-    same_fisher(one, other)
-    assert one.blocks[("w",)].registration.steps == 2
-
-
-@pytest.mark.parametrize("folded", [False, True])
-def test_a_block_of_tensors_of_ones_own(folded: bool) -> None:
-    x, d = torch.randn(3, 5, 2), torch.randn(3, 5, 4)
-    if folded:
-        lc = collection(lambda x, w: (x.reshape(-1, 2) @ w).reshape(3, -1, 4).sum(0), x, w=(2, 4))
-        block = lc.register_fully_connected_multi("w", None, "matmul", num_uses=3, approx="kron_series_1")
-        block.register_inverse()
-        block.instantiate_factors([[d.flatten(0, 1)]], 0.1, [x.flatten(0, 1)])
-    else:
-        lc = collection(lambda x, w: x[0] @ w + x[1] @ w + x[2] @ w, x, w=(2, 4))
-        nodes = ["matmul", "matmul_1", "matmul_2"]
-        block = lc.register_fully_connected_multi("w", None, nodes, approx="kron_series_1")
-        block.register_inverse()
-        block.instantiate_factors([[list(d)]], 0.1, [list(x)])
-    sums = sequence_statistics(x[:, :, None, None], d[:, :, None, None], False, (1, 4, 2))
-    for name in ("A", "G", "A1", "G1"):
-        torch.testing.assert_close(block.operator.factors[name].value, sums[name] / 15)
-    v = torch.randn(2, 4)
-    torch.testing.assert_close(block.multiply_inverse(block.multiply(v)), v)
-
-
-def test_default_series_are_found_by_the_scan_and_named_where_they_do_not_fit() -> None:
-    x = torch.randn(5, 3, 4)
-    lc = collection(lambda x, w, v: (x[:, 0] @ w + x[:, 1] @ w) @ v @ v.t(), x, w=(4, 4), v=(4, 3))
-    lc.set_default_fully_connected_multi_approximation("kron_series_2")
-    lc.register_normal_predictive_distribution("matmul_3")
-    lc.auto_register_layers()
-    assert lc.fisher_blocks["w"].approximation == "kron_series_2"
-    assert lc.fisher_blocks["v"].approximation == "kron_indep"
-    assert "its use at matmul_3" in str(lc.fisher_blocks["v"].reason)
 
 
 # --- what is no series ------------------------------------------------------------------------------------------------
@@ -384,43 +252,6 @@ def test_padding_has_no_neighbors() -> None:
         mine = next(one for names, one in found.items() if names[0] == key)
         for name, value in wanted.items():
             torch.testing.assert_close(mine[name], value.view(mine[name].shape))
-
-
-def test_what_a_collection_is_told_must_be_a_series() -> None:
-    def nodes(*inputs: Tensor) -> kfac_fx.LayerCollection:
-        return collection(lambda x, w: x[0] @ w + x[1] @ w + x[2] @ w, *inputs, w=(2, 4))
-
-    def multi(lc: kfac_fx.LayerCollection, outputs: Any, **options: Any) -> None:
-        lc.register_fully_connected_multi("w", None, outputs, approx="kron_series_1", **options)
-
-    x = torch.randn(3, 5, 2)
-    with pytest.raises(RegistrationError, match="takes its uses in the order of time, and the graph computes matmul, "):
-        multi(nodes(x), ["matmul", "matmul_2", "matmul_1"])
-    multi(nodes(x), ["matmul_2", "matmul_1", "matmul"])  # backward in time is as good
-    lc = nodes(x)
-    multi(lc, ["matmul", "matmul_1"], reuse=False)
-    with pytest.raises(ApproximationError, match="w: its towers have 1 and 2 uses, so not 'kron_series_1'"):
-        multi(lc, ["matmul_2"], reuse=True)
-    with pytest.raises(ApproximationError, match="transposed"):
-        multi(collection(lambda x, w: x @ w @ w.t(), x[0], w=(2, 4)), ["matmul", "matmul_1"])
-    whole = collection(lambda x, w: (x @ w).sum(0), x, w=(2, 4))
-    with pytest.raises(RegistrationError, match=r"\[3, 5\] rows do not hold num_uses=4 one after another"):
-        multi(whole, "matmul", num_uses=4)
-    square = collection(lambda x, w: (x @ w).sum(0), torch.randn(3, 3, 2), w=(2, 4))
-    with pytest.raises(RegistrationError, match=r"num_uses=3 is the size of dimensions \[0, 1\]"):
-        multi(square, "matmul", num_uses=3)
-    left = collection(lambda x, w: (w @ x).sum(1), torch.randn(2, 6), w=(4, 2))
-    with pytest.raises(RegistrationError, match="register the uses as a list; they cannot be told apart"):
-        multi(left, "matmul", num_uses=3)
-
-
-def test_a_tensor_that_does_not_hold_the_uses_at_run_time() -> None:
-    lc = collection(lambda x, w: x @ w, w=(2, 4))
-    lc.register_fully_connected_multi("w", None, "matmul", num_uses=3, approx="kron_series_2")
-    lc.register_normal_predictive_distribution("matmul")
-    net = kfac_fx.compile(lc, verify=False)
-    with pytest.raises(RegistrationError, match="was to hold 3 uses, and its rows are no multiple of that"):
-        net.record((torch.randn(7, 2),), {})
 
 
 # --- a training -------------------------------------------------------------------------------------------------------
