@@ -8,7 +8,7 @@ It catches a wrong axis, a wrong dilation, a wrong layout and a missed use alike
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from .proof_tap import ProofTap, divides, gradient_of
 from .recorder import Recorder
 from .sloped import project
 
-Gradients = dict[tuple[str, ...], Tensor]
+Pairs = Iterator[tuple[Registration, Tensor, Tensor, Tensor]]  # autograd's gradient, the rows', a bound on both norms
 PER_CASE = ("full", "diagonal")
 RELATIVE = 1e-3  # right ones agree to about 1e-6 in float32, wrong ones differ by about 1
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
@@ -40,6 +40,21 @@ class Verdict:
     conclusive: bool = True  # False: the batch has no finite gradients to compare with
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Of the gradients of one registration, in numbers: the matrices of all of them together are never kept."""
+
+    error: float
+    size: float
+    bound: float
+    finite: bool
+
+    @staticmethod
+    def of(wanted: Tensor, got: Tensor, bound: Tensor) -> Comparison:
+        error, size = float((got - wanted).norm()), float(wanted.norm())
+        return Comparison(error, size, float(bound), bool(wanted.isfinite().all()))
+
+
 def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
     """Run the proof. Raises UntraceableError if the graph is not the model, RegistrationError under `strict` if a
     registration fails."""
@@ -47,8 +62,9 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     values = recorder.capture.flatten(args, kwargs)
     compare(prover, args, kwargs)
     recorder.capture = prover.capture
-    wanted, got, bound, fisher = gradients(prover, values)
-    if not all(bool(one.isfinite().all()) for one in wanted.values()):
+    pairs, fisher = gradients(prover, values)
+    compared = {one.parameters: Comparison.of(*rest) for one, *rest in pairs}
+    if not all(one.finite for one in compared.values()):
         return Verdict(recorder.program, {}, conclusive=False)
     coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
     failed: dict[tuple[str, ...], str] = {}
@@ -62,11 +78,10 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if one.generic:
             continue
         reason = next((tap.failure for tap in taps[one.parameters] if tap.failure), None)
-        if reason is None and one.matrix is not None:
-            error = float((got[one.parameters] - wanted[one.parameters]).norm())
-            size, rounding = float(wanted[one.parameters].norm()), float(bound[one.parameters]) * ROUNDING
-            if not error <= coarse * (RELATIVE * size + rounding):
-                apart = f"{error / size:.0%} apart" if size else "autograd's is zero"
+        if reason is None:
+            found = compared[one.parameters]
+            if not found.error <= coarse * (RELATIVE * found.size + ROUNDING * found.bound):
+                apart = f"{found.error / found.size:.0%} apart" if found.size else "autograd's is zero"
                 reason = f"the proof failed: rows give another gradient than autograd ({apart})"
         if reason is not None:
             failed[one.parameters] = reason
@@ -119,9 +134,12 @@ def proof_taps(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
     return {key: [one for one in taps if isinstance(one, ProofTap)] for key, taps in prover.taps.items()}
 
 
-def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gradients, Gradients, tuple[Tensor, ...]]:
-    """(autograd's gradients, the rows' gradients, bounds on both) for random cotangents, as matrices; and the Fisher's
-    outputs."""
+def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[Tensor, ...]]:
+    """For random cotangents, registration by registration, autograd's gradient and the rows' as matrices; and the
+    Fisher's outputs.
+
+    Beside what a backward needs there is one gradient more, the rows'; of the matrices only those of one registration.
+    """
     registrations = [one for one in prover.program.registrations if not one.generic]
     with prover.isolated():
         live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
@@ -146,17 +164,17 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Gradients, Gra
     found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
     by_name = dict(zip(names, found, strict=False))
     statistics = iter(found[len(names) :])
-    wanted: Gradients = {}
-    got: Gradients = {}
-    bound: Gradients = {}
-    for one in registrations:
-        assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
-        wanted[one.parameters] = one.matrix.pack(split(by_name, [one]))
-        got[one.parameters] = project(one, next(statistics), live)
-        if one.parameters in changes:
-            got[one.parameters] = got[one.parameters] + one.matrix.pack({one.parameters[0]: changes[one.parameters]})
-        bound[one.parameters] = (next(statistics).sum() * next(statistics).sum()).sqrt()
-    return wanted, got, bound, fisher
+
+    def pairs() -> Pairs:
+        for one in registrations:
+            assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
+            got = project(one, next(statistics), live)
+            if one.parameters in changes:
+                got = got + one.matrix.pack({one.parameters[0]: changes[one.parameters]})
+            bound = (next(statistics).sum() * next(statistics).sum()).sqrt()
+            yield one, one.matrix.pack(split(by_name, [one])), got, bound
+
+    return pairs(), fisher
 
 
 def revealing(value: Tensor) -> Tensor:
