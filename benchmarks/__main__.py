@@ -1,6 +1,18 @@
-"""What `make bench` runs: the time of a step, and how the passes grow. The sweep and the zoo take longer."""
+"""What `make bench` runs: the time of a step, and how the passes grow. The sweep and the zoo take longer.
+
+`python -m benchmarks --quick` shows in seconds that they run; it measures nothing, and writes nothing.
+"""
+
+import sys
+from collections.abc import Sequence
 
 from benchmarks import scale, step_time
 
-step_time.main([])
-scale.main([])
+
+def main(arguments: Sequence[str]) -> None:
+    step_time.main(arguments)
+    scale.main(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

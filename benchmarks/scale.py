@@ -97,9 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", nargs="+", type=int, default=[2_500, 5_000, 10_000, 20_000])
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--quick", action="store_true", help="two small graphs; nothing is written")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     measure(100)  # imports, and the layers' forms
+    if chosen.quick:
+        show([measure(nodes) for nodes in (50, 100)], Console())
+        return
     results = [measure(nodes) for nodes in chosen.nodes]
     show(results, Console())
     command = f"python -m benchmarks.scale --nodes {' '.join(map(str, chosen.nodes))}"

@@ -12,7 +12,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ SCHEDULES = ((1, 10), (10, 100))  # (statistics every, inverses every)
 Batch = tuple[Tensor, Tensor]
 
 
-def autoencoder(batch: int = 512) -> tuple[nn.Module, Batch, str]:
-    sizes = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
+def autoencoder(batch: int = 512, half: Sequence[int] = (784, 1000, 500, 250, 30)) -> tuple[nn.Module, Batch, str]:
+    """half: the widths down to the code; the way back has them, too."""
+    sizes = (*half, *reversed(half[:-1]))
     layers: list[nn.Module] = []
     for i, o in zip(sizes, sizes[1:], strict=False):
         layers += [nn.Linear(i, o), nn.Sigmoid()]
-    x = torch.rand(batch, 784)
+    x = torch.rand(batch, half[0])
     return nn.Sequential(*layers[:-1]), (x, x), "multi_bernoulli"
 
 
@@ -70,6 +72,7 @@ def resnet8(batch: int = 128) -> tuple[nn.Module, Batch, str]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch, str]]] = {"autoencoder": autoencoder, "resnet8": resnet8}
+QUICK = {"quick": partial(autoencoder, 8, (12, 8, 4))}  # shows that everything runs, and measures nothing
 
 
 def loss_of(kind: str, output: Tensor, target: Tensor) -> Tensor:
@@ -114,6 +117,7 @@ def phases(make: Callable[[], tuple[nn.Module, Batch, str]], backend: str) -> di
         "sampled": stepper(make, "kfac", backend, **recording),
         "sampled 1/4": stepper(make, "kfac", backend, fraction=0.25, **recording),
         "empirical": stepper(make, "kfac", backend, estimation_mode="empirical", **recording),
+        "qmodel": stepper(make, "kfac", backend, lr=None, momentum=None, momentum_type="qmodel", **plain),
     }
 
 
@@ -150,23 +154,23 @@ def floor(make: Callable[[], tuple[nn.Module, Batch, str]], every: tuple[int, in
 
 
 def ratios(times: dict[str, float], every: tuple[int, int]) -> dict[str, float]:
-    """Mean step over a cycle as a multiple of SGD's, by kind of statistics."""
+    """Mean step over a cycle as a multiple of SGD's: AdamW, and K-FAC by kind of statistics."""
     inverse = (times["inverse"] - times["plain"]) / every[1]
-    return {
+    return {"sgd": 1.0, "adamw": times["adamw"] / times["sgd"]} | {
         kind: (times["plain"] + (times[kind] - times["plain"]) / every[0] + inverse) / times["sgd"]
         for kind in ("sampled", "sampled 1/4", "empirical")
     }
 
 
-def run(names: Sequence[str], rounds: int, backend: str) -> dict[str, Any]:
+def run(models: Mapping[str, Callable[[], Any]], rounds: int, backend: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name in names:
-        times = measure(phases(MODELS[name], backend), rounds)
+    for name, make in models.items():
+        times = measure(phases(make, backend), rounds)
         cycles = {
             f"{a},{b}": {
                 **ratios(times, (a, b)),
-                "floor, plain products": floor(MODELS[name], (a, b), symmetric=False),
-                "floor, symmetric products": floor(MODELS[name], (a, b), symmetric=True),
+                "floor, plain products": floor(make, (a, b), symmetric=False),
+                "floor, symmetric products": floor(make, (a, b), symmetric=True),
             }
             for a, b in SCHEDULES
         }
@@ -193,9 +197,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--quick", action="store_true", help="a toy, once; nothing is written")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    results = run(chosen.models, chosen.rounds, chosen.backend)
+    if chosen.quick:
+        show(run(QUICK, 1, chosen.backend), Console())
+        return
+    results = run({name: MODELS[name] for name in chosen.models}, chosen.rounds, chosen.backend)
     show(results, Console())
     record = {
         "command": f"python -m benchmarks.step_time --rounds {chosen.rounds} --backend {chosen.backend}",
