@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.errors import RegistrationError, nearest
+from kfac_fx.passes.errors import RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.flat import PREFIX
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
@@ -18,6 +18,11 @@ from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.trace import capture as trace
 from kfac_fx.passes.unroll import unroll
 from kfac_fx.wrappers import refuse_unfit
+
+ONE_GRAPH = (
+    "A LayerCollection is registered on the nodes of one graph. kfac_fx.compile captures such a model in parts: say "
+    "there what you would register by hand, with approximations=..., linked=... and layers=...."
+)
 
 
 @dataclass(frozen=True)
@@ -113,5 +118,8 @@ def capture(
         strict=True,  # what a user registered by hand and the proof refutes is an error
         dense_limit=dense_limit,
     )
-    traced = trace(model, args, example_kwargs, options=options, layers=collect(*LAYERS.values(), *layers))
+    try:
+        traced = trace(model, args, example_kwargs, options=options, layers=collect(*LAYERS.values(), *layers))
+    except UntraceableError as error:
+        raise UntraceableError(f"{error}\n{ONE_GRAPH}") from error
     return CapturedModel(model, traced, run(traced.program, (unroll, normalize)), args, dict(example_kwargs or {}))

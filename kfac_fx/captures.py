@@ -13,9 +13,10 @@ from torch import nn
 from kfac_fx.passes.attributes import settings
 from kfac_fx.passes.border import capture_key
 from kfac_fx.passes.divide import divide
-from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.errors import RegistrationError, UntraceableError
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.pipeline import SUBMODULES, run
+from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.trace import Capture, capture
 
 from .agreement import agreeing, needs, with_generic, with_program
@@ -151,14 +152,31 @@ class Captures:
         options, layers = self.declared.options, self.declared.layers
         try:
             traced = capture(self.model, args, kwargs, options=options, layers=layers, every_size=every_size)
+            parts = self.around_autocast(traced.program, args, kwargs)
+            if parts is not None and not generic(parts):
+                return parts
             program, said = self.declared.passes(traced.program), self.declared.padding_mask
             if said is not None:
                 program = with_mask(program, said, self.model, args, kwargs)
-            return self.proved(self.emit(traced, program), args, kwargs)
+            whole = self.proved(self.emit(traced, program), args, kwargs)
+            return parts if parts is not None and generic(parts) < generic(whole) else whole
         except UntraceableError as error:
             if self.declared.passes is not run:
                 raise  # registered by hand, on the nodes of one graph
             return self.divided(args, kwargs, error)
+
+    def around_autocast(self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
+        """The parts of a model of which a graph hides layers, inside of autocast; None if it hides none, or has no
+        parts."""
+        if self.declared.passes is not run or not (names := in_autocast(program)):
+            return None
+        said = (
+            f"{type(self.model).__name__} runs {', '.join(names)} under autocast of its own, which is closed to passes."
+        )
+        try:
+            return self.divided(args, kwargs, UntraceableError(said))
+        except (UntraceableError, RegistrationError):  # the whole says what is wrong
+            return None
 
     def divided(
         self,
@@ -220,3 +238,8 @@ class Captures:
         recorder.proven = verdict is None or verdict.conclusive
         recorder.note_proof(verdict is not None)
         return recorder
+
+
+def generic(recorder: Recorder) -> int:
+    """How many parameters are claimed by no layer."""
+    return sum(len(one.parameters) for one in recorder.program.registrations if one.generic)

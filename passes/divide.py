@@ -211,15 +211,14 @@ class Divider:
 
 def refuse_state(path: str, module: nn.Module, assigned: Collection[str]) -> None:
     """Raises UntraceableError if the module sets attributes, which Python between the submodules may read."""
-    inside = [name for name in sorted(assigned) if name.startswith(f"{path}.")]
-    state = [name for name in inside if not is_computed(module, name.removeprefix(f"{path}."))]
+    inside = [name.removeprefix(f"{path}.") for name in sorted(assigned) if name.startswith(f"{path}.")]
+    owners = [(name, *name.rpartition(".")) for name in inside]
+    state = [
+        f"{path}.{name}" for name, owner, _, attribute in owners
+        if not computed_weight(module.get_submodule(owner), attribute)
+    ]  # fmt: skip
     if state:
         raise UntraceableError(f"it sets {', '.join(state)}, which Python may read")
-
-
-def is_computed(module: nn.Module, name: str) -> bool:
-    owner, _, attribute = name.rpartition(".")
-    return computed_weight(module.get_submodule(owner), attribute)
 
 
 def refuse_writes(path: str, module: nn.Module, call: Call) -> None:

@@ -24,6 +24,7 @@ RANDOM = {  # beside the ATen operations, which say so themselves
     "fractional_max_pool2d", "fractional_max_pool3d", "wrap_with_set_grad_enabled", "wrap_with_autocast",
     "tag_activation_checkpoint",
 }  # fmt: skip
+AUTOCAST = "wrap_with_autocast"  # a region that torch.export keeps as a graph of its own
 IN_PLACE = {  # Python's operators, whose names do not say it
     "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
 }  # fmt: skip

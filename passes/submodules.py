@@ -22,6 +22,7 @@ from .elements import KEY
 from .holder import attribute, holder
 from .ir import SERIES, Program, Registration, Submodule, Use
 from .labels import has_gradient
+from .operations import AUTOCAST, op_name
 
 NUMBER = "kfac_fx_submodule"  # in the meta of a node: which submodule it belongs to
 
@@ -39,6 +40,13 @@ def in_model(
             copies[node].target = aliases.get(name, name)
             held[str(copies[node].target)] = attribute(program.root, str(node.target))
     return program.but(graph=graph, root=holder(held), parameters=parameters, aliases=aliases)
+
+
+def in_autocast(program: Program) -> list[str]:
+    """Trainable parameters that enter a region of autocast inside of forward."""
+    regions = (node for node in program.graph.nodes if op_name(node) == AUTOCAST)
+    read = (str(node.target) for region in regions for node in region.all_input_nodes if node.op == "get_attr")
+    return list(dict.fromkeys(name for name in read if name in program.aliases))
 
 
 def join(nothing: Program, captured: Sequence[tuple[Submodule, Program]]) -> Program:

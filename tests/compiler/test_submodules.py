@@ -13,7 +13,7 @@ from kfac_fx.passes.ir import Options, Program, Registration, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import SUBMODULES, run
-from kfac_fx.passes.submodules import find_outputs, graph_of, in_model, join, leave_python
+from kfac_fx.passes.submodules import find_outputs, graph_of, in_autocast, in_model, join, leave_python
 from kfac_fx.passes.trace import capture, named_parameters
 from tests.compiler.toy import Toy, code, found
 
@@ -149,3 +149,13 @@ def test_what_only_python_reads_is_generic_and_not_unused() -> None:
     program = run(joined(model).but(python={"scale": "read at model.py:3"}), SUBMODULES)
     assert the_one(program, "scale").reason == "scale is read at model.py:3"
     assert program.unused == ()
+
+
+def test_parameters_in_regions_of_autocast_are_told() -> None:
+    def cast(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            low = x @ w
+        return low.float() @ v
+
+    program = capture(Toy(cast, w=(3, 3), v=(3, 3)), (X,)).program
+    assert in_autocast(program) == ["w"]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx import LossError
+from kfac_fx import LossError, UntraceableError
 from tests.whole.divided import (
     Branching,
     Sizes,
@@ -69,3 +69,37 @@ def test_an_input_that_python_writes_into_is_written_once() -> None:
     net = compiled(Writes(), given)
     net.record((given,), {})
     assert torch.equal(given, x)
+
+
+def test_a_collection_needs_one_graph_and_says_what_to_do_instead() -> None:
+    with pytest.raises(UntraceableError) as failure:
+        kfac_fx.capture(Branching(), (X,))
+    said = str(failure.value).splitlines()
+    assert said[0].startswith("Branching could not be captured as a graph; torch gave up in Branching (divided.py:")
+    assert said[-1].startswith(
+        "A LayerCollection is registered on the nodes of one graph. kfac_fx.compile captures such"
+    )
+    assert "approximations=..., linked=... and layers=...." in said[-1]
+
+
+def test_what_was_registered_of_the_parts_is_shown_as_a_collection() -> None:
+    collection = compiled(Branching()).layer_collection
+    assert list(collection.fisher_blocks) == [("first.weight", "first.bias"), ("middle.weight", "middle.bias"), (
+        "last.weight", "last.bias"
+    )]  # fmt: skip
+
+
+def test_autocast_over_what_has_no_parts_is_captured_whole() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = x @ self.weight
+            return y.float()
+
+    net = compiled(Bare())
+    assert net.report.to_dict()["submodules"] == []
+    assert [one.generic for one in net.registrations] == [True]
