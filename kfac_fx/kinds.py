@@ -33,18 +33,22 @@ KRON = same("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
 INDEP = {"kron_indep": "kron_indep"} | {
     f"kron_indep_{sides}": f"kron_{sides}" for sides in ("in_diag", "out_diag", "both_diag")
 }
-EMBEDDED = {"kron_in_diag": "kron_in_diag", "kron_both_diag": "kron_both_diag", "diagonal": "diagonal"}
+PER_CASE = same("diagonal", "full")  # of every layer, with any number of uses
+EMBEDDED = {"kron_in_diag": "kron_in_diag", "kron_both_diag": "kron_both_diag"} | PER_CASE
 KINDS: Mapping[str, Kind] = {
     "generic": Kind((), same("diagonal", "full"), "diagonal"),
-    "fully_connected": Kind(LINEAR, KRON | same("diagonal"), "kron"),
-    "conv2d": Kind(CONVOLUTIONS, same("kron", "diagonal", *UNCORRELATED), "kron"),
-    "depthwise_conv2d": Kind(DEPTHWISE, same("kron", "diagonal"), "diagonal"),
+    "fully_connected": Kind(LINEAR, KRON | PER_CASE, "kron"),
+    "conv2d": Kind(CONVOLUTIONS, same("kron", *UNCORRELATED) | PER_CASE, "kron"),
+    "depthwise_conv2d": Kind(DEPTHWISE, same("kron") | PER_CASE, "diagonal"),
     "embedding": Kind(EMBEDDINGS, {"kron": "kron_in_diag"} | EMBEDDED, "kron"),
     "scale_and_shift": Kind(SCALES, same("full", "diagonal"), "full"),
-    "fully_connected_multi": Kind(LINEAR, INDEP | same(*SERIES), "kron_indep", multi=True),
-    "conv2d_multi": Kind(CONVOLUTIONS, same("kron_indep", "diagonal", *UNCORRELATED), "kron_indep", multi=True),
+    "fully_connected_multi": Kind(LINEAR, INDEP | same(*SERIES) | PER_CASE, "kron_indep", multi=True),
+    "conv2d_multi": Kind(CONVOLUTIONS, same("kron_indep", *UNCORRELATED) | PER_CASE, "kron_indep", multi=True),
     "embedding_multi": Kind(
-        EMBEDDINGS, {"kron_indep": "kron_in_diag", "kron_indep_in_diag": "kron_in_diag"}, "kron_indep", multi=True
+        EMBEDDINGS,
+        {"kron_indep": "kron_in_diag", "kron_indep_in_diag": "kron_in_diag"} | PER_CASE,
+        "kron_indep",
+        multi=True,
     ),
 }
 

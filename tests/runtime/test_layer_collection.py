@@ -413,8 +413,9 @@ def test_defaults_can_be_set() -> None:
 
 
 def test_an_approximation_that_the_layer_has_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="Bad value 'full' for approx of w, b; fully_connected has kron, kron_in_diag"):
-        fully_connected(affine(), approx="full")
+    text = "Bad value 'kron_sua' for approx of w, b; fully_connected has kron, kron_in_diag"
+    with pytest.raises(ValueError, match=text):
+        fully_connected(affine(), approx="kron_sua")
 
 
 # --- factors --------------------------------------------------------------------------------------------------------

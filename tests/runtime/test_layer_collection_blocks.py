@@ -148,6 +148,34 @@ def test_the_product_is_that_of_the_full_block_and_the_damping(block: FisherBloc
     assert without @ flat >= DAMPING * flat @ flat * (1 - 1e-9)  # the cross terms are positive
 
 
+@pytest.mark.parametrize("approx", ["full", "diagonal"])
+def test_gradients_of_cases_serve_every_layer_and_any_number_of_uses(approx: str) -> None:
+    """By hand as compiled, exactly the Fisher of the parameters or its diagonal."""
+    torch.manual_seed(0)
+
+    def model(x: Tensor, e: Tensor, c: Tensor, dw: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        x = torch.tanh(F.embedding(x, e) + F.embedding(x.flip(1), e)).unflatten(2, (2, 4))
+        x = torch.tanh(F.conv2d(torch.tanh(F.conv2d(x, c, padding=1)), c, padding=1))
+        x = F.conv2d(x, dw, groups=3).mean((2, 3))
+        return torch.tanh(torch.tanh(x @ w) @ w) @ v
+
+    x = torch.randint(5, (4, 3))
+    lc = collection(model, x, e=(5, 8), c=(3, 3, 3, 3), dw=(3, 1, 2, 2), w=(3, 3), v=(3, 2))
+    lc.register_embedding_multi("e", None, ["embedding", "embedding_1"], approx=approx)
+    lc.register_conv2d_multi("c", outputs=["conv2d", "conv2d_1"], approx=approx)
+    lc.register_depthwise_conv2d("dw", None, "conv2d_2", approx=approx)
+    lc.register_fully_connected_multi("w", None, ["matmul", "matmul_1"], approx=approx)
+    lc.register_fully_connected("v", None, "matmul_2", approx=approx)
+    lc.register_categorical_predictive_distribution("matmul_2")
+    net = kfac_fx.compile(lc.model, (x,), loss="categorical", approximations={"*": approx})
+    mine, theirs = (kfac_fx.FisherEstimator(one, estimation_mode="exact") for one in (lc, net))
+    for est in (mine, theirs):
+        est.update_covariances(x)
+    assert {one.registration.approximation for one in mine.blocks.values()} == {approx}
+    for key, one in mine.blocks.items():
+        torch.testing.assert_close(one.full_fisher_block(), theirs.blocks[key].full_fisher_block())
+
+
 def test_a_vector_is_a_mapping_a_tuple_or_a_tensor(block: FisherBlock) -> None:
     v = vector(block)
     expected = block.multiply_inverse(v)
