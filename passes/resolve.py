@@ -93,8 +93,7 @@ def grouped(matches: Iterable[Use]) -> list[list[Use]]:
 
 def align(uses: list[Use]) -> list[Use] | None:
     """Uses of one parameter set over one matrix: equal layouts, or transposed ones; None if they differ otherwise."""
-    embeddings = [use for use in uses if use.layer == "embedding"]
-    first = (embeddings or uses)[0]
+    first = next((use for use in uses if reads_ids(use)), uses[0])  # ids have no transposed rows
     aligned: list[Use] = []
     for use in uses:
         if set(use.parameters) != set(first.parameters):
@@ -106,6 +105,11 @@ def align(uses: list[Use]) -> list[Use] | None:
         else:
             return None
     return aligned
+
+
+def reads_ids(use: Use) -> bool:
+    value = use.input.meta.get("val")
+    return use.layer == "embedding" or (isinstance(value, torch.Tensor) and not value.is_floating_point())
 
 
 def same_matrix(first: Use, other: Use, transposed: bool = False) -> bool:

@@ -83,6 +83,29 @@ def test_its_statistics_are_proved_and_those_of_the_embedding_and_the_report_say
     assert "lookup" in str(net.report)
 
 
+def test_one_s_own_lookup_is_tied_to_an_output_layer_wherever_it_stands() -> None:
+    """Its rows are ids, so that it is the linear layer whose sides change."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(6, 3))
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return F.linear(x, self.table)[:, :3] * torch.index_select(self.table, 0, ids)
+
+    inputs = torch.randn(4, 3), torch.randint(6, (4,))
+    found: list[Any] = []
+    for declared in ((), (lookup("lookup", default="kron_in_diag"),)):
+        net = kfac_fx.compile(found[0].net.model if found else Backwards(), inputs, loss="normal", layers=declared)
+        est = FisherEstimator(net, estimation_mode="exact")
+        est.update_covariances(*inputs)
+        assert [use.transposed for use in net.registrations[0].uses] == [True, False]
+        found.append(est)
+    first, second = (est.blocks["table",].full_fisher_block() for est in found)
+    torch.testing.assert_close(first, second)
+
+
 def test_ours_stays_where_it_explains_more_of_the_graph() -> None:
     @layer(rows=as_rows, grad_rows=as_rows, layouts={"weight": "i o -> o i"}, example=lambda: (Toy(half), X), name="h")
     def bare(x: Tensor, *, weight: Tensor) -> Tensor:
