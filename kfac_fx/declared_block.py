@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, fx
 
+from kfac_fx.passes.approximation import PER_CASE, cases_apart
 from kfac_fx.passes.errors import ApproximationError, RegistrationError
 from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, UNCORRELATED, Registration, Sampling, Use
 from kfac_fx.passes.layers import Layer
@@ -108,7 +109,7 @@ class DeclaredBlock:
 
     def add_tower(self, uses: Iterable[Use]) -> None:
         """Raises RegistrationError if the uses lay out the parameters differently, ApproximationError if one is of a
-        layer that has not the block's approximation, and both as `steps.in_time` does for series."""
+        layer or a place that has not the block's approximation, and both as `steps.in_time` does for series."""
         tower = tuple(uses)
         places = ", ".join(use.output.name for use in tower)
         aligned = align([use for one in (*self.towers, tower) for use in one])
@@ -116,11 +117,17 @@ class DeclaredBlock:
             raise RegistrationError(f"{', '.join(self.params)}: the use at {places} lays them out differently")
         for use in aligned:
             known = self.layer_collection.layers[use.layer].approximations
-            if self.approximation not in known or (self.approximation in UNCORRELATED and use.transposed):
-                kind = f"a transposed {use.layer}" if use.transposed else use.layer
+            apart = use.transposed or use.region or use.slopes or use.gain_of  # its pixels are not those of the input
+            if self.approximation not in known or (self.approximation in UNCORRELATED and apart):
+                kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer
                 raise ApproximationError(
                     f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "
                     f"{', '.join(name for name in known if name != self.approximation)}"
+                )
+            if self.approximation in PER_CASE and not cases_apart(self.layer_collection.layers, use):
+                raise ApproximationError(
+                    f"{', '.join(self.params)} at {use.output.name}: the cases are merged with positions there, and "
+                    f"{self.approximation!r} needs the gradient of every case: keep their dimension, or take 'kron'"
                 )
         if self.approximation in SERIES:
             layers = self.layer_collection.layers

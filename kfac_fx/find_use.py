@@ -79,7 +79,11 @@ class Finder:
 
     def with_batch(self, use: Use) -> Use:
         sizes = symbolic_sizes(use.output)
-        return with_batch_dim(use, next((size for size in self.batch_sizes if size in sizes), "")) if sizes else use
+        return (
+            with_batch_dim(use, next((size for size in self.batch_sizes if size in sizes), ""))
+            if sizes and self.batch_sizes
+            else use
+        )
 
     def find(
         self, layers: Sequence[str], params: Key, inputs: Nodes, outputs: Nodes, scope: Program

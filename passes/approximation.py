@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -12,6 +12,7 @@ from torch import fx
 
 from .errors import ApproximationError, table
 from .ir import GENERIC, KEPT, KRONECKER, SERIES, UNCORRELATED, Program, Use, tensor_attrs, where
+from .layers import Layer
 from .matrix import MatrixForm
 from .operations import VIEWS, op_name
 from .slopes import DIVIDED, NORMALIZED
@@ -38,7 +39,7 @@ def choose(
     default = "full" if any(use.gain_of for use in uses) else program.layers[layer].default
     chosen = asked or default
     reason: str | None = None
-    if chosen in PER_CASE and not all(cases_apart(program, use) for use in uses):
+    if chosen in PER_CASE and not all(cases_apart(program.layers, use) for use in uses):
         how = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
         reason = f"{how} at its output, so not {chosen!r}"
         chosen = "kron"
@@ -64,10 +65,10 @@ def choose(
     return chosen, reason
 
 
-def cases_apart(program: Program, use: Use) -> bool:
+def cases_apart(layers: Mapping[str, Layer], use: Use) -> bool:
     if use.free:
         return False
-    return use.batch_dim == 0 or (use.batch_dim is not None and program.layers[use.layer].forms[use.form].leading)
+    return use.batch_dim == 0 or (use.batch_dim is not None and layers[use.layer].forms[use.form].leading)
 
 
 def has_pixels(program: Program, use: Use) -> bool:

@@ -140,3 +140,32 @@ def test_a_block_without_an_estimator_says_what_to_register(method: str, args: t
     assert str(caught.value).endswith(f"does not keep what {method} needs: call {before} before")
     getattr(block, before.replace("(exp)", "").replace("()", ""))(*args)
     assert [part.shape for part in getattr(block, method)(vector, *args)] == [(10, 5), (5,)]
+
+
+@pytest.mark.parametrize("approx", ["diagonal", "full"])
+def test_a_gradient_of_every_case_needs_cases_apart_from_positions(approx: str) -> None:
+    lc = collection(
+        lambda x, w: (x.reshape(-1, 3) @ w).reshape(x.shape[0], 5, 2).sum(1), torch.randn(4, 5, 3), w=(3, 2)
+    )
+    with pytest.raises(
+        ApproximationError, match="w at matmul: the cases are merged with positions there, and 'dia|'ful"
+    ):
+        lc.register_block("w", with_use(lc, approx))
+    lc.register_fully_connected("w", None, "matmul")
+
+
+def with_use(lc: LayerCollection, approx: str) -> Any:
+    block = kfac_fx.fisher_blocks.FisherBlock(lc, "w", approx)
+    block.register_additional_tower(None, "matmul")
+    return block
+
+
+def test_a_model_captured_with_a_single_case_has_its_cases_apart() -> None:
+    lc = collection(lambda x, w: x @ w, torch.randn(1, 3), w=(3, 2))
+    assert lc.register_fully_connected("w", None, "matmul", approx="diagonal").approximation == "diagonal"
+
+
+def test_a_part_of_a_convolution_has_no_pixels_of_its_own() -> None:
+    lc = collection(lambda x, c: F.conv2d(x, c), torch.randn(2, 3, 4, 4), c=(4, 3, 2, 2))
+    with pytest.raises(ApproximationError, match=r"c\[0:2\] at conv2d: a part of a conv2d has no 'kron_sua', but"):
+        lc.register_conv2d("c[0:2]", None, None, None, "conv2d", approx="kron_sua")
