@@ -144,6 +144,8 @@ def block_words(registration: Registration, program: Program) -> str:
             words += f", uncorrelated places{MEANS.get(registration.approximation, '')}"
     elif registration.generic:
         words = f"generic {words}"
+    if registration.patch_mask is not None:
+        words += ", masked patches"
     return f"{words} (linked)" if frozenset(registration.owners) in program.options.linked else words
 
 
