@@ -2,103 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
-from typing import Any
 
 import pytest
-import rich
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.ir import Bound, Note, Options, PassRecord, Program, Registration, Use
+from kfac_fx.passes.ir import Bound, Note, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
 from kfac_fx.report import Report, percent, shorten
 from kfac_fx.report_rows import fold, size
 from tests.models import ZOO
-
-
-class Small(nn.Module):
-    """Every kind of row: kronecker, per channel, full and linked, several uses, generic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3)
-        self.dw = nn.Conv2d(16, 16, 3, groups=16)
-        self.pw = nn.Conv2d(16, 32, 1)
-        self.norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, 10)
-        self.temperature = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.conv2d(x, self.stem.weight, self.stem.bias)
-        x = F.conv2d(x, self.dw.weight, self.dw.bias, groups=16)
-        x = F.conv2d(x, self.pw.weight, self.pw.bias).mean((2, 3))
-        x = F.layer_norm(x, (32,)) * self.norm.weight + self.norm.bias
-        scores = [F.linear(part, self.head.weight, self.head.bias) for part in (x, -x, 2 * x)]
-        return (scores[0] + scores[1] + scores[2]) * torch.exp(self.temperature)
-
-
-LAYOUTS: Mapping[str, tuple[str, str]] = {
-    "conv2d": ("o i h w -> 1 o (i h w)", "o -> 1 o"),
-    "depthwise_conv2d": ("g o h w -> g o (h w)", "g -> g 1"),
-    "scale_and_shift": ("g -> g 1 1", "g -> g 1"),
-    "linear": ("o i -> 1 o i", "o -> 1 o"),
-    "embedding": ("i o -> 1 o i", ""),
-}
-
-
-def use_of(layer: str, node: fx.Node, parameters: Mapping[str, tuple[str, Tensor]]) -> Use:
-    bound = {}
-    for (role, (name, value)), pattern in zip(parameters.items(), LAYOUTS[layer], strict=False):
-        stored = Layout(tuple(value.shape))
-        bound[role] = Bound(name, stored, stored.rearrange(pattern))
-    return Use(layer, 0, node.all_input_nodes[0], node, bound, {}, frozenset({node}))
-
-
-def registration_of(
-    program: Program, layer: str, parameters: tuple[str, ...], outputs: tuple[str, ...], approximation: str = "kron"
-) -> Registration:
-    nodes = {node.name: node for node in program.graph.nodes}
-    roles = {role: (name, program.parameters[name]) for role, name in zip(("weight", "bias"), parameters, strict=False)}
-    uses = tuple(use_of(layer, nodes[output], roles) for output in outputs)
-    return Registration(layer, uses[0].matrix, parameters, uses, approximation)
-
-
-def traced(model: nn.Module, **known: Any) -> Program:
-    module = fx.symbolic_trace(model)
-    parameters = dict(model.named_parameters())
-    return Program(module.graph, module, parameters, {name: name for name in parameters}, **known)
+from tests.runtime.toy_reports import registration_of, small_program, traced
 
 
 @pytest.fixture
 def program() -> Program:
-    program = traced(Small(), options=Options(linked={frozenset({"norm.weight", "norm.bias"}): "full"}))
-    generic = Registration(
-        "generic", None, ("temperature",), (), "diagonal", "no layer has the form of mul_2 (model.py:41)"
-    )
-    return program.but(
-        registrations=(
-            registration_of(program, "conv2d", ("stem.weight", "stem.bias"), ("conv2d",)),
-            registration_of(program, "depthwise_conv2d", ("dw.weight", "dw.bias"), ("conv2d_1",)),
-            registration_of(program, "conv2d", ("pw.weight", "pw.bias"), ("conv2d_2",)),
-            registration_of(program, "scale_and_shift", ("norm.weight", "norm.bias"), ("add",), "full"),
-            registration_of(program, "linear", ("head.weight", "head.bias"), ("linear", "linear_1", "linear_2")),
-            generic,
-        ),
-        history=(
-            PassRecord("trace", 61, "", 0.25),
-            PassRecord("match", 58, "7 uses", 0.5),
-            PassRecord("rewrite", 72, "7 taps", 0.125),
-        ),
-    )
+    return small_program()
 
 
 TEXT = """\
@@ -323,127 +247,6 @@ def test_sizes(count: int, text: str) -> None:
 @pytest.mark.parametrize(("part", "text"), [(1000000, "100 %"), (999999, "99.99 %"), (500000, "50 %"), (0, "0 %")])
 def test_only_all_is_a_hundred_percent(part: int, text: str) -> None:
     assert percent(part, 1000000) == text
-
-
-# --- rich, html, dot ------------------------------------------------------------------------------------------------
-
-
-def shown_by_rich(report: Report) -> str:
-    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="truecolor")
-    console.print(report)
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
-
-
-def test_rich_shows_a_table_in_color_and_plain_text_stays_plain(program: Program) -> None:
-    report = Report(program, counters=lambda: {"skipped updates": 2})
-    shown = shown_by_rich(report)
-    assert "\x1b[" in shown and "\x1b[" not in str(report)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    for text in ("kfac_fx registered 1,547", "16 of (A 10 x 10, G 1 x 1)", "generic diagonal", "skipped updates 2"):
-        assert text in plain
-
-
-def test_rich_takes_names_literally(program: Program) -> None:
-    program = program.but(dropped=(Note("linear([bold]w[/bold])", "[red]"),))
-    assert "linear([bold]w[/bold]): [red]" in re.sub(r"\x1b\[[0-9;]*m", "", shown_by_rich(Report(program)))
-
-
-def test_rich_print_finds_the_rich_form(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    rich.print(Report(program))
-    assert "Fisher block" in capsys.readouterr().out
-
-
-class Page(HTMLParser):
-    """Collects what a browser would load or run, and checks that every tag is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.loads: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.loads += [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_is_self_contained_and_escapes_everything(program: Program) -> None:
-    evil = "<script>alert('&')</script>"
-    program = program.but(
-        dropped=(Note(evil, evil),),
-        unused=(evil,),
-        history=(PassRecord(evil, 1, evil, 0.0),),
-        registrations=(replace(program.registrations[0], layer=evil, reason=evil), *program.registrations[1:]),
-    )
-    html = Report(program, counters=lambda: {evil: 1}).to_html()
-    page = Page()
-    page.feed(html)
-    assert page.open == [] and page.loads == []
-    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
-    assert page.text.count(evil) == 8
-    assert "url(" not in html and "@import" not in html
-    assert "prefers-color-scheme: dark" in html
-
-
-def test_the_page_shows_shares_rows_and_times(program: Program) -> None:
-    page = Page()
-    page.feed(Report(program).to_html())
-    for text in ("structured 1,546", "generic 1", "16 of (A 10 x 10, G 1 x 1)", "temperature: no layer", "0.250"):
-        assert text in page.text
-    assert "unused 0" not in page.text
-
-
-def test_the_page_lists_everything(program: Program) -> None:
-    program = program.but(unused=tuple(f"layers.{n}.bias" for n in range(200)))
-    assert "layers.199.bias" in Report(program).to_html()
-
-
-DOT = r"""digraph kfac_fx {
-  rankdir=TB;
-  node [fontname="Helvetica", fontsize=10];
-  r0 [shape=box, style="filled,rounded", fillcolor="#dbe9f6", label="0  conv2d\nstem.{weight, bias}\nkronecker: A 28 x 28, G 16 x 16"];
-  u0 [label="conv2d"];
-  r0 -> u0 [style=dashed, arrowhead=none];
-  r1 [shape=box, style="filled,rounded", fillcolor="#dbe9f6", label="1  linear\nhead.{weight, bias}\nkronecker, independent: A 33 x 33, G 10 x 10"];
-  u1 [label="linear"];
-  r1 -> u1 [style=dashed, arrowhead=none];
-  u2 [label="linear_1"];
-  r1 -> u2 [style=dashed, arrowhead=none];
-  u3 [label="linear_2"];
-  r1 -> u3 [style=dashed, arrowhead=none];
-  r2 [shape=box, style=dashed, label="2  generic\ntemperature\ngeneric diagonal: F diag 1"];
-  n0 [shape=plaintext, label="add"];
-  n1 [shape=plaintext, label="add"];
-  u0 -> u1;
-  u0 -> u2;
-  u0 -> u3;
-  u1 -> n0;
-  u2 -> n0;
-  n0 -> n1;
-  u3 -> n1;
-}
-"""  # noqa: E501
-
-
-def test_the_graph_shows_registrations_uses_and_where_data_meets(program: Program) -> None:
-    kept = tuple(program.registrations[n] for n in (0, 4, 5))
-    assert Report(program.but(registrations=kept)).to_dot() == DOT
-
-
-def test_the_graph_escapes_its_labels(program: Program) -> None:
-    head = replace(program.registrations[4], layer='my "own"\\layer')
-    assert r'label="0  my \"own\"\\layer\nhead' in Report(program.but(registrations=(head,))).to_dot()
 
 
 # --- of compiled models ---------------------------------------------------------------------------------------------
