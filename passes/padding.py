@@ -68,7 +68,7 @@ class Places:
             self.follow(node)
         behind = everything_behind(mask) - {mask}
         owners = [node for node in behind if node.op == "placeholder" and self.positions in sizes_of(node)]
-        self.time = Timeline(program.graph, self.cases, self.positions, self.moved, frozenset(owners))
+        self.time = Timeline(mask, self.cases, self.positions, self.moved, frozenset(owners))
 
     def follow(self, node: fx.Node) -> None:
         sizes, operands = sizes_of(node), node.all_input_nodes
@@ -111,20 +111,7 @@ class Places:
         other = next((dim for dim in range(len(sizes_of(use.output))) if dim != cases), None)
         if other is None or not fits((cases, other), use, self.layers[use.layer], (self.shape[0], 1)):
             return None, f"its output [{', '.join(sizes_of(use.output))}] has no rows of [{self.cases}] cases"
-        return (self.made(torch.narrow, 1, place, 1), (cases, other)), ""
-
-    def made(self, function: Callable[..., Tensor], *args: int) -> fx.Node:
-        """A function of the mask, as a node behind it."""
-        arguments: tuple[Any, ...] = (self.mask, *args)
-        known = [user for user in self.mask.users if user.target is function and user.args == arguments]
-        if known:
-            return known[0]
-        with self.mask.graph.inserting_after(self.mask):
-            node = self.mask.graph.call_function(function, arguments)
-        value = self.mask.meta["val"]
-        with getattr(value, "fake_mode", nullcontext()):
-            node.meta["val"] = function(value, *args)
-        return node
+        return (made_of(self.mask, torch.narrow, 1, place, 1), (cases, other)), ""
 
     def of_use(self, one: Registration, use: Use, layer: Layer) -> tuple[Fitting | None, str]:
         """(the mask and its dimensions in the output, why not)."""
@@ -135,7 +122,7 @@ class Places:
         found = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]
         if len(found) == 1:
             turned = len(set(found[0])) == 1 and self.merged[use.output]
-            return (self.made(torch.t) if turned else self.mask, found[0]), ""
+            return (made_of(self.mask, torch.t) if turned else self.mask, found[0]), ""
         said = ", ".join(sizes_of(use.output))
         if found:
             return None, f"which dimension of its output [{said}] counts positions is not clear"
@@ -150,6 +137,20 @@ class Places:
         pairs = product(*([i for i, size in enumerate(sizes) if size == own] for own in (self.cases, self.positions)))
         apart: list[Dims] = [(i, j) for i, j in pairs if i != j]
         return apart or ([(0, 0)] if node in self.merged else [])
+
+
+def made_of(mask: fx.Node, function: Callable[..., Tensor], *args: Any) -> fx.Node:
+    """A function of the mask, as a node behind it."""
+    arguments = (mask, *args)
+    known = [user for user in mask.users if user.target is function and user.args == arguments]
+    if known:
+        return known[0]
+    with mask.graph.inserting_after(mask):
+        node = mask.graph.call_function(function, arguments)
+    value = mask.meta["val"]
+    with getattr(value, "fake_mode", nullcontext()):
+        node.meta["val"] = function(value, *args)
+    return node
 
 
 def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:

@@ -15,9 +15,9 @@ from torch import fx
 
 from .errors import RegistrationError
 from .ir import KEPT, Note, Program, Use
-from .padding import padding
+from .padding import made_of, padding
 from .places import where
-from .sizes import shape_of
+from .sizes import in_example, shape_of
 from .submodules import NUMBER, graph_of
 
 SITES = "kfac_fx_mask"  # in the meta of a mask's placeholder: (input, dimension) of the cases and of the positions
@@ -53,8 +53,9 @@ def with_masks(program: Program, sizes: Sequence[Sizes | None]) -> Program:
         own = [use for registration in part.registrations for use in registration.uses]
         for key, use in zip(mine, own, strict=True):
             if KEPT in use.attrs:
-                attrs = {**uses[key].attrs, KEPT: mask}
-                uses[key] = replace(uses[key], attrs=attrs, mask_dims=use.mask_dims)
+                kept = use.attrs[KEPT]  # the part's mask, or made of it
+                own_mask = mask if kept is part.mask else made_of(mask, kept.target, *kept.args[1:])
+                uses[key] = replace(uses[key], attrs={**uses[key].attrs, KEPT: own_mask}, mask_dims=use.mask_dims)
     registrations = tuple(
         replace(one, uses=tuple(uses[r, n] for n in range(len(one.uses))))
         for r, one in enumerate(program.registrations)
@@ -98,7 +99,7 @@ def the_size(inputs: Sequence[fx.Node], number: int, seen: Iterable[str]) -> tup
     found: dict[str, tuple[Any, Site]] = {}
     for place, node in enumerate(inputs):
         for dim, size in enumerate(shape_of(node)):
-            if isinstance(size, torch.SymInt) and int(size) == number:
+            if isinstance(size, torch.SymInt) and in_example(size) == number:
                 found.setdefault(str(size), (size, (place, dim)))
     if len(found) > 1:
         found = {name: one for name, one in found.items() if name in seen}

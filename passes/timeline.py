@@ -19,24 +19,24 @@ from .ir import STEP, Use
 from .operations import SHAPE_ONLY, op_name
 from .sizes import shape_of, sizes_of
 
-STRANGE, ALL = -1, sys.maxsize  # beside positions: one of other sequences, or in another order; more than one at once
+STRANGE, ALL = -1, sys.maxsize  # beside positions: one of other sequences or in another order; more than one
 AS = {"expand_as", "view_as", "reshape_as", "type_as"}  # read the kind of their second operand, and no values
 UNCLEAR = "which of the positions it is at is not clear"
 
 
 class Timeline:
-    """positions: how many there are, a number in the graph; cases: their symbolic size; moved: nodes whose positions
-    are in another order; owners: the inputs that the mask is computed from, if any has positions."""
+    """positions, cases: the mask's sizes; moved: nodes whose positions are in another order; owners: inputs with
+    positions that the mask is computed from."""
 
     def __init__(
-        self, graph: fx.Graph, cases: str, positions: str, moved: Container[fx.Node], owners: frozenset[fx.Node]
+        self, mask: fx.Node, cases: str, positions: str, moved: Container[fx.Node], owners: frozenset[fx.Node]
     ) -> None:
-        self.cases, self.positions, self.moved, self.owners = cases, positions, moved, owners
+        self.mask, self.cases, self.positions, self.moved, self.owners = mask, cases, positions, moved, owners
         self.number = int(positions) if positions.isdigit() else None  # None: any
         self.seen: dict[fx.Node, frozenset[int]] = {}  # the positions that a node depends on; none while it has all
         self.sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the inputs with positions behind a node
         self.taken: set[frozenset[fx.Node]] = set()  # of what positions were taken from
-        for node in graph.nodes if positions != cases else ():
+        for node in mask.graph.nodes if positions != cases else ():
             self.follow(node)
 
     def carries(self, node: fx.Node) -> bool:
@@ -45,7 +45,7 @@ class Timeline:
 
     def follow(self, node: fx.Node) -> None:
         if node.op == "placeholder" and self.carries(node):
-            self.sources[node] = frozenset({node})
+            self.sources[node] = frozenset({node} - {self.mask})
             return
         if op_name(node) in SHAPE_ONLY:
             return
@@ -70,8 +70,9 @@ class Timeline:
         place = self.taken_place(node, operand, sizes_of(tensor).index(self.positions))
         if place is None or (place < 0 and self.number is None):
             return {ALL}
-        self.taken.add(self.sources[tensor])
-        strange = tensor in self.moved or (self.owners and not self.sources[tensor] & self.owners)
+        sources = self.sources.get(tensor, frozenset())
+        self.taken |= {sources} if sources else set()
+        strange = tensor in self.moved or (self.owners and not sources & self.owners)
         return {place % (self.number or ALL)} | ({STRANGE} if strange else set())
 
     def taken_place(self, node: fx.Node, operand: fx.Node, dim: int) -> int | None:

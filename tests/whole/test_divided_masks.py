@@ -38,6 +38,24 @@ class Tagger(nn.Module):
         return self.head(h)
 
 
+class Reader(Tagger):
+    """Step by step, and position by position merged."""
+
+    def __init__(self, branching: bool = True, told: bool = True) -> None:
+        super().__init__(branching, told)
+        self.encoder = Steps()
+
+
+class Steps(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Any:
+        h = self.rnn(self.inner(x))[0].transpose(0, 1)
+        return self.last(h.reshape(-1, 4)).view(x.shape[1], -1, 4).transpose(0, 1)
+
+
 class Halves(Tagger):
     """Half of the positions at once, when there are many."""
 
@@ -76,6 +94,17 @@ def test_statistics_are_those_of_the_whole_graph(told: bool, mask: Any) -> None:
         one, other = recorded(parts, inputs), recorded(graph, inputs)
         assert one.cases == other.cases == int(inputs[1].sum())
         torch.testing.assert_close(one.statistics, other.statistics)
+
+
+def test_submodules_that_go_step_by_step_are_masked_as_in_the_whole_graph() -> None:
+    model, whole = Reader(), Reader(branching=False)
+    whole.load_state_dict(model.state_dict())
+    parts, graph = compiled(model), compiled(whole)
+    assert "padding_mask masks 18 of 18 uses" in str(parts.report) and not graph.program.unmasked
+    for inputs in (FIRST, OTHER):
+        one, other = recorded(parts, inputs), recorded(graph, inputs)
+        torch.testing.assert_close(one.statistics, other.statistics)
+        assert float(one.statistics["encoder.rnn.weight_hh_l0", "encoder.rnn.bias_hh_l0"]["count"]) == one.cases
 
 
 def test_a_ride_leaves_padding_out_too() -> None:

@@ -54,7 +54,7 @@ class Loop(nn.Module):
         outputs: list[Tensor] = []
         for t in reversed(range(steps)) if self.backward else range(steps):
             now = x[:, t] if t % 2 else x[:, t : t + 1].squeeze(1)
-            h = torch.tanh(self.rows(now) + self.state(h))
+            h = torch.where(mask[:, t : t + 1], torch.tanh(self.rows(now) + self.state(h)), h)
             outputs.append(self.head(torch.tanh(self.both(torch.cat([h, x.select(1, t)], 1)))))
         return torch.stack(outputs[::-1] if self.backward else outputs, 1)
 
@@ -188,7 +188,7 @@ def test_a_series_of_ones_own_is_masked_in_every_form(form: str) -> None:
     uses = nodes if form == "listed" else nodes[0]
     lc.register_fully_connected_multi("w", None, uses, num_uses=None if form == "listed" else T, approx="kron_series_2")
     lc.register_normal_predictive_distribution("mul")
-    assert not lc.program.unmasked
+    assert not lc.program.unmasked and not lc.program.unmasked  # a second time, the graph holds parts of the mask
     est = FisherEstimator(lc, estimation_mode="empirical")
     est.update_covariances(x, MASK, targets=y)
     w = dict(lc.model.named_parameters())["w"]
