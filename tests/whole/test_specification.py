@@ -130,3 +130,9 @@ def test_every_register_function_and_default_of_ours_is_on_the_page() -> None:
 def test_every_class_of_block_is_on_the_page() -> None:
     ours = {name for name in vars(kfac_fx.fisher_blocks) if name.endswith("FB")}
     assert sorted(ours - {"NaiveFB"} - {parsed(theirs)[0] for theirs, _, _ in ROWS}) == []
+
+
+@pytest.mark.parametrize("ours", [kfac_fx.KFAC, kfac_fx.FisherEstimator, kfac_fx.LayerCollection])
+def test_every_argument_of_ours_is_on_the_page(ours: type) -> None:
+    said = set(re.findall(r"\w+", PAGE.read_text(encoding="utf-8")))
+    assert [name for name in inspect.signature(ours).parameters if name not in said] == []
