@@ -22,7 +22,9 @@ from torch import Tensor, fx, nn
 
 CONTAINERS = (dict, list, set, deque)
 PLAIN = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
+ATOMS = frozenset({bool, int, float, str, type(None), FunctionType})  # of PLAIN, the most frequent: told at once
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+NO_OBJECTS = (nn.Module, Tensor, fx.Proxy, random.Random, *SYMBOLS, *PLAIN, *CONTAINERS)
 FEW = 64  # elements of a container that are compared; of longer ones, their number
 OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_flat_weights", "_flat_weight_refs"}  # torch's own attributes
 WEIGHT_NORMS = ("_g", "_orig")  # of torch.nn.utils: the weight of a layer is an attribute that is computed anew
@@ -30,7 +32,7 @@ WEIGHT_NORMS = ("_g", "_orig")  # of torch.nn.utils: the weight of a layer is an
 
 def plain(value: Any, depth: int = 2) -> Any:
     """What can be told of a value without looking into tensors: hashable, and equal as long as nothing changed."""
-    if isinstance(value, PLAIN):
+    if type(value) in ATOMS or isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, (tuple, list, deque)):
         return type(value), len(value), tuple(plain(one, depth) for one in value) if len(value) <= FEW else ()
@@ -46,8 +48,9 @@ def plain(value: Any, depth: int = 2) -> Any:
 
 def fields(value: Any) -> dict[str, Any] | None:
     """The attributes of a user's object, such as a configuration; None for what looks after itself."""
-    own = isinstance(value, (nn.Module, Tensor, fx.Proxy, *SYMBOLS, *PLAIN, *CONTAINERS, random.Random))
-    return None if own or type(value).__module__.startswith(("torch.", "numpy")) else getattr(value, "__dict__", None)
+    if type(value) in ATOMS or isinstance(value, NO_OBJECTS) or type(value).__module__.startswith(("torch.", "numpy")):
+        return None
+    return getattr(value, "__dict__", None)
 
 
 def settings(model: nn.Module, without: Container[str] = ()) -> dict[str, Any]:
@@ -88,6 +91,8 @@ def counts(value: Any, depth: int = 2) -> Any:
     return tuple(one for one in found if one not in (None, ()))
 
 
+SHARED = object()  # in the place of what is told of an object that another module holds, too
+
 # --- put back ---------------------------------------------------------------------------------------------------------
 
 
@@ -103,30 +108,41 @@ class Held:
     plain: dict[str, Any]
 
     @classmethod
-    def of(cls, path: str, module: nn.Module) -> Held:
-        own = module.__dict__
-        return cls(
-            f"{path}." if path else "",
-            module,
-            dict(own),
-            {name: (inner, copied(inner)) for name, value in own.items() if (inner := content(value)) is not None},
-            {name: (value, stream(value)) for name, value in own.items() if stream(value) is not None},
-            {name: plain(value) for name, value in own.items() if name not in OWN},
-        )
+    def of(cls, path: str, module: nn.Module, seen: set[int]) -> Held:
+        """seen: objects that other modules hold, too, such as a configuration; they are looked into once."""
+        held = cls(f"{path}." if path else "", module, dict(module.__dict__), {}, {}, {})
+        for name, value in module.__dict__.items():
+            if type(value) in ATOMS:
+                held.plain[name] = type(value), value
+                continue
+            first, inner = id(value) not in seen, content(value)
+            if inner is not None and first:
+                held.contents[name] = inner, copied(inner)
+            if name in OWN:
+                continue
+            if inner is not None and not isinstance(value, CONTAINERS):
+                seen.add(id(value))
+            if (state := stream(value)) is not None:
+                held.streams[name] = value, state
+            held.plain[name] = plain(value) if first else SHARED
+        return held
 
     def changed(self) -> list[str]:
         """Names of attributes that are not what they were; of buffers, those that are another tensor."""
         known = {id(one) for one in items(self.contents["_buffers"][1])}
         found = [key for key, one in self.module._buffers.items() if is_tensor(one) and id(one) not in known]
         for name, value in self.module.__dict__.items():
-            if name in OWN:
-                continue
-            new = name not in self.plain or holds_symbol(value) or plain(value) != self.plain[name]
-            drawn = name in self.streams and not same_stream(stream(value), self.streams[name][1])
-            if new or drawn:
+            if name not in OWN and (name not in self.plain or self.is_new(name, value)):
                 found.append(name)
-        gone = [name for name in self.plain if name not in self.module.__dict__]
+        gone = [name for name in self.plain if name not in self.module.__dict__ and name not in OWN]
         return [self.prefix + name for name in (*found, *gone)]
+
+    def is_new(self, name: str, value: Any) -> bool:
+        if self.plain[name] is SHARED:
+            return value is not self.attributes[name]
+        if name in self.streams and not same_stream(stream(value), self.streams[name][1]):
+            return True
+        return holds_symbol(value) or bool(plain(value) != self.plain[name])
 
     def put_back(self) -> None:
         self.module.__dict__.clear()
@@ -145,7 +161,8 @@ class Held:
 def untouched(model: nn.Module) -> Iterator[list[str]]:
     """Attributes of all modules, and what is in their containers, as they were; yields a list that is filled at the
     end with the names of those that changed in between."""
-    held = [Held.of(path, module) for path, module in model.named_modules()]
+    seen: set[int] = set()
+    held = [Held.of(path, module, seen) for path, module in model.named_modules()]
     changed: list[str] = []
     try:
         yield changed
@@ -162,12 +179,15 @@ def content(value: Any) -> Any:
 
 
 def copied(container: Any) -> Any:
-    kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
-    return kind(container)
+    if isinstance(container, dict):
+        return dict(container)
+    return next(kind for kind in CONTAINERS if isinstance(container, kind))(container)
 
 
 def same_content(container: Any, before: Any) -> bool:
     """Whether both hold the same objects in the same places."""
+    if not container and not before:  # as most of a module's dictionaries of hooks
+        return True
     keys = isinstance(container, dict) and list(container) != list(before)
     return not keys and [id(one) for one in items(container)] == [id(one) for one in items(before)]
 
@@ -178,6 +198,8 @@ def items(container: Any) -> list[Any]:
 
 def holds_symbol(value: Any) -> bool:
     """Whether a trace left something behind."""
+    if type(value) in ATOMS:
+        return False
     inner = content(value)
     found = (value,) if inner is None else items(inner)
     return any(isinstance(one, (fx.Proxy, *SYMBOLS)) for one in found)
@@ -192,6 +214,8 @@ def is_tensor(value: Any) -> bool:
 
 def stream(value: Any) -> Any:
     """The state of a random generator; None of anything else."""
+    if isinstance(value, (*CONTAINERS, nn.Module, Tensor)):
+        return None
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):

@@ -1,0 +1,182 @@
+"""When a model is captured, and captured again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_fx import (
+    UntraceableError,
+)
+from kfac_fx.captures import KINDS
+from kfac_fx.compiler import compile
+from tests.runtime.compiled import X, count, mlp, net_of
+
+
+def test_another_batch_size_needs_no_capture() -> None:
+    net = net_of(mlp(), X)
+    for cases in (6, 3, 100):
+        assert net.record((torch.randn(cases, 4),), {}).cases == cases
+    assert count(net) == 1
+
+
+class Switching(nn.Module):
+    """Another graph for long sequences, with the same layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        y = self.inner(x if x.shape[1] < 5 else x.flip(1))
+        return scale * (y if mask is None else y * mask).mean(1)
+
+
+def test_a_guard_that_fails_captures_again() -> None:
+    net = net_of(Switching(), torch.randn(6, 4, 4))
+    for size, captures in ((3, 1), (7, 2), (9, 2), (2, 2)):
+        net.record((torch.randn(6, size, 4),), {})
+        assert count(net) == captures
+
+
+class Token(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1))
+
+
+def test_a_parameter_that_is_expanded_to_the_batch_is_registered() -> None:
+    net = net_of(Token(), torch.randn(3, 2, 4))
+    assert {name for one in net.registrations for name in one.parameters} == {"token", "head.weight", "head.bias"}
+
+
+def test_images_of_another_size_are_captured_once_more_and_then_at_every_size() -> None:
+    net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
+    for (batch, height, width), captures in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):
+        net.record((torch.randn(batch, 3, height, width),), {})
+        assert count(net) == captures
+
+
+@pytest.mark.parametrize(
+    ("change", "keywords"),
+    [
+        (lambda net: net.eval(), {}),
+        (lambda net: None, {"scale": 2.0}),
+        (lambda net: None, {"mask": torch.ones(3)}),
+    ],
+)
+def test_another_kind_of_call_captures_again(change: Callable[[Any], Any], keywords: dict[str, Any]) -> None:
+    net = net_of(Switching(), torch.randn(6, 4, 4))
+    change(net)
+    args = (torch.randn(6, 4, 4),)
+    net.record(args, keywords)
+    net.record(args, keywords)
+    assert count(net) == 2
+    outputs, _ = net.functional({}, args, keywords)
+    torch.testing.assert_close(outputs, net.model(*args, **keywords))
+
+
+def test_autocast_captures_again() -> None:
+    net = net_of(mlp(), X)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        moments = net.record((X,), {})
+    assert count(net) == 2
+    assert moments.statistics[("0.weight", "0.bias")]["A"].dtype == torch.float32
+
+
+def test_the_oldest_kind_of_call_is_forgotten() -> None:
+    net = net_of(Switching(), torch.randn(6, 4, 4))
+    for n in range(KINDS + 1):
+        net.record((torch.randn(6, 4, 4),), {"scale": 1.5 + n})
+    assert len(net.captures.known) == KINDS
+
+
+def test_what_was_traced_symbolically_serves_where_it_holds() -> None:
+    net = net_of(Optional())
+    assert count(net) == 0 and len(net.registrations) == 1
+    net.record((X,), {})
+    assert net.captures.first is not None and net.program.cases is None
+    net.record((X, torch.ones(3)), {})
+    assert [one.program.cases is None for known in net.captures.known.values() for one in known] == [True, False]
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y if mask is None else y * mask
+
+
+def test_what_symbolic_tracing_gets_wrong_is_captured_with_inputs() -> None:
+    net = net_of(Optional())
+    net.record((X, torch.ones(3)), {})
+    assert net.program.cases is not None and count(net) == 1
+
+
+class Steps(nn.Module):
+    """A loop over the positions, which torch.fx cannot unroll."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.inner(row) for row in x.unbind(1)]).mean(0)
+
+
+def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
+    net = net_of(Steps())
+    with pytest.raises(UntraceableError) as failure:
+        _ = net.registrations
+    lines = str(failure.value).splitlines()
+    assert lines[0] == (
+        "Steps is captured at its first training forward, for torch.fx alone cannot see it whole. Give kfac_fx.compile "
+        "example inputs to capture it now. What torch.fx says:"
+    )
+    assert lines[1].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_captures.py:")
+    x = torch.randn(6, 2, 4)
+    with torch.no_grad():
+        net(x)
+    assert count(net) == 0
+    assert torch.equal(net(x), net.model(x))
+    assert [len(one.uses) for one in net.registrations] == [2]
+
+
+class Bare(nn.Module):
+    """No submodule to capture, and a branch on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if x.sum() > 0 else x @ self.weight.exp()
+
+
+def test_what_cannot_be_captured_at_all_is_an_error_at_compile_or_at_the_first_step() -> None:
+    model, x = nn.Sequential(nn.Tanh(), Bare()), -torch.ones(6, 2)
+    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_captures.py:\d+\)"):
+        net_of(model, x)
+    net = net_of(model)
+    for _ in range(2):
+        with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_captures.py:\d+\)"):
+            net(x)
+    assert torch.equal(net.eval()(x), model(x))
+
+
+def test_a_model_that_does_not_run_is_told_so() -> None:
+    with pytest.raises(UntraceableError) as failure:
+        net_of(nn.Sequential(nn.Linear(4, 3)), torch.randn(6, 5))
+    lines = str(failure.value).splitlines()
+    assert lines[0].startswith("Sequential does not run on these inputs: RuntimeError: mat1 and mat2 shapes")
+    assert lines[1] == "Correct the inputs or the model. What torch.export says:"

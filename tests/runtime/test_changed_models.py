@@ -1,0 +1,118 @@
+"""What must stay as it was compiled, and what may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx import (
+    ModelChangedError,
+)
+from kfac_fx.agreement import other_path
+from tests.runtime.compiled import X, mlp, net_of
+
+
+def replaced_parameter(model: Any) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(5, 4))
+
+
+def replaced_module(model: Any) -> None:
+    model[4] = nn.Linear(5, 3)
+
+
+def added(model: Any) -> None:
+    model[0].register_parameter("scale", nn.Parameter(torch.ones(5)))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (replaced_parameter, "1 parameter or module was .*: 0.weight"),
+        (replaced_module, "2 parameters or modules were .*: 4.weight, 4.bias"),
+        (added, "1 parameter or module was .*: 0.scale"),
+        (lambda model: model.__setitem__(3, nn.Tanh()), "1 parameter or module was .*: 3"),
+    ],
+)
+def test_a_changed_model_is_noticed_by_name(change: Callable[[nn.Module], None], names: str) -> None:
+    net = net_of(mlp(), X)
+    net(X)
+    change(net.model)
+    for call in (lambda: net(X), lambda: net.record((X,), {}), lambda: net.ride((X,), {})):
+        with pytest.raises(ModelChangedError, match=rf"{names}\.\n.*Compile again, or change values in place"):
+            call()
+    net.eval()(X)
+
+
+def test_values_may_change_in_place() -> None:
+    net = net_of(mlp(), X)
+    net.model[0].weight.data.copy_(torch.zeros(5, 4))
+    net.load_state_dict(mlp().state_dict())
+    net(X)
+    net.record((X,), {})
+
+
+def test_freezing_after_compile_is_noticed() -> None:
+    net = net_of(mlp(), X)
+    net.model[4].requires_grad_(False)
+    with pytest.raises(ModelChangedError, match=r"requires_grad was changed .*: 4.weight, 4.bias\.\nCompile again"):
+        net.record((X,), {})
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, second: bool = False, exp: bool = False) -> Tensor:
+        y = F.linear(x, self.first.weight.exp(), self.first.bias) if exp else self.first(x)
+        return y + self.second(x) if second else y
+
+
+def test_inputs_on_another_path_are_refused_with_the_difference() -> None:
+    net = net_of(Heads(), X)
+    with pytest.raises(ModelChangedError) as failure:
+        net.record((X,), {"second": True, "exp": True})
+    first, *rows, last = str(failure.value).splitlines()
+    assert first == "these inputs take another path through Heads than the first:"
+    assert [row.rpartition("  ")[0].strip() for row in rows] == [
+        "first.weight, first.bias", "first.bias", "second.weight, second.bias", "first.weight"
+    ]  # fmt: skip
+    assert rows[0].endswith("  linear with 1 use at first, no block of its own here")
+    assert rows[2].endswith("  no block of its own at first, linear with 1 use here")
+    assert "no block of its own at first, generic (no layer has the form of linear (test_changed_models.py:" in rows[3]
+    assert last == "Compile one module for each path."
+
+
+def test_the_number_of_uses_may_change() -> None:
+    """One step of a recurrence, then three: the block is that of the first."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.zeros_like(x[:, 0])
+            for row in x.unbind(1):
+                h = torch.tanh(self.inner(h + row))
+            return self.head(h)
+
+    net = net_of(Recurrent(), torch.randn(6, 1, 4))
+    assert [one.approximation for one in net.registrations] == ["kron", "kron"]
+    moments = net.record((torch.randn(6, 3, 4),), {})
+    assert moments.statistics[("inner.weight", "inner.bias")]["count"] == 18
+    assert {one.approximation for one in net.recorder((torch.randn(6, 3, 4),), {}).program.registrations} == {"kron"}
+
+
+def test_cases_that_are_merged_later_are_no_diagonal_of_cases() -> None:
+    (one,) = net_of(nn.Sequential(nn.Linear(4, 3)), X, approximations={"0": "diagonal"}).registrations
+    assert other_path(one, one) == ""
+    assert other_path(one, replace(one, approximation="kron", reason="merged")) == (
+        "linear with 1 use and diagonal at first, linear with 1 use (merged) here"
+    )
