@@ -42,9 +42,29 @@ def gram(rows: Tensor) -> Tensor:
     if rows.shape[-1] == 1:  # as many products of one number as groups are slow
         return rows.square().flatten(0, -3).sum(0).unsqueeze(-1)
     columns = rows.movedim((-2, -1), (0, 1)).flatten(2)  # a view where rows lie one behind the other
+    if columns.device.type == "cpu" and columns.shape[1] >= STRIPED:
+        return by_strips(columns)
     if len(columns) == 1:  # `mm` is as fast as can be; `bmm` with one matrix is not everywhere
         return (columns[0] @ columns[0].mT).unsqueeze(0)
     return columns @ columns.mT
+
+
+STRIPED = 256  # columns from which on it pays
+
+
+def by_strips(columns: Tensor, strips: int = 4) -> Tensor:
+    """X Xᵀ of X [g, d, n], with what lies below the diagonal copied from above: 5/8 of the products with 4 strips.
+
+    On a CPU that takes 3/4 of the time; CUDA has more to gain from one large product.
+    """
+    width = -(-columns.shape[1] // strips)
+    starts = range(0, columns.shape[1], width)
+    above = [columns[:, start : start + width] @ columns[:, start:].mT for start in starts]
+    strip = [
+        torch.cat([*(one[..., (k - j) * width :][..., :width].mT for j, one in enumerate(above[:k])), above[k]], dim=-1)
+        for k in range(len(above))
+    ]
+    return torch.cat(strip, dim=-2)
 
 
 def bordered(body: Tensor, border: Tensor, corner: Tensor) -> Tensor:

@@ -71,6 +71,16 @@ def test_gram_sums_outer_products(groups: int, d: int) -> None:
     torch.testing.assert_close(gram(rows), torch.einsum("ngi,ngj->gij", rows, rows))
 
 
+@pytest.mark.parametrize("d", [linalg.STRIPED, linalg.STRIPED + 3])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gram_of_many_columns_is_symmetric_and_the_same(groups: int, d: int) -> None:
+    rows = torch.randn(5, 2, groups, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = gram(rows)
+    torch.testing.assert_close(found, torch.einsum("nsgi,nsgj->gij", rows, rows))
+    width = -(-d // 4)
+    assert torch.equal(found[:, width:, :width], found[:, :width, width:].mT)
+
+
 def test_bordered_is_the_gram_of_rows_with_a_one() -> None:
     rows = torch.randn(7, 3, 4, dtype=torch.float64)
     whole = gram(torch.cat([rows, torch.ones(7, 3, 1, dtype=torch.float64)], dim=-1))
