@@ -13,10 +13,11 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.factors import additive
 from kfac_fx.fisher import BlockDiagonalFisher
 from kfac_fx.layer_collection import LayerCollection
-from kfac_fx.linalg import Root, full_precision
+from kfac_fx.linalg import Root
 from kfac_fx.moments import Key, Moments
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.precision import full_precision
 from kfac_fx.sources import check_mode
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kfac_fx.factors import Side
 from kfac_fx.groups import BlockGroup, Roots
-from kfac_fx.linalg import Root, dense_roots, full_precision, rescued_roots, spread
+from kfac_fx.linalg import Root, dense_roots, rescued_roots, spread
+from kfac_fx.precision import full_precision
 
 
 class Watch:

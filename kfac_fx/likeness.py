@@ -24,6 +24,7 @@ from kfac_fx.passes.watch import custom_functions
 from kfac_fx.passes.writes import parameters_kept
 
 from .linalg import dense
+from .precision import without_cudnn
 from .recorder import Recorder
 
 RELATIVE = 1e-3
@@ -146,7 +147,7 @@ def written_out(program: Program) -> AbstractContextManager[Any]:
     """Recurrent layers without cuDNN, which draws the dropout between them from a stream of its own and rounds to TF32;
     without it they compute what the graph has written out for them."""
     unrolled = any(UNROLLED in node.meta for node in program.graph.nodes)
-    return torch.backends.cudnn.flags(enabled=False) if unrolled else nullcontext()
+    return without_cudnn() if unrolled else nullcontext()
 
 
 def of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:

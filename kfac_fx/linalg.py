@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,25 +14,6 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 # --- products -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Float32 matrix products in float32, whatever the user allowed for the network; the setting is put back.
-
-    A factor is decomposed later: ten bits of mantissa in it are not enough. Inside a compiled region the setting counts
-    while the region runs, and for inductor's own kernels while it compiles: enter outside of it.
-    """
-    known: Any = torch.backends  # not all of it is in torch's type stubs
-    backends = (known.cuda.matmul, known.mkldnn.matmul)
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
 
 
 def gram(rows: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.padding import real_rows
 
 from .lagged import LAGGED, unfolded
+from .precision import full_precision_in_eager
 from .rows import Matrix, canonical
 from .tap import Probes, RealRows
 from .use_rows import BothRows, both_rows
@@ -108,7 +109,8 @@ def link_function(
             output_grad, later_grad = grads
             input, earlier, *masks = ctx.saved_tensors
             kept = [mask if real is None else real(output_grad, mask) for mask in masks]
-            with torch.no_grad(), torch.autocast(output_grad.device.type, enabled=False):
+            device = output_grad.device.type
+            with torch.no_grad(), torch.autocast(device, enabled=False), full_precision_in_eager():
                 here = canonical(*both(output_grad, input, *masks[:1]), bias, matrix, kept[0] if kept else None)
                 if not here.x.is_floating_point():
                     raise RegistrationError(of_ids)

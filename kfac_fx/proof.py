@@ -21,6 +21,7 @@ from kfac_fx.passes.ir import KEPT, SERIES, UNCORRELATED, Program, Registration,
 from .likeness import coarsest, compare
 from .linalg import dense
 from .pieces import split
+from .precision import full_precision
 from .proof_tap import ProofTap, divides, gradient_of
 from .recorder import Recorder
 from .sloped import project
@@ -60,10 +61,11 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     registration fails."""
     prover = replace_taps(recorder)
     values = recorder.capture.flatten(args, kwargs)
-    compare(prover, args, kwargs)
-    recorder.capture = prover.capture
-    pairs, fisher = gradients(prover, values)
-    compared = {one.parameters: Comparison.of(*rest) for one, *rest in pairs}
+    with full_precision(everything=True):  # rounding to TF32 is as large as what is looked for
+        compare(prover, args, kwargs)
+        recorder.capture = prover.capture
+        pairs, fisher = gradients(prover, values)
+        compared = {one.parameters: Comparison.of(*rest) for one, *rest in pairs}
     if not all(one.finite for one in compared.values()):
         return Verdict(recorder.program, {}, conclusive=False)
     coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype

@@ -17,10 +17,11 @@ from torch import Tensor
 from kfac_fx.passes.errors import UntraceableError
 
 from .exact import ExactPass
-from .linalg import dense, full_precision
+from .linalg import dense
 from .moments import Key, Moments, Ride, flat
 from .output_losses import OutputLosses
 from .pieces import split
+from .precision import full_precision
 from .pullback import MEMORY, SavedBytes
 from .sources import check_mode, is_exact, one_source
 from .tap import make_probes

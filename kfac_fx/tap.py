@@ -19,6 +19,7 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.padding import real_rows
 
 from .lagged import LAGGED
+from .precision import full_precision_in_eager
 from .rows import Matrix
 from .statistics import Shape, named, whole
 from .subsample import SAMPLED, Parts, parts_of, sample
@@ -138,7 +139,8 @@ def tap_function(
             number, found = len(ctx.names), iter(tensors)
             values = [next(found) if size is None else size for size in ctx.sizes]
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
-            with torch.no_grad():  # not `detach`, which vmap over several cotangents does not know
+            # Not `detach`, which vmap over several cotangents does not know.
+            with torch.no_grad(), full_precision_in_eager():
                 phases = values.pop() if sampling is not None else None
                 kept = None if mask is None else values[mask]
                 kept = kept if real is None else real(output_grad, kept)

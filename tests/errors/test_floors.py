@@ -37,8 +37,8 @@ FLOORS = [
     "passes.pipeline",
     "passes.divide",
     "passes",
-    "kfac_fx.backends kfac_fx.examples kfac_fx.frames kfac_fx.krylov kfac_fx.linalg kfac_fx.progress kfac_fx.structure "
-    "kfac_fx.wrappers",
+    "kfac_fx.backends kfac_fx.examples kfac_fx.frames kfac_fx.krylov kfac_fx.linalg kfac_fx.precision "
+    "kfac_fx.progress kfac_fx.structure kfac_fx.wrappers",
     "kfac_fx.chain kfac_fx.loss_function kfac_fx.rows",
     "kfac_fx.statistics kfac_fx.losses kfac_fx.subsample",
     "kfac_fx.lagged",

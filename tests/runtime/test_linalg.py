@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from kfac_fx.linalg import (
     dense_roots,
     diagonal_root,
     eigh,
-    full_precision,
     gram,
     is_finite,
     mean_eigenvalue,
@@ -31,34 +29,6 @@ EVERY: tuple[linalg.Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_i
 def spd(batch: int, d: int, dtype: torch.dtype = torch.float64) -> Tensor:
     x = torch.randn(batch, 3 * d, d, dtype=dtype)
     return x.mT @ x / (3 * d)
-
-
-@pytest.fixture
-def user_precision() -> Iterator[Any]:
-    matmul: Any = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    yield matmul
-    matmul.fp32_precision = before
-
-
-@pytest.mark.parametrize("chosen", ["tf32", "ieee", "none"])
-def test_full_precision_puts_the_users_setting_back(chosen: str, user_precision: Any) -> None:
-    user_precision.fp32_precision = chosen
-    with pytest.raises(KeyError), full_precision():
-        assert user_precision.fp32_precision == "ieee"
-        raise KeyError
-    assert user_precision.fp32_precision == chosen
-
-
-def test_full_precision_serves_the_older_setting(user_precision: Any) -> None:
-    torch.set_float32_matmul_precision("high")
-    try:
-        with full_precision():
-            assert user_precision.fp32_precision == "ieee"
-        assert torch.get_float32_matmul_precision() == "high"
-        assert torch.backends.cuda.matmul.allow_tf32
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 # --- products -------------------------------------------------------------------------------------------------------
