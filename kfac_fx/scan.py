@@ -11,6 +11,7 @@ from torch import fx
 from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
 from kfac_fx.kinds import INDEP, KINDS
 from kfac_fx.passes.approximation import cut_sides
+from kfac_fx.passes.cases import with_batch_dim
 from kfac_fx.passes.check import check
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
@@ -18,7 +19,7 @@ from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, Program, Registration, Use, where
 from kfac_fx.passes.labels import ancestors, symbolic_sizes
 from kfac_fx.passes.link import link
-from kfac_fx.passes.match import match, with_batch_dim
+from kfac_fx.passes.match import match
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.sizes import in_example

@@ -7,19 +7,19 @@ way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a produ
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, fx
 
-from . import pytree
+from .cases import number_of_cases, with_batch_dim
 from .elements import KEY as ELEMENTS
 from .errors import LayerError
 from .holder import attribute
 from .inplace import functional
 from .ir import CASES, Bound, Program, Use
-from .labels import Label, ancestors, labels, symbolic_sizes
+from .labels import Label, ancestors, labels, parameters_behind
 from .layers import Form, Layer
 from .masks import with_mask
 from .matrix import Layout, Shape
@@ -51,6 +51,7 @@ class Binding:
     parameters: dict[str, tuple[str, Layout]] = field(default_factory=dict)
     expressions: Mapping[fx.Node, Made] = field(default_factory=dict)  # what may fill a role beside a parameter
     made: dict[str, Made] = field(default_factory=dict)  # the roles that an expression fills
+    foreign: dict[str, fx.Node] = field(default_factory=dict)  # roles that something else fills, whatever it is
     free: bool = False  # of the batch: what is computed from parameters alone may be the input
 
 
@@ -122,8 +123,8 @@ def lay_over(
     trained: Collection[str],
     expressions: Mapping[fx.Node, Made] | None = None,
 ) -> Use | None:
-    """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; what of an
-    expression does is for `cut` to say."""
+    """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered, nor is one
+    that is computed in a way of its own; what of an expression is registered is for `cut` to say."""
     form, known = pattern.form, {} if pattern.layer.parts else expressions or {}
     binding = Binding(expressions=known, free=label[root] is Label.FREE)
     if not fits(pattern.root, root, form, binding, label, shapes):
@@ -138,10 +139,11 @@ def lay_over(
     attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
     attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
     attrs |= {role: one.shape for role, one in binding.made.items()}
+    attrs |= {role: static_shape(one) for role, one in binding.foreign.items()}
     roles = [role for role in form.roles if role in binding.parameters]
     trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
     learned = trainable or any(one.slabs for one in binding.made.values())
-    if not learned or not form.where(attrs):
+    if not learned or not form.where(attrs) or reads_itself(binding, label):
         return None
     if binding.free:
         attrs[CASES] = number_of_cases(root.graph, None)
@@ -216,30 +218,24 @@ def binds(
     if parameter is None and "elements" in form.inputs and ELEMENTS in given.meta:
         gathered, binding.names["elements"] = given.meta[ELEMENTS]
         parameter = gathered, Layout(shapes[gathered])
+    if parameter is None and len(form.roles) > 1 and static_shape(given) is not None:
+        binding.foreign[name] = given  # the rows of the other roles do not depend on its values
+        return True
     if parameter is None or any(parameter[0] == other for other, _ in binding.parameters.values()):
         return False
     binding.parameters[name] = parameter
     return True
 
 
-def with_batch_dim(use: Use, cases: str) -> Use:
-    """Where the cases are in the use's output; None if no dimension has their size."""
-    sizes = symbolic_sizes(use.output)
-    if use.free:
-        use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output.graph, cases)})
-    return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use
+def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
+    """Whether a parameter of one role is also in what fills another: a use that the match would hide."""
+    own = {name for name, _ in binding.parameters.values()}
+    own |= {slab.parameter for made in binding.made.values() for slab in made.slabs}
+    return any(own & parameters_behind(one, label) for one in binding.foreign.values())
 
 
-def number_of_cases(graph: fx.Graph, cases: str | None) -> fx.Node:
-    """A node of the size of the cases; where it is not known, the first size of the first input."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    found = [(node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases]
-    node, dim = found[0] if found else (inputs[0], 0)
-    known = [user for user in node.users if user.target is size and user.args[1] == dim]
-    with graph.inserting_after(inputs[-1]):
-        return known[0] if known else graph.call_function(size, (node, dim))
-
-
-def size(value: Any, dim: int) -> int:
-    """Of an input: a tensor, or several in a container."""
-    return next((int(one.shape[dim]) for one in pytree.leaves(value) if isinstance(one, Tensor) and one.dim()), 1)
+def static_shape(node: fx.Node) -> Shape | None:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return tuple(value.shape)

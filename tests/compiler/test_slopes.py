@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kfac_fx.passes.slopes import DIVIDED, ELEMENTWISE, STANDARDIZED, UNIT, filters, projected, slope
 
-POSITIVE = ("log", "log1p", "sqrt")
+POSITIVE = ("log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow")
+SETTINGS: dict[str, tuple[Any, ...]] = {"clamp": (-0.4, 0.5), "pow": (2.5,)}
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -19,7 +20,7 @@ def test_slopes_of_every_element_are_derivatives(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(20, dtype=torch.float64)
     x = (x.abs() + 0.1 if name in POSITIVE else x).requires_grad_()
-    settings: tuple[Any, ...] = (-0.4, 0.5) if name == "clamp" else ()
+    settings = SETTINGS.get(name, ())
     function = getattr(torch, name, None) or getattr(F, name)
     (wanted,) = torch.autograd.grad(function(x, *settings).sum(), x)
     torch.testing.assert_close(slope(name, x.detach(), None, settings), wanted)

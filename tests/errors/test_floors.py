@@ -28,7 +28,7 @@ FLOORS = [
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.parts passes.spelling "
     "passes.values passes.watch passes.writes",
     "passes.hooks",
-    "passes.calls passes.claims passes.cut_plan passes.flat passes.inplace passes.leftovers",
+    "passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.inplace passes.leftovers",
     "passes.derivatives passes.readers passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
