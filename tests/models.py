@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zoo import attention, convolution, dense, derivatives, odd, parts, recurrent, reparametrized, tables
+from tests.zoo import attention, convolution, dense, derivatives, odd, parts, recurrent, reparametrized, tables, users
 from tests.zoo.case import Case, Expected
 
 CASES: tuple[Case, ...] = (
@@ -15,6 +15,7 @@ CASES: tuple[Case, ...] = (
     *tables.CASES,
     *recurrent.CASES,
     *odd.CASES,
+    *users.CASES,
 )
 ZOO: dict[str, Case] = {case.name: case for case in CASES}
 
