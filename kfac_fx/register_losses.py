@@ -204,18 +204,21 @@ class LossRegistrations(BaseCollection):
         coeff_mode: str = "regular",
         **kwargs: Any,
     ) -> list[Tensor]:
-        """Every tower of every loss, summed over its cases, on a batch; without inputs, on the captured example. All
-        can be differentiated.
+        """Every tower of every loss, differentiable, summed over its cases, on a batch or the captured example.
 
         Args:
             targets: one a tower, in a tuple; None: those registered.
             target_mode: "data" or "sample". coeff_mode: "regular", "sqrt" or "off".
 
-        Raises LossError without losses, TargetsMissing, ValueError for another mode.
+        Raises LossError without losses or without inputs, TargetsMissing, ValueError for another mode.
         """
         self.create_subgraph()
-        given = self.captured.args if not inputs and not kwargs else inputs
         captured = self.captured
+        given = captured.args if not inputs and not kwargs else inputs
+        if given is None and not captured.kwargs:
+            raise LossError(
+                "the model was captured without an example, so that a batch must be given: lc.total_loss(x)"
+            )
         recorder = Recorder(captured.capture, self.bare_program, captured.model, self.registered_losses, {})
         values = captured.capture.flatten(given or (), kwargs or captured.kwargs)
         _, fisher = recorder.outputs(recorder.live_parameters(), values)

@@ -80,7 +80,10 @@ class LayerParametersDict(MutableMapping[Any, Value], Generic[Value]):
         return name if piece is None else piece.parameter
 
     def __getitem__(self, key: Any) -> Value:
-        return self._values[self._keys[frozenset(self.names(key))]]
+        names = self.names(key)
+        if frozenset(names) not in self._keys:
+            raise KeyError(f"no block of exactly ({', '.join(names)})")
+        return self._values[self._keys[frozenset(names)]]
 
     def __setitem__(self, key: Any, value: Value) -> None:
         """Raises RegistrationError if another key has one of the parameters."""

@@ -169,3 +169,21 @@ def test_a_part_of_a_convolution_has_no_pixels_of_its_own() -> None:
     lc = collection(lambda x, c: F.conv2d(x, c), torch.randn(2, 3, 4, 4), c=(4, 3, 2, 2))
     with pytest.raises(ApproximationError, match=r"c\[0:2\] at conv2d: a part of a conv2d has no 'kron_sua', but"):
         lc.register_conv2d("c[0:2]", None, None, None, "conv2d", approx="kron_sua")
+
+
+def test_what_was_captured_without_an_example_needs_a_batch() -> None:
+    lc = affine()
+    lc.register_normal_predictive_distribution("add")
+    with pytest.raises(
+        LossError, match=r"captured without an example, so that a batch must be given: lc.total_loss\(x"
+    ):
+        lc.total_sampled_loss()
+    assert lc.total_sampled_loss(torch.randn(6, 10)).isfinite()
+
+
+def test_a_key_that_is_not_registered_is_named() -> None:
+    lc = affine()
+    lc.register_fully_connected(("w", "b"), None, "add")
+    with pytest.raises(KeyError, match=r"no block of exactly \(w\)"):
+        lc.fisher_blocks["w"]
+    assert lc.fisher_blocks.get("w") is None
