@@ -121,11 +121,15 @@ def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: 
     torch.manual_seed(1)
     its_outputs, its_gradients, _ = likeness.of_graph(prover, values)
     torch.manual_seed(1)
-    wanted, got, bound, *_ = proof.gradients(prover, values)
+    pairs, _ = proof.gradients(prover, values)
     largest = max((float(one.norm()) for one in gradients.values() if one is not None), default=0.0)
     of_outputs = [relative(a, b, 1e-6) for a, b in zip(outputs, its_outputs, strict=True) if isinstance(a, Tensor)]
     of_gradients = {name: relative(one, its_gradients[name], ROUNDING * largest) for name, one in gradients.items()}
-    of_rows = {key: relative(one, got[key], ROUNDING * float(bound[key])) for key, one in wanted.items()}
+    of_rows: dict[tuple[str, ...], float] = {}
+    with_gradient = 0
+    for one, wanted, got, bound in pairs:  # the matrices of one registration at a time
+        of_rows[one.parameters] = relative(wanted, got, ROUNDING * float(bound))
+        with_gradient += bool(wanted.any())
     blocks = {name for one in program.registrations for name in one.owners}
     missed = [name for name, one in gradients.items() if name not in blocks and one is not None and bool(one.any())]
     wrong = [f"outputs differ by {max(of_outputs):.2g}"] * (not max(of_outputs, default=0.0) <= RELATIVE)
@@ -137,7 +141,7 @@ def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: 
         "gradients": max(of_gradients.values(), default=0.0),
         "rows": max(of_rows.values(), default=0.0),
         "proven": len(of_rows),
-        "with_gradient": sum(bool(one.any()) for one in wanted.values()),
+        "with_gradient": with_gradient,
         "wrong": wrong,
     }
 
