@@ -148,7 +148,9 @@ def test_no_patches_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = net.record((x,), {})
     assert moments.statistics["conv.weight", "conv.bias"]["A"].shape == (1, 5, 5)  # 4 channels and a 1
     with pytest.raises(AssertionError, match="patches"):
-        kfac_fx.compile(model, (x,), loss="normal", verify=False).record((x,), {})
+        kfac_fx.compile(model, (x,), loss="normal", verify=False, approximations={"conv2d": "diagonal"}).record(
+            (x,), {}
+        )
 
 
 @pytest.mark.parametrize(
