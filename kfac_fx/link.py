@@ -22,7 +22,7 @@ from kfac_fx.passes.padding import real_rows
 from .lagged import LAGGED, unfolded
 from .precision import full_precision_in_eager
 from .rows import Matrix, canonical
-from .tap import Probes, RealRows
+from .tap import Probes, RealRows, apart
 from .use_rows import BothRows, both_rows
 
 
@@ -64,6 +64,7 @@ class Link(nn.Module):
                 f"{self.owner} at {self.place} has an output of shape {list(output.shape)} and "
                 f"{list(carried.shape)} one use before: no series of uses; let it be 'kron_indep'"
             )
+        input, carried, earlier, *masks = apart(output, input, carried, earlier, *masks)  # type: ignore[assignment]
         pair: tuple[Tensor, Tensor] = self.function.apply(
             output, input, carried, earlier, *(probes[name] for name in LAGGED), *masks
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -25,6 +24,7 @@ ROOTS: tuple[Root, ...] = (-1.0, "cholesky", "cholesky_inverse")
 FORM = FORMS["linear with bias"]  # [3, 2] and a bias: K = 3 · 3
 G, O, I = 1, 3, 3  # noqa: E741
 both = pytest.mark.parametrize("approximation", SERIES)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def registered(approximation: str, steps: int, shape: tuple[int, int] | None = None) -> Registration:
@@ -83,14 +83,6 @@ def flat(block: FisherBlock, vector: dict[str, Tensor]) -> Tensor:
 
 def draw_vector() -> dict[str, Tensor]:
     return {name: torch.randn(shape, dtype=torch.float64) for name, shape in FORM.shapes.items()}
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @both

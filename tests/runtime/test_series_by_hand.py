@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +17,6 @@ from tests.runtime.collections_of_toys import collection
 from tests.runtime.fisher_cases import sequence_statistics
 from tests.runtime.series_models import empirical, same_fisher
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of x [T, N, S, i] times w, in the order that it returns
     "a list": lambda x, w: torch.stack([row @ w for row in x]),
     "[T, N, S, i]": lambda x, w: x @ w,
@@ -34,6 +25,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of x [T, N, S, i] ti
     "[T N S, i]": lambda x, w: (x.flatten(0, 2) @ w).unflatten(0, (3, -1, 2)),
     "[N, T, S, i]": lambda x, w: (x.transpose(0, 1) @ w).transpose(0, 1),
 }
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def summed_up(h: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +16,7 @@ from tests.runtime.fisher_cases import sequence_statistics
 from tests.runtime.series_models import Cell, H, I, N, O, T, by_hand, empirical, normal, same_fisher
 
 KEY = ("cell.weight", "cell.bias")
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def compiled(approximation: str) -> tuple[kfac_fx.CompiledModule, Tensor]:

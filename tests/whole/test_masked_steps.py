@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,7 @@ LENGTHS = (4, 2)
 N, T = len(LENGTHS), max(LENGTHS)
 I, H, O = 2, 5, 6  # noqa: E741
 MASK = torch.tensor([[position < length for position in range(T)] for length in LENGTHS])
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Tagger(nn.Module):
@@ -204,6 +198,23 @@ def test_a_series_of_ones_own_is_masked_in_every_form(form: str) -> None:
     for name in ("A", "G", "A1", "G1"):
         torch.testing.assert_close(factors[name].value, sums[name].view(factors[name].value.shape) / 6)
     assert (factors["positions"].value, factors["pairs"].value) == (6 / 2, 4 / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+def test_masks_of_steps_compile_into_one_graph() -> None:
+    """Whose taps and links take every tensor once: at the first step there is no mask before."""
+    model, x, mask = Tagger(nn.RNN(I, H, batch_first=True)), torch.randn(5, 2, I), torch.ones(5, 2)
+    mask[1:3, 1] = 0
+    options: dict[str, Any] = {"approximations": {nn.RNN: "kron_series_1"}, "padding_mask": "mask"}
+    eager, other = (
+        kfac_fx.compile(model, (x, mask), loss="categorical", backend=backend, **options)
+        for backend in ("eager", "aot_eager")
+    )
+    targets = torch.randint(O, (5, 2))
+    found = statistics(eager, x, mask, targets)
+    assert found[("rnn.weight_hh_l0", "rnn.bias_hh_l0"), "pairs"] == 3
+    torch.testing.assert_close(statistics(other, x, mask, targets), found)
 
 
 # --- where it is not clear ------------------------------------------------------------------------------------------

@@ -19,13 +19,7 @@ from kfac_fx.passes.padding import spread
 LENGTHS = (3, 5, 2)
 MASK = torch.tensor([[position < length for position in range(5)] for length in LENGTHS])
 Sums = dict[tuple[tuple[str, ...], str], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Translator(nn.Module):
