@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import ApproximationError, FisherEstimator, RegistrationError
 from kfac_fx.passes.ir import UNCORRELATED
-from kfac_fx.passes.layers import LAYERS, conv
+from kfac_fx.passes.layers import LAYERS, patches
 from tests.runtime.collections_of_toys import collection
 
 MADE: dict[str, tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = {
@@ -144,7 +144,7 @@ def test_no_patches_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any) -> Tensor:
         raise AssertionError("patches")
 
-    monkeypatch.setattr(conv, "windows", refused)
+    monkeypatch.setattr(patches, "windows", refused)
     moments = net.record((x,), {})
     assert moments.statistics["conv.weight", "conv.bias"]["A"].shape == (1, 5, 5)  # 4 channels and a 1
     with pytest.raises(AssertionError, match="patches"):
