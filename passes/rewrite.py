@@ -14,13 +14,14 @@ The second output holds the Fisher's outputs, in the order of `program.outputs`.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from .holder import attribute, holder
+from .holder import attribute
 from .inplace import memories
 from .ir import KEPT, SERIES, Program, Registration, Use, tensor_attrs
 from .operations import changes_memory, has_effect
@@ -43,14 +44,14 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
     hoist(graph, [copies[use.attrs[KEPT]] for one in program.registrations for use in one.uses if use.mask_dims])
     probes = add_probes(graph)
     order = {node: n for n, node in enumerate(graph.nodes)}
-    taps: dict[str, nn.Module] = {}
+    taps = Numbered()
     tapped: dict[fx.Node, fx.Node] = {}  # a node -> its last tap, which its readers read instead
-    links: dict[str, nn.Module] = {}
+    links = Numbered()
     for number, registration in enumerate(program.registrations):
         if link is not None and registration.approximation in SERIES:
             insert_links(graph, number, registration, link, links, copies, tapped, probes, order)
         for use in registration.uses:
-            name = fresh(tap_name(registration), taps)
+            name = taps.fresh(tap_name(registration))
             taps[name] = tap(registration, use)
             insert_tap(graph, name, number, use, copies, tapped, probes)
     fisher = tuple(tapped.get(copies[node], copies[node]) for node in program.outputs)
@@ -61,7 +62,7 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
     held |= {f"taps.{name}": one for name, one in taps.items()} | {f"links.{name}": one for name, one in links.items()}
-    return fx.GraphModule(holder(held), graph, "Emitted")
+    return fx.GraphModule(held, graph, "Emitted")
 
 
 def add_probes(graph: fx.Graph) -> fx.Node:
@@ -117,7 +118,7 @@ def insert_links(
     number: int,
     registration: Registration,
     make: LinkFactory,
-    links: dict[str, nn.Module],
+    links: Numbered,
     copies: dict[fx.Node, fx.Node],
     tapped: dict[fx.Node, fx.Node],
     probes: fx.Node,
@@ -133,7 +134,7 @@ def insert_links(
         carrier: fx.Node | None = None
         earlier: fx.Node | None = None
         for place, use in enumerate(uses):
-            name = fresh(tap_name(registration), links)
+            name = links.fresh(tap_name(registration))
             links[name] = make(registration, use, use is uses[0], use is uses[-1])
             original = copies[use.output]
             output = tapped.get(original, original)
@@ -182,10 +183,14 @@ def tap_name(registration: Registration) -> str:
     return (path or last).replace(".", "_")
 
 
-def fresh(name: str, taken: dict[str, nn.Module]) -> str:
-    if name not in taken:
-        return name
-    number = 1
-    while f"{name}_{number}" in taken:
-        number += 1
-    return f"{name}_{number}"
+class Numbered(dict[str, nn.Module]):
+    """Modules by names of their own: "fc", "fc_1", "fc_2"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: Counter[str] = Counter()
+
+    def fresh(self, name: str) -> str:
+        while (found := f"{name}_{self.tried[name]}" if self.tried[name] else name) in self:
+            self.tried[name] += 1
+        return found

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
-from kfac_fx.passes.rewrite import fresh, rewrite, tap_name
+from kfac_fx.passes.rewrite import Numbered, rewrite, tap_name
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, code, node
 
@@ -187,7 +187,11 @@ def test_tensors_that_rows_need_are_handed_to_the_tap() -> None:
 def test_taps_are_named_after_modules_and_numbered() -> None:
     _, module = emitted(nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)))
     assert [name for name, _ in module.taps.named_children()] == ["0_0", "1"]
-    assert fresh("a", {}) == "a" and fresh("a", {"a": nn.Identity(), "a_1": nn.Identity()}) == "a_2"
+    taken = Numbered()
+    for _ in range(3):
+        taken[taken.fresh("a")] = nn.Identity()
+    taken[taken.fresh("a_2")] = nn.Identity()
+    assert list(taken) == ["a", "a_1", "a_2", "a_2_1"] and taken.fresh("b") == "b"
     assert tap_name(Registration("generic", None, ("w",), (), "diagonal")) == "w"
 
 
