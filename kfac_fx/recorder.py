@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kfac_fx.passes.errors import UntraceableError
 
+from .backends import lasting
 from .exact import ExactPass
 from .linalg import dense
 from .moments import Key, Moments, Ride, flat
@@ -80,7 +82,8 @@ class Recorder(OutputLosses):
             pairs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None and o.requires_grad]
             grads = pulled(pairs, leaves)
         found = [
-            torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)
+            torch.zeros_like(leaf) if grad is None else lasting(dense(grad), self.backend)
+            for leaf, grad in zip(leaves, grads, strict=True)
         ]
         gradients = dict(zip(named, found[len(leaves) - len(named) :], strict=True))
         moments = self.gathered(probes, iter(found), gradients)
@@ -129,6 +132,9 @@ class Recorder(OutputLosses):
         buffers = {name: self.model.get_buffer(name) for name in self.buffer_names}
         examples = self.examples(values)
         probes = self.make_probes(examples, next(iter(live.values()), torch.empty(())))
+        if self.backend == "cudagraphs":
+            for one in (*views.values(), *(probe for mine in probes for probe in mine.values())):
+                one.register_hook(partial(lasting, backend=self.backend))
         output, fisher = self.ridden(live, buffers, values, probes)
         cases = (
             self.cases(

@@ -103,7 +103,7 @@ def watch(
         [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
         spec,
         places,
-        [first(one, cases) for one in fisher],
+        [first(one, cases).clone() for one in fisher],  # a CUDA graph may write over them before the step
         pytree.mapped(lambda one: first(one, cases) if isinstance(one, Tensor) else one, targets(recorder, values)),
         {leaf: [first(one, cases) for one in grads] for leaf, grads in inner.items()},
         cases,

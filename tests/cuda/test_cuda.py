@@ -15,6 +15,7 @@ from tests.models import CASES, ZOO, Case
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # inductor's advice, where factors need them off
 ]
 COMPILED = ("mlp", "resnet18", "gpt_tied", "encoder_batch_first", "separable")
 
@@ -67,7 +68,8 @@ def test_statistics_are_those_of_the_cpu(case: Case) -> None:
             torch.testing.assert_close(found.cpu() / scale, value / scale, rtol=1e-3, atol=1e-4)
 
 
-def test_factors_are_computed_without_tf32() -> None:
+@pytest.mark.parametrize("way", ["record", "ride"])
+def test_factors_are_computed_without_tf32(way: str) -> None:
     """Whatever the user allows for training; the statistics of a wide layer show ten bits of mantissa."""
     previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -76,7 +78,13 @@ def test_factors_are_computed_without_tf32() -> None:
         model = nn.Linear(512, 8).cuda()
         x = torch.randn(4096, 512, device="cuda")
         net = kfac_fx.compile(model, (x,), loss="categorical")
-        found = net.record((x,), {}).statistics[("weight", "bias")]["A"][0, :-1, :-1]
+        if way == "record":
+            moments = net.record((x,), {})
+        else:
+            outputs, ride = net.ride((x,), {})
+            nn.functional.cross_entropy(outputs, torch.zeros(4096, dtype=torch.int64, device="cuda")).backward()
+            moments = ride.moments()
+        found = moments.statistics[("weight", "bias")]["A"][0, :-1, :-1]
         expected = (x.double().mT @ x.double()).float()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-2)
         assert torch.get_float32_matmul_precision() == "high"
@@ -143,25 +151,74 @@ def test_recording_leaves_the_random_stream_of_the_device() -> None:
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
-def test_a_step_does_not_wait_for_the_device() -> None:
-    """Between refreshes of the inverses nothing is read back to the host."""
+@pytest.mark.parametrize("backend", ["eager", "inductor", "cudagraphs"])
+def test_micro_batches_add_up(backend: str) -> None:
+    """A CUDA graph writes its next results where the last ones are; those of a recording are to stay."""
+    torch.manual_seed(0)
+    model, batches = nn.Linear(8, 4).cuda(), torch.randn(4, 16, 8, device="cuda")
+    net = kfac_fx.compile(model, (batches[0],), loss="categorical", backend=backend)
+    y = torch.zeros(16, dtype=torch.int64, device="cuda")
+    moments = [net.record((x,), {}, mode="empirical", targets=y).statistics["weight", "bias"] for x in batches]
+    ones = torch.ones(16, 1, device="cuda")
+    for x, found in zip(batches, moments, strict=True):
+        rows = torch.cat([x, ones], 1)
+        torch.testing.assert_close(found["A"][0], rows.mT @ rows, rtol=1e-4, atol=1e-4)
+
+
+def test_training_in_float16_with_a_scaler_lowers_the_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).cuda()
+    x = torch.randn(256, 16, device="cuda")
+    y = x[:, :4].argmax(-1)
+    scaler = torch.amp.GradScaler("cuda")
+    with torch.autocast("cuda", torch.float16):
+        net = kfac_fx.compile(model, (x,), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.05, damping=1e-2, estimation_mode="empirical", grad_scaler=scaler)
+    losses = []
+    for _ in range(25):
+        with torch.autocast("cuda", torch.float16):
+            loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.01},
+        {"lr": 0.01, "momentum_type": "adam"},
+        {"lr": 0.01, "estimation_mode": "empirical"},
+        {"momentum": None, "momentum_type": "qmodel"},
+        {"lr": 0.01, "adapt_damping": True, "damping_adaptation_interval": 1},
+    ],
+    ids=str,
+)
+def test_a_step_does_not_wait_for_the_device(options: dict[str, Any]) -> None:
+    """After the first, nothing is read back to the host, new inverses included."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).cuda()
     x = torch.randn(64, 16, device="cuda")
     y = torch.randint(4, (64,), device="cuda")
     net = kfac_fx.compile(model, (x,), loss="categorical")
-    optimizer = kfac_fx.KFAC(net, lr=0.01, damping=1e-2, cov_update_every=1, invert_every=1000)
+    optimizer = kfac_fx.KFAC(net, damping=1e-2, invert_every=2, **options)
+
+    def closure() -> Tensor:
+        return nn.functional.cross_entropy(net(x), y)
 
     def step() -> None:
-        loss = nn.functional.cross_entropy(net(x), y)
+        loss = closure()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        optimizer.step(closure)
 
-    step()  # the first one refreshes the inverses
+    step()  # the first one looks at the loss, and at the first inverses
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(3):
+        for _ in range(4):
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
