@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from kfac_fx import blocks
-from kfac_fx.declared_block import Collection, DeclaredBlock
+from kfac_fx.declared_block import DeclaredBlock
 from kfac_fx.factors import NotRegisteredError
 from kfac_fx.linalg import Root
 from kfac_fx.passes.errors import FactorNotReady
@@ -23,20 +23,10 @@ from kfac_fx.sums import joined, summed
 class FisherBlock(DeclaredBlock):
     """A declared block with numbers: the estimator's, or those of one batch."""
 
-    def __init__(
-        self,
-        layer_collection: Collection,
-        params: Any,
-        approximation: str | None = None,
-        *,
-        num_uses: int | None = None,
-        reason: str | None = None,
-    ) -> None:
-        """As that of DeclaredBlock."""
-        super().__init__(layer_collection, params, approximation, num_uses=num_uses, reason=reason)
-        self._roots: list[Root] = []
-        self._batch: tuple[dict[str, Tensor], int, float | Tensor] | None = None
-        self._own: blocks.FisherBlock | None = None
+    # What a block starts with; all of them are replaced, never changed.
+    _roots: tuple[Root, ...] = ()
+    _batch: tuple[dict[str, Tensor], int, float | Tensor] | None = None
+    _own: blocks.FisherBlock | None = None
 
     def add_tower(self, uses: Iterable[Use]) -> None:
         super().add_tower(uses)
@@ -113,7 +103,7 @@ class FisherBlock(DeclaredBlock):
 
     def register_root(self, root: Root) -> None:
         if root != 1 and root not in self._roots:
-            self._roots.append(root)
+            self._roots = (*self._roots, root)
             self._own = None
 
     def multiply(self, vector: Any) -> Any:

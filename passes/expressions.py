@@ -41,6 +41,7 @@ from .values import (
     scaled,
     standardization,
     unsqueezed,
+    without_data,
 )
 from .views import bound_parameter
 
@@ -102,19 +103,14 @@ class Expressions:
         if not node.all_input_nodes or any(operand not in self.known for operand in node.all_input_nodes):
             return None
         if op_name(node) in SHAPE_ONLY or not any(isinstance(self.known[n], Made) for n in node.all_input_nodes):
-            args = fx.map_arg(node.args, lambda n: self.stand_in(self.known[n]))
-            result = called(node, args)
+            result = called(node, without_data(node.args, self.known))
             return None if isinstance(result, Tensor) else result
         if op_name(node) in RESHAPES | VIEWS | CASTS:
-            result = called(node, fx.map_arg(node.args, lambda n: self.stand_in(self.known[n])))
-            found = tuple(
-                Made(tuple(one.shape), ()) for one in (result if isinstance(result, (list, tuple)) else [result])
-            )
-            return found if isinstance(result, (list, tuple)) else found[0]
+            result = called(node, without_data(node.args, self.known))
+            if isinstance(result, (list, tuple)):
+                return tuple(Made(tuple(one.shape), ()) for one in result)
+            return Made(tuple(result.shape), ())
         return None
-
-    def stand_in(self, value: Value) -> Any:
-        return whole(value.shape) if isinstance(value, Made) else value
 
     def tensor(self, node: fx.Node) -> Value | None:
         name, first = op_name(node), node.args[0] if node.args else None
@@ -144,7 +140,7 @@ class Expressions:
     def viewed(self, node: fx.Node, value: Made) -> Value | None:
         if op_name(node) == "getitem" and not basic(node.args[1]):
             return None
-        rest = fx.map_arg(node.args[1:], lambda n: self.stand_in(self.known[n]))
+        rest = without_data(node.args[1:], self.known)
         found = self.seen(node, value.slabs[0], rest) if is_one_slab(value) else None
         if found is None and op_name(node) in PERMUTES:
             order = dims_after(node, len(value.shape), rest)
@@ -215,7 +211,7 @@ class Expressions:
         """Of a constant. Raises ValueError if it is not known."""
         value = attribute(self.root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if value is None and all(operand in self.known for operand in node.all_input_nodes):
-            value = called(node, fx.map_arg(node.args, lambda n: self.stand_in(self.known[n])))
+            value = called(node, without_data(node.args, self.known))
         if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
             raise ValueError
         return tuple(value.shape)

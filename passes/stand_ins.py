@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,19 +34,8 @@ def recurrent(
 
 
 @recurrent.register_fake
-def _(
-    kind: str,
-    x: Tensor,
-    state: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    lengths: Tensor | None,
-    steps: int,
-    biases: bool,
-    layers: int,
-    dropout: float,
-    bidirectional: bool,
-    batch_first: bool,
-) -> list[Tensor]:
+def _(kind: str, x: Tensor, state: Sequence[Tensor], *options: Any) -> list[Tensor]:
+    *_, bidirectional, _batch_first = options
     width = state[0].shape[-1] * (2 if bidirectional else 1)
     return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(one) for one in state)]
 
@@ -65,15 +55,7 @@ def recurrent_cell(
 
 
 @recurrent_cell.register_fake
-def _(
-    kind: str,
-    x: Tensor,
-    state: Sequence[Tensor],
-    weight: Tensor,
-    state_weight: Tensor,
-    bias: Tensor | None,
-    state_bias: Tensor | None,
-) -> list[Tensor]:
+def _(kind: str, x: Tensor, state: Sequence[Tensor], weight: Tensor, state_weight: Tensor, *_: Any) -> list[Tensor]:
     return [x.new_empty(x.shape[0], state_weight.shape[1]) for _ in state]
 
 

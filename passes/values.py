@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,16 @@ def called(node: fx.Node, args: Any) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **node.kwargs)
     assert callable(node.target), "bug in kfac_fx: an operation that is neither a function nor a method"
     return node.target(*args, **node.kwargs)
+
+
+def without_data(arguments: Any, known: Mapping[fx.Node, Any]) -> Any:
+    """Arguments with the values of their nodes; those that are tensors have shapes only."""
+
+    def value_of(node: fx.Node) -> Any:
+        value = known[node]
+        return whole(value.shape) if isinstance(value, Made) else value
+
+    return fx.map_arg(arguments, value_of)
 
 
 def is_one_slab(value: Made) -> bool:

@@ -10,7 +10,10 @@ from torch import Tensor
 
 import kfac_fx
 from kfac_fx import LayerCollection
+from kfac_fx.fisher_blocks import FisherBlock
 from tests.compiler.toy import Toy
+
+W, B, BOTH = "w", "b", ("w", "b")
 
 
 def collection(function: Callable[..., Any], *inputs: Tensor, **shapes: tuple[int, ...]) -> LayerCollection:
@@ -21,6 +24,11 @@ def collection(function: Callable[..., Any], *inputs: Tensor, **shapes: tuple[in
 def affine(*inputs: Tensor) -> LayerCollection:
     """y = x w + b, at the node `add`; the product is `matmul`."""
     return collection(lambda x, w, b: torch.matmul(x, w) + b, *inputs, w=(10, 5), b=(5,))
+
+
+def fully_connected(lc: LayerCollection, params: Any = BOTH, **options: Any) -> FisherBlock:
+    """Registered in `affine`."""
+    return lc.register_fully_connected(params, "x", "add", **options)
 
 
 def two_uses(*inputs: Tensor) -> LayerCollection:

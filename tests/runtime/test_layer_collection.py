@@ -18,7 +18,6 @@ from kfac_fx.fisher_blocks import (
     DepthwiseConvDiagonalFB,
     EmbeddingKFACFB,
     EmbeddingKFACMultiIndepFB,
-    FisherBlock,
     FullyConnectedDiagonalFB,
     FullyConnectedKFACBasicFB,
     FullyConnectedMultiIndepFB,
@@ -29,14 +28,7 @@ from kfac_fx.fisher_blocks import (
 )
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
 from kfac_fx.registry import LayerParametersDict
-from tests.runtime.collections_of_toys import affine, collection, two_uses
-
-W, B, BOTH = "w", "b", ("w", "b")
-
-
-def fully_connected(lc: LayerCollection, params: Any = BOTH, **options: Any) -> FisherBlock:
-    return lc.register_fully_connected(params, "x", "add", **options)
-
+from tests.runtime.collections_of_toys import BOTH, B, W, affine, collection, fully_connected, two_uses
 
 # --- the dictionary of blocks ---------------------------------------------------------------------------------------
 

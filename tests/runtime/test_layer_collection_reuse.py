@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import kfac_fx
@@ -15,14 +13,7 @@ from kfac_fx.fisher_blocks import (
     NaiveFullFB,
 )
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, ReuseError
-from tests.runtime.collections_of_toys import affine, collection
-
-W, B, BOTH = "w", "b", ("w", "b")
-
-
-def fully_connected(lc: LayerCollection, params: Any = BOTH, **options: Any) -> FisherBlock:
-    return lc.register_fully_connected(params, "x", "add", **options)
-
+from tests.runtime.collections_of_toys import BOTH, W, affine, collection, fully_connected
 
 # --- reuse ----------------------------------------------------------------------------------------------------------
 

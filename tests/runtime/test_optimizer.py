@@ -220,11 +220,12 @@ def test_training_is_untouched_but_for_the_step() -> None:
     assert net.get_buffer("1.num_batches_tracked").item() == 3
 
 
-@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
-def test_micro_batches_of_a_step_count_as_one_batch(momentum_type: str) -> None:
-    options: dict[str, Any] = {"momentum": None} if momentum_type == "qmodel" else {"lr": 0.3}
+def trained_on_batches_and_on_their_parts(
+    more_forwards: bool = False, **options: Any
+) -> tuple[CompiledModule, CompiledModule]:
+    """more_forwards: a forward without a backward, which is no micro-batch, after those of the parts."""
     whole, parts = compiled_mlp(), compiled_mlp()
-    made = [KFAC(net, damping=0.1, momentum_type=momentum_type, seed=3, **options) for net in (whole, parts)]
+    made = [KFAC(net, damping=0.1, **options) for net in (whole, parts)]
     for number in range(3):
         x, y = batch(number)
         for opt in made:
@@ -232,24 +233,22 @@ def test_micro_batches_of_a_step_count_as_one_batch(momentum_type: str) -> None:
         F.cross_entropy(whole(x), y).backward()
         for part in (slice(0, 2), slice(2, 4), slice(4, 6)):
             (F.cross_entropy(parts(x[part]), y[part]) / 3).backward()
+        if more_forwards:
+            parts(x)
         for opt in made:
             opt.step()
+    return whole, parts
+
+
+@pytest.mark.parametrize("momentum_type", ["regular", "qmodel"])
+def test_micro_batches_of_a_step_count_as_one_batch(momentum_type: str) -> None:
+    options: dict[str, Any] = {"momentum": None} if momentum_type == "qmodel" else {"lr": 0.3}
+    whole, parts = trained_on_batches_and_on_their_parts(momentum_type=momentum_type, seed=3, **options)
     torch.testing.assert_close(dict(parts.named_parameters()), dict(whole.named_parameters()))
 
 
 def test_empirical_statistics_of_micro_batches_count_as_one_batch() -> None:
-    whole, parts = compiled_mlp(), compiled_mlp()
-    made = [KFAC(net, lr=0.3, damping=0.1, estimation_mode="empirical") for net in (whole, parts)]
-    for number in range(3):
-        x, y = batch(number)
-        for opt in made:
-            opt.zero_grad()
-        F.cross_entropy(whole(x), y).backward()
-        for part in (slice(0, 2), slice(2, 4), slice(4, 6)):
-            (F.cross_entropy(parts(x[part]), y[part]) / 3).backward()
-        parts(x)  # a forward without a backward is no micro-batch
-        for opt in made:
-            opt.step()
+    whole, parts = trained_on_batches_and_on_their_parts(more_forwards=True, lr=0.3, estimation_mode="empirical")
     torch.testing.assert_close(dict(parts.named_parameters()), dict(whole.named_parameters()))
 
 
