@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import kfac_fx
+from benchmarks.zoo_models.torchvision import load
 from kfac_fx.agreement import needs
 from kfac_fx.likeness import compare
 from kfac_fx.passes.layers import LAYERS
@@ -33,6 +34,7 @@ Example = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 def timm(name: str) -> Example:
+    load()  # torchvision, that timm imports
     import timm as library
 
     size = 224 if "vit" in name else 96

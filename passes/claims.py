@@ -117,13 +117,19 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
     return kept
 
 
+def parts_of_one(use: Use, other: Use) -> bool:
+    """Whether `cut` made both of one match: of a parameter in two of its roles."""
+    return (use.layer, use.form, use.nodes) == (other.layer, other.form, other.nodes)
+
+
 def refuse_claimed_twice(program: Program, matches: Sequence[Use]) -> None:
     by_node: dict[fx.Node, list[Use]] = defaultdict(list)
     rows: dict[tuple[str, str], None] = {}
     for use in matches:
         for node in use.nodes:
             for other in by_node[node]:
-                if shared := sorted(use.parameter_set & other.parameter_set):
+                shared = sorted(use.parameter_set & other.parameter_set)
+                if shared and not parts_of_one(use, other):
                     layers = (program.layers[one.layer] for one in (other, use))
                     said = " and ".join(f"{layer.name} ({layer.location})" for layer in layers)
                     rows[", ".join(shared), f"at {where(use.output)}: {said}"] = None

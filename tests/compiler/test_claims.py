@@ -141,3 +141,11 @@ def test_by_hand_one_s_own_layer_is_found_first_too() -> None:
     block = kfac_fx.fisher_blocks.FisherBlock(lc, ("out.weight", "out.bias"), "diagonal")
     block.register_additional_tower(None, lc.outputs_of("out"))
     assert block.registration.layer == "dense"
+
+
+def test_a_parameter_in_two_roles_of_one_layer_is_ambiguous_and_no_business_of_layers() -> None:
+    both = Toy(lambda x, g: torch.tanh(x * torch.exp(g) + torch.sin(g)), g=(3,))
+    with pytest.raises(AmbiguousRegistrationError, match=r'lay them out differently:\n  g  .*\n.*\{"g": "generic"\}'):
+        kfac_fx.compile(both, (X,), loss="normal")
+    net = kfac_fx.compile(both, (X,), loss="normal", approximations={"g": "generic"})
+    assert [(one.layer, one.parameters) for one in net.registrations] == [("generic", ("g",))]
