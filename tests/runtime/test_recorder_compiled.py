@@ -1,0 +1,59 @@
+"""Recordings through a backend of torch.compile are those of the eager model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiler import compile as compiled
+from tests.runtime.recorded_by_hand import generator
+
+
+class Mixed(nn.Module):
+    """Convolution, norm, embedding, and a weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.table, self.inner, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, image: Tensor, ids: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(image))).mean((2, 3)) + self.table(ids).sum(1)
+        return self.head(torch.tanh(self.inner(torch.tanh(self.inner(x)))))
+
+
+def mixed(backend: str) -> CompiledModule:
+    torch.manual_seed(0)
+    return compiled(Mixed(), (torch.randn(6, 1, 6, 6), torch.randint(7, (6, 3))), loss="categorical", backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own imports
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_equals_eager(backend: str) -> None:
+    """For two batch sizes, with one capture and one compilation."""
+    eager, other = mixed("eager"), mixed(backend)
+    for cases in (6, 4):
+        args = (torch.randn(cases, 1, 6, 6), torch.randint(7, (cases, 3)))
+        sampled = [net.record(args, {}, generator=generator()) for net in (eager, other)]
+        torch.testing.assert_close(sampled[0].statistics, sampled[1].statistics, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_ride_equals_an_eager_one(backend: str) -> None:
+    eager, other = mixed("eager"), mixed(backend)
+    args = (torch.randn(6, 1, 6, 6), torch.randint(7, (6, 3)))
+    rides = []
+    for net in (eager, other):
+        outputs, ride = net.ride(args, {})
+        F.cross_entropy(outputs, torch.arange(6) % 3).backward()
+        rides.append(ride.moments())
+    torch.testing.assert_close(rides[0].statistics, rides[1].statistics, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(eager.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(eager.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,100 @@
+"""Recording models whose forward computes the loss, and models without any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx import LossError
+from kfac_fx.output_losses import graph_loss
+from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
+
+
+class LossInside(nn.Module):
+    def __init__(self, kind: str, reduction: str = "mean") -> None:
+        super().__init__()
+        self.body, self.kind, self.reduction = mlp(), kind, reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.body(x)
+        if self.kind == "sequence":
+            return F.cross_entropy(out.transpose(1, 2), y, reduction=self.reduction)
+        losses = {"class": F.cross_entropy, "square": F.mse_loss, "binary": F.binary_cross_entropy_with_logits}
+        return losses[self.kind](out, y, reduction=self.reduction)
+
+
+def targets_for(kind: str, x: Tensor) -> Tensor:
+    if kind in ("class", "sequence"):
+        return torch.randint(3, x.shape[:-1])
+    return torch.rand(*x.shape[:-1], 3)
+
+
+CASES_INSIDE = {"class": (6, 6), "sequence": (6 * 5, 6 * 5), "square": (6, 6 * 3), "binary": (6, 6 * 3)}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", CASES_INSIDE)
+def test_a_loss_in_forward_has_its_own_targets_and_scale(kind: str, reduction: str) -> None:
+    """The Fisher is that of `cases` times the mean: its mean over cases is that of the loss as it is written."""
+    x = torch.randn(6, 5, 4) if kind == "sequence" else torch.randn(6, 4)
+    y = targets_for(kind, x)
+    model = LossInside(kind, reduction)
+    cases, terms = CASES_INSIDE[kind]
+    moments = recorder(model, x, y).record((x, y), mode="empirical")
+    scale = cases if reduction == "mean" else 1
+    expected = by_hand(model, (x, y), lambda loss: loss * scale)
+    assert moments.cases == cases
+    same(moments, expected)
+
+
+def test_coefficients_of_losses_found_in_forward() -> None:
+    out = torch.randn(6, 3)
+    assert graph_loss("normal", "mean", out, None)[0] == 1 / 3
+    assert graph_loss("normal", "sum", out, None)[0] == graph_loss("categorical", "mean", out, None)[0] == 1
+    assert graph_loss("categorical", "mean", torch.randn(6, 3, 5), None)[1].cases == 30
+
+
+def test_targets_that_forward_computes_from_inputs() -> None:
+    class Next(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = Words()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.cross_entropy(self.words(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten() % 3)
+
+    model, ids = Next(), torch.randint(7, (6, 5))
+    moments = recorder(model, ids).record((ids,), mode="empirical")
+    assert moments.cases == 24
+    expected = by_hand(model, (ids,), lambda loss: 24 * loss)
+    same(moments, expected)
+
+
+def test_targets_that_forward_computes_from_parameters_must_be_given() -> None:
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.mse_loss(self.student(x), self.teacher(x).detach())
+
+    x = torch.randn(6, 4)
+    given = recorder(Distilled(), x)
+    with pytest.raises(LossError, match="the targets of the loss at teacher_weight are computed from parameters; pass"):
+        given.record((x,), mode="empirical")
+    given.record((x,))
+    assert given.record((x,), mode="empirical", targets=torch.randn(6, 3)).cases == 6
+
+
+def test_without_a_loss_there_is_no_fisher() -> None:
+    x = torch.randn(6, 4)
+    with pytest.raises(LossError) as failure:
+        recorder(mlp(), x).record((x,))
+    assert str(failure.value).splitlines() == [
+        "no loss is known: the Fisher is that of an output distribution.",
+        'Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli" or a function of the model\'s '
+        "outputs, or let forward compute cross_entropy, mse_loss or binary_cross_entropy_with_logits.",
+    ]

@@ -1,0 +1,117 @@
+"""Where a padding mask goes in the graph, and where it does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.losses import Normal
+from kfac_fx.passes.padding import spread
+from tests.whole.padded import MASK, Judge, batch, masked, nets
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+FITS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "as many outputs as positions": (lambda x, w: x @ w, (4, 5)),
+    "positions first": (lambda x, w: x.transpose(0, 1) @ w, (4, 2)),
+    "merged in a view": (lambda x, w: (x.reshape(-1, 4).tanh() @ w).tanh(), (4, 2)),
+    "merged position by position": (lambda x, w: (x.transpose(0, 1).reshape(-1, 4) @ w).tanh(), (4, 2)),
+    "convolution": (lambda x, w: F.conv1d(x.mT, w, padding=1), (2, 4, 3)),
+    "scale": (lambda x, w: x * w, (4,)),
+    "beams": (lambda x, w: x.unsqueeze(1).expand(-1, 2, -1, -1) @ w, (4, 2)),
+}
+DOES_NOT: dict[str, tuple[Any, tuple[int, ...], str]] = {
+    "pooled": (lambda x, w: x.mean(1) @ w, (4, 5), "has no rows"),
+    "shorter": (lambda x, w: x[:, 1:] @ w, (4, 2), "has no rows"),
+    "valid convolution": (lambda x, w: F.conv1d(x.mT, w), (2, 4, 3), "has no rows"),
+    "flipped": (lambda x, w: x.flip(1).tanh() @ w, (4, 2), "positions are moved by flip"),
+    "rolled": (lambda x, w: (x + x.roll(1, 1)) @ w, (4, 2), "positions are moved by roll"),
+    "picked": (lambda x, w: x[:, torch.arange(x.shape[1]).neg()] @ w, (4, 2), "positions are moved by index"),
+    "merged in halves": (lambda x, w: x.reshape(-1, 2) @ w, (2, 2), "has no rows"),
+}
+
+
+def test_the_mask_goes_where_positions_are_known() -> None:
+    """Also a mask that forward does not read."""
+    everything = {name: (function, shape) for name, (function, shape, *_) in (FITS | DOES_NOT).items()}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, (_, shape) in everything.items():
+                self.register_parameter(name.replace(" ", "_"), nn.Parameter(torch.randn(shape)))
+
+        def forward(self, x: Tensor, mask: Tensor) -> list[Tensor]:
+            return [function(x, self.get_parameter(n.replace(" ", "_"))) for n, (function, _) in everything.items()]
+
+    net = kfac_fx.compile(Model(), (torch.randn(3, 5, 4), MASK), loss=lambda outs: Normal(outs[0]), padding_mask="mask")
+    notes = {note.subject.partition("(")[2].partition(")")[0]: note.reason for note in net.program.unmasked}
+    assert notes.keys() == {name.replace(" ", "_") for name in DOES_NOT}
+    for name, (_, _, reason) in DOES_NOT.items():
+        assert reason in notes[name.replace(" ", "_")]
+    dims = {one.parameters[0]: one.uses[0].mask_dims for one in net.registrations}
+    assert [dims[name.replace(" ", "_")] for name in FITS] == [(0, 1), (1, 0), (0, 0), (0, 0), (0, 2), (0, 1), (0, 2)]
+
+
+def test_a_mask_that_attention_alone_reads_has_the_sizes_of_the_other_inputs() -> None:
+    """torch.export does not tie its number of cases to theirs."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.inner = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            x = self.inner(self.words(ids)).unsqueeze(1)
+            cases, length = ids.shape
+            read = attention_mask.bool()[torch.arange(cases)[:, None], torch.arange(length)]  # as transformers does
+            real = read[:, None, None].expand(-1, 1, length, length)
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=real).squeeze(1)
+
+    ids, kwargs = batch()
+    net = masked(Attention(), ids, kwargs)
+    assert not net.program.unmasked
+    assert net.record((ids,), kwargs).statistics["inner.weight", "inner.bias"]["count"] == 10
+
+
+def test_an_image_of_pixels_is_masked_where_they_are_the_positions() -> None:
+    for padding, wanted in ((1, 0), (0, 1)):
+
+        class Wave(nn.Module):
+            def __init__(self, padding: int = padding) -> None:
+                super().__init__()
+                self.conv = nn.Conv1d(4, 2, 3, padding=padding)
+
+            def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+                out: Tensor = self.conv(x)
+                return out
+
+        x = torch.randn(3, 4, 5)
+        net = kfac_fx.compile(
+            Wave(), (x, MASK), loss="normal", padding_mask="mask", approximations={"conv1d": "kron_sua"}
+        )
+        assert len(net.program.unmasked) == wanted
+        if not wanted:
+            a = net.record((x, MASK), {}).statistics["conv.weight", "conv.bias"]["A"][0]
+            pixels = torch.cat([x.mT[MASK], torch.ones(10, 1)], dim=1)
+            torch.testing.assert_close(a, pixels.mT @ pixels)
+
+
+def test_the_report_says_what_is_masked() -> None:
+    text = str(nets(Judge)[0].report).splitlines()
+    (line,) = [number for number, one in enumerate(text) if one.startswith("padding")]
+    assert text[line] == "padding   attention_mask masks 9 of 10 uses"
+    assert text[line + 1].startswith("          linear(out.weight, out.bias) at linear")
+    assert "has no rows of [" in " ".join(part.strip() for part in text[line + 1 : line + 3])
+
+
+def test_spreading_a_mask() -> None:
+    mask = torch.arange(6.0).view(2, 3)
+    assert torch.equal(spread(mask, (0, 1), (2, 3, 4)), mask.unsqueeze(-1).expand(2, 3, 4))
+    assert torch.equal(spread(mask, (2, 0), (3, 4, 2)), mask.mT.unsqueeze(1).expand(3, 4, 2))
+    assert torch.equal(spread(mask, (1, 1), (4, 6)), mask.flatten().expand(4, 6))
