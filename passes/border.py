@@ -57,9 +57,10 @@ def refuse_nested(model: str, leaves: list[Any]) -> None:
 def refuse_no_tensors(model: str, what: str, leaves: list[Any]) -> None:
     """Raises UntraceableError if none is `what`, "taken" or "returned"."""
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
-        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "nothing"
+        kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
+        given = f", but {kinds}" if kinds else ""
         raise UntraceableError(
-            f"no tensor is {what} by {model}, but {kinds}.\n"
+            f"no tensor is {what} by {model}{', but ' * bool(kinds)}{kinds}.\n"
             "Its inputs say what the cases are, and its outputs what the loss is of: hand them over as tensors, in "
             "tuples, lists or dictionaries."
         )

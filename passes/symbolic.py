@@ -85,10 +85,16 @@ def symbolic_trace(model: nn.Module) -> Traced:
         for name, parameter in signature.parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
-    with untouched(model) as assigned, custom_functions() as custom:
+    with untouched(model), custom_functions() as custom:
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), no_random_numbers(), python_random() as drawn, warnings.catch_warnings():
+            with (
+                untouched(model) as assigned,
+                torch.enable_grad(),
+                no_random_numbers(),
+                python_random() as drawn,
+                warnings.catch_warnings(),
+            ):
                 warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
                 graph = _Tracer().trace(model, concrete_args=defaults)
         except Exception as error:

@@ -162,6 +162,18 @@ def test_a_model_without_tensors_has_no_cases() -> None:
     assert advice.startswith("Its inputs say what the cases are, and its outputs what the loss is of")
 
 
+def test_a_model_without_inputs_has_no_cases_either() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return self.w * 2
+
+    assert refusal(Constant())[0] == "no tensor is taken by Constant."
+
+
 def test_an_output_without_tensors_is_no_output() -> None:
     class Yielding(nn.Module):
         def __init__(self) -> None:

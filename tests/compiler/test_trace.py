@@ -73,19 +73,6 @@ def test_positions_that_are_collected_are_numbered() -> None:
     assert [one.name for one in graph.nodes if one.op == "placeholder"] == ["terms_0", "terms_1"]
 
 
-def test_a_model_without_inputs() -> None:
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3))
-
-        def forward(self) -> Tensor:
-            return self.w * 2
-
-    captured = capture(Constant(), ())
-    assert run(captured).tolist() == [2, 2, 2]
-
-
 @pytest.mark.parametrize("inputs", [None, (X,)], ids=["symbolic", "exported"])
 def test_parameters_are_the_same_objects_under_their_first_names(inputs: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -35,6 +35,7 @@ PROOF = {  # on the first batch; `verify=False` does without
     "likeness.py:close",
     "likeness.py:difference",
     "likeness.py:gradients",
+    "proof.py:of",
     "proof.py:prove",
     "proof.py:revealing",
     "proof.py:gradients",
