@@ -60,7 +60,7 @@ def refuse_no_tensors(model: str, what: str, leaves: list[Any]) -> None:
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
         given = f", but {kinds}" if kinds else ""
         raise UntraceableError(
-            f"no tensor is {what} by {model}{', but ' * bool(kinds)}{kinds}.\n"
+            f"no tensor is {what} by {model}{given}.\n"
             "Its inputs say what the cases are, and its outputs what the loss is of: hand them over as tensors, in "
             "tuples, lists or dictionaries."
         )

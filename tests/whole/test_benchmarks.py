@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import __main__, scale, step_time
+from benchmarks import __main__, cost_docs, scale, step_time
 
 
 def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +36,7 @@ def test_the_floor_counts_products_of_the_cost_model() -> None:
     train = 6 * n * i * o
     assert step_time.floor(make, (1, 10), symmetric=True) == pytest.approx(1 + (n * (i**2 + o**2) + once) / train)
     assert step_time.floor(make, (1, 10), symmetric=False) == pytest.approx(1 + (2 * n * (i**2 + o**2) + once) / train)
+
+
+def test_the_page_of_costs_is_made_of_the_results() -> None:
+    assert cost_docs.page() == cost_docs.DOCS.read_text(encoding="utf-8"), "run python -m benchmarks --write-docs"
