@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
-    versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "kfac_fx")}}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "kfac_fx": version("kfac_fx")}
     command = " ".join(["python", "-m", "benchmarks.sweep", *(sys.argv[1:] if arguments is None else arguments)])
     origin = {"command": command, "versions": versions, "device": str(options.device)}
     found = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}

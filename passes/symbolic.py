@@ -87,21 +87,16 @@ def symbolic_trace(model: nn.Module) -> Traced:
     }
     with untouched(model), custom_functions() as custom:
         averages = cumulative_averages(model)
-        try:
-            with (
-                untouched(model) as assigned,
-                torch.enable_grad(),
-                no_random_numbers(),
-                python_random() as drawn,
-                warnings.catch_warnings(),
-            ):
-                warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
-                graph = _Tracer().trace(model, concrete_args=defaults)
-        except Exception as error:
-            refuse_custom(model, custom)
-            raise UntraceableError(untraceable(model, error)) from error
-        targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
-        root = holder({target: attribute(model, target) for target in sorted(targets)})
+        with untouched(model) as assigned:
+            try:
+                with torch.enable_grad(), no_random_numbers(), python_random() as drawn, warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
+                    graph = _Tracer().trace(model, concrete_args=defaults)
+            except Exception as error:
+                refuse_custom(model, custom)
+                raise UntraceableError(untraceable(model, error)) from error
+            targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+            root = holder({target: attribute(model, target) for target in sorted(targets)})
     refuse_custom(model, custom)
     refuse_drawn(type(model).__name__, drawn)
     if assigned_buffers := sorted({name for name, _ in model.named_buffers(remove_duplicate=False)} & set(assigned)):
