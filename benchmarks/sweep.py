@@ -15,12 +15,12 @@ import json
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import kfac_fx
 from kfac_fx.demo.results import results_of
 from kfac_fx.demo.settings import METHODS, Settings, steps_of
 from kfac_fx.demo.tasks import Task, tasks
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "kfac_fx": version("kfac_fx")}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "kfac_fx": kfac_fx.__version__}
     command = " ".join(["python", "-m", "benchmarks.sweep", *(sys.argv[1:] if arguments is None else arguments)])
     origin = {"command": command, "versions": versions, "device": str(options.device)}
     found = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
