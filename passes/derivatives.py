@@ -40,11 +40,13 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Whether forward calls torch.autograd.grad, or what of torch.func differentiates; it runs once, and leaves no
     trace. False if it does not run."""
     seen: set[bool] = set()
-    grad = torch.autograd.grad.__code__
+    grad, unwrap = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and (code is grad or "/_functorch/eager_transforms" in code.co_filename):
+        if event != "call" or code is unwrap:  # which differentiates nothing, and is how writes are watched
+            return
+        if code is grad or "/_functorch/eager_transforms" in code.co_filename:
             seen.add(True)
 
     before = sys.getprofile()

@@ -22,6 +22,7 @@ from .elements import expand_masks, mark_tables, note_elements
 from .experts import route
 from .inplace import functional, sequence
 from .ir import Program
+from .native import spell_native
 from .operations import has_effect
 from .spelling import order_operands, respell, subtract_by_adding
 
@@ -45,6 +46,7 @@ def normalize(program: Program) -> Program:
     graph.eliminate_dead_code(is_impure_node=has_effect)
     functional(graph)
     sequence(graph)
+    spell_native(graph)
     respell(graph)
     route(graph)
     subtract_by_adding(graph, program.parameters)

@@ -120,9 +120,10 @@ def test_gradients_of_a_case_add_up_over_values_and_derivatives(name: str) -> No
 
 def test_only_forwards_that_take_derivatives_are_taken_for_such() -> None:
     taking, drawing = Toy(by_autograd, w=(3, 2)), Toy(lambda x, w: layer(x, w) * torch.rand(()), w=(3, 2))
-    failing = Toy(by_autograd, w=(4, 2))
+    failing, writing = Toy(by_autograd, w=(4, 2)), Toy(lambda x, w: layer(x, w).mul_(2.0), w=(3, 2))
     before = torch.random.get_rng_state()
-    assert [takes_derivatives(model, (X,)) for model in (taking, drawing, failing)] == [True, False, False]
+    taken = [takes_derivatives(model, (X,)) for model in (taking, drawing, failing, writing)]
+    assert taken == [True, False, False, False]
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

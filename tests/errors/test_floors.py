@@ -25,8 +25,8 @@ FLOORS = [
     "passes.cells passes.checkpoints passes.devices passes.holder passes.masks passes.operations passes.pytree "
     "passes.signatures passes.sizes passes.stand_ins passes.writer",
     "passes.labels passes.recurrent passes.timeline passes.views",
-    "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.parts passes.spelling "
-    "passes.values passes.watch passes.writes",
+    "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.native passes.parts "
+    "passes.spelling passes.values passes.watch passes.writes",
     "passes.hooks",
     "passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.inplace passes.leftovers",
     "passes.derivatives passes.readers passes.symbolic",
