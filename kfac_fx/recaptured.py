@@ -47,7 +47,7 @@ def moved(use: Use, nodes: Mapping[fx.Node, fx.Node]) -> Use:
     attrs = {name: nodes[value] if isinstance(value, fx.Node) else value for name, value in use.attrs.items()}
     own = frozenset(nodes[node] for node in use.nodes)
     slopes = tuple(moved_slope(one, nodes) for one in use.slopes)
-    gain = None if use.gain_of is None else (moved_slope(use.gain_of[0], nodes), use.gain_of[1])
+    gain = use.gain_of and replace(use.gain_of, slope=moved_slope(use.gain_of.slope, nodes))
     return replace(
         use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs, slopes=slopes, gain_of=gain
     )

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.pieces import Slope
 from kfac_fx.passes.slopes import NORMALIZED, STANDARDIZED, filters, projected, slope
+from kfac_fx.passes.uses import Gain
 
 Rows = tuple[Tensor, Tensor]
 Attrs = Mapping[str, Any]
@@ -25,7 +26,7 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
     use without either. What is returned closes over literals and functions only.
     """
     if use.gain_of is not None:
-        return gains_of(*use.gain_of)
+        return gains_of(use.gain_of)
     if not use.slopes:
         return None
     assert registration.matrix is not None, "bug in kfac_fx: slopes of a generic registration"
@@ -44,6 +45,8 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
             if outputs:
                 side = matrix if matrix.dim() == 2 else matrix[:, :, 0]
                 grad_rows = grad_rows * (side if grad_rows.dim() == 4 else side[0])
+            elif not rows.is_floating_point():
+                grad_rows = grad_rows * matrix[0, 0][rows.clamp(min=0)].unsqueeze(-1)
             else:
                 rows = rows * (matrix[:, 0] if rows.dim() == 4 else matrix[0, 0])
         if centered:
@@ -53,15 +56,32 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
     return sloped
 
 
-def gains_of(found: Slope, canonical: Layout) -> Callable[[Rows, Attrs], Rows]:
-    """rows [N, S, g, i] with filters [g, o, i], gradient rows [N, S, g, o] -> [N, S, g o, 1] both."""
-    name, settings, to_matrix = found.name, found.settings, views(found.layout, canonical)
+def gains_of(gain: Gain) -> Callable[[Rows, Attrs], Rows]:
+    """rows [N, S, g, i] with filters [g, o, i], gradient rows [N, S, g, o] -> [N, S, slices, 1] both.
+
+    One gain an output: what the output is without it, and its gradient. Else Σ d u r, over what the slice multiplies,
+    is the gradient of the gain at a position, and the rows are ones.
+    """
+    name, settings, to_matrix = gain.slope.name, gain.slope.settings, views(gain.slope.layout, gain.filters)
+    of_outputs, inputs, (before, after), ids = gain.of_outputs, gain.side == "inputs", gain.repeats, gain.ids
 
     def gains(both: Rows, attrs: Attrs) -> Rows:
-        rows, grad_rows = (one if one.dim() == 4 else one.unsqueeze(2) for one in both)
-        matrix = viewed(filters(name, attrs["operand0"], *settings), to_matrix).to(rows)
-        outputs = torch.einsum("nsgi,goi->nsgo", rows, matrix)
-        return outputs.flatten(2).unsqueeze(-1), grad_rows.flatten(2).unsqueeze(-1)
+        rows, grad_rows = both[0], both[1] if both[1].dim() == 4 else both[1].unsqueeze(2)
+        matrix = viewed(filters(name, attrs["operand0"], *settings), to_matrix).to(grad_rows)
+        if ids:
+            outputs = F.embedding(rows.clamp(min=0), matrix[0].mT).unsqueeze(2)
+            outputs = torch.where((rows >= 0)[..., None, None], outputs, 0)
+            if inputs:
+                return rows, (grad_rows * outputs).sum(-1)
+        elif inputs:
+            rows = rows if rows.dim() == 4 else rows.unsqueeze(2)
+            sums = rows * torch.einsum("nsgo,goi->nsgi", grad_rows, matrix)
+        else:
+            outputs = torch.einsum("nsgi,goi->nsgo", rows if rows.dim() == 4 else rows.unsqueeze(2), matrix)
+        if of_outputs:
+            return outputs.flatten(2).unsqueeze(-1), grad_rows.flatten(2).unsqueeze(-1)
+        sums = (sums if inputs else outputs * grad_rows).flatten(2).unflatten(2, (before, -1, after)).sum((2, 4))
+        return torch.ones_like(sums).unsqueeze(-1), sums.unsqueeze(-1)
 
     return gains
 

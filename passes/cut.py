@@ -25,8 +25,10 @@ from .cut_plan import Plan, Uncuttable
 from .ir import Note, Program, Use, where
 from .labels import Label, differentiated, labels, use_edges
 from .matrix import Shape
-from .parts import OUTPUTS, Part, gains_in, partial, parts_of, taken_apart
+from .parts import Part, partial, parts_of, taken_apart, whole_uses
 from .pieces import Slab, axis_along, ranges, view_of
+
+OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
 
 
 def cut(program: Program) -> Program:
@@ -43,21 +45,28 @@ def cut(program: Program) -> Program:
 
 
 class Cutter:
-    """parts: of every use by its number among the matches, None where they are no views of parameters. rigid:
-    parameters that may not be cut."""
+    """parts: of every use by its number among the matches, None where they are no views of parameters. entire: uses of
+    whole parameters in the place of those. rigid: parameters that may not be cut."""
 
     def __init__(self, program: Program, shapes: Mapping[str, Shape]) -> None:
         self.program, self.shapes = program, shapes
         self.parts = {number: parts_of(use, program) for number, use in enumerate(program.matches)}
         self.notes: list[Note] = []
         self.rigid: set[str] = set()
+        self.entire: dict[int, list[Use]] = {}
         for number, use in enumerate(program.matches):
-            if self.parts[number] is None and use.made:
+            placed = {part.role for part in self.parts[number] or ()}
+            entire = whole_uses(use, shapes) if use.made.keys() - placed else None
+            if entire is not None:
+                self.parts[number], self.entire[number] = None, entire
+                self.rigid |= {name for one in entire for name in one.parameter_set}
+            elif self.parts[number] is None and use.made:
                 self.forget(number, "its parameters have no place of their own in its matrix")
             elif self.parts[number] is None and not program.layers[use.layer].parts:
                 self.rigid |= use.parameter_set
             sloped = [part for part in self.parts.get(number) or () if part.slopes]
-            self.rigid |= {name for part in sloped for name in (part.parameter, *gains_in(part))}
+            gains = [one.gain.parameter for part in sloped for one in part.slopes if one.gain is not None]
+            self.rigid.update(gains, (part.parameter for part in sloped))
         self.label = labels(program.graph, program.parameters, cases=program.cases)
         self.edges = use_edges(program.graph, self.label, program.outputs)
 
@@ -169,6 +178,7 @@ class Cutter:
         for number, use in enumerate(self.program.matches):
             parts = self.parts.get(number)
             cut = any(plan.cuts(bound.parameter) for bound in use.parameters.values())
+            yield from self.entire.get(number, ())
             if parts is not None and (use.made or cut):
                 yield from taken_apart(use, [one for part in parts for one in plan.divided(part)], self.shapes)
             elif number in self.parts and not use.made and not cut:

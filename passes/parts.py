@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from .errors import LayerError
+from .gains import constant_in, gains_of, side_of, with_slopes
 from .ir import Bound, Program, Use
 from .matrix import Layout, Shape
 from .pieces import Piece, Region, Slope, constant_along, layout_in, region_in, view_of, viewed, whole
-from .slopes import DIVIDED, NORMALIZED, STANDARDIZED
 
 NOTHING = (0, 0)
-OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,39 @@ def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) ->
     for part in sorted((part for part in parts if part.role == "weight"), key=lambda part: part.region):
         bias = biases.get(part.region[:2])
         if bias is None or bias.slopes or part.slopes:
-            yield use_of(use, part.region, [part], shapes)
-            yield from gains_of(use, part, shapes)
+            yield (own := use_of(use, part.region, [part], shapes))
+            yield from gains_of(own, shapes)
         else:
             yield use_of(use, part.region, [part, biases.pop(part.region[:2])], shapes)
     for region, bias in biases.items():
         yield use_of(use, (*region, NOTHING), [bias], shapes)
+
+
+def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
+    """Of a use whose expressions hold all of a parameter each, in whatever order; None if one does not.
+
+    The matrix of a transposed convolution is no view of its weight, so nothing says what a part of it would be.
+    """
+    found: dict[str, Bound] = dict(use.parameters)
+    sloped: list[Use] = []
+    for role, (made, canonical) in use.made.items():
+        if len(made.slabs) != 1 or made.slabs[0].shape != made.shape:
+            return None
+        (slab,) = made.slabs
+        own = shapes[slab.parameter]
+        used = layout_in(Piece(slab.parameter, 0, 0, *own[:1] or (1,)), own, view_of(slab))
+        if used is None:
+            return None
+        bound = Bound(slab.parameter, used, canonical, slab.scale)
+        if not slab.slopes:
+            found[role] = bound
+            continue
+        side = side_of(slab.slopes, (*canonical.result, 1)[:3], constant_in(bound.layout))
+        if side is None or role != "weight":
+            return None
+        one = with_slopes(replace(use, parameters={role: bound}, made={}), slab.slopes, side)
+        sloped += [one, *gains_of(one, shapes)]
+    return [*sloped, *([replace(use, parameters=found, made={})] if found else [])]
 
 
 def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Use:
@@ -99,51 +125,11 @@ def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str,
     bound = {part.role: bound_to(part, shapes[part.parameter]) for part in parts}
     all_of_it = region == ((0, g), (0, o), (0, i))
     use = replace(use, parameters=bound, made={}, region=None if all_of_it else region)
-    return with_slopes(use, parts[0], shapes) if parts[0].slopes else use
-
-
-def with_slopes(use: Use, part: Part, shapes: Mapping[str, Shape]) -> Use:
-    """What the tap needs beside the input: arguments of the functions, and the gains."""
-    nodes = {f"operand{n}": one.operand for n, one in enumerate(part.slopes)}
-    nodes |= {f"factor{n}": one.factor for n, one in enumerate(part.slopes) if one.factor is not None}
-    side = sides_of(part, shapes[part.parameter])
-    return replace(use, attrs={**use.attrs, **nodes}, slopes=part.slopes, slope_side=side)
-
-
-def gains_in(part: Part) -> list[str]:
-    return [one.gain.parameter for one in part.slopes if one.gain is not None]
-
-
-def gains_of(use: Use, part: Part, shapes: Mapping[str, Shape]) -> Iterator[Use]:
-    """The gain of normalized filters as a layer of its own, if there is one for every output in their order."""
-    found = next((one for one in part.slopes if one.gain is not None), None)
-    (g, o, _), shape = part.view.shape, shapes[part.parameter]
-    size = math.prod(shape[1:])
-    ordered = part.view.stride(1) == size and (g == 1 or part.view.stride(0) == o * size)
-    if found is None or found.gain is None or not ordered or shape[0] != g * o:
-        return
-    gain, own = found.gain, shapes[found.gain.parameter]
-    if math.prod(own) != g * o or sides_of(part, shape) != "outputs":
-        return
-    bound = Bound(gain.parameter, Layout(own), Layout(own).reshape((g * o, 1, 1)), gain.scale * part.scale)
-    filters = bound_to(part, shape).layout
-    attrs = {**use.attrs, "operand0": found.operand}
-    yield replace(use, parameters={"weight": bound}, made={}, attrs=attrs, gain_of=(found, filters))
+    return with_slopes(use, parts[0].slopes, sides_of(parts[0], shapes[parts[0].parameter]))
 
 
 def sides_of(part: Part, shape: Shape) -> str | None:
-    """Whether what the slopes multiply varies along outputs only, or along inputs only; None if along both."""
-    g, o, i = part.view.shape
-    sliced = (*NORMALIZED, DIVIDED)
-    dims = [0 if one.name == STANDARDIZED else one.settings[0] for one in part.slopes if one.name in sliced]
-    if dims == [None]:
-        return "outputs"
-    if dims:
-        outputs = constant_along(part.view, shape, dims[0], 2)
-        inputs = all(constant_along(part.view, shape, dims[0], axis) for axis in OUTPUTS)
-    else:
-        outputs, inputs = i == 1, g * o == 1
-    return "outputs" if outputs else "inputs" if inputs else None
+    return side_of(part.slopes, part.view.shape, lambda dim, axis: constant_along(part.view, shape, dim, axis))
 
 
 def bound_to(part: Part, shape: Shape) -> Bound:

@@ -21,6 +21,7 @@ import torch
 from .approximation import check_requests, choose, side_blocks
 from .claims import claims
 from .errors import AmbiguousRegistrationError, table
+from .gains import reads_ids
 from .ir import GENERIC, UNROLLED, Program, Registration, Use, where
 from .leftovers import leftovers
 from .matrix import Layout, MatrixForm
@@ -105,11 +106,6 @@ def align(uses: list[Use]) -> list[Use] | None:
         else:
             return None
     return aligned
-
-
-def reads_ids(use: Use) -> bool:
-    value = use.input.meta.get("val")
-    return use.layer == "embedding" or (isinstance(value, torch.Tensor) and not value.is_floating_point())
 
 
 def same_matrix(first: Use, other: Use, transposed: bool = False) -> bool:

@@ -10,7 +10,9 @@ With D the gradient of W, the gradient of v in a normalized layer is P (s C D): 
 multiplies a filter, C takes its mean off (standardization only), and P = I - u uᵀ projects every filter on what is
 orthogonal to u, itself. s and C belong to outputs and inputs, so a Kronecker product has them; it leaves out P, which
 takes one of a filter's dimensions. The proof has P. The gain itself, γ or g, scales what the filters compute without
-it: a layer of one input and one output a filter, exact.
+it: a layer of one input and one output a filter, exact. Where a gain belongs to inputs (to places in a kernel, to the
+channels that a transposed convolution reads) its own gradient at every position stands for gradient rows, beside rows
+of ones; see `passes.gains`.
 
 Of W = v / σ(v) the gradient of v is D / σ - ⟨D, v⟩ / σ² · ∂σ/∂v, slice by slice; D / σ is Kronecker, and what the
 change of σ takes off is left out. It is of rank one: one dimension of all of v, or of every slice. The proof has it.

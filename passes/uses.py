@@ -37,6 +37,26 @@ class Bound:
 
 
 @dataclass(frozen=True)
+class Gain:
+    """What a gain multiplies: every slice of normalized filters by a number of its own.
+
+    filters: from v to the matrix [g, o, i]. side: "outputs" or "inputs", where the slices lie; there they repeat,
+    (before, after): the numbers of slices along it, flattened, are those of [before, slices, after]. ids: the rows are.
+    """
+
+    slope: Slope
+    filters: Layout
+    side: str
+    repeats: tuple[int, int] = (1, 1)
+    ids: bool = False
+
+    @property
+    def of_outputs(self) -> bool:
+        """Whether every output has a gain of its own, in their order."""
+        return self.side == "outputs" and self.repeats == (1, 1)
+
+
+@dataclass(frozen=True)
 class Use:
     """One application of a layer: `output = layer(input, **attrs, **parameters)`.
 
@@ -61,7 +81,7 @@ class Use:
     region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
     slopes: tuple[Slope, ...] = ()  # functions between its one parameter and the operation
     slope_side: str | None = None  # what they multiply: gradient rows ("outputs") or rows ("inputs")
-    gain_of: tuple[Slope, Layout] | None = None  # the parameter is the gain of these filters, whose matrix is [g, o, i]
+    gain_of: Gain | None = None  # the parameter is the gain of these filters
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
     calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any

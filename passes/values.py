@@ -64,9 +64,9 @@ def standardization(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | 
 
 
 def normalization(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
-    """`_weight_norm(v, g, dim)`; not of the whole tensor."""
+    """`_weight_norm(v, g, dim)`; -1 stands for the whole tensor."""
     gain, dim = (*node.args[1:], 0)[:2]
-    slices = isinstance(dim, int) and 0 <= dim < len(layout.shape) and layout.result == layout.shape
+    slices = isinstance(dim, int) and -1 <= dim < len(layout.shape) and layout.result == layout.shape
     if not slices or reordered(layout) or not isinstance(gain, fx.Node):
         return None
     return Slope(UNIT, operand, layout, gain, (dim, 0.0))

@@ -25,6 +25,7 @@ FLOORS = [
     "passes.cells passes.checkpoints passes.devices passes.holder passes.masks passes.operations passes.pytree "
     "passes.signatures passes.sizes passes.stand_ins passes.writer",
     "passes.labels passes.recurrent passes.timeline passes.views",
+    "passes.gains",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.native passes.parts "
     "passes.spelling passes.values passes.watch passes.writes",
     "passes.hooks",

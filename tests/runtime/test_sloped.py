@@ -187,8 +187,9 @@ def test_a_sloped_weight_may_be_tied_and_transposed() -> None:
 
     torch.manual_seed(0)
     net = kfac_fx.compile(Tied(), (torch.randn(5, 4),), loss="normal")
-    (one,) = (one for one in net.registrations if not one.generic)
-    assert [use.transposed for use in one.uses].count(True) == 1 and one.approximation == "kron_indep"
+    direction, gain = net.registrations
+    assert [use.transposed for use in direction.uses].count(True) == 1 and direction.approximation == "kron_indep"
+    assert [use.gain_of and use.gain_of.side for use in gain.uses] == ["outputs", "inputs"]
 
 
 class Everything(nn.Module):

@@ -62,16 +62,20 @@ class Standardized(nn.Sequential):
 
 
 class WeightNorm(nn.Module):
-    """Filter by filter, and by position in the kernel, as the position embedding of wav2vec 2."""
+    """Filter by filter, by place in the kernel, as the position embedding of wav2vec 2, by channel of the input, as in
+    decoders of audio, and of a whole table."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = weight_norm(nn.Linear(4, 6))
         self.conv = weight_norm(nn.Conv1d(6, 6, 3, padding=1, groups=2), dim=2)
-        self.head = spectral_norm(nn.Linear(6, 2))
+        self.up = weight_norm(nn.ConvTranspose1d(6, 4, 4, 2))
+        self.kinds = weight_norm(nn.Embedding(3, 4), dim=None)
+        self.head = spectral_norm(nn.Linear(4, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(torch.tanh(self.conv(torch.tanh(self.linear(x)).mT).mT))
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        h = self.up(torch.tanh(self.conv(torch.tanh(self.linear(x)).mT)))
+        y: Tensor = self.head(torch.tanh(h.mT) + self.kinds(kinds))
         return y
 
 
@@ -115,14 +119,19 @@ CASES = (
     Case(
         "weight_norm",
         WeightNorm,
-        lambda: batch(3, 5, 4),
+        lambda: (torch.randn(3, 5, 4), torch.randint(3, (3, 1))),
         (
-            *(("linear", (f"linear.parametrizations.weight.original{n}",), 1) for n in range(2)),
+            *(
+                (layer, (f"{name}.parametrizations.weight.original{n}",), 1)
+                for layer, name in (("linear", "linear"), ("conv1d", "conv"), ("conv_transpose1d", "up"))
+                for n in range(2)
+            ),
+            *(("embedding", (f"kinds.parametrizations.weight.original{n}",), 1) for n in range(2)),
             ("linear", ("linear.bias",), 1),
-            *(("conv1d", (f"conv.{name}",), 1) for name in ("parametrizations.weight.original1", "bias")),
+            ("conv1d", ("conv.bias",), 1),
+            ("conv_transpose1d", ("up.bias",), 1),
             *(("linear", (f"head.{name}",), 1) for name in ("parametrizations.weight.original", "bias")),
         ),
-        generic=("conv.parametrizations.weight.original0",),
     ),
     Case(
         "discriminator",
