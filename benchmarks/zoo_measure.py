@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import kfac_fx
 from benchmarks.zoo_models.entry import Entry
-from kfac_fx import likeness, proof
+from kfac_fx.captures.divided import DividedRecorder
+from kfac_fx.checks import likeness, proof
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.divided import DividedRecorder
 from kfac_fx.passes.errors import LayerError, LossError, ModelChangedError, RegistrationError, UntraceableError
-from kfac_fx.recorder import Recorder
+from kfac_fx.recording.recorder import Recorder
 
 CAPTURED, OTHER = 3, 5  # batch sizes
 RELATIVE = 1e-3  # right ones agree to about 1e-6, wrong ones differ by about 1

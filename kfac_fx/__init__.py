@@ -1,17 +1,18 @@
 """K-FAC for PyTorch: a torch.fx compiler that finds every use of every parameter, and the optimizer that it feeds."""
 
 from kfac_fx import fisher_blocks, losses
-from kfac_fx.captured import CapturedModel, capture
+from kfac_fx.collection.captured import CapturedModel, capture
+from kfac_fx.collection.registry import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.factors import NotRegisteredError
+from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.layer_collection import (
     LayerCollection,
     get_default_layer_collection,
     set_default_layer_collection,
 )
-from kfac_fx.loss_scale import LossScaleWarning
+from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
@@ -28,7 +29,6 @@ from kfac_fx.passes.errors import (
     UntraceableError,
 )
 from kfac_fx.passes.layers import as_rows, by_group, layer
-from kfac_fx.registry import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.report import Report
 
 __version__ = "0.1.0"

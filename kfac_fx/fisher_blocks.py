@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.declared_block import Nodes
-from kfac_fx.factors import additive
+from kfac_fx.collection.declared_block import Nodes
+from kfac_fx.collection.registered_block import FisherBlock as FisherBlock
+from kfac_fx.collection.registered_block import flattened
+from kfac_fx.factors.factor import additive
 from kfac_fx.passes.ir import GENERIC, Registration
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.registered_block import FisherBlock as FisherBlock
-from kfac_fx.registered_block import flattened
 
 LINEAR = ("linear",)
 EMBEDDINGS = ("embedding", "embedding_bag")
@@ -38,7 +38,7 @@ class DiagonalFB(FisherBlock):
 
 
 class KroneckerProductFB(FisherBlock):
-    """c A ⊗ G, of an input and an output factor (Martens & Grosse 2015, section 3); scales are in `kfac_fx.factors`."""
+    """c A ⊗ G, of an input and an output factor (Martens & Grosse 2015, section 3); scale: `kfac_fx.factors.factor`."""
 
     @property
     def diagonal_approx_for_input(self) -> bool:
@@ -113,7 +113,7 @@ class FullyConnectedMultiIndepFB(KroneckerProductFB):
 
 
 class FullyConnectedSeriesFB(KroneckerProductFB):
-    """Uses in the order of time, a Markov chain (Martens, Ba & Johnson 2018; `kfac_fx.series`)."""
+    """Uses in the order of time, a Markov chain (Martens, Ba & Johnson 2018; `kfac_fx.blocks.series`)."""
 
     layers = LINEAR
     default = "kron_series_1"
@@ -121,7 +121,7 @@ class FullyConnectedSeriesFB(KroneckerProductFB):
 
 class ConvKFCBasicFB(KroneckerProductFB):
     """c A ⊗ G of patches and gradients, with c output positions (Grosse & Martens 2016, equation 23); with "kron_sua"
-    and its kin A is of pixels (section 4.2 there; `kfac_fx.sua`)."""
+    and its kin A is of pixels (section 4.2 there; `kfac_fx.factors.sua`)."""
 
     layers = CONVOLUTIONS
 

@@ -18,12 +18,15 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from kfac_fx.captured import CapturedModel
+from kfac_fx.collection.captured import CapturedModel
+from kfac_fx.collection.recaptured import recaptured
+from kfac_fx.collection.register_layers import LayerRegistrations
+from kfac_fx.collection.register_losses import LossRegistrations
+from kfac_fx.collection.scan import Scan, block_of
 from kfac_fx.fisher_blocks import FisherBlock
-from kfac_fx.loss_function import LossFunction
-from kfac_fx.loss_spec import LossSpec
-from kfac_fx.masks import checked
-from kfac_fx.output_losses import graph_loss
+from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.losses.loss_spec import LossSpec
+from kfac_fx.losses.registered_losses import RegisteredLoss
 from kfac_fx.passes.check import check_registration, uses_found
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import LossSite, Program, Registration, where
@@ -31,11 +34,8 @@ from kfac_fx.passes.labels import entries, symbolic_sizes
 from kfac_fx.passes.padding import everything_behind, padding
 from kfac_fx.passes.sizes import in_example
 from kfac_fx.passes.verify import verify
-from kfac_fx.recaptured import recaptured
-from kfac_fx.register_layers import LayerRegistrations
-from kfac_fx.register_losses import LossRegistrations
-from kfac_fx.registered_losses import RegisteredLoss
-from kfac_fx.scan import Scan, block_of
+from kfac_fx.recording.masks import checked
+from kfac_fx.recording.output_losses import graph_loss
 
 
 class LayerCollection(LayerRegistrations, LossRegistrations):

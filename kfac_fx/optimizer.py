@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kfac_fx.checkpoint import restore, saved
-from kfac_fx.closure import Closure, checked
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.forwards import Forwards
-from kfac_fx.options import OPTIONS, read_options
-from kfac_fx.parameter_groups import checked_net, split_group
+from kfac_fx.optim.checkpoint import restore, saved
+from kfac_fx.optim.closure import Closure, checked
+from kfac_fx.optim.forwards import Forwards
+from kfac_fx.optim.options import OPTIONS, read_options
+from kfac_fx.optim.parameter_groups import checked_net, split_group
+from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.stepper import Stepper
+from kfac_fx.optim.updater import Updater
 from kfac_fx.passes.devices import accelerators
-from kfac_fx.schedule import Schedule
-from kfac_fx.stepper import Stepper
-from kfac_fx.updater import Updater
 
 
 class KFAC(Optimizer):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks import FisherBlock, make_block
+from kfac_fx.blocks.block import FisherBlock, make_block
 from kfac_fx.passes.ir import SERIES, UNCORRELATED
 from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, trained
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.linalg import Root
+from kfac_fx.linalg.matrices import Root
 from tests.runtime.fake_net import EXACT, FakeNet, deep, mixed, noise
 
 pytestmark = [

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.moments import Moments
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
-from kfac_fx.recorder import Recorder
+from kfac_fx.recording.recorder import Recorder
+from kfac_fx.statistics.moments import Moments
 
 KEYS = ("count", "A", "G")
 Statistics = dict[str, dict[str, Tensor]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kfac_fx import (
     ModelChangedError,
 )
-from kfac_fx.agreement import other_path
+from kfac_fx.captures.agreement import other_path
 from tests.runtime.compiled import X, mlp, net_of
 
 

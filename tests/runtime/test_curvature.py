@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
 
-from kfac_fx import curvature
-from kfac_fx.curvature import JacobianProducts, fisher_inner_products, in_forward_mode, in_reverse_mode_twice
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
+from kfac_fx.optim import curvature
+from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products, in_forward_mode, in_reverse_mode_twice
 from kfac_fx.passes.errors import LossError
 
 Losses = Callable[[tuple[Tensor, ...]], list[tuple[float, LossFunction]]]

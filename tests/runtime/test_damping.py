@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kfac_fx.damping import DampingRule
+from kfac_fx.optim.damping import DampingRule
 
 OMEGA = 0.95**5
 

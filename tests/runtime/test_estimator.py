@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx import inverses
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.inverses import Inverter
-from kfac_fx.linalg import rescued_roots
-from kfac_fx.moments import Moments
+from kfac_fx.factors import inverses
+from kfac_fx.factors.inverses import Inverter
+from kfac_fx.linalg.matrices import rescued_roots
 from kfac_fx.passes.errors import FactorNotReady, ModelChangedError, RegistrationError
+from kfac_fx.statistics.moments import Moments
 from tests.runtime.fake_net import EXACT, FakeNet, batch, deep, exact, mixed, noise
 
 

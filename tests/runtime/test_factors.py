@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_fx.factors import SIDES, Factor, Stack, additive, batch_values
+from kfac_fx.factors.factor import SIDES, Factor, Stack, additive, batch_values
 from kfac_fx.passes.errors import FactorNotReady
 
 YES, NO = torch.tensor([True]), torch.tensor([False])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LayerCollection
+from kfac_fx.collection.registry import LayerParametersDict
 from kfac_fx.fisher_blocks import (
     ConvDiagonalFB,
     ConvKFCBasicFB,
@@ -27,7 +28,6 @@ from kfac_fx.fisher_blocks import (
     ScaleAndShiftFullFB,
 )
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
-from kfac_fx.registry import LayerParametersDict
 from tests.runtime.collections_of_toys import BOTH, B, W, affine, collection, fully_connected, two_uses
 
 # --- the dictionary of blocks ---------------------------------------------------------------------------------------

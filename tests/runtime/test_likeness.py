@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
-from kfac_fx.likeness import close, compare, same
+from kfac_fx.checks.likeness import close, compare, same
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
-from kfac_fx.recorder import Recorder
+from kfac_fx.recording.recorder import Recorder
 
 X = torch.randn(5, 3)
 

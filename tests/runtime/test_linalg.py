@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx import linalg
-from kfac_fx.linalg import (
+from kfac_fx.linalg import matrices as linalg
+from kfac_fx.linalg.matrices import (
     RESCUES,
     bordered,
     damp,

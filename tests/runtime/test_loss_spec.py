@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kfac_fx.loss_spec import loss_from
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
+from kfac_fx.losses.loss_spec import loss_from
 from kfac_fx.passes.errors import LossError
 
 X = torch.zeros(4, 3)

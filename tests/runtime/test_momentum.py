@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.flat import Flat
-from kfac_fx.momentum import MomentumRule, Preconditioner
+from kfac_fx.linalg.flat import Flat
+from kfac_fx.optim.momentum import MomentumRule, Preconditioner
 
 G = torch.tensor([1.0, 2.0, 3.0, 4.0, 2.0, 3.0, 4.0, 5.0])  # of two parameters [2, 2]
 PG = torch.tensor([3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])

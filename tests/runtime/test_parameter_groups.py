@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.parameter_groups import Members
-from kfac_fx.update import Work
+from kfac_fx.optim.parameter_groups import Members
+from kfac_fx.optim.update import Work
 
 
 def members(decay: float = 0.0, first_order: bool = False) -> tuple[Members, list[nn.Parameter], dict[Any, Any]]:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.linalg.pieces import joined, split
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece
-from kfac_fx.pieces import joined, split
-from kfac_fx.use_rows import within
+from kfac_fx.taps.use_rows import within
 
 PIECES = (Piece("w", 0, 0, 2), Piece("w", 0, 3, 4))
 REGISTRATIONS = [

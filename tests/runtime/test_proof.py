@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx import RegistrationError
+from kfac_fx.checks.proof import Verdict, prove
+from kfac_fx.checks.proof_tap import check_shapes
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, as_rows, layer
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
-from kfac_fx.proof import Verdict, prove
-from kfac_fx.proof_tap import check_shapes
-from kfac_fx.recorder import Recorder
+from kfac_fx.recording.recorder import Recorder
 
 X = torch.randn(5, 3)
 

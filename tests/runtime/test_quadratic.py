@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.quadratic import QuadraticModel, inner, inner_products, slopes
+from kfac_fx.optim.quadratic import QuadraticModel, inner, inner_products, slopes
 
 
 def double(*values: object) -> Tensor:

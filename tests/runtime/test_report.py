@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx.passes.ir import Bound, Note, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.report import Report, percent, shorten
-from kfac_fx.report_rows import fold, size
+from kfac_fx.report.report import Report, percent, shorten
+from kfac_fx.report.rows import fold, size
 from tests.models import ZOO
 from tests.runtime.toy_reports import registration_of, small_program, traced
 

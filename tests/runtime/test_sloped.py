@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import kfac_fx
-from kfac_fx import proof
+from kfac_fx.checks import proof
 from tests.zoo.reparametrized import StandardizedConv
 
 

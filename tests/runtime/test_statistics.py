@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx import statistics
-from kfac_fx.statistics import STATISTICS
+from kfac_fx.statistics import row_sums as statistics
+from kfac_fx.statistics.row_sums import STATISTICS
 
 
 @dataclass

@@ -14,8 +14,8 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
-from kfac_fx.statistics import STATISTICS
-from kfac_fx.tap import Tap, make_probes
+from kfac_fx.statistics.row_sums import STATISTICS
+from kfac_fx.taps.tap import Tap, make_probes
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 7, 3)

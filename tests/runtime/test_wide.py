@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.report_rows import rows
-from kfac_fx.statistics import named
-from kfac_fx.wide import in_blocks
+from kfac_fx.factors.wide import in_blocks
+from kfac_fx.report.rows import rows
+from kfac_fx.statistics.row_sums import named
 
 
 def struck_out(dense: Tensor, width: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
-from kfac_fx.divided import DividedRecorder
+from kfac_fx.captures.divided import DividedRecorder
 from tests.compiler.test_watch import Negated
 
 X = torch.randn(6, 4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.moments import Moments
+from kfac_fx.statistics.moments import Moments
 from tests.models import ZOO
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfac_fx
-from kfac_fx.options import read_options
+from kfac_fx.optim.options import read_options
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import kfac_fx
-from kfac_fx import exact, losses
-from kfac_fx.blocks import FisherBlock
-from kfac_fx.loss_function import LossFunction
+from kfac_fx import losses
+from kfac_fx.blocks.block import FisherBlock
+from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.recording import exact
 
 Losses = Callable[[Any], list[tuple[float, LossFunction]]]
 MONTE_CARLO = ("gradients", "curvature_prop", "curvature_prop_GGN")

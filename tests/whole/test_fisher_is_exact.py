@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import losses
-from kfac_fx.blocks import FisherBlock
-from kfac_fx.pieces import split
+from kfac_fx.blocks.block import FisherBlock
+from kfac_fx.linalg.pieces import split
 from tests.models import ZOO, Case
 
 Gradients = Mapping[str, Tensor]

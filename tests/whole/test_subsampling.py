@@ -13,7 +13,7 @@ import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.passes.ir import Sampling
-from kfac_fx.subsample import read_sampling, systematic
+from kfac_fx.taps.subsample import read_sampling, systematic
 from tests.runtime.collections_of_toys import collection
 
 KEY = ("conv.weight", "conv.bias")

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.divided import DividedRecorder
+from kfac_fx.captures.divided import DividedRecorder
+from kfac_fx.checks.proof import prove
 from kfac_fx.passes import pytree
-from kfac_fx.proof import prove
 
 Batch = tuple[Any, ...]
 

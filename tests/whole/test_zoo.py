@@ -12,7 +12,7 @@ import torch
 
 import kfac_fx
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.moments import Moments
+from kfac_fx.statistics.moments import Moments
 from tests.models import CASES, ZOO, Case
 from tests.whole.training import apart, differences, step
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks import zoo_docs, zoo_measure
 from benchmarks.zoo import LIBRARIES, OUT, main, results
 from benchmarks.zoo_models.entry import Entry, images, predictions
-from kfac_fx import likeness, proof
+from kfac_fx.checks import likeness, proof
 from kfac_fx.passes.errors import UntraceableError
 
 

@@ -1,0 +1,1 @@
+"""Fisher blocks: operators made of factors."""

@@ -1,0 +1,1 @@
+"""The captures of one model, whole or in submodules."""

@@ -1,0 +1,249 @@
+"""Recording with a model of which only submodules are captured: the model itself runs, and they run as their graphs.
+
+What lies between them is the model's own Python: branches, loops and random numbers happen as they do. It runs on
+copies and leaves no trace, as all recordings do; only a file that it writes is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from kfac_fx.captures.frames import Frames, Loss, LossWatch, Unmet, behind, one_call
+from kfac_fx.captures.masked_inputs import MaskedInputs
+from kfac_fx.losses import LossFunction
+from kfac_fx.losses.registered_losses import WeightedLosses
+from kfac_fx.passes import pytree
+from kfac_fx.passes.attributes import untouched
+from kfac_fx.passes.border import python_random
+from kfac_fx.passes.calls import Lent, mapped
+from kfac_fx.passes.divide import Captured, Division, key_of
+from kfac_fx.passes.errors import LossError, ModelChangedError
+from kfac_fx.passes.ir import KEPT
+from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.submodule_masks import Sizes, padded
+from kfac_fx.passes.submodules import graph_of
+from kfac_fx.passes.watch import custom_functions
+from kfac_fx.recording.backends import compiled_function
+from kfac_fx.recording.examples import cut, length
+from kfac_fx.recording.masks import PaddingMask, along, of_call, real_losses
+from kfac_fx.recording.output_losses import graph_loss
+from kfac_fx.recording.recorder import Recorder
+
+
+@dataclass
+class DividedRecorder(Recorder):
+    """checked: the submodules that were proved, by their places in the division; None: all may run."""
+
+    division: Division | None = None
+    padding_mask: PaddingMask | None = None
+    mask_sizes: tuple[Sizes | None, ...] = ()  # when each submodule was captured
+    checked: set[int] | None = None
+    ran: set[int] = field(default_factory=set)  # those that did, in this or another recorder of this capture
+    found: list[Loss] = field(default_factory=list, init=False)  # of the last forward
+    unmet: Unmet | None = field(default=None, init=False)  # of the last ride
+
+    @property
+    def captured(self) -> tuple[Captured, ...]:
+        assert self.division is not None, "bug in kfac_fx: a divided model without its division"
+        return self.division.captured
+
+    @property
+    def written(self) -> frozenset[str]:
+        return self.division.written if self.division is not None else frozenset()
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def cast_to(self) -> set[torch.dtype]:
+        return {dtype for one in self.captured for _, dtype in one.autocast}
+
+    def note_proof(self, made: bool) -> None:
+        self.checked = set(self.ran) if made else None
+
+    def extends(self, earlier: DividedRecorder) -> None:
+        """What was proved in `earlier` need not be proved again."""
+        before = {id(one): number in earlier.ran for number, one in enumerate(earlier.captured)}
+        self.ran |= {number for number, one in enumerate(self.captured) if before.get(id(one))}
+
+    @property
+    def has_loss(self) -> bool:
+        return bool(self.loss or self.found)
+
+    def __post_init__(self) -> None:
+        self.structured = {name for one in self.program.registrations if not one.generic for name in one.owners}
+        masked = any(KEPT in use.attrs for one in self.program.registrations for use in one.uses)
+        part = padded if masked else graph_of
+        graphs = [part(self.program, number) for number in range(len(self.captured))]
+        self.masked_inputs = MaskedInputs.of(graphs, [one.submodule.path for one in self.captured])
+        self.emitted = [rewrite(one, self.tap_of) for one in graphs]
+        self.targets = [{str(n.target) for n in one.graph.nodes if n.op == "get_attr"} for one in self.emitted]
+        self.parameter_names = [name for name, _ in self.model.named_parameters()]
+        self.buffer_names = [name for name, _ in self.model.named_buffers()]
+        self.random, self.recordings, self.placeholders = True, 0, []
+        buffers = {id(buffer): name for name, buffer in self.model.named_buffers()}
+        every = self.model.named_buffers(remove_duplicate=False)
+        self.canonical = {name: buffers[id(buffer)] for name, buffer in every}
+        self.plain: list[Callable[..., Any]] = [one_call(module) for module in self.emitted]
+        self.compiled = [compiled_function(one, self.backend) for one in self.plain]
+        self.by_module: dict[int, list[int]] = {}
+        for number, one in enumerate(self.captured):
+            self.by_module.setdefault(id(one.module), []).append(number)
+
+        def run(*arguments: Any) -> Any:
+            return self.through(self.compiled, *arguments)
+
+        self.run = run
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def call(self, parameters: Any, buffers: Any, values: Any, probes: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        return self.through(self.plain, parameters, buffers, values, probes)
+
+    def through(
+        self,
+        functions: list[Callable[..., Any]],
+        parameters: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        values: tuple[Any, ...],
+        probes: Any,
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """(what the model returns, the Fisher's outputs), without a trace. functions: one a submodule."""
+        parameters = {name: one.clone() if name in self.written else one for name, one in parameters.items()}
+        python = self.stand_ins(parameters) if any(probes) else {}
+        frames = self.frames(functions, parameters, python, buffers, probes)
+        with untouched(self.model):  # forward may write into its inputs, too
+            output, fisher = self.forward(frames, {**parameters, **python, **buffers}, mapped(Tensor.clone, values))
+        self.refuse_read(python, fisher)
+        return output, fisher
+
+    def frames(
+        self,
+        functions: list[Callable[..., Any]],
+        parameters: Mapping[str, Tensor],
+        python: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        probes: Any,
+    ) -> Frames:
+        """python: what Python sees in the place of `parameters`."""
+        named = {**parameters, **{name: buffers[first] for name, first in self.canonical.items()}}
+        held = [{name: named[name] for name in targets if name in named} for targets in self.targets]
+        lent = Lent(self.model, {**parameters, **python})
+        return Frames(self.captured, self.number_of, functions, held, lent, probes, LossWatch())
+
+    def mask(self, values: tuple[Any, ...]) -> Tensor | None:
+        """[cases, positions] of one call; None: nothing is padding."""
+        return None if self.padding_mask is None else of_call(self.padding_mask, self.model, *values)
+
+    def forward(
+        self, frames: Frames, named: Mapping[str, Tensor], values: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        args, kwargs = values
+        mask = self.mask(values)
+        frames.inputs = lambda number, own: self.masked_inputs.of_call(number, own, mask)
+        with custom_functions(), frames.in_place(), frames.watch if self.loss is None else nullcontext():
+            output = functional_call(self.model, dict(named), args, kwargs)
+        self.found = frames.watch.found
+        if self.loss is None:
+            return output, tuple(one.inputs for one in self.found)
+        leaves = (leaf for leaf in pytree.leaves(output) if isinstance(leaf, Tensor))
+        return output, tuple(leaf for leaf in leaves if leaf.is_floating_point())
+
+    def ridden(
+        self, live: dict[str, Tensor], buffers: dict[str, Tensor], values: tuple[Any, ...], probes: Any
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """The model's own forward with its submodules as graphs, so that all that its Python does is done once.
+
+        A call that no graph serves runs as it is, and `unmet` says so: then nothing was recorded.
+        """
+        python = {name: live[name][...] for name in sorted(self.structured) if live[name].requires_grad}
+        frames = self.frames(self.compiled, live, python, buffers, probes)
+        frames.tolerant = True
+        views = {name: one for name, one in live.items() if one.grad_fn is not None}
+        output, fisher = self.forward(frames, {**views, **python}, values)
+        self.unmet = frames.unmet
+        if self.unmet is None:
+            self.refuse_read(python, fisher)
+        return output, fisher
+
+    def stand_ins(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What Python sees of the structured parameters: that none of it may reach the Fisher's outputs."""
+        return {
+            name: value.detach().requires_grad_()
+            for name, value in parameters.items()
+            if name in self.structured and not value.requires_grad
+        }
+
+    def refuse_read(self, stand_ins: Mapping[str, Tensor], fisher: tuple[Tensor, ...]) -> None:
+        """Raises ModelChangedError for structured parameters that Python read: a use that nothing recorded."""
+        if not stand_ins:
+            return
+        if read := sorted(behind(fisher, stand_ins)):
+            raise ModelChangedError(
+                f"on these inputs {type(self.model).__name__} reads {', '.join(read)} outside of its captured "
+                "submodules, as it did not on the first.\n"
+                "Compile with inputs on which it does, or let these be generic: "
+                f'compile(..., approximations={{"{read[0]}": "generic"}}).'
+            )
+
+    def number_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Which capture serves a call. Raises Unmet if none does."""
+        key = key_of(module, args, kwargs)
+        mine = self.by_module[id(module)]
+        number = next((n for n in mine if self.captured[n].serves(args, kwargs, key)), None)
+        if number is None or (self.checked is not None and number not in self.checked):
+            raise Unmet(self.captured[mine[0]].submodule.path, number is not None)
+        self.ran.add(number)
+        return number
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        with super().isolated(), python_random():
+            yield
+
+    # --- the batch --------------------------------------------------------------------------------------------------
+
+    def examples(self, values: tuple[Any, ...]) -> int:
+        """Of the first argument that has any: the length of a list or tuple, the first dimension of a tensor."""
+        args, kwargs = values
+        found = (length(value) for value in (*args, *kwargs.values()))
+        return next((n for n in found if n is not None), 1)
+
+    def part(self, values: tuple[Any, ...], fraction: float) -> tuple[Any, ...]:
+        if fraction >= 1.0:
+            return values
+        total = self.examples(values)
+        kept = max(1, math.ceil(total * fraction))
+        args, kwargs = values
+        return tuple(cut(one, total, kept) for one in args), {k: cut(one, total, kept) for k, one in kwargs.items()}
+
+    def real_losses(
+        self, build: Callable[[Sequence[Tensor]], WeightedLosses], fisher: Sequence[Tensor], values: tuple[Any, ...]
+    ) -> WeightedLosses:
+        mask = self.mask(values)
+        if mask is None:
+            return build(fisher)
+        return real_losses(build, fisher, [along(mask, one) for one in fisher], mask)
+
+    # --- losses -----------------------------------------------------------------------------------------------------
+
+    def losses(self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> list[tuple[float, LossFunction]]:
+        if self.loss is not None or not self.found:
+            if self.loss is not None and not fisher:
+                name = type(self.model).__name__
+                raise LossError(f"{name} returns no tensor in tuples, lists and dictionaries to build a loss on")
+            return super().losses(output, fisher, targets)
+        given = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
+        sites = zip(self.found, fisher, given, strict=True)
+        return [graph_loss(one.kind, one.reduction, inputs, target) for one, inputs, target in sites]
+
+    def graph_targets(self, values: tuple[Any, ...]) -> list[Any]:
+        return [one.targets for one in self.found]

@@ -1,0 +1,203 @@
+"""The registration proof: on one batch, for every structured registration,
+
+    sum over uses of grad_rowsᵀ · rows  ==  the gradient that autograd gives.
+
+It catches a wrong axis, a wrong dilation, a wrong layout and a missed use alike. What fails becomes generic.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.checks.likeness import coarsest, compare
+from kfac_fx.checks.proof_tap import ProofTap, divides, gradient_of
+from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.pieces import split
+from kfac_fx.linalg.precision import full_precision
+from kfac_fx.passes.errors import RegistrationError, table
+from kfac_fx.passes.ir import KEPT, SERIES, UNCORRELATED, Program, Registration, Use
+from kfac_fx.recording.recorder import Recorder
+from kfac_fx.taps.sloped import project
+
+Pairs = Iterator[tuple[Registration, Tensor, Tensor, Tensor]]  # autograd's gradient, the rows', a bound on both norms
+PER_CASE = ("full", "diagonal")
+RELATIVE = 1e-3  # right ones agree to about 1e-6 in float32, wrong ones differ by about 1
+ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the proof found: the program with failures demoted, and the reasons by registration."""
+
+    program: Program
+    failed: Mapping[tuple[str, ...], str]
+    conclusive: bool = True  # False: the batch has no finite gradients to compare with
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of the gradients of one registration, in numbers: the matrices of all of them together are never kept."""
+
+    error: float
+    size: float
+    bound: float
+    finite: bool
+
+    @staticmethod
+    def of(wanted: Tensor, got: Tensor, bound: Tensor) -> Comparison:
+        error, size = float((got - wanted).norm()), float(wanted.norm())
+        return Comparison(error, size, float(bound), bool(wanted.isfinite().all()))
+
+
+def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
+    """Run the proof. Raises UntraceableError if the graph is not the model, RegistrationError under `strict` if a
+    registration fails."""
+    prover = replace_taps(recorder)
+    values = recorder.capture.flatten(args, kwargs)
+    with full_precision(everything=True):  # rounding to TF32 is as large as what is looked for
+        compare(prover, args, kwargs)
+        recorder.capture = prover.capture
+        pairs, fisher = gradients(prover, values)
+        compared = {one.parameters: Comparison.of(*rest) for one, *rest in pairs}
+    if not all(one.finite for one in compared.values()):
+        return Verdict(recorder.program, {}, conclusive=False)
+    coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
+    failed: dict[tuple[str, ...], str] = {}
+    other: dict[tuple[str, ...], tuple[str, str]] = {}  # what fits the rows, and why
+    taps, towers = proof_taps(prover), prover.tower_cases(fisher)
+
+    def cases(tap: ProofTap) -> int:
+        return towers[tap.tower] if len(towers) > 1 else prover.examples(values)
+
+    for one in recorder.program.registrations:
+        if one.generic:
+            continue
+        reason = next((tap.failure for tap in taps[one.parameters] if tap.failure), None)
+        if reason is None:
+            found = compared[one.parameters]
+            if not found.error <= coarse * (RELATIVE * found.size + ROUNDING * found.bound):
+                apart = f"{found.error / found.size:.0%} apart" if found.size else "autograd's is zero"
+                reason = f"the proof failed: rows give another gradient than autograd ({apart})"
+        if reason is not None:
+            failed[one.parameters] = reason
+        elif one.approximation in PER_CASE and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
+            why = f"cases are merged with positions at its output, so not {one.approximation!r}"
+            other[one.parameters] = "kron", why
+        elif one.approximation in SERIES and (mixed := unlike(taps[one.parameters])):
+            other[one.parameters] = "kron_indep", f"{mixed}, so not {one.approximation!r}"
+    if failed and recorder.program.options.strict:
+        rows = [(", ".join(names), reason) for names, reason in failed.items()]
+        many = "1 registration" if len(failed) == 1 else f"{len(failed)} registrations"
+        raise RegistrationError(
+            f"{many} failed the proof:\n{table(rows)}\n"
+            "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
+        )
+    return Verdict(demoted(recorder.program, failed, other), failed)
+
+
+def unlike(taps: Sequence[ProofTap]) -> str | None:
+    """Why these uses have no rows that a series could be made of."""
+    if any(tap.kind[0] for tap in taps):
+        return "its rows are ids"
+    first = {tap.tower: tap.kind for tap in reversed(taps)}
+    if any(tap.kind != first[tap.tower] for tap in taps):
+        return "its uses have different numbers of rows"
+    return None
+
+
+def replace_taps(recorder: Recorder) -> Recorder:
+    needed = {
+        one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.program.registrations if not one.generic
+    }
+    program = recorder.program.but(registrations=tuple(map(whole, recorder.program.registrations)))
+    return replace(recorder, program=program, statistics=needed, backend="eager", make_tap=ProofTap)
+
+
+def whole(one: Registration) -> Registration:
+    """What is proved are the rows of the matrix, all of them."""
+    uses = tuple(all_rows(use) if use.mask_dims else use for use in one.uses)
+    approximation = "kron" if one.approximation in (*UNCORRELATED, *SERIES) else one.approximation
+    return replace(one, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
+
+
+def all_rows(use: Use) -> Use:
+    """Without the user's mask, of which autograd knows nothing."""
+    return replace(use, attrs={name: value for name, value in use.attrs.items() if name != KEPT}, mask_dims=())
+
+
+def proof_taps(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
+    return {key: [one for one in taps if isinstance(one, ProofTap)] for key, taps in prover.taps.items()}
+
+
+def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[Tensor, ...]]:
+    """For random cotangents, registration by registration, autograd's gradient and the rows' as matrices; and the
+    Fisher's outputs.
+
+    Beside what a backward needs there is one gradient more, the rows'; of the matrices only those of one registration.
+    """
+    registrations = [one for one in prover.program.registrations if not one.generic]
+    with prover.isolated():
+        live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
+        probes = prover.make_probes(prover.examples(values), next(iter(live.values()), torch.empty(())))
+        _, fisher = prover.call(live, prover.copied_buffers(), values, probes)
+        generator = torch.Generator().manual_seed(0)
+        outputs = [out for out in fisher if out.requires_grad]
+        cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out) for out in outputs]
+        names = list(dict.fromkeys(name for one in registrations for name in one.owners))
+        leaves = [live[name] for name in names] + [probe for one in probes for probe in one.values()]
+        recorded = bool(outputs) and bool(leaves)
+        taps = [(one, proof_taps(prover)[one.parameters]) for one in registrations if divides(one)]
+        grads = (
+            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(taps))
+            if recorded
+            else [None] * len(leaves)
+        )
+        changes = {
+            one.parameters: gradient_of(live[one.parameters[0]], [each for tap in some for each in tap.changes])
+            for one, some in taps
+        }
+    found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
+    by_name = dict(zip(names, found, strict=False))
+    statistics = iter(found[len(names) :])
+
+    def pairs() -> Pairs:
+        for one in registrations:
+            assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
+            got = project(one, next(statistics), live)
+            if one.parameters in changes:
+                got = got + one.matrix.pack({one.parameters[0]: changes[one.parameters]})
+            bound = (next(statistics).sum() * next(statistics).sum()).sqrt()
+            yield one, one.matrix.pack(split(by_name, [one])), got, bound
+
+    return pairs(), fisher
+
+
+def revealing(value: Tensor) -> Tensor:
+    """Small random numbers for a parameter that is all zero, as many are at the start: there is no gradient in front of
+    it, and what is zero on both sides would prove nothing. What is proved holds for any numbers."""
+    if not value.is_floating_point() or bool(value.any()):
+        return value
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return 0.02 * noise.to(value)
+
+
+def demoted(
+    program: Program, failed: Mapping[tuple[str, ...], str], other: Mapping[tuple[str, ...], tuple[str, str]]
+) -> Program:
+    kept: list[Registration] = []
+    for one in program.registrations:
+        if one.parameters in failed:
+            reason = f"{one.layer}: {failed[one.parameters]}"
+            kept += [program.generic(name, reason) for name in one.parameters]
+        elif one.parameters in other:
+            approximation, why = other[one.parameters]
+            kept.append(replace(one, approximation=approximation, reason=why))
+        else:
+            kept.append(copy.copy(one))
+    return program.but(registrations=tuple(kept))

@@ -1,0 +1,1 @@
+"""What a `LayerCollection` is made of: registration by hand, on nodes of a graph."""

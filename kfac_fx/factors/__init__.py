@@ -1,0 +1,1 @@
+"""Moving averages of statistics, in stacks of equals, and their decompositions."""

@@ -1,0 +1,203 @@
+"""Factors: what the project keeps of the statistics of all batches, as plain named tensors of a documented scale.
+
+**The normalization, said once.** Gradient rows are of the loss summed over cases. With N cases and M rows over all
+uses of a registration (M = N for a plain linear layer, N times the output pixels for a convolution, N times the uses
+for a shared layer), the sums of `statistics` become
+
+    A = Σ r rᵀ / M,   G = Σ d dᵀ / M,   positions c = M / N,   and the block is F = c A ⊗ G;
+    F = Σ_n p_n p_nᵀ / N (full) or its diagonal, from per-case gradients p_n;
+    F = g gᵀ / N (full) or its diagonal for generic parameters, from the gradient g of the summed loss.
+
+For series of uses there are A1 and G1 besides, from products of consecutive rows, also divided by M, and the number of
+such pairs, divided by N as positions are (`kfac_fx.statistics.lagged`).
+For "kron_sua" and its kin the rows of A are the input's pixels with a 1 appended, and A is their mean
+(`kfac_fx.factors.sua`).
+
+Every factor is a running average of these values over batches with weights 1, decay, decay², ...: it is free of bias
+from the start, and equals the first batch's value after the first update. A batch without rows has no mean of them and
+only lowers c.
+
+Sources: Martens & Grosse 2015, sections 3 and 5; Grosse & Martens 2016, equation 23, whose A and G are here divided by
+the positions; Martens, Ba & Johnson 2018, for several uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.matrices import Root, spread
+from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.ir import SERIES, UNCORRELATED
+from kfac_fx.statistics.row_sums import whole
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Stack:
+    """One factor of L blocks: moment [L, *shape] and total_weight [L]. The average is moment / total_weight."""
+
+    moment: Tensor
+    total_weight: Tensor
+
+    @staticmethod
+    def zeros(blocks: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> Stack:
+        return Stack(
+            moment=torch.zeros(blocks, *shape, dtype=dtype, device=device),
+            total_weight=torch.zeros(blocks, dtype=dtype, device=device),
+        )
+
+    @property
+    def value(self) -> Tensor:
+        """[L, *shape]; NaN where no update was accepted yet."""
+        return self.moment / spread(self.total_weight, self.moment)
+
+    def __getitem__(self, members: slice) -> Stack:
+        """Views of some of the blocks."""
+        return Stack(self.moment[members], self.total_weight[members])
+
+    def update(self, batch: Tensor, accepted: Tensor, decay: float, weight: float, anew: Tensor | None = None) -> None:
+        """moment <- decay moment + weight batch, for the accepted blocks [L]; nothing of the others changes.
+
+        anew: [L], of which blocks nothing is kept.
+        """
+        decays = torch.full_like(self.total_weight, decay)
+        kept = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
+        added = torch.where(spread(accepted, batch), batch, 0)
+        self.moment.mul_(spread(kept, self.moment)).add_(added, alpha=weight)
+        self.total_weight.mul_(kept).add_(accepted.to(kept.dtype), alpha=weight)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One block's factor: a view into its stack, which sees what is written in place to `moment` or `total_weight`."""
+
+    name: str
+    owner: str  # the registration, for errors
+    stack: Stack
+    index: int
+
+    @property
+    def moment(self) -> Tensor:
+        return self.stack.moment[self.index]
+
+    @property
+    def total_weight(self) -> Tensor:
+        return self.stack.total_weight[self.index]
+
+    @property
+    def value(self) -> Tensor:
+        """Raises FactorNotReady before the first update; reads from the device."""
+        if not self.total_weight.item():
+            raise FactorNotReady(
+                f"factor {self.name} of {self.owner} read before its first update: "
+                "call estimator.update_covariances(inputs) first."
+            )
+        return self.moment / self.total_weight
+
+
+# --- what may go wrong ------------------------------------------------------------------------------------------------
+
+
+class Failures(NamedTuple):
+    """decompositions: blocks that kept their last good inverse; updates: of a block, skipped as not finite."""
+
+    decompositions: int
+    updates: int
+
+
+class NotRegisteredError(KeyError):
+    """A power, or a Cholesky factor, that the estimator was not asked to keep; or a vector that does not fit it."""
+
+    __module__ = "kfac_fx"
+
+    def __str__(self) -> str:  # KeyError would print its argument's repr
+        return str(self.args[0])
+
+
+def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
+    if isinstance(root, str):
+        return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
+    exps = tuple(sorted({kept for kept in roots if not isinstance(kept, str)} | {root}))
+    return f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator."
+
+
+# --- from sums over rows to the values of one batch -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand of a block's Kronecker product; a block that is no product has one side, of all its parameters."""
+
+    factor: str
+    statistic: str
+    diagonal: bool
+    part: str = ""  # of a factor that is decomposed in parts
+
+    def shape(self, matrix: tuple[int, int, int]) -> Shape:
+        """The factor's: [g, i, i] of A, [g, o, o] of G, [p, p] of F; if diagonal [g, i], [g, o] and [g, o, i]."""
+        g, d = matrix[0], self.size(matrix)
+        if self.factor == "F":
+            return matrix if self.diagonal else (d, d)
+        return (g, d) if self.diagonal else (g, d, d)
+
+    def size(self, matrix: tuple[int, int, int]) -> int:
+        """d of one of its matrices [d, d]."""
+        g, o, i = matrix
+        return {"F": g * o * i, "A": i, "G": o}[self.factor]
+
+    def __str__(self) -> str:
+        return f"{self.factor} {self.part}" if self.part else self.factor
+
+
+INPUTS, INPUTS_DIAGONAL = Side("A", "A", False), Side("A", "A_diag", True)
+OUTPUTS, OUTPUTS_DIAGONAL = Side("G", "G", False), Side("G", "G_diag", True)
+SIDES: dict[str, tuple[Side, Side | None]] = {  # of an approximation: left and right of the matrix
+    "kron": (OUTPUTS, INPUTS),
+    "kron_indep": (OUTPUTS, INPUTS),
+    "kron_in_diag": (OUTPUTS, INPUTS_DIAGONAL),
+    "kron_out_diag": (OUTPUTS_DIAGONAL, INPUTS),
+    "kron_both_diag": (OUTPUTS_DIAGONAL, INPUTS_DIAGONAL),
+    **dict.fromkeys(SERIES, (OUTPUTS, INPUTS)),
+    **dict.fromkeys(UNCORRELATED, (OUTPUTS, INPUTS)),  # of pixels
+    "diagonal": (Side("F", "square", True), None),
+    "full": (Side("F", "outer", False), None),
+}
+
+
+def additive(approximation: str, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Moments that micro-batches and processes may add up: per-case gradients become the sums that `SIDES` names.
+
+    The gradient of generic parameters stays as it is, since it is squared when the batch is complete.
+    """
+    sums = {whole(name): moment for name, moment in moments.items() if name != "per_case"}
+    if "square" in sums:
+        sums["square"] = sums["square"].flatten()  # as the squares of several uses' sums are
+    if "per_case" in moments:
+        p = moments["per_case"].flatten(0, -2)
+        sums |= {"outer": p.mT @ p} if approximation == "full" else {"square": p.square().sum(0)}
+    return sums
+
+
+def batch_values(approximation: str, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
+    """The factors of one batch for a stack of blocks [L, ...]: the division of the module's docstring."""
+    left, right = SIDES[approximation]
+    if right is not None:
+        rows = sums["count"].clamp(min=1)  # no rows: the sums are zero, and the update is not accepted
+        sides = {side.factor: sums[side.statistic] / spread(rows, sums[side.statistic]) for side in (left, right)}
+        if approximation in UNCORRELATED:  # pixels are not as many as output positions; their number is in the corner
+            sides["A"] = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
+        if approximation in SERIES:
+            sides |= {name: sums[name] / spread(rows, sums[name]) for name in ("A1", "G1")}
+            sides["pairs"] = sums["pairs"] / cases
+        return {**sides, "positions": sums["count"] / cases}
+    if "gradient" in sums:
+        g = sums["gradient"]  # [L, p], or [L, k, p] of k cotangents
+        g = g.unsqueeze(1) if g.dim() == 2 else g
+        return {left.factor: (g.square().sum(1) if left.diagonal else g.mT @ g) / cases}
+    return {left.factor: sums[left.statistic] / cases}

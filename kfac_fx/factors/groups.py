@@ -1,0 +1,153 @@
+"""Groups: Fisher blocks of one matrix shape and one approximation, stacked, so that one operation serves them all.
+
+A block acts on its parameters' matrix W [g, o, i] (`passes.matrix`), group by group, as
+
+    F^p W    = c^p  G_λ^p W A_λ^p                 A_λ = A + λ_A I,  G_λ = G + λ_G I
+    L W      = c^½  L_G W L_Aᵀ                    Lᵀ W = c^½ L_Gᵀ W L_A
+    L⁻¹ W    = c^-½ L_G⁻¹ W L_A⁻ᵀ                 L⁻ᵀ W = c^-½ L_G⁻ᵀ W L_A⁻¹
+
+so all of it is X_G W X_Aᵀ with roots X of the damped sides (`linalg.dense_roots`). A block that is no Kronecker product
+has one side F on W as one column [g·o·i], damped by λ. How a product's λ is
+split between its sides: `kfac_fx.factors.averaged`.
+
+Powers other than 1 are those of the last `update_inverses`; the power 1 is fresh (Martens & Grosse 2015, sections 4.2
+and 6.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kfac_fx.factors.averaged import ALL, AveragedBlocks, Form
+from kfac_fx.factors.factor import NotRegisteredError, Side, unknown_root
+from kfac_fx.linalg.matrices import (
+    Root,
+    damp,
+    diagonal_root,
+    exponent,
+    is_finite,
+    multiply_left,
+    multiply_right,
+    spread,
+)
+from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.ir import Registration
+
+Roots = tuple[Mapping[Root, Tensor], Tensor]  # of one side, by name [L·groups, d, d], and which are right [L·groups]
+
+
+class BlockGroup(AveragedBlocks):
+    """L blocks with their roots, one list of operators for each."""
+
+    def __init__(
+        self,
+        registrations: Sequence[Registration],
+        forms: Sequence[Form],
+        *,
+        roots: Sequence[Root],
+        damping: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(registrations, forms, damping=damping, dtype=dtype, device=device)
+        # Zero until the first decomposition: a block without an inverse stands still.
+        self.roots = {
+            root: [torch.zeros_like(self.as_operator(side, self.factors[side.factor].moment)) for side in self.sides]
+            for root in roots
+        }
+        self.inverted = False
+
+    def operands(self, root: Root) -> list[str]:
+        """The names of what is kept for a root."""
+        return [str(side) for side in self.sides]
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def multiply(self, matrix: Tensor, root: Root, transpose: bool = False, members: slice = ALL) -> Tensor:
+        """X_G W X_Aᵀ, or X_Gᵀ W X_A: [L, g, o, i] -> the same."""
+        left, *right = (operator[members] for operator in self.operators(root))
+        rows = matrix if right else matrix.reshape(matrix.shape[0], 1, -1, 1)
+        rows = self.multiply_outputs(rows, left.mT if transpose and not self.left.diagonal else left)
+        if right:
+            as_is = [transpose or side.diagonal for side in self.sides[1:]]
+            rows = self.multiply_inputs(rows, [x if same else x.mT for x, same in zip(right, as_is, strict=True)])
+        return rows.reshape(matrix.shape)
+
+    def multiply_outputs(self, rows: Tensor, operator: Tensor) -> Tensor:
+        """X W: [L, g, o, i] -> the same."""
+        return multiply_left(operator, rows, self.left.diagonal)
+
+    def multiply_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """W X with the X of every part of the input side: [L, g, o, i] -> the same."""
+        (operator,), (_, side) = operators, self.sides
+        return multiply_right(rows, operator, side.diagonal)
+
+    def operators(self, root: Root) -> list[Tensor]:
+        """The roots of all sides; c is in the left one.
+
+        Raises NotRegisteredError for a root that is not kept, FactorNotReady before the first update.
+        """
+        self.check_updated()
+        if root == 1:
+            dampings = self.split_damping()
+            return self.scaled([damp(self.value(s), dampings[s], s.diagonal) for s in self.sides], root)
+        if root not in self.roots:
+            raise NotRegisteredError(unknown_root(root, self.roots))
+        if not self.inverted:
+            raise FactorNotReady(
+                f"inverse of {self.registrations[0]} read before its first update: "
+                "call estimator.update_inverses() first."
+            )
+        return self.roots[root]
+
+    def scaled(self, operators: list[Tensor], root: Root) -> list[Tensor]:
+        """c^p moves into the left side."""
+        left, *right = operators
+        return [left * spread(self.positions() ** exponent(root), left), *right]
+
+    def dense(self, index: int) -> Tensor:
+        """The undamped block c G ⊗ A as one matrix in the order of the flattened [g, o, i]: [g·o·i, g·o·i]."""
+        self.check_updated()
+        values = [(side, self.value(side)[index]) for side in self.sides]
+        left, *right = (torch.diag_embed(value) if side.diagonal else value for side, value in values)
+        left = self.joined_outputs(left)
+        a = self.joined(right) if right else torch.ones_like(left[:, :1, :1])
+        same_group = torch.eye(left.shape[0], dtype=self.dtype, device=self.device)
+        block = torch.einsum("gop,gij,gh->goihpj", left, a, same_group).flatten(0, 2).flatten(1)
+        return block * self.positions()[index]
+
+    def joined_outputs(self, operator: Tensor) -> Tensor:
+        """The output side [groups, o, o] of one block."""
+        return operator
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The input side [groups, i, i] of one block from its parts, dense."""
+        (a,) = parts
+        return a
+
+    # --- roots ------------------------------------------------------------------------------------------------------
+
+    def store(self, found: Mapping[Side, Roots], dampings: Mapping[Side, Tensor]) -> None:
+        """Take new roots of the dense sides.
+
+        A block with a root that is not right, on any side, keeps all its last good ones and is counted.
+        """
+        right = [fine.view(len(self), -1).all(1) for _, fine in found.values()]
+        new: dict[Root, list[Tensor]] = {}
+        for root, kept in self.roots.items():
+            operators = [
+                found[side][0][root].view(like.shape) if side in found
+                else diagonal_root(self.value(side), dampings[side], root)
+                for side, like in zip(self.sides, kept, strict=True)
+            ]  # fmt: skip
+            new[root] = self.scaled(operators, root)
+            right += [is_finite(operator) for operator in new[root]]
+        good = torch.stack(right).all(0)
+        for root, operators in new.items():
+            for last, operator in zip(self.roots[root], operators, strict=True):
+                torch.where(spread(good, operator), operator, last, out=last)
+        self.failed += ~good
+        self.inverted = True

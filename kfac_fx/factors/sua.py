@@ -1,0 +1,109 @@
+"""Spatially uncorrelated activations: a convolution's input factor from pixels in the place of patches.
+
+If activations at different places are uncorrelated and all have the same mean μ [C] and covariance Σ [C, C] (Grosse &
+Martens 2016, section 4.2, theorem 4), the second moment of a patch of K places, with the bias column, is
+
+    A = Σ ⊗ I_K ⊕ [0] + m mᵀ,    m = [μ ⊗ 1_K; 1]
+
+With e = 1_K / √K every patch splits into its mean over places, along e, and what is orthogonal to it. There A is
+
+    Σ                                                     K - 1 times, orthogonal to e: the part "centered"
+    B = [[Σ + K μ μᵀ, √K μ], [√K μᵀ, 1]]                  once, along e, with the bias: the part "mean"
+
+so all roots of A + λ I are those of Σ + λ I and B + λ I, matrices as wide as there are channels, for products a K-th as
+long. The triangular factors are triangular in these parts; L Lᵀ = A + λ I holds as always.
+
+Two relatives of "kron_sua" leave μ out of m, so that B = [[Σ, 0], [0, 1]]: "kron_sua_zero_mean" takes the mean to be
+zero, and Σ to be the second moment of pixels; "kron_sua_centered" keeps the covariance, as if the mean had been
+subtracted before.
+
+The factor that is averaged is the second moment of pixels with a 1 appended, [[Σ + μ μᵀ, μ], [μᵀ, 1]]: [g, C+1, C+1].
+Padding is not looked at, and a stride neither: every pixel of the input counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kfac_fx.factors.factor import INPUTS, Side
+from kfac_fx.factors.groups import BlockGroup
+from kfac_fx.linalg.matrices import bordered
+
+
+def outer(vector: Tensor) -> Tensor:
+    return vector.unsqueeze(-1) * vector.unsqueeze(-2)
+
+
+CENTERED, MEAN = replace(INPUTS, part="centered"), replace(INPUTS, part="mean")
+
+
+class UncorrelatedGroup(BlockGroup):
+    """Blocks c G ⊗ A with the A of the module's docstring; all have one kernel size K."""
+
+    @property
+    def kernel(self) -> int:
+        return self.registrations[0].kernel
+
+    @property
+    def bias(self) -> bool:
+        matrix = self.registrations[0].matrix
+        return matrix is not None and matrix.bias is not None
+
+    @property
+    def channels(self) -> int:
+        return (self.shape[2] - self.bias) // self.kernel
+
+    def parts(self, side: Side) -> tuple[Side, ...]:
+        return (CENTERED, MEAN) if side == INPUTS else (side,)
+
+    def factor_shape(self, side: Side) -> tuple[int, ...]:
+        return side.shape(self.registrations[0].rows[0])
+
+    def size(self, side: Side) -> int:
+        return {CENTERED: self.channels, MEAN: self.channels + self.bias}.get(side) or super().size(side)
+
+    def as_operator(self, side: Side, factor: Tensor) -> Tensor:
+        """Σ or B of the second moments of pixels."""
+        if side not in (CENTERED, MEAN):
+            return super().as_operator(side, factor)
+        covariance, mean = self.assumed(factor)
+        if side == CENTERED:
+            return covariance
+        body = covariance + self.kernel * outer(mean)
+        return bordered(body, math.sqrt(self.kernel) * mean, factor[..., -1, -1]) if self.bias else body
+
+    def assumed(self, factor: Tensor) -> tuple[Tensor, Tensor]:
+        """(Σ, μ) of the second moments of pixels."""
+        second, mean = factor[..., :-1, :-1], factor[..., :-1, -1]
+        covariance = second if self.approximation == "kron_sua_zero_mean" else second - outer(mean)
+        return covariance, mean if self.approximation == "kron_sua" else torch.zeros_like(mean)
+
+    def mean_eigenvalue(self, side: Side) -> Tensor:
+        if side != INPUTS:
+            return super().mean_eigenvalue(side)
+        centered, mean = (self.value(part).diagonal(dim1=-2, dim2=-1).sum(-1) for part in (CENTERED, MEAN))
+        return ((self.kernel - 1) * centered + mean) / self.shape[2]
+
+    def multiply_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """W X: the part orthogonal to e by the root of Σ, the mean over places and the bias by that of B."""
+        across, along = operators
+        weight, bias = rows.split([self.channels * self.kernel, int(self.bias)], dim=-1)
+        patches = weight.unflatten(-1, (self.channels, self.kernel))
+        mean = patches.sum(-1) / math.sqrt(self.kernel)
+        mean_and_bias = torch.cat([mean, bias], dim=-1) @ along
+        mean_out, bias_out = mean_and_bias.split([self.channels, int(self.bias)], dim=-1)
+        centered = torch.einsum("...ock,...cd->...odk", patches - self.over_places(mean), across)
+        return torch.cat([(centered + self.over_places(mean_out)).flatten(-2), bias_out], dim=-1)
+
+    def over_places(self, mean: Tensor) -> Tensor:
+        """x ⊗ e: [..., C] -> [..., C, K]."""
+        return (mean / math.sqrt(self.kernel)).unsqueeze(-1).expand(*mean.shape, self.kernel)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        identity = torch.eye(self.shape[2], dtype=self.dtype, device=self.device)
+        return self.multiply_inputs(identity.expand(self.shape[0], -1, -1), parts)

@@ -1,0 +1,119 @@
+"""Wide sides: a factor too wide to be dense keeps its diagonal blocks.
+
+A side of width d in k blocks is C = diag(C_1, ..., C_k), each [b, b] with b = ⌈d / k⌉; the last one is filled up with
+a unit matrix, which meets zeros only. Every root of C + λ I is that of its blocks, so W [g, o, i] is multiplied block
+by block: to a batched product they are as many groups more. The trace behind π and the λ of a side are those of the
+whole side. With k = 1 a side is dense.
+
+`side_blocks` of `passes.approximation` is the rule that says how many blocks there are; a registration holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfac_fx.factors.factor import OUTPUTS, Side
+from kfac_fx.factors.groups import BlockGroup
+from kfac_fx.linalg.matrices import gram
+from kfac_fx.passes.matrix import block_width
+from kfac_fx.statistics.row_sums import IN_BLOCKS, of_group, statistic
+from kfac_fx.statistics.rows import Rows, homogeneous
+
+
+def cut(rows: Tensor, blocks: int) -> Tensor:
+    """[..., g, d] -> [..., g·k, b], filled up with zeros."""
+    missing = block_width(rows.shape[-1], blocks) * blocks - rows.shape[-1]
+    filled: Tensor = F.pad(rows, (0, missing)).unflatten(-1, (blocks, -1))
+    return filled.flatten(-3, -2)
+
+
+def in_blocks(name: str, blocks: int) -> str:
+    """The name of the statistic "A" or "G" with so many diagonal blocks, [g·k, b, b]; it joins IN_BLOCKS."""
+    if blocks == 1:
+        return name
+    chosen = f"{name}/{blocks}"
+    if chosen not in IN_BLOCKS:
+
+        def moments(rows: Rows) -> Tensor:
+            if name == "G":
+                return gram(cut(rows.d, blocks))
+            assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
+            return of_group(rows, gram(cut(homogeneous(rows), blocks)) * rows.repeats)
+
+        def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
+            width = block_width(o if name == "G" else i, blocks)
+            return g * blocks, width, width
+
+        moments.__name__ = chosen
+        statistic(shape, IN_BLOCKS)(moments)
+    return chosen
+
+
+class WideGroup(BlockGroup):
+    """Blocks c G ⊗ A with block-diagonal sides; all have as many blocks."""
+
+    def blocks_of(self, side: Side) -> int:
+        outputs, inputs = self.registrations[0].blocks
+        return 1 if side.diagonal else outputs if side == OUTPUTS else inputs
+
+    def factor_shape(self, side: Side) -> tuple[int, ...]:
+        if self.blocks_of(side) == 1:
+            return super().factor_shape(side)
+        return self.shape[0] * self.blocks_of(side), self.size(side), self.size(side)
+
+    def size(self, side: Side) -> int:
+        return block_width(super().size(side), self.blocks_of(side))
+
+    def value(self, side: Side) -> Tensor:
+        value = super().value(side)
+        blocks, width = self.blocks_of(side), super().size(side)
+        if blocks > 1:
+            filled = cut(torch.ones(self.shape[0], width, dtype=self.dtype, device=self.device), blocks)
+            value.diagonal(dim1=-2, dim2=-1).add_(1 - filled)
+        return value
+
+    def mean_eigenvalue(self, side: Side) -> Tensor:
+        blocks = self.blocks_of(side)
+        if blocks == 1:
+            return super().mean_eigenvalue(side)
+        stack = self.factors[side.factor]
+        traces: Tensor = stack.moment.diagonal(dim1=-2, dim2=-1).sum(-1).unflatten(-1, (-1, blocks)).sum(-1)
+        return traces / super().size(side) / stack.total_weight.unsqueeze(-1)
+
+    def split_damping(self) -> dict[Side, Tensor]:
+        whole = super().split_damping()
+        return {side: damping.repeat_interleave(self.blocks_of(side), -1) for side, damping in whole.items()}
+
+    def multiply_outputs(self, rows: Tensor, operator: Tensor) -> Tensor:
+        blocks = self.blocks_of(self.left)
+        if blocks == 1:
+            return super().multiply_outputs(rows, operator)
+        product = operator @ cut(rows.mT.movedim(1, -2), blocks).movedim(-2, 1).mT
+        joined: Tensor = product.unflatten(1, (-1, blocks)).flatten(2, 3)
+        return joined[:, :, : rows.shape[2]]
+
+    def multiply_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        (operator,), (_, side) = operators, self.sides
+        blocks = self.blocks_of(side)
+        if blocks == 1:
+            return super().multiply_inputs(rows, operators)
+        product = cut(rows.movedim(1, -2), blocks).movedim(-2, 1) @ operator
+        joined: Tensor = product.unflatten(1, (-1, blocks)).movedim(2, -2).flatten(-2)
+        return joined[..., : rows.shape[3]]
+
+    def joined_outputs(self, operator: Tensor) -> Tensor:
+        return self.whole(self.left, operator)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.whole(self.sides[1], *parts)
+
+    def whole(self, side: Side, operator: Tensor) -> Tensor:
+        """[g·k, b, b] -> [g, d, d]."""
+        blocks, width = self.blocks_of(side), super().size(side)
+        if blocks == 1:
+            return operator
+        return torch.stack([torch.block_diag(*one)[:width, :width] for one in operator.unflatten(0, (-1, blocks))])

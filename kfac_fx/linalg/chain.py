@@ -1,0 +1,155 @@
+"""Sums over the lags of a Markov chain: pure functions of two-sided operators Ψ̂ = Ĝ ⊗ Â on matrices W [..., o, i].
+
+Ĝ [..., o, o] and Â [..., i, i] are correlations of sequences of T vectors with themselves one step later (whitened, and
+with zeros before and behind), so their norms are at most 1, and all sums are finite (`kfac_fx.blocks.series`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.matrices import eigh
+
+
+def symmetrized(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.mT) / 2
+
+
+def solve_transposed(lower: Tensor, right: Tensor) -> Tensor:
+    """L⁻ᵀ X."""
+    solution: Tensor = torch.linalg.solve_triangular(lower.mT, right, upper=True)
+    return solution
+
+
+def kron(sides: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Tensor:
+    """(X_G ⊗ X_A) W = X_G W X_Aᵀ, or with both transposed."""
+    left, right = sides
+    return left.mT @ matrix @ right if transpose else left @ matrix @ right.mT
+
+
+def fejer(x: Tensor, steps: Tensor, longest: int) -> Tensor:
+    """Σ_|d|<T (T - |d|) x^|d| for |x| <= 1, the inverse of γ in the paper. steps: T <= longest, whole numbers.
+
+    Without a difference of numbers that are nearly the same, and without a division by one that is nearly zero: all
+    terms of the sum are positive for x > 0, and all terms of its closed form for x < 0.
+    """
+    ones, positive, negative = torch.ones_like(x), x.clamp(min=0), x.clamp(max=0)
+    summed = 2 * sum_of_lags([positive], [ones], ones, torch.mul, scale, steps, longest) - steps
+    logarithm = steps * torch.log1p(-(1 + negative))  # of |x|^T
+    rest = torch.where(steps % 2 == 1, 1 + logarithm.exp(), -logarithm.expm1())  # 1 - x^T
+    closed = (steps * (1 - negative) * (1 + negative) - 2 * negative * rest) / (1 - negative) ** 2
+    return torch.where(x < 0, closed, summed)
+
+
+def triangle(hats: Sequence[Tensor], matrix: Tensor, steps: Tensor, longest: int) -> Tensor:
+    """Σ_d<T (T - d) Ψ̂^d W. steps: T <= longest, broadcast with `matrix`; the device alone need know it."""
+    ones = [torch.eye(hat.shape[-1], dtype=hat.dtype, device=hat.device).expand_as(hat) for hat in hats]
+    return sum_of_lags(hats, ones, matrix, torch.matmul, kron, steps, longest)
+
+
+def scale(factors: Sequence[Tensor], matrix: Tensor) -> Tensor:
+    (factor,) = factors
+    return factor * matrix
+
+
+def sum_of_lags(
+    x: Sequence[Tensor],
+    ones: Sequence[Tensor],
+    matrix: Tensor,
+    times: Callable[[Tensor, Tensor], Tensor],
+    apply: Callable[[Sequence[Tensor], Tensor], Tensor],
+    steps: Tensor,
+    longest: int,
+) -> Tensor:
+    """Q_T W in log T rounds: with S_n = Σ_d<n x^d and Q_n = Σ_d<n (n - d) x^d,
+
+    S_2n = S_n + x^n S_n    Q_2n = Q_n + n S_n + x^n Q_n      S_n+1 = 1 + x S_n    Q_n+1 = Q_n + S_n+1
+
+    so that n becomes T bit by bit. ones: x^0; times: x^m x^n; apply: x^n W.
+    """
+    s = q = torch.zeros_like(matrix)
+    n, power = torch.zeros_like(steps), list(ones)
+    for bit in reversed(range(longest.bit_length())):
+        s, q = s + apply(power, s), q + n * s + apply(power, q)
+        power, n = [times(one, one) for one in power], 2 * n
+        odd = (steps / 2**bit).floor() % 2 == 1
+        s = torch.where(odd, matrix + apply(x, s), s)
+        q = torch.where(odd, q + s, q)
+        power = [torch.where(odd, times(one, own), one) for one, own in zip(power, x, strict=True)]
+        n = n + odd
+    return q
+
+
+def resolvent(powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False) -> Tensor:
+    """(I - Ψ̂)⁻¹ W = Σ_d Ψ̂^d W, or of Ψ̂ᵀ, in rounds that each double the number of terms."""
+    for power in powers:
+        matrix = matrix + kron(power, matrix, transpose)
+    return matrix
+
+
+def doublings(hats: Sequence[Tensor], longest: int, wait: bool = False) -> list[Sequence[Tensor]]:
+    """[Ψ̂, Ψ̂², Ψ̂⁴, ...] for `resolvent`; none of none. wait: only as many as matter, which the device must say."""
+    found: list[Sequence[Tensor]] = []
+    eps = torch.finfo(hats[0].dtype).eps if hats else 1.0
+    power = list(hats)
+    while hats and len(found) < rounds(longest, eps):
+        if wait and math.prod(float(torch.linalg.matrix_norm(one).max()) for one in power) < eps / 2:
+            break
+        found.append(power)
+        power = [one @ one for one in power]
+    return found
+
+
+def rounds(longest: int, eps: float) -> int:
+    """Until what is left of Σ_d Ψ̂^d is rounding, for sequences of at most `longest` steps.
+
+    zᴴ Ĉ z is the correlation of a sequence zᴴ x_t of T numbers with itself one step later, at most r = cos(π / (T+1)).
+    So is then the numerical radius of Ĉ^n at most r^n, its norm at most 2 r^n, and that of Ψ̂^n at most 4 r^2n.
+    """
+    r = math.cos(math.pi / (longest + 1))
+    return math.ceil(math.log2(max(1.0, math.log(4 / eps) / (-2 * math.log(r))))) if longest > 1 else 0
+
+
+# --- square roots of blocks: their operands are those of `kfac_fx.blocks.series` --------------------------------------
+
+
+def root_of(
+    operands: Sequence[Tensor], powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False
+) -> Tensor:
+    """N W or Nᵀ W: M and √w, and for series 2 the powers of Ψ̃ = Eᵀ Ψ̂ E, for (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
+    basis, weights = operands[:2], operands[2]
+    if transpose:
+        return weights * resolvent(powers, kron(basis, matrix, transpose=True), transpose=True)
+    return kron(basis, resolvent(powers, weights * matrix))
+
+
+def inverse_root(operands: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Tensor:
+    """N⁻¹ W or N⁻ᵀ W: M⁻ᵀ and 1/√w, and for series 2 (M⁻¹ Ψ)ᵀ."""
+    basis, weights, lagging = operands[:2], operands[2], operands[3:]
+    if transpose:
+        inner = weights * matrix
+        return kron(basis, inner) - kron(lagging, inner) if lagging else kron(basis, inner)
+    inner = kron(basis, matrix, transpose=True)
+    return weights * (inner - kron(lagging, matrix, transpose=True) if lagging else inner)
+
+
+def least_eigenvalue(operands: Sequence[Tensor]) -> Tensor:
+    """A lower bound of the eigenvalues of N Nᵀ in every group, from the operands of `inverse_root` [L, g, ...]: [L, g].
+
+    |N⁻¹| is at most max 1/√w (|M⁻¹| + |M⁻¹ Ψ|), and the norm of a Kronecker product is the product of norms.
+    """
+    basis, weights, lagging = operands[:2], operands[2], operands[3:]
+    pairs = [sides for sides in (basis, lagging) if sides]
+    norms = [[spectral_norm(side) for side in sides] for sides in pairs]
+    largest = sum((left * right for left, right in norms), torch.zeros_like(norms[0][0]))
+    return (largest * weights.flatten(2).amax(-1)) ** -2
+
+
+def spectral_norm(side: Tensor) -> Tensor:
+    """[L, g, d, d] -> [L, g]; NaN of what is not finite."""
+    values, _ = eigh((side.mT @ side).flatten(0, 1))
+    return values[:, -1].sqrt().view(side.shape[:2])

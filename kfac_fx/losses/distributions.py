@@ -1,0 +1,181 @@
+"""Loss functions: the predictive distributions that the library knows. See `LossFunction` for what they have in common.
+
+All formulas are per case. Fisher factors as in TF K-FAC.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kfac_fx.losses.loss_function import LossFunction, precise
+from kfac_fx.passes.errors import LossError
+
+__all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
+
+
+class Categorical(LossFunction):
+    """Classes with logits on the last axis; targets are class numbers, -100 is left out as in `F.cross_entropy`.
+
+    Every distribution is a case, whatever the number of axes before the last.
+    """
+
+    targets_like = "class numbers, one for each distribution"
+
+    def __init__(self, logits: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
+        super().__init__(logits, targets, seed)
+
+    @property
+    def case_axes(self) -> int:
+        return self.inputs.ndim - 1
+
+    def multiply_fisher_factor(self, vector: Tensor) -> Tensor:
+        p = precise(self.inputs).softmax(-1)
+        scaled = p.sqrt() * vector
+        return (scaled - p * scaled.sum(-1, keepdim=True)).to(vector.dtype)
+
+    def multiply_fisher_factor_transpose(self, vector: Tensor) -> Tensor:
+        p = precise(self.inputs).softmax(-1)
+        return (p.sqrt() * (vector - (p * vector).sum(-1, keepdim=True))).to(vector.dtype)
+
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        """The one class whose logit is to grow, in s (p - e); no gradient, no target."""
+        return torch.where(gradient.any(-1), gradient.argmin(-1), -100)
+
+    def _target_shape(self) -> torch.Size:
+        return self.inputs.shape[:-1]
+
+    def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
+        logits = precise(self.inputs).reshape(-1, self.inputs.shape[-1])
+        return F.cross_entropy(logits, targets.reshape(-1), reduction="sum")
+
+    def _sample(self, generator: torch.Generator | None) -> Tensor:
+        # The first of independent exponential clocks with rates p rings with probability p; unlike torch.multinomial
+        # this checks nothing on the host.
+        logits = precise(self.inputs)
+        clocks = torch.empty_like(logits).exponential_(generator=generator)
+        return (logits - clocks.log()).argmax(-1)
+
+
+class OnehotCategorical(Categorical):
+    """`Categorical` with one-hot targets."""
+
+    targets_like = "one-hot vectors, of the shape of the logits"
+
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        classes = F.one_hot(gradient.argmin(-1), self.inputs.shape[-1]).to(self.inputs.dtype)
+        return classes * gradient.any(-1, keepdim=True)
+
+    def _target_shape(self) -> torch.Size:
+        return self.inputs.shape
+
+    def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
+        return -(precise(self.inputs).log_softmax(-1) * targets).sum()
+
+    def _sample(self, generator: torch.Generator | None) -> Tensor:
+        return F.one_hot(super()._sample(generator), self.inputs.shape[-1]).to(self.inputs.dtype)
+
+
+class Normal(LossFunction):
+    """An isotropic normal with a fixed variance; the default makes the loss |target - mean|² plus a constant."""
+
+    targets_like = "values, of the shape of the mean"
+
+    def __init__(self, mean: Tensor, var: float = 0.5, targets: Tensor | None = None, seed: int | None = None) -> None:
+        check_variance(var)
+        super().__init__(mean, targets, seed)
+        self.var = float(var)
+
+    def multiply_fisher(self, vector: Tensor) -> Tensor:
+        return vector / self.var
+
+    def multiply_fisher_factor(self, vector: Tensor) -> Tensor:
+        return vector / math.sqrt(self.var)
+
+    multiply_fisher_factor_transpose = multiply_fisher_factor
+
+    def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
+        error = precise(self.inputs) - targets
+        return error.square().sum() / (2 * self.var) + 0.5 * math.log(2 * math.pi * self.var) * error.numel()
+
+    def _sample(self, generator: torch.Generator | None) -> Tensor:
+        mean = precise(self.inputs)
+        return mean + math.sqrt(self.var) * torch.empty_like(mean).normal_(generator=generator)
+
+
+def check_variance(var: float) -> None:
+    """Raises LossError."""
+    if isinstance(var, Tensor) or not var > 0:
+        raise LossError(f"Normal: var is {var!r}; it must be a positive float")
+
+
+class NormalMeanVariance(LossFunction):
+    """Independent normals with a mean and a variance each; `inputs` is [mean, variance] along the last axis.
+
+    The variance is no natural parameter: there is a Fisher, and no generalized Gauss-Newton factor.
+    """
+
+    targets_like = "values, of the shape of the mean"
+    natural = False
+
+    def __init__(self, mean: Tensor, variance: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
+        if mean.shape != variance.shape:
+            raise LossError(
+                f"NormalMeanVariance: the mean has shape {list(mean.shape)}, the variance {list(variance.shape)}"
+            )
+        super().__init__(torch.cat([mean, variance], dim=-1), targets, seed)
+
+    def multiply_fisher_factor(self, vector: Tensor) -> Tensor:
+        _, variance = precise(self.inputs).chunk(2, dim=-1)
+        scale = torch.cat([variance.rsqrt(), 1 / (math.sqrt(2.0) * variance)], dim=-1)
+        return (scale * vector).to(vector.dtype)
+
+    multiply_fisher_factor_transpose = multiply_fisher_factor
+
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        """With u = m - t the gradient is (s u / v, s / 2v - s u² / 2v²): a quadratic equation for s."""
+        mean, v = precise(self.inputs).chunk(2, dim=-1)
+        first, second = precise(gradient).chunk(2, dim=-1)
+        s = v * (second + (second.square() + first.square() / v).sqrt())
+        return mean - torch.where(s > 0, first * v / s, 0)
+
+    def _target_shape(self) -> torch.Size:
+        return self.inputs.shape[:-1] + (self.inputs.shape[-1] // 2,)
+
+    def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
+        mean, variance = precise(self.inputs).chunk(2, dim=-1)
+        return 0.5 * ((2 * math.pi * variance).log() + (targets - mean).square() / variance).sum()
+
+    def _sample(self, generator: torch.Generator | None) -> Tensor:
+        mean, variance = precise(self.inputs).chunk(2, dim=-1)
+        return mean + variance.sqrt() * torch.empty_like(mean).normal_(generator=generator)
+
+
+class MultiBernoulli(LossFunction):
+    """Independent binary events with logits; targets are probabilities or 0 and 1."""
+
+    targets_like = "zeros and ones, of the shape of the logits"
+
+    def __init__(self, logits: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
+        super().__init__(logits, targets, seed)
+
+    def multiply_fisher_factor(self, vector: Tensor) -> Tensor:
+        p = precise(self.inputs).sigmoid()
+        return ((p * (1 - p)).sqrt() * vector).to(vector.dtype)
+
+    multiply_fisher_factor_transpose = multiply_fisher_factor
+
+    def targets_behind(self, gradient: Tensor) -> Tensor | None:
+        """s (p - t) with t zero or one: a logit that is to grow was one."""
+        return (gradient < 0).to(self.inputs.dtype)
+
+    def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
+        logits = precise(self.inputs)
+        return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum")
+
+    def _sample(self, generator: torch.Generator | None) -> Tensor:
+        p = precise(self.inputs).sigmoid()
+        return (torch.empty_like(p).uniform_(generator=generator) < p).to(p.dtype)

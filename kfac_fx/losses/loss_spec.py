@@ -1,0 +1,95 @@
+"""From the user's `loss=` argument to loss functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli, Normal
+from kfac_fx.passes.errors import LossError, nearest
+
+NAMES: dict[str, type[LossFunction]] = {
+    "categorical": Categorical,
+    "normal": Normal,
+    "multi_bernoulli": MultiBernoulli,
+}
+WeightedLosses = list[tuple[float, LossFunction]]
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """From the outputs of a forward (and the true targets, where there are any) to (coefficient, loss) pairs."""
+
+    make: Callable[[Any], Any]
+    name: str
+    named: bool = False  # made of one output tensor
+
+    def __call__(self, outputs: Any, targets: Any = None) -> WeightedLosses:
+        """`targets`: one tensor, or a sequence of one a loss where there are several losses."""
+        made = self.make(outputs)
+        single = not isinstance(made, list | tuple) or _is_pair(made)
+        losses = [_pair(each, self.name) for each in ([made] if single else made)]
+        if targets is None:
+            return losses
+        each_targets = [targets] if len(losses) == 1 and isinstance(targets, Tensor) else targets
+        if not isinstance(each_targets, Sequence) or len(each_targets) != len(losses):
+            raise LossError(f"{self.name} gives {len(losses)} losses: pass as many targets, in a tuple")
+        for (_, loss), own in zip(losses, each_targets, strict=True):
+            loss.with_targets(own)
+        return losses
+
+
+def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec:
+    """Read `compile(..., loss=spec)`.
+
+    Args:
+        spec: "categorical", "normal" (variance 0.5) or "multi_bernoulli", where the model returns one tensor with the
+            event on its last axis; a class of `kfac_fx.losses`; or a function of the model's outputs that returns a
+            loss, several losses, or (coefficient, loss) pairs. The coefficient multiplies the loss and its Fisher.
+
+    Raises LossError for an unknown name, for something else than a name or a function, and when called for outputs
+    that a named loss cannot read or a function that returns no loss.
+    """
+    if isinstance(spec, str):
+        if spec not in NAMES:
+            known = ", ".join(repr(name) for name in NAMES)
+            raise LossError(f"loss {spec!r} is none of {known}.{nearest(spec, NAMES)}")
+        return LossSpec(_of_one_tensor(NAMES[spec], spec), f"loss={spec!r}", named=True)
+    if isinstance(spec, type) and issubclass(spec, LossFunction):
+        return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
+    if isinstance(spec, LossFunction) or not callable(spec):
+        raise LossError(
+            f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "
+            "such as lambda logits: kfac_fx.losses.Categorical(logits)"
+        )
+    return LossSpec(spec, "the function given as loss")
+
+
+def _of_one_tensor(kind: Callable[[Tensor], LossFunction], name: str) -> Callable[[Any], LossFunction]:
+    def make(outputs: Any) -> LossFunction:
+        if isinstance(outputs, list | tuple) and len(outputs) == 1:
+            (outputs,) = outputs
+        if not isinstance(outputs, Tensor):
+            raise LossError(
+                f"loss={name!r} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
+                "as in loss=lambda outputs: kfac_fx.losses.Categorical(outputs[0])"
+            )
+        return kind(outputs)
+
+    return make
+
+
+def _is_pair(made: Any) -> bool:
+    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], int | float)
+
+
+def _pair(made: Any, name: str) -> tuple[float, LossFunction]:
+    coefficient, loss = made if _is_pair(made) else (1.0, made)
+    if not isinstance(loss, LossFunction):
+        raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses")
+    if not coefficient > 0:
+        raise LossError(f"{name} returned the coefficient {coefficient}; it must be positive")
+    return float(coefficient), loss

@@ -1,0 +1,160 @@
+"""Exact inner products in the Fisher of a mini-batch, through Jacobian-vector products.
+
+K-FAC's step size, momentum and damping rule need the quadratic model with the true Fisher of the batch, not with its
+Kronecker approximation (Martens & Grosse 2015, sections 6.4 and 7). With F = sum over losses of c Jᵀ B Bᵀ J / cases,
+where J is the Jacobian of a loss's inputs, the inner product <d, F e> is c <Bᵀ J d, Bᵀ J e> / cases: one product with
+the Jacobian for each of a handful of vectors, and no backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kfac_fx.losses.loss_function import LossFunction, precise
+
+Tensors = dict[str, Tensor]
+WeightedLosses = Sequence[tuple[float, LossFunction]]
+
+
+def fisher_inner_products(
+    losses: Callable[[Tensors], WeightedLosses],
+    parameters: Mapping[str, Tensor],
+    vectors: Sequence[Mapping[str, Tensor]],
+    *,
+    ggn: bool = False,
+    multiply_jacobian: JacobianProducts | None = None,
+) -> Tensor:
+    """<d_i, F d_j> for all pairs of `vectors`, [k, k], with the mean Fisher of the batch behind `losses`.
+
+    Args:
+        losses: from parameters by name to the (coefficient, loss) pairs of the batch; pure.
+        vectors: k directions by parameter name, all with the same names. The other parameters are constants.
+        ggn: use the generalized Gauss-Newton factor of the losses.
+        multiply_jacobian: remembers for the next batch, and for the report, what the model can do.
+
+    All vectors go through one forward pass in forward mode. If an operation has no forward-mode derivative, the passes
+    are done in reverse mode, twice: Jᵀu is linear in u, and its derivative in direction d is J d.
+    """
+    names = list(vectors[0])
+    constant = {name: value.detach() for name, value in parameters.items() if name not in vectors[0]}
+    point = tuple(parameters[name].detach() for name in names)
+    found: list[tuple[float, LossFunction]] = []
+
+    def inputs_of_losses(*values: Tensor) -> tuple[Tensor, ...]:
+        found[:] = losses({**constant, **dict(zip(names, values, strict=True))})
+        return tuple(loss.inputs for _, loss in found)
+
+    # Parameters may be half precision; a direction is converted to what the model computes with.
+    stacked = tuple(
+        torch.stack([vector[name] for vector in vectors]).to(value.dtype)
+        for name, value in zip(names, point, strict=True)
+    )
+    multiply_jacobian = multiply_jacobian or JacobianProducts()
+    inputs, tangents = multiply_jacobian(inputs_of_losses, point, stacked)
+    total = torch.zeros((), device=inputs[0].device)
+    for (coefficient, loss), at, tangent in zip(found, inputs, tangents, strict=True):
+        here = copy.copy(loss)
+        here.inputs = at  # the loss was built on a tensor of the differentiation, which is over
+        multiply = here.multiply_ggn_factor_transpose if ggn else here.multiply_fisher_factor_transpose
+        rows = multiply(precise(tangent)).flatten(1)
+        total = total + coefficient / here.cases * torch.stack([(rows * row).sum(1) for row in rows])
+    return total
+
+
+class JacobianProducts:
+    """Products with the Jacobian of one model: in forward mode, or in reverse mode twice from the first time on that an
+    operation had no forward-mode derivative.
+
+    reason: which one that was, in torch's words; None as long as there was none.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def __call__(
+        self, function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The values of `function` and its derivatives in k directions, [k, ...] each; `tangents` are [k, ...] too."""
+        # Only the plain formula of attention can be differentiated in forward mode, or twice.
+        with sdpa_kernel(SDPBackend.MATH):
+            if self.reason is not None:
+                return in_reverse_mode_twice(function, point, tangents)
+            try:
+                return in_forward_mode(function, point, tangents)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # NotImplementedError is one: no forward-mode formula, or no vmap rule
+                reason = first_line(error)
+                try:
+                    found = in_reverse_mode_twice(function, point, tangents)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as second:
+                    raise RuntimeError(
+                        "the exact quadratic model needs products with the Jacobian, and torch has none for this "
+                        f"model.\n  in forward mode: {reason}\n  in reverse mode, twice: {first_line(second)}\n"
+                        "momentum_type='regular' and 'adam' need none."
+                    ) from second
+                self.reason = reason
+                return found
+
+
+def first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def in_forward_mode(
+    function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    load_forward_mode()
+
+    def push(*tangent: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        values, pushed = torch.func.jvp(function, point, tangent)[:2]
+        return values, pushed
+
+    # The values do not depend on the direction, so vmap computes them once; noise is the same for all directions.
+    value_and_direction: Any = (None, 0)
+    result: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+    result = torch.func.vmap(push, out_dims=value_and_direction, randomness="same")(*tangents)
+    return result
+
+
+def in_reverse_mode_twice(
+    function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    with torch.enable_grad():
+        leaves = [value.clone().requires_grad_() for value in point]
+        values = function(*leaves)
+        dummies = [torch.zeros_like(value, requires_grad=True) for value in values]
+        live = [n for n, value in enumerate(values) if value.requires_grad]
+        pulled = torch.autograd.grad(
+            [values[n] for n in live], leaves, [dummies[n] for n in live], create_graph=True, materialize_grads=True
+        )
+    pushed = [
+        # Reading all k directions off one graph: a vmapped second pass would need the very rules that were missing.
+        torch.autograd.grad(
+            [p for p in pulled if p.requires_grad],
+            dummies,
+            [t[n] for t, p in zip(tangents, pulled, strict=True) if p.requires_grad],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        for n in range(tangents[0].shape[0])
+    ]
+    return tuple(v.detach() for v in values), tuple(torch.stack(one) for one in zip(*pushed, strict=True))
+
+
+@cache
+def load_forward_mode() -> None:
+    """torch loads its forward-mode formulas at the first use, with a function that torch itself has deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))

@@ -1,0 +1,52 @@
+"""What the optimizer sees of a step's forwards, from the end of one step to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kfac_fx.optim.watched import Watched
+from kfac_fx.passes.devices import RandomState
+from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class MicroBatches:
+    """forwards: how many there were; calls: their arguments, where the step will need them again (references, dropped
+    after the step); rides: statistics that wait for the user's backward; start: the random streams before the first;
+    watched: what the backward sends into the outputs, at the first step."""
+
+    forwards: int = 0
+    calls: list[Call] = field(default_factory=list)
+    rides: list[Ride] = field(default_factory=list)
+    start: RandomState | None = None
+    watched: list[Watched] = field(default_factory=list)
+
+    def moments(self, reduction: str, loss_scale: float) -> list[Moments]:
+        """The statistics of the rides whose backward happened, for gradients of the loss summed over cases.
+
+        reduction: "mean" if the step's gradient is that of a mean over all cases, so that of k micro-batches each was
+        divided by k. loss_scale: what the loss was multiplied with before the backward, as by a GradScaler.
+        """
+        done = [ride for ride in self.rides if backward_happened(ride)]
+        scale = (len(done) if reduction == "mean" else 1) / loss_scale
+        return [scaled(ride.moments(reduction), scale) for ride in done]
+
+
+def backward_happened(ride: Ride) -> bool:
+    """False for a forward made without a backward, say to watch the accuracy."""
+    probes = [probe for one in ride.probes for probe in one.values()]
+    return not probes or any(probe.grad is not None for probe in probes)
+
+
+def scaled(moments: Moments, scale: float) -> Moments:
+    """As if all output gradients had been `scale` times larger."""
+    if scale == 1.0:
+        return moments
+    statistics = {
+        key: {name: sums * scale ** power_of_gradient(name) for name, sums in one.items()}
+        for key, one in moments.statistics.items()
+    }
+    return Moments(statistics, moments.cases)

@@ -1,0 +1,1 @@
+"""Sums over the rows and gradient rows of a batch."""

@@ -1,0 +1,134 @@
+"""The link: what makes consecutive uses of one weight meet in the backward pass, for series blocks.
+
+A link is an identity on the output of a use, in front of its tap. Beside the output it returns a *carrier*, a zero
+tensor of the same shape, which enters the link of the next use; the carrier's "gradient" is the gradient of the next
+use's output. So a link knows, in its backward, the gradients of two consecutive outputs, and autograd calls it after
+that of the next use, whatever else the two have to do with each other. The inputs of both are known in the forward.
+Their second moments leave as the gradients of probes, as a tap's statistics do (`kfac_fx.taps.tap`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.linalg.precision import full_precision_in_eager
+from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.ir import Registration, Use, where
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.padding import real_rows
+from kfac_fx.statistics.lagged import LAGGED, unfolded
+from kfac_fx.statistics.rows import Matrix, canonical
+from kfac_fx.taps.tap import Probes, RealRows, apart
+from kfac_fx.taps.use_rows import BothRows, both_rows
+
+
+class Link(nn.Module):
+    """One use of a series. first, last: it has no use before it, none behind it."""
+
+    def __init__(self, registration: Registration, use: Use, layer: Layer, first: bool, last: bool) -> None:
+        super().__init__()
+        assert registration.matrix is not None, "bug in kfac_fx: a link in a generic registration"
+        self.owner, self.place = str(registration), where(use.output)
+        self.function = link_function(
+            both_rows(registration, use, layer),
+            registration.matrix.shape,
+            registration.matrix.bias is not None,
+            (first, last, use.steps, use.steps_in_positions),
+            (
+                f"{self.owner} at {self.place} has ids for rows, of which there is no series; let it be 'kron_indep'",
+                f"{self.owner} at {self.place} was to hold {use.steps} uses, and its rows are no multiple of that",
+            ),
+            real_rows(use, layer) if use.mask_dims else None,
+        )
+
+    def forward(
+        self,
+        output: Tensor,
+        input: Tensor,
+        probes: Probes | None,
+        carried: Tensor | None,
+        earlier: Tensor | None,
+        *masks: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`output` unchanged, and the carrier for the next use. carried, earlier: the carrier and the input of the use
+        before; masks: which rows are no padding, of this use, that before and that behind. Raises RegistrationError if
+        that before has another shape."""
+        if not probes:
+            return output, None
+        if carried is not None and carried.shape != output.shape:
+            raise RegistrationError(
+                f"{self.owner} at {self.place} has an output of shape {list(output.shape)} and "
+                f"{list(carried.shape)} one use before: no series of uses; let it be 'kron_indep'"
+            )
+        input, carried, earlier, *masks = apart(output, input, carried, earlier, *masks)  # type: ignore[assignment]
+        pair: tuple[Tensor, Tensor] = self.function.apply(
+            output, input, carried, earlier, *(probes[name] for name in LAGGED), *masks
+        )
+        return pair
+
+    def extra_repr(self) -> str:
+        return self.place
+
+
+def link_function(
+    both: BothRows,
+    matrix: Matrix,
+    bias: bool,
+    place: tuple[bool, bool, int, bool],
+    errors: tuple[str, str],
+    real: RealRows | None = None,
+) -> type[torch.autograd.Function]:
+    """The autograd.Function of one link: a class of its own, that closes over functions and literals only.
+
+    Its arguments are (output, input, carrier and input of the use before or None, the probes of `LAGGED`, no masks or
+    those of this use, that before and that behind).
+    place: (first, last, uses held in these rows one after another, and whether along their positions).
+    errors: for rows that are ids, and for rows that do not hold so many uses.
+    real: from (output, mask) to which rows are no padding, if masks are of something else.
+    """
+    first, last, steps, in_positions = place
+    of_ids, uneven = errors
+
+    class LinkFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            output: Tensor, input: Tensor, carried: Tensor | None, earlier: Tensor | None, *rest: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return output.view_as(output), output.new_zeros(()).expand(output.shape)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _, input, _, earlier, *rest = inputs
+            ctx.save_for_backward(input, input if first else earlier, *rest[len(LAGGED) :])
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            output_grad, later_grad = grads
+            input, earlier, *masks = ctx.saved_tensors
+            kept = [mask if real is None else real(output_grad, mask) for mask in masks]
+            device = output_grad.device.type
+            with torch.no_grad(), torch.autocast(device, enabled=False), full_precision_in_eager():
+                here = canonical(*both(output_grad, input, *masks[:1]), bias, matrix, kept[0] if kept else None)
+                if not here.x.is_floating_point():
+                    raise RegistrationError(of_ids)
+                if here.d.shape[in_positions] % steps:
+                    raise RegistrationError(uneven)
+                sums: list[Tensor | None]
+                a, g, pairs = (LAGGED[name].compute for name in LAGGED)
+                if steps > 1:
+                    pair = unfolded(here, steps, in_positions)
+                    sums = [a(*pair), g(*pair), pairs(*pair)]
+                else:
+                    # The uses are alike, so that the rows before and the gradients behind are made as these are. Where
+                    # no row is real they are zero, and neither there is a one in the bias column.
+                    beside = both(output_grad if last else later_grad, earlier, *masks[1:2])
+                    before = canonical(beside[0], here.d, bias, matrix, kept[1] if kept else None)
+                    behind = canonical(here.x, beside[1], bias, matrix, kept[2] if kept else None)
+                    sums = [None if first else a(here, before), None if last else g(behind, here)]
+                    sums += [None if first else pairs(here, before)]
+            return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)
+
+    return LinkFunction

@@ -1,0 +1,190 @@
+"""The tap: an identity on the output of a use whose backward computes statistics of its rows.
+
+For every statistic a *probe*, a zero tensor of the statistic's shape, enters the tap; the statistic leaves the backward
+pass as the probe's gradient. Nothing is mutated, so the same emitted module serves `autograd.grad` over probes only,
+the user's own backward, several cotangents and a compiled graph. A probe that enters several taps sums over uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx.linalg.precision import full_precision_in_eager
+from kfac_fx.passes.ir import CASES, KEPT, Registration, Use, tensor_attrs
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.padding import real_rows
+from kfac_fx.statistics.lagged import LAGGED
+from kfac_fx.statistics.row_sums import Shape, named, whole
+from kfac_fx.statistics.rows import Matrix
+from kfac_fx.taps.subsample import SAMPLED, Parts, parts_of, sample
+from kfac_fx.taps.use_rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
+
+Probes = Mapping[str, Tensor]
+OF_INPUTS = ("count", "A", "A_diag")
+WITHOUT_ROWS = {"count", "A", "G", "G_diag"}  # where A has a shorter way
+RealRows = Callable[[Tensor, Any], Tensor]
+
+
+class Tap(nn.Module):
+    """One use of one registration. `forward` returns `output` unchanged."""
+
+    def __init__(self, registration: Registration, use: Use, layer: Layer) -> None:
+        super().__init__()
+        assert registration.matrix is not None, "bug in kfac_fx: a tap on a generic registration"
+        self.matrix, bias = registration.rows
+        self.tower = use.tower
+        both = self.both_rows(registration, use, layer)
+        names = list(tensor_attrs(use))
+        mask, cases = (names.index(key) if key in names else None for key in (KEPT, CASES))
+        real = real_rows(use, layer) if use.mask_dims else None
+        self.sampling = parts_of(registration, use, layer)
+        if self.sampling is not None:
+            self.register_buffer("phases", torch.zeros(2, dtype=torch.float64), persistent=False)
+        if registration.patch_mask is not None:
+            self.register_buffer(
+                "patch_mask", torch.tensor(registration.patch_mask, dtype=torch.float64), persistent=False
+            )
+            both = with_patch_mask(both)
+        axis = (use.batch_dim or 0) if layer.forms[use.form].leading else 0
+        short = moment_and_grad_rows(registration, use, layer) if self.sampling is None else None
+        self.function = tap_function(
+            both, self.matrix, bias, use.tower, registration.towers, mask, real, cases, self.sampling, axis, short
+        )
+
+    def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
+        return both_rows(registration, use, layer)
+
+    def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
+        if not probes:
+            return output
+        own = {name: probe for name, probe in probes.items() if name not in LAGGED}
+        if hasattr(self, "patch_mask"):
+            tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
+        if self.sampling is not None:
+            tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # what it is at this forward
+        input, *rest = apart(output, input, *tensors)
+        tapped: Tensor = self.function.apply(output, input, len(own), *own, *own.values(), *rest)
+        return tapped
+
+    def extra_repr(self) -> str:
+        return str(self.matrix)
+
+
+def apart(output: Tensor, *others: Any) -> list[Any]:
+    """`others` with a view in the place of what comes twice: torch.compile takes a tensor as one argument only."""
+    found: list[Any] = [output]
+    for one in others:
+        twice = isinstance(one, Tensor) and any(one is other for other in found)
+        found.append(one.view_as(one) if twice else one)
+    return found[1:]
+
+
+def tap_function(
+    both: BothRows,
+    matrix: Matrix,
+    bias: bool,
+    tower: int = 0,
+    towers: int = 1,
+    mask: int | None = None,
+    real: RealRows | None = None,
+    cases: int | None = None,
+    sampling: Parts | None = None,
+    axis: int = 0,
+    short: BothRows | None = None,
+) -> type[torch.autograd.Function]:
+    """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
+
+    Its arguments are (output, input, k, k names of statistics, k probes, attributes computed in the graph).
+    mask: which of the attributes says what rows are no padding, if one does; real: from (output, mask) to rows, if the
+        mask is of something else.
+    cases: which of the attributes says how many cases share the rows, if they do.
+    sampling: of the rows of input factors; its phases are then the last argument. axis: of the cases in the output.
+    short: A and the gradient rows, where nothing else needs the rows.
+    """
+
+    def times(name: str, values: list[Any]) -> Any:
+        """Every case has the rows that all share; the gradient is the sum over cases already."""
+        return values[cases] if cases is not None and whole(name) in OF_INPUTS else 1
+
+    def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
+        """Gradients of a tower's cases in rows of their own: uses of one case add up, those of two towers do not."""
+        if name != "per_case" or towers == 1:
+            return value
+        rows = shape[0] // towers
+        return F.pad(value, (0, 0, tower * rows, (towers - tower) * rows - value.shape[0]))
+
+    class TapFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(output: Tensor, input: Tensor, number: int, *rest: Any) -> Tensor:
+            return output.view_as(output)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            _, input, number, *rest = inputs
+            ctx.names, ctx.shapes = rest[:number], [probe.shape for probe in rest[number : 2 * number]]
+            values = rest[2 * number :]  # of the attributes: tensors, or sizes
+            ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
+            ctx.save_for_backward(input, *(value for value in values if isinstance(value, Tensor)))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            (output_grad,) = grads
+            input, *tensors = ctx.saved_tensors
+            number, found = len(ctx.names), iter(tensors)
+            values = [next(found) if size is None else size for size in ctx.sizes]
+            wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
+            # Not `detach`, which vmap over several cotangents does not know.
+            with torch.no_grad(), full_precision_in_eager():
+                phases = values.pop() if sampling is not None else None
+                kept = None if mask is None else values[mask]
+                kept = kept if real is None else real(output_grad, kept)
+                some = sample(both, sampling, phases, axis, output_grad, input, values, kept)
+                moment: Tensor | None = None
+                if short is not None and "A" in ctx.names and WITHOUT_ROWS.issuperset(ctx.names):
+                    moment, grad_rows = short(output_grad, input)
+                    rows = grad_rows
+                elif some is None:
+                    rows, grad_rows = both(output_grad, input, *values)
+                else:  # rows of all cases are not wanted
+                    _, grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)
+                    rows = grad_rows
+                given = (rows, grad_rows, bias, matrix, kept)
+
+                def computed(name: str) -> Tensor:
+                    if name == "A" and moment is not None:
+                        return moment
+                    if some is None or whole(name) not in SAMPLED:
+                        return named(name).compute(*given)
+                    fewer, mine, scale = some
+                    return named(name).compute(fewer, fewer, bias, matrix, mine) * scale
+
+                sums = [
+                    placed(name, computed(name), shape) * times(name, values) if want else None
+                    for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
+                ]
+            return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in ctx.sizes))
+
+    return TapFunction
+
+
+def make_probes(registration: Registration, names: tuple[str, ...], cases: int, like: Tensor) -> dict[str, Tensor]:
+    """A leaf for every statistic; zeros without memory, since only their shape is looked at.
+
+    cases: of the largest tower, or more.
+    """
+    assert registration.matrix is not None, "bug in kfac_fx: probes for a generic registration"
+    matrix, _ = registration.rows
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    zero = torch.zeros((), dtype=dtype, device=like.device)
+
+    def shape(name: str) -> Shape:
+        if name in LAGGED:
+            return LAGGED[name].shape(matrix)
+        return named(name).shape(matrix, cases * registration.towers if name == "per_case" else cases)
+
+    return {name: zero.expand(shape(name)).requires_grad_() for name in names}
