@@ -23,7 +23,7 @@ from torch import fx
 
 from .cut_plan import Plan, Uncuttable
 from .ir import Note, Program, Use, where
-from .labels import Label, differentiated, labels, use_edges
+from .labels import Label, differentiated, labels, parameters_behind, use_edges
 from .matrix import Shape
 from .parts import Part, partial, parts_of, taken_apart, whole_uses
 from .pieces import Slab, axis_along, ranges, view_of
@@ -40,7 +40,7 @@ def cut(program: Program) -> Program:
     plan = cutter.plan()
     pieces = {piece.name: piece for name in program.parameters for piece in plan.pieces(name)}
     dropped = (*program.dropped, *cutter.notes)
-    behind = behind_nodes(program, plan)
+    behind = behind_nodes(program, plan, cutter.label)
     return program.but(matches=tuple(cutter.matches(plan)), made={}, pieces=pieces, dropped=dropped, behind=behind)
 
 
@@ -185,15 +185,16 @@ class Cutter:
                 yield use
 
 
-def behind_nodes(program: Program, plan: Plan) -> dict[fx.Node, frozenset[str]]:
-    """What the nodes are made of that pieces stand behind."""
+def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -> dict[fx.Node, frozenset[str]]:
+    """What the nodes are made of that are expressions, or that pieces stand behind."""
     found: dict[fx.Node, frozenset[str]] = {}
     for node in program.graph.nodes:
         if node.op == "get_attr" and (pieces := plan.pieces(str(node.target))):
             found[node] = frozenset(piece.name for piece in pieces)
     for node, made in program.made.items():
-        if any(plan.cuts(slab.parameter) for slab in made.slabs):
-            found[node] = frozenset(name for slab in made.slabs for name in names_in(slab, plan))
+        factors = [one.factor for slab in made.slabs for one in slab.slopes if one.factor is not None]
+        names = {name for slab in made.slabs for name in names_in(slab, plan)}
+        found[node] = frozenset(names.union(*(parameters_behind(one, label, found) for one in factors)))
     return found
 
 

@@ -18,28 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .functions import FUNCTIONS, NORMS, sloped
 from .holder import attribute
 from .inplace import shares_memory
 from .ir import Program
 from .labels import Label, ancestors, differentiated, labels, parameters_behind
 from .matrix import Shape
 from .operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
-from .pieces import Made, Piece, Slab, layout_in, narrowed, ranges, slab_of, view_of, whole
-from .slopes import DIVIDED, ELEMENTWISE, NORMALIZED
+from .pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
 from .values import (
     basic,
     called,
     dims_after,
-    division,
-    elementwise,
     factor,
     is_one_slab,
     made_of,
     moved,
-    normalization,
+    part_of,
     permuted,
     scaled,
-    standardization,
     unsqueezed,
     without_data,
 )
@@ -50,11 +47,10 @@ VIEWS = PERMUTES | {
     "squeeze", "unsqueeze", "select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind",
     "expand", "expand_as", "view_as",
 }  # fmt: skip
+PARTS = {"select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind"}
 MOVES = RESHAPES | VIEWS
 SUMS = {"add", "sub", "rsub"}
 PRODUCTS = {"mul", "div", "neg"}
-NORMS = {"batch_norm", "_weight_norm"}
-MAKERS = {"batch_norm": standardization, "_weight_norm": normalization, "div": division}
 WRITES = {"zero_", "fill_", "copy_"}
 Value = Any  # Made, a tuple of Made, or a number
 
@@ -131,8 +127,8 @@ class Expressions:
             return self.viewed(node, value)
         if name in SUMS:
             return self.shifted(first, node.args[1], 1.0)
-        if name in ELEMENTWISE or name in NORMS or (name == "div" and isinstance(node.args[1], fx.Node)):
-            return self.sloped(node, first, value)
+        if name in FUNCTIONS and (name != "div" or isinstance(node.args[1], fx.Node)):
+            return self.function_of(node, first, value)
         return scaled(value, factor(name, node)) if name in PRODUCTS else None
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -146,6 +142,10 @@ class Expressions:
             order = dims_after(node, len(value.shape), rest)
             turned = [permuted(one, order) for one in value.slabs]
             return Made(tuple(value.shape[d] for d in order), tuple(turned))
+        if found is None and op_name(node) in PARTS and not is_one_slab(value):
+            shown = called(node, (whole(value.shape), *rest))
+            several = isinstance(shown, (list, tuple))
+            return tuple(part_of(value, one) for one in shown) if several else part_of(value, shown)
         return found
 
     def seen(self, node: fx.Node, slab: Slab, rest: Any) -> Value | None:
@@ -156,20 +156,16 @@ class Expressions:
         several = isinstance(result, (list, tuple))
         return tuple(made_of(one, slab) for one in result) if several else made_of(result, slab)
 
-    def sloped(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
+    def function_of(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
         """A function of every element, or a normalization of a weight's filters."""
-        (slab,) = value.slabs
-        shape = tuple(attribute(self.root, slab.parameter).shape)
-        layout = layout_in(Piece(slab.parameter, 0, 0, *shape[:1] or (1,)), shape, view_of(slab))
-        name, last = op_name(node), any(one.name in (*NORMALIZED, DIVIDED) for one in slab.slopes)
-        multiple = name in MAKERS and (slab.scale != 1.0 or slab.slopes)
-        foreign = name == "div" and not self.of_itself(node.args[1], slab)
-        if layout is None or not is_one_slab(value) or last or multiple or foreign:
+        (one,) = value.slabs
+        slab = sloped(node, operand, value, tuple(attribute(self.root, one.parameter).shape))
+        if slab is None or (op_name(node) == "div" and not self.of_itself(node.args[1], slab)):
             return None
-        slope = MAKERS.get(name, elementwise)(node, operand, layout)
-        if name in NORMS and slope is not None and slope.factor is not None:
-            slope = replace(slope, gain=self.gain(slope.factor))
-        return None if slope is None else Made(value.shape, (replace(slab, slopes=(*slab.slopes, slope)),))
+        slope = slab.slopes[-1]
+        if op_name(node) in NORMS and slope.factor is not None:
+            slab = replace(slab, slopes=(*slab.slopes[:-1], replace(slope, gain=self.gain(slope.factor))))
+        return Made(value.shape, (slab,))
 
     def of_itself(self, divisor: Any, slab: Slab) -> bool:
         return not self.label[divisor].activation and parameters_behind(divisor, self.label) <= {slab.parameter}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
-from .matrix import Layout, Shape
-from .operations import EXPANDS, op_name
-from .pieces import Box, Made, Slab, Slope, slab_of, view_of, viewed, whole
-from .slopes import DIVIDED, STANDARDIZED, UNIT
+from .matrix import Shape
+from .pieces import Box, Made, Slab, narrowed, slab_of, view_of, whole
 
 
 def called(node: fx.Node, args: Any) -> Any:
@@ -43,54 +40,30 @@ def made_of(view: Tensor, slab: Slab) -> Made:
     return Made(tuple(view.shape), (slab_of(slab.parameter, view, slab.scale, slab.slopes),))
 
 
-def elementwise(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
-    settings: tuple[Any, ...] = tuple(node.args[1:])
-    if op_name(node) == "clamp":
-        low, high = (*settings, None, None)[:2]
-        settings = node.kwargs.get("min", low), node.kwargs.get("max", high)
-    elif node.kwargs or settings:
+def part_of(value: Made, view: Tensor) -> Made | None:
+    """What a view of all of a value, of `whole(value.shape)`, shows; None if it is no box of it."""
+    rest, box = int(view.storage_offset()), list[tuple[int, int]]()
+    kept: list[int] = []
+    for dim, step in enumerate(whole(value.shape).stride()):
+        start, rest = divmod(rest, step)
+        shown = len(kept) < view.dim() and view.stride(len(kept)) == step
+        box.append((start, start + int(view.shape[len(kept)]) if shown else start + 1))
+        kept += [dim] if shown else []
+    if len(kept) < view.dim() or any(stop > size for (_, stop), size in zip(box, value.shape, strict=True)):
         return None
-    numbers = all(one is None or isinstance(one, (int, float)) for one in settings)
-    return Slope(op_name(node), operand, layout, None, settings) if numbers else None
+    slabs = [slab for slab in (cropped(one, tuple(box), kept) for one in value.slabs) if slab is not None]
+    return Made(tuple(view.shape), tuple(slabs))
 
 
-def standardization(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
-    """`batch_norm(v.reshape(1, o, -1), weight=γ)`, of a weight whose first dimension counts filters."""
-    _, mean, var, gain, shift, training, _, eps = node.args
-    filters = bool(layout.shape) and layout.result == (1, layout.shape[0], math.prod(layout.shape[1:]))
-    if not filters or training is not True or (mean, var, shift) != (None, None, None) or reordered(layout):
-        return None
-    return Slope(STANDARDIZED, operand, layout, gain, (1, eps)) if isinstance(gain, fx.Node | None) else None
-
-
-def normalization(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
-    """`_weight_norm(v, g, dim)`; -1 stands for the whole tensor."""
-    gain, dim = (*node.args[1:], 0)[:2]
-    slices = isinstance(dim, int) and -1 <= dim < len(layout.shape) and layout.result == layout.shape
-    if not slices or reordered(layout) or not isinstance(gain, fx.Node):
-        return None
-    return Slope(UNIT, operand, layout, gain, (dim, 0.0))
-
-
-def division(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
-    """`v / σ`, with σ one number, or one for every slice along a dimension of the parameter."""
-    by: Any = node.args[1]
-    while op_name(by) in EXPANDS:
-        by = by.args[0]
-    value = by.meta.get("val")
-    sizes = tuple(value.shape) if isinstance(value, Tensor) else (None,)
-    several = [dim for dim, size in enumerate(sizes) if size != 1]
-    if not several:
-        return Slope(DIVIDED, operand, layout, by, (None,))
-    of_slices = len(several) == 1 and len(sizes) == len(layout.shape) and layout.result == layout.shape
-    return Slope(DIVIDED, operand, layout, by, (several[0],)) if of_slices and not reordered(layout) else None
-
-
-def reordered(layout: Layout) -> bool:
-    """Whether the elements are in another order than in the parameter."""
-    places = whole(layout.shape)
-    view = viewed(layout, places)
-    return view is None or not view.is_contiguous()
+def cropped(slab: Slab, box: Box, kept: list[int]) -> Slab | None:
+    """What of a slab is in a box, in coordinates of the box's dimensions that are kept; None if nothing is."""
+    for dim, (start, stop) in enumerate(box):
+        first, last = max(start, slab.box[dim][0]), min(stop, slab.box[dim][1])
+        if first >= last:
+            return None
+        slab = narrowed(slab, dim, first, last)
+    inside = tuple((slab.box[dim][0] - box[dim][0], slab.box[dim][1] - box[dim][0]) for dim in kept)
+    return replace(slab, box=inside, strides=tuple(slab.strides[dim] for dim in kept))
 
 
 def scaled(value: Made | None, by: float | None) -> Made | None:

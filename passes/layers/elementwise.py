@@ -125,6 +125,20 @@ def shift_where(_output: Any, mask: Tensor, _other: Any, elements: Any = None, *
 
 @scale_and_shift.form(
     rows=nothing,
+    grad_rows=lambda dy, attrs: shifted(torch.where(attrs["mask"], 0, dy), attrs),
+    where=lambda attrs: True,
+    example=(
+        written(lambda x, b: x * torch.where(x > 0, 1.0, b), (4, 7, 5), b=(7, 5)),
+        written(lambda x, b: torch.where(x.sum(-1, keepdim=True) > 0, x, b), (4, 7, 5), b=(5,)),
+        written(lambda x, b: x + torch.where(x > 0, x, b[INDEX].permute(2, 0, 1)), (4, 2, 3, 3), b=(4, 2)),
+    ),
+)
+def shift_else_where(_output: Any, mask: Tensor, _other: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
+    return torch.where(mask, _other, bias)
+
+
+@scale_and_shift.form(
+    rows=nothing,
     grad_rows=lambda dy, attrs: shifted(dy.masked_fill(attrs["mask"], 0), attrs),
     where=lambda attrs: True,
     example=written(lambda x, b: x + b.masked_fill(x > 0, -9.0), (4, 7, 5), b=(7, 5)),

@@ -92,6 +92,27 @@ def test_parts_are_put_together_along_any_dimension_and_turned() -> None:
     assert [one[:2] for one in parts(program, made)] == [(((0, 4), (0, 1)), "w"), (((0, 4), (1, 2)), "v")]
 
 
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda x, q, k: x + torch.cat([q, k]).chunk(2)[1], [(((0, 4),), "k", {0: (0, 4)})]),
+        (lambda x, q, k: x + torch.cat([q, k])[2:6], [(((0, 2),), "q", {0: (2, 4)}), (((2, 4),), "k", {0: (0, 2)})]),
+        (lambda x, q, k: x + torch.stack([q, k])[1], [(((0, 4),), "k", {0: (0, 4)})]),
+        (lambda x, q, k: x + torch.stack([q, k], 1).unbind(1)[0], [(((0, 4),), "q", {0: (0, 4)})]),
+        (lambda x, q, k: x + torch.cat([q, torch.zeros(4), k]).split(4)[1], []),
+    ],
+)
+def test_parts_of_what_was_put_together(function: Function, wanted: list[Part]) -> None:
+    program = expressed(function, True, q=(4,), k=(4,))
+    (made,) = program.made.values()
+    assert made.shape == (4,) and parts(program, made) == wanted
+
+
+def test_every_second_element_of_several_has_no_expression() -> None:
+    made = expressed(lambda x, q, k: x + torch.cat([q, k])[::2], q=(4,), k=(4,)).made
+    assert [node.name for node in made] == ["cat"]
+
+
 def zeroed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     bias = b.clone()
     bias[2:4].zero_()

@@ -29,7 +29,8 @@ FLOORS = [
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.native passes.parts "
     "passes.spelling passes.values passes.watch passes.writes",
     "passes.hooks",
-    "passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.inplace passes.leftovers",
+    "passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions passes.inplace "
+    "passes.leftovers",
     "passes.derivatives passes.readers passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "

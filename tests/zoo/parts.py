@@ -50,6 +50,33 @@ class OtherWidths(nn.Module):
         return y
 
 
+class Projections(nn.Module):
+    """Three projections of their own, whose biases torch's attention takes as one, as in WavLM; keys have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(4, 4) for _ in range(4))
+        self.keyless = nn.ModuleList(nn.Linear(4, 4, bias=n != 1) for n in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time_first = x.transpose(0, 1)
+        y, _ = F.multi_head_attention_forward(
+            *(time_first, time_first, time_first, 4, 2, None),
+            *(torch.cat([self.q.bias, self.k.bias, self.v.bias]), None, None, False, 0.0),
+            *(self.out.weight, self.out.bias),
+            use_separate_proj_weight=True,
+            q_proj_weight=self.q.weight,
+            k_proj_weight=self.k.weight,
+            v_proj_weight=self.v.weight,
+            need_weights=False,
+        )
+        x = y.transpose(0, 1)
+        first, _, last = (one.bias for one in self.keyless)
+        biases = torch.stack([first, torch.zeros_like(first), last])
+        q, k, v = (F.linear(x, one.weight, bias) for one, bias in zip(self.keyless, biases.unbind(0), strict=True))
+        return torch.softmax(q @ k.mT, -1) @ v
+
+
 class Biases(nn.Module):
     """Queries and values with a bias, keys without: put together as in BEiT, zeroed as in Swin 2, added as in EVA."""
 
@@ -178,6 +205,15 @@ CASES = (
                 for n, name in enumerate("qkv")
             ),
             linear("attention.out_proj"),
+        ),
+    ),
+    Case(
+        "biases_of_several",
+        Projections,
+        lambda: batch(3, 5, 4),
+        (
+            *(linear(name) for name in ("q", "k", "v", "out")),
+            *(linear(f"keyless.{n}", bias=n != 1) for n in range(3)),
         ),
     ),
     Case("biases_in_pieces", Biases, lambda: batch(3, 5, 4), biases_expected(), unused=("swin.bias[4:8]",)),

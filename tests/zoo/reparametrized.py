@@ -105,6 +105,21 @@ class Cosine(nn.Module):
         return self.sharpness * F.linear(F.normalize(self.features(x)), F.normalize(self.directions))
 
 
+class Blended(nn.Module):
+    """A learned mixture of images and frames, as in Stable Video Diffusion, and a row for what is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.missing = nn.Parameter(torch.tensor([0.5])), nn.Parameter(torch.randn(4))
+        self.space, self.time = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, single: Tensor) -> Tensor:
+        x = torch.where(single[:, 1:, None], self.missing, x)
+        one = torch.ones(1, 1)
+        share = torch.where(single, one, torch.sigmoid(self.mix)[..., None])[:, :-1, None]
+        return share * self.space(x) + (1.0 - share) * torch.tanh(self.time(x))
+
+
 CASES = (
     Case("gates", Gates, lambda: batch(3, 5, 4), GATES),
     Case(
@@ -143,6 +158,12 @@ CASES = (
             ("embedding", ("kinds.parametrizations.weight.original",), 1),
         ),
         "multi_bernoulli",
+    ),
+    Case(
+        "blended",
+        Blended,
+        lambda: (torch.randn(3, 5, 4), torch.rand(3, 6) > 0.5),
+        (linear("space"), linear("time"), *(("scale_and_shift", (name,), 1) for name in ("mix", "missing"))),
     ),
     Case(
         "cosine",
