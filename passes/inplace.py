@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from .labels import Label, labels
-from .operations import CASTS, changes_memory, op_name
+from .operations import CASTS, OWN_BACKWARD, changes_memory, op_name
 from .signatures import RENAMED
 
 SHARES_MEMORY = CASTS | {
     "view", "reshape", "transpose", "permute", "t", "T", "mT", "select", "slice", "narrow", "getitem", "squeeze",
     "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "alias", "detach", "diagonal", "unflatten", "view_as",
-    "written",
+    "written", OWN_BACKWARD,
 }  # fmt: skip
 INPLACE = {
     "add_", "sub_", "mul_", "div_", "relu_", "relu6_", "leaky_relu_", "elu_", "selu_", "celu_", "silu_", "hardswish_",

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, fx
 
 from .ir import Program
-from .operations import DATA_FIRST, EXPANDS, NO_GRADIENT, SHAPE_ONLY, SIZED_BY_CASES, no_grad_region, op_name
+from .operations import (
+    DATA_FIRST,
+    EXPANDS,
+    NO_GRADIENT,
+    OWN_BACKWARD,
+    SHAPE_ONLY,
+    SIZED_BY_CASES,
+    no_grad_region,
+    op_name,
+)
 
 Edge = tuple[fx.Node, fx.Node]  # (PURE node, activation that reads it)
 
@@ -122,6 +131,8 @@ def differentiated(node: fx.Node) -> list[fx.Node]:
     if name in NO_GRADIENT or no_grad_region(node) or not has_gradient(node):
         return []
     operands = node.all_input_nodes
+    if name == OWN_BACKWARD:
+        return [operand for operand in dict.fromkeys(node.args) if isinstance(operand, fx.Node)]
     return operands[:1] if name in ("expand_as", "view_as", "type_as") else operands
 
 

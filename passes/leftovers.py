@@ -8,9 +8,9 @@ from torch import fx
 
 from .approximation import choose, declared_generic, requested
 from .errors import LinkError, table
-from .ir import GENERIC, WANTED, Program, Registration, where
-from .labels import Edge, entries
-from .operations import VIEWS, op_name
+from .ir import GENERIC, WANTED, Program, Registration, source_line, where
+from .labels import Edge, ancestors, entries
+from .operations import OWN_BACKWARD, VIEWS, op_name
 
 MOVES = VIEWS | {"getitem", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "expand", "reshape_as"}
 
@@ -35,7 +35,7 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)
-        unknown = f"no layer has the form of {enters(edges[name])}"
+        unknown = own_backward(edges[name], owner) or f"no layer has the form of {enters(edges[name])}"
         generics.append(program.generic(name, wanted.get(name, unknown), approximation))
     if unmatched:
         raise LinkError(
@@ -43,6 +43,18 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
             "Take them out of `linked`, or declare a layer of this form: compile(..., layers=[...])."
         )
     return generics, tuple(name for name in program.shapes if name not in taken and name not in edges)
+
+
+def own_backward(edges: list[Edge], parameter: str) -> str | None:
+    """The first autograd.Function of a user's that the parameter enters, if it does."""
+    for pure, act in edges:
+        between = [act, *ancestors([pure])]
+        for node in (one for one in between if op_name(one) == OWN_BACKWARD):
+            if any(one.op == "get_attr" and one.target == parameter for one in ancestors([node])):
+                name, more = node.target.function.__name__, len(edges) - 1  # type: ignore[union-attr]  # see `own_backwards`
+                others = f", and has {more} more use{'s' if more > 1 else ''}" if more else ""
+                return f"enters {name} at {source_line(node) or node.name}, whose backward is its own{others}"
+    return None
 
 
 def enters(edges: list[Edge]) -> str:

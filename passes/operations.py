@@ -22,8 +22,9 @@ NO_GRADIENT = SHAPE_ONLY | STOPS_GRADIENT
 RANDOM = {  # beside the ATen operations, which say so themselves
     "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax", "multi_head_attention_forward",
     "fractional_max_pool2d", "fractional_max_pool3d", "wrap_with_set_grad_enabled", "wrap_with_autocast",
-    "tag_activation_checkpoint",
+    "tag_activation_checkpoint", "own_backward",
 }  # fmt: skip
+OWN_BACKWARD = "own_backward"  # a user's autograd.Function; the operands that are no arguments have no gradient
 AUTOCAST = "wrap_with_autocast"  # a region that torch.export keeps as a graph of its own
 IN_PLACE = {  # Python's operators, whose names do not say it
     "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",

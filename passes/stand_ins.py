@@ -1,8 +1,8 @@
-"""Operations that stand for torch's recurrent ones while a model is traced: they know shapes, and are never run."""
+"""Operations that stand for others while a model is traced: they know shapes, and are never run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,3 +79,17 @@ def unpacked(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tenso
 @unpacked.register_fake
 def _(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
     return data.new_empty(steps, lengths.shape[0], *data.shape[1:])
+
+
+RUNNING: dict[int, Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]] = {}  # what has the shapes of a call
+
+
+@torch.library.custom_op("kfac_fx::own_backward", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def own_backward(number: int, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """A call of a user's torch.autograd.Function, by its number; see `own_backwards`. It may draw random numbers."""
+    raise AssertionError(NOT_RUN)
+
+
+@own_backward.register_fake
+def _(number: int, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    return RUNNING[number](tensors, sizes)

@@ -93,11 +93,11 @@ def symbolic_trace(model: nn.Module) -> Traced:
                     warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
                     graph = _Tracer().trace(model, concrete_args=defaults)
             except Exception as error:
-                refuse_custom(model, custom)
+                refuse_custom(model, custom, exported=False)
                 raise UntraceableError(untraceable(model, error)) from error
             targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
             root = holder({target: attribute(model, target) for target in sorted(targets)})
-    refuse_custom(model, custom)
+    refuse_custom(model, custom, exported=False)
     refuse_drawn(type(model).__name__, drawn)
     if assigned_buffers := sorted({name for name, _ in model.named_buffers(remove_duplicate=False)} & set(assigned)):
         raise UntraceableError(

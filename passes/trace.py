@@ -23,6 +23,7 @@ from .errors import UntraceableError
 from .flat import Flat, Returned, flat_graph, input_names
 from .ir import Options, Program
 from .operations import op_name
+from .own_backwards import own_backwards
 from .recurrent import packs_in, recurrent_layers, refuse_packed
 from .symbolic import symbolic_trace
 from .watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untraceable
@@ -113,15 +114,18 @@ def exported(
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     tensors = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in given)
     names = input_names(model, args, kwargs)
-    with untouched(model), custom_functions() as custom, quiet():
+    with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
         try:
             with torch.enable_grad(), recurrent_layers(longest):
                 module, guards = graph_module(flat, tensors, every_size)
+        except UntraceableError:
+            raise
         except Exception as error:
-            refuse_custom(model, custom)
+            functions.check()
             raise UntraceableError(untraceable(model, error)) from error
-    refuse_custom(model, custom)
+    functions.check()
+    functions.restore(module)
     refuse_drawn(type(model).__name__, flat.returned.drawn)
     refuse_no_tensors(name, "returned", flat.returned.leaves)
     graph, root = flat_graph(module, names)
@@ -169,4 +173,11 @@ def graph_module(
         if not takes_derivatives(flat, tensors):
             raise
     flat.returned = Returned()
-    return differentiated(flat, tensors)
+    with custom_functions() as custom:
+        try:
+            found = differentiated(flat, tensors)
+        except Exception:
+            refuse_custom(flat.model, custom)
+            raise
+    refuse_custom(flat.model, custom)
+    return found

@@ -6,7 +6,7 @@ import io
 import linecache
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from types import FrameType
 from typing import Any
@@ -24,20 +24,28 @@ VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unback
 OWN_KINDS = ("GeneratedBackwardFor_", "BackwardHookFunction")  # of torch.library's operators, and an identity
 
 
+Exported = Callable[[type[torch.autograd.Function], tuple[Any, ...], Mapping[str, Any]], Any]
+
+
 @contextmanager
-def custom_functions() -> Iterator[set[str]]:
+def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
     """Names of the autograd.Functions applied inside: their own backward would be lost without a word.
 
     Reentrant checkpoints are one; what they and others wrap is run as it is, which has the same gradients.
+    exported: called instead of them while torch.export traces; then all names are left to it.
     """
     seen: set[str] = set()
     original = torch.autograd.Function.__dict__["apply"]
 
-    def spy(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def spy(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             function, _, *inputs = args
             return function(*inputs)
-        if not cls.__name__.startswith(OWN_KINDS):
+        if cls.__name__.startswith(OWN_KINDS):
+            return original.__get__(None, cls)(*args, **kwargs)
+        if exported is not None and torch.compiler.is_exporting():
+            return exported(cls, args, kwargs)
+        if exported is None:
             seen.add(cls.__name__)
         return original.__get__(None, cls)(*args, **kwargs)
 
@@ -49,12 +57,15 @@ def custom_functions() -> Iterator[set[str]]:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
-def refuse_custom(model: nn.Module, custom: set[str]) -> None:
+def refuse_custom(model: nn.Module, custom: set[str], *, exported: bool = True) -> None:
+    """exported: with inputs, so by torch.export; and yet refused, for forward takes derivatives."""
     if custom:
+        where = ", and its forward takes derivatives" if exported else ""
+        advice = "Write it" if exported else "Give kfac_fx.compile example inputs, or write it"
         raise UntraceableError(
             f"{type(model).__name__} uses {', '.join(sorted(custom))}, an autograd.Function with its own backward, "
-            "which the graph would differentiate differently.\n"
-            "Write it with ordinary operations, or register it with torch.library.custom_op and register_autograd."
+            f"which the graph would differentiate differently{where}.\n"
+            f"{advice} with ordinary operations, or register it with torch.library.custom_op and register_autograd."
         )
 
 

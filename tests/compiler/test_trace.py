@@ -14,7 +14,7 @@ from kfac_fx import UntraceableError
 from kfac_fx.passes.operations import op_name
 from kfac_fx.passes.trace import Capture, capture
 from tests.compiler.test_attributes import Memory
-from tests.compiler.test_watch import Branches, Negated
+from tests.compiler.test_watch import Branches
 from tests.compiler.toy import Toy, code
 
 X = torch.randn(5, 3)
@@ -217,24 +217,6 @@ def test_a_capture_under_no_grad_is_a_capture_with_gradients() -> None:
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-
-
-class Reversal(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return Negated.apply(self.inner(x))
-
-
-@pytest.mark.parametrize("inputs", [None, (X,)], ids=["symbolic", "exported"])
-def test_a_custom_backward_is_refused_by_name(inputs: Any) -> None:
-    with pytest.raises(
-        UntraceableError,
-        match="Reversal uses Negated, an autograd.Function with its own backward(.|\n)*torch.library.custom_op",
-    ):
-        capture(Reversal(), inputs)
 
 
 def test_an_operator_of_torch_library_is_taken() -> None:

@@ -28,7 +28,8 @@ FLOORS = [
     "passes.gains",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.native passes.parts "
     "passes.spelling passes.values passes.watch passes.writes",
-    "passes.hooks",
+    "passes.function_calls passes.hooks",
+    "passes.own_backwards",
     "passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions passes.inplace "
     "passes.leftovers",
     "passes.derivatives passes.readers passes.symbolic",

@@ -258,7 +258,7 @@ CASES: list[tuple[Callable[[], nn.Module], list[tuple[Batch, dict[str, Any]]], b
     (Routed, ORDINARY[:2], True), (Masked, ORDINARY[:2], False), (Reaching, ORDINARY[:2], True),
     (TakesObjects, [((Example(x(n), scale),), {}) for n, scale in ((6, 1.0), (9, 2.0))], True),
     (TakesNested, NESTED, False), (Ragged, [(([x(2), x(3), x(n)],), {}) for n in (5, 7)], False),
-    (ThroughNumpy, ORDINARY[:2], True), (Head, ORDINARY[:2], True), (Hooked, ORDINARY[:2], True),
+    (ThroughNumpy, ORDINARY[:2], True), (Head, ORDINARY[:2], False), (Hooked, ORDINARY[:2], True),
     (Casting, ORDINARY[:2], True), (CastingInside, ORDINARY[:2], True),
     (Frozen, ORDINARY[:2], True), (Adapted, ORDINARY[:2], False),
     (Stored, [((), {})], True),
