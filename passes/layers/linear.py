@@ -198,3 +198,15 @@ def products(x: Tensor, *, weight: Tensor) -> Tensor:
 )
 def products_and_biases(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.matmul(x, weight) + bias
+
+
+@linear.form(
+    rows=by_matrix,
+    grad_rows=by_matrix,
+    where=lambda attrs: attrs["bias"] == (attrs["weight"][0], 1, attrs["weight"][-1]),
+    layouts={"weight": stacked, "bias": stacked_biases},
+    leading=False,
+    example=written(lambda x, w, b: torch.baddbmm(b.unsqueeze(1), x, w), (2, 4, 5), w=(2, 5, 3), b=(2, 3)),
+)
+def baddbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.baddbmm(bias, x, weight)

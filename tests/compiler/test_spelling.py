@@ -63,6 +63,8 @@ def test_all_spellings_are_one(x: Tensor, functions: list[Callable[[Any], Any]])
         (lambda x: F.rms_norm(x, (5,)), X),
         (lambda x: torch.addmm(B, x, W.T), X),
         (lambda x: torch.addmm(B, x, W.T, beta=0.5), X),
+        (lambda x: torch.baddbmm(B, x.unsqueeze(0), W.T.unsqueeze(0)), X),
+        (lambda x: torch.baddbmm(B, x.unsqueeze(0), W.T.unsqueeze(0), beta=0.5), X),
         (lambda x: F.embedding(x, W, padding_idx=-1), IDS),
         (lambda x: F.embedding(x, W, scale_grad_by_freq=True), IDS),
         (lambda x: F.embedding_bag(x[:, None], W, mode="sum"), IDS),
