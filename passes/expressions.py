@@ -11,19 +11,17 @@ Nothing is computed: a part of a parameter is a view of a tensor without data, w
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .functions import FUNCTIONS, NORMS, sloped
+from .functions import FUNCTIONS, Functions
 from .holder import attribute
 from .inplace import shares_memory
 from .ir import Program
-from .labels import Label, ancestors, differentiated, labels, parameters_behind
-from .matrix import Shape
+from .labels import Label, ancestors, differentiated, labels
 from .operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
 from .pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
 from .values import (
@@ -75,6 +73,7 @@ class Expressions:
         self.root = program.root
         self.label = labels(program.graph, program.parameters, cases=program.cases)
         self.known: dict[fx.Node, Value] = {}
+        self.functions = Functions(self.root, self.label, self.known)
         for node in program.graph.nodes:
             value = self.value(node)
             if value is not None:
@@ -114,6 +113,8 @@ class Expressions:
             return self.joined(node, name == "stack")
         if name == "rsub" or (name == "sub" and not isinstance(first, fx.Node)):
             return self.shifted(node.args[1 if name == "sub" else 0], first if name == "sub" else node.args[1], -1.0)
+        if name in ("mul", "div") and isinstance(first, fx.Node) and isinstance(node.args[1], fx.Node):
+            return self.functions.product(node, first, node.args[1])
         if not isinstance(first, fx.Node) or first not in self.known:
             return None
         value = self.known[first]
@@ -127,8 +128,8 @@ class Expressions:
             return self.viewed(node, value)
         if name in SUMS:
             return self.shifted(first, node.args[1], 1.0)
-        if name in FUNCTIONS and (name != "div" or isinstance(node.args[1], fx.Node)):
-            return self.function_of(node, first, value)
+        if name in FUNCTIONS:
+            return self.functions.of(node, first, value)
         return scaled(value, factor(name, node)) if name in PRODUCTS else None
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -156,29 +157,6 @@ class Expressions:
         several = isinstance(result, (list, tuple))
         return tuple(made_of(one, slab) for one in result) if several else made_of(result, slab)
 
-    def function_of(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
-        """A function of every element, or a normalization of a weight's filters."""
-        (one,) = value.slabs
-        slab = sloped(node, operand, value, tuple(attribute(self.root, one.parameter).shape))
-        if slab is None or (op_name(node) == "div" and not self.of_itself(node.args[1], slab)):
-            return None
-        slope = slab.slopes[-1]
-        if op_name(node) in NORMS and slope.factor is not None:
-            slab = replace(slab, slopes=(*slab.slopes[:-1], replace(slope, gain=self.gain(slope.factor))))
-        return Made(value.shape, (slab,))
-
-    def of_itself(self, divisor: Any, slab: Slab) -> bool:
-        return not self.label[divisor].activation and parameters_behind(divisor, self.label) <= {slab.parameter}
-
-    def gain(self, factor: fx.Node) -> Slab | None:
-        """The parameter that a normalization multiplies by, if it is a whole one in its own order."""
-        value = self.known.get(factor)
-        if not isinstance(value, Made) or not is_one_slab(value) or value.slabs[0].slopes:
-            return None
-        (slab,) = value.slabs
-        size = math.prod(attribute(self.root, slab.parameter).shape)
-        return slab if view_of(slab).is_contiguous() and math.prod(slab.shape) == size else None
-
     def joined(self, node: fx.Node, stack: bool) -> Made | None:
         operands: Any = node.args[0]
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
@@ -201,16 +179,7 @@ class Expressions:
             return self.known[node]  # type: ignore[no-any-return]
         if not isinstance(node, fx.Node) or self.label[node] is not Label.CONST:
             raise ValueError
-        return Made(self.shape_of(node), ())
-
-    def shape_of(self, node: fx.Node) -> Shape:
-        """Of a constant. Raises ValueError if it is not known."""
-        value = attribute(self.root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
-        if value is None and all(operand in self.known for operand in node.all_input_nodes):
-            value = called(node, without_data(node.args, self.known))
-        if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
-            raise ValueError
-        return tuple(value.shape)
+        return Made(self.functions.shape_of(node), ())
 
     def shifted(self, operand: Any, constant: Any, sign: float) -> Value | None:
         """A multiple of the operand and a constant that makes no new elements."""
@@ -220,7 +189,7 @@ class Expressions:
         if isinstance(constant, fx.Node):
             if self.label[constant] is not Label.CONST:
                 return None
-            if torch.broadcast_shapes(value.shape, self.shape_of(constant)) != value.shape:
+            if torch.broadcast_shapes(value.shape, self.functions.shape_of(constant)) != value.shape:
                 return None
         return scaled(value, sign)
 

@@ -4,6 +4,7 @@ each a layer of its own.
     conv1d(x, g v / |v|)          g for every filter: outputs
     conv_transpose1d(x, ...)      g for every channel of the input, as torch counts them: inputs, [1, channels, kernel]
     conv1d(x, ..., dim=2)         g for every place in the kernel: inputs, [channels, kernel, 1]
+    linear(x, a * exp(e))         exp(e) for every output, and e behind a function of every element
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .ir import Bound, Use
 from .labels import has_gradient
 from .matrix import Layout, Shape
 from .pieces import Slope
-from .slopes import DIVIDED, NORMALIZED, STANDARDIZED
+from .slopes import SLICED, STANDARDIZED
 from .uses import Gain
 
 
@@ -30,7 +31,7 @@ def side_of(slopes: Sequence[Slope], sizes: Sequence[int], constant: Callable[[i
     matrix stays in the same slice along it.
     """
     g, o, i = sizes
-    dims = [dim_of(one) for one in slopes if one.name in (*NORMALIZED, DIVIDED)]
+    dims = [dim_of(one) for one in slopes if one.name in SLICED]
     if dims:
         whole = dims[0] is None or dims[0] < 0
         outputs = whole or constant(dims[0] or 0, 2)
@@ -73,8 +74,9 @@ def gains_of(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
     matrix = (1, 1, slices) if gain.ids and side == "inputs" else (slices, 1, 1)
     weight = Bound(found.gain.parameter, Layout(own), Layout(own).reshape(matrix), found.gain.scale * bound.scale)
     kept = {name: value for name, value in use.attrs.items() if not name.startswith(("operand", "factor"))}
-    attrs = {**kept, "operand0": found.operand}
-    yield replace(use, parameters={"weight": weight}, attrs=attrs, slopes=(), slope_side=None, gain_of=gain)
+    attrs = {**kept, "filters": found.operand}
+    use = replace(use, parameters={"weight": weight}, attrs=attrs, slopes=(), slope_side=None, gain_of=gain)
+    yield with_slopes(use, found.gain.slopes, "outputs" if matrix[0] == slices else "inputs")
 
 
 def numbers(layout: Layout, dim: int | None) -> Tensor:

@@ -25,6 +25,7 @@ from .masks import with_mask
 from .matrix import Layout, Shape
 from .operations import CASTS, op_name
 from .pieces import Made
+from .slopes import DIVIDED
 from .spelling import order_operands, respell
 from .views import bound_parameter
 
@@ -230,8 +231,10 @@ def binds(
 def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
     """Whether a parameter of one role is also in what fills another: a use that the match would hide."""
     own = {name for name, _ in binding.parameters.values()}
-    own |= {slab.parameter for made in binding.made.values() for slab in made.slabs}
-    return any(own & parameters_behind(one, label) for one in binding.foreign.values())
+    slabs = [slab for made in binding.made.values() for slab in made.slabs]
+    own |= {slab.parameter for slab in slabs}
+    factors = [one.factor for slab in slabs for one in slab.slopes if one.name != DIVIDED and one.factor is not None]
+    return any(own & parameters_behind(one, label) for one in (*binding.foreign.values(), *factors))
 
 
 def static_shape(node: fx.Node) -> Shape | None:

@@ -5,6 +5,7 @@
     conv1d(x, g v / |v|)                weight normalization (Salimans and Kingma 2016)
     linear(x, v / σ(v))                 spectral normalization (Miyato et al. 2018), cosine classifiers: a number for
                                         all of v, or one for every slice, however it is computed
+    linear(x, a * e), linear(x, a / e)  a number of another parameter for every slice (AdaLoRA, Zhang et al. 2023)
 
 With D the gradient of W, the gradient of v in a normalized layer is P (s C D): s = γ / √(var v + ε) or g / |v|
 multiplies a filter, C takes its mean off (standardization only), and P = I - u uᵀ projects every filter on what is
@@ -16,6 +17,8 @@ of ones; see `passes.gains`.
 
 Of W = v / σ(v) the gradient of v is D / σ - ⟨D, v⟩ / σ² · ∂σ/∂v, slice by slice; D / σ is Kronecker, and what the
 change of σ takes off is left out. It is of rank one: one dimension of all of v, or of every slice. The proof has it.
+
+Of W = a e the gradient of a is e D, and nothing is left out; e is a gain, with what the filters compute with a alone.
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ ELEMENTWISE: Mapping[str, Callable[..., Tensor]] = {
 STANDARDIZED, UNIT = "standardized", "unit"
 NORMALIZED = (STANDARDIZED, UNIT)
 DIVIDED = "divided"  # by a number that it determines itself, or by one for every slice
+TIMES, OVER = "times", "over"  # a number that it does not determine, or one for every slice
+PRODUCTS = (TIMES, OVER)
+SLICED = (*NORMALIZED, DIVIDED, *PRODUCTS)
 
 
 def between(x: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -60,12 +66,12 @@ def between(x: Tensor, low: float | None, high: float | None) -> Tensor:
 def slope(name: str, value: Tensor, factor: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
     """What multiplies the gradient on its way through a function of `value`; shaped as `value`.
 
-    factor: γ or g, one a slice; of "divided" σ, of a shape to broadcast. settings: (dim, ε) of a normalization, (dim,)
-    of "divided", else the further arguments.
+    factor: γ or g, one a slice; of quotients and products the other operand, of a shape to broadcast. settings:
+    (dim, ε) of a normalization or of a product, (dim,) of "divided", else the further arguments.
     """
-    if name == DIVIDED:
-        assert factor is not None, "bug in kfac_fx: divided by nothing"
-        return (1 / factor).expand_as(value)
+    if name in (DIVIDED, *PRODUCTS):
+        assert factor is not None, "bug in kfac_fx: a product with nothing"
+        return (factor if name == TIMES else 1 / factor).expand_as(value)
     if name not in NORMALIZED:
         return ELEMENTWISE[name](value, *settings)
     by = 1 / spread_of(name, value, *settings)
@@ -73,7 +79,9 @@ def slope(name: str, value: Tensor, factor: Tensor | None, settings: tuple[Any, 
 
 
 def filters(name: str, value: Tensor, dim: int, eps: float) -> Tensor:
-    """What a gain multiplies: v / |v|, or (v - mean v) / √(var v + ε)."""
+    """What a gain multiplies: v / |v|, (v - mean v) / √(var v + ε), or v itself in a product."""
+    if name in PRODUCTS:
+        return value
     others = [other for other in range(value.dim()) if other != dim]
     centered = value - value.mean(others, keepdim=True) if name == STANDARDIZED else value
     return centered / spread_of(name, value, dim, eps)

@@ -25,10 +25,9 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
     Of the gain of normalized filters: what each of them computes without it, and the gradient of its output. None for a
     use without either. What is returned closes over literals and functions only.
     """
-    if use.gain_of is not None:
-        return gains_of(use.gain_of)
+    gains = None if use.gain_of is None else gains_of(use.gain_of)
     if not use.slopes:
-        return None
+        return gains
     assert registration.matrix is not None, "bug in kfac_fx: slopes of a generic registration"
     entry = registration.matrix.weight or registration.matrix.bias
     assert entry is not None, "bug in kfac_fx: a matrix form without parameters"
@@ -37,7 +36,7 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
     centered = any(one.name == STANDARDIZED for one in use.slopes)
 
     def sloped(both: Rows, attrs: Attrs) -> Rows:
-        rows, grad_rows = both
+        rows, grad_rows = both if gains is None else gains(both, attrs)
         for n, name, settings, to_matrix in steps:
             by = slope(name, attrs[f"operand{n}"], attrs.get(f"factor{n}"), settings)
             matrix = viewed(by, to_matrix)  # [g, o, i], or [g, o] of a bias
@@ -67,7 +66,7 @@ def gains_of(gain: Gain) -> Callable[[Rows, Attrs], Rows]:
 
     def gains(both: Rows, attrs: Attrs) -> Rows:
         rows, grad_rows = both[0], both[1] if both[1].dim() == 4 else both[1].unsqueeze(2)
-        matrix = viewed(filters(name, attrs["operand0"], *settings), to_matrix).to(grad_rows)
+        matrix = viewed(filters(name, attrs["filters"], *settings), to_matrix).to(grad_rows)
         if ids:
             outputs = F.embedding(rows.clamp(min=0), matrix[0].mT).unsqueeze(2)
             outputs = torch.where((rows >= 0)[..., None, None], outputs, 0)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.slopes import DIVIDED, ELEMENTWISE, STANDARDIZED, UNIT, filters, projected, slope
+from kfac_fx.passes.slopes import DIVIDED, ELEMENTWISE, OVER, STANDARDIZED, TIMES, UNIT, filters, projected, slope
 
 POSITIVE = ("log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow")
 SETTINGS: dict[str, tuple[Any, ...]] = {"clamp": (-0.4, 0.5), "pow": (2.5,)}
@@ -83,3 +83,6 @@ def test_a_projection_takes_one_dimension_of_every_slice() -> None:
 def test_what_is_divided_is_divided_on_the_way_back(shape: tuple[int, ...]) -> None:
     v, number = torch.randn(4, 6), torch.rand(shape) + 0.5
     torch.testing.assert_close(slope(DIVIDED, v, number, (None,)), torch.ones(4, 6) / number)
+    torch.testing.assert_close(slope(OVER, v, number, (0, 0.0)), torch.ones(4, 6) / number)
+    torch.testing.assert_close(slope(TIMES, v, number, (0, 0.0)), torch.ones(4, 6) * number)
+    assert filters(TIMES, v, 0, 0.0) is v

@@ -105,6 +105,20 @@ class Cosine(nn.Module):
         return self.sharpness * F.linear(F.normalize(self.features(x)), F.normalize(self.directions))
 
 
+class AdaptiveRank(nn.Module):
+    """An adapter of AdaLoRA: singular values of their own between two thin matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 4)
+        self.right, self.left = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(4, 2))
+        self.values = nn.Parameter(torch.randn(2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + x @ (self.right * self.values).T @ self.left.T * 0.5
+        return y
+
+
 class Blended(nn.Module):
     """A learned mixture of images and frames, as in Stable Video Diffusion, and a row for what is missing."""
 
@@ -158,6 +172,12 @@ CASES = (
             ("embedding", ("kinds.parametrizations.weight.original",), 1),
         ),
         "multi_bernoulli",
+    ),
+    Case(
+        "adaptive_rank",
+        AdaptiveRank,
+        lambda: batch(3, 5),
+        (linear("linear"), *(("linear", (name,), 1) for name in ("right", "left", "values"))),
     ),
     Case(
         "blended",
