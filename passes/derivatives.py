@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import pytree
 from .calls import mapped, without_trace
+from .failures import fatal
 from .holder import attribute, holder
 from .operations import SIZED_BY_CASES, op_name
 
@@ -54,7 +55,9 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
         with without_trace(model), forward_mode():
             sys.setprofile(look)
             model(*mapped(Tensor.clone, tuple(tensors)))
-    except Exception:
+    except Exception as error:
+        if fatal(error):
+            raise
         return False  # what is wrong is said by whoever runs it for its results
     finally:
         sys.setprofile(before)
@@ -115,7 +118,9 @@ def note_sizes(
     for which in (lambda one: one.dim() > 0, lambda one: one.shape[:1] == (cases,)):
         try:
             other = again([torch.cat([one, one[:1]]) if which(one) else one for one in tensors])  # type: ignore[no-untyped-call]
-        except Exception:
+        except Exception as error:
+            if fatal(error):
+                raise
             continue  # not every first dimension may grow
         pairs = list(zip(module.graph.nodes, other.graph.nodes, strict=False))
         if len(module.graph.nodes) == len(other.graph.nodes) and all(a.target == b.target for a, b in pairs):

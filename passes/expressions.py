@@ -90,7 +90,7 @@ class Expressions:
             return None
         try:
             return self.number(node) if self.label[node] is Label.CONST else self.tensor(node)
-        except (RuntimeError, TypeError, LookupError, ValueError, AttributeError, NotImplementedError):
+        except (RuntimeError, TypeError, LookupError, ValueError, AttributeError):
             return None  # arguments that are no numbers here
 
     def number(self, node: fx.Node) -> Value | None:

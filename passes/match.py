@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from .cases import number_of_cases, with_batch_dim
 from .elements import KEY as ELEMENTS
 from .errors import LayerError
+from .failures import fatal
 from .holder import attribute
 from .inplace import functional
 from .ir import CASES, Bound, Program, Use
@@ -98,6 +99,8 @@ def form_graph(layer: Layer, form: Form) -> fx.Node:
     try:
         root = returned(form.function, form.roles)
     except Exception as error:
+        if fatal(error):
+            raise
         raise LayerError(f"the form of layer {layer.name!r} ({layer.location}) cannot be traced: {error}") from error
     if not isinstance(root, fx.Node) or root.op == "placeholder":
         raise LayerError(f"the form of layer {layer.name!r} ({layer.location}) must return one computed tensor")

@@ -17,6 +17,7 @@ from .attributes import untouched
 from .border import python_random, refuse_drawn
 from .devices import kinds
 from .errors import UntraceableError
+from .failures import fatal
 from .holder import attribute, holder
 from .operations import op_name
 from .watch import backward_hooks, cumulative_averages, custom_functions, refuse_custom, untraceable
@@ -93,6 +94,8 @@ def symbolic_trace(model: nn.Module) -> Traced:
                     warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
                     graph = _Tracer().trace(model, concrete_args=defaults)
             except Exception as error:
+                if fatal(error):
+                    raise
                 refuse_custom(model, custom, exported=False)
                 raise UntraceableError(untraceable(model, error)) from error
             targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}

@@ -20,6 +20,7 @@ from .attributes import untouched
 from .border import refuse_drawn, refuse_hidden_tensors, refuse_nested, refuse_no_tensors
 from .derivatives import FORWARD_MODE, differentiated, forward_mode, takes_derivatives
 from .errors import UntraceableError
+from .failures import fatal
 from .flat import Flat, Returned, flat_graph, input_names
 from .ir import Options, Program
 from .operations import op_name
@@ -122,6 +123,8 @@ def exported(
         except UntraceableError:
             raise
         except Exception as error:
+            if fatal(error):
+                raise
             functions.check()
             raise UntraceableError(untraceable(model, error)) from error
     functions.check()
@@ -169,8 +172,8 @@ def graph_module(
             module = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False).module()
         if not any(op_name(node) in FORWARD_MODE for node in module.graph.nodes):
             return module, getattr(module, "_guards_fn", None)
-    except Exception:
-        if not takes_derivatives(flat, tensors):
+    except Exception as error:
+        if fatal(error) or not takes_derivatives(flat, tensors):
             raise
     flat.returned = Returned()
     with custom_functions() as custom:

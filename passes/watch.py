@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .checkpoints import checkpoints_off
 from .errors import UntraceableError
+from .failures import first_line
 from .places import OWN_FOLDER
 
 TORCH_SPEAKS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -120,9 +121,8 @@ def untraceable(model: nn.Module, error: Exception) -> str:
             line = f" ({file.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
             source = linecache.getline(file, frame.tb_lineno).strip()
         frame = frame.tb_next
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
     place = "" if path is None else f"; torch gave up in {path or type(model).__name__}{line}"
-    shown = "".join(f"  {text}\n" for text in (source, f"{type(error).__name__}: {said}") if text)
+    shown = "".join(f"  {text}\n" for text in (source, f"{type(error).__name__}: {first_line(error)}") if text)
     if any(word in str(error) for word in VALUES):
         advice = (
             "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "

@@ -21,6 +21,7 @@ from kfac_fx.passes.attributes import settings
 from kfac_fx.passes.border import capture_key
 from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import RegistrationError, UntraceableError
+from kfac_fx.passes.failures import fatal, first_line
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
@@ -191,12 +192,12 @@ class Captures:
             division = divide(self.model, args, kwargs, options, layers, error, known)
         except UntraceableError:
             raise
-        except torch.OutOfMemoryError:
-            raise
         except Exception as failure:
-            said = (str(failure).strip() or "no message").splitlines()[0]
+            if fatal(failure):
+                raise
+            said = f"{type(failure).__name__}: {first_line(failure)}"
             raise UntraceableError(
-                f"{type(self.model).__name__} does not run on these inputs: {type(failure).__name__}: {said}\n"
+                f"{type(self.model).__name__} does not run on these inputs: {said}\n"
                 f"Correct the inputs or the model. What torch.export says:\n{error}"
             ) from failure
         program = run(division.program, SUBMODULES)

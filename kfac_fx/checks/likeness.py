@@ -21,6 +21,7 @@ from kfac_fx.linalg.precision import without_cudnn
 from kfac_fx.passes import pytree
 from kfac_fx.passes.attributes import attributes, counts, untouched
 from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.failures import fatal, first_line
 from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.passes.watch import custom_functions
 from kfac_fx.passes.writes import parameters_kept
@@ -39,11 +40,11 @@ def compare(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     values = recorder.capture.flatten(args, kwargs)
     try:
         its_outputs, its_gradients, its_buffers = of_graph(recorder, values)
-    except torch.OutOfMemoryError:
-        raise
     except (TypeError, RuntimeError, ValueError) as error:
+        if fatal(error):
+            raise
         raise UntraceableError(
-            f"the graph of {name} does not run on these inputs: {str(error).splitlines()[0]}\n"
+            f"the graph of {name} does not run on these inputs: {first_line(error)}\n"
             "Give kfac_fx.compile example inputs, so that torch.export captures it."
         ) from error
     pairs, rounding = zip(outputs, its_outputs, strict=True), coarsest(recorder, values)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.passes.failures import fatal, first_line
 from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Slope
@@ -47,7 +48,9 @@ class ProofTap(Tap):
                     self.changes.append(change(divided, sums, attrs["factor0"], attrs["operand0"]))
                 self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                self.failure = f"its rows could not be made: {str(error).splitlines()[0]}"
+                if fatal(error):
+                    raise
+                self.failure = f"its rows could not be made: {first_line(error)}"
                 return output_grad.new_zeros(1, 1, g, inputs), output_grad.new_zeros(1, 1, g, o)
             return rows, grad_rows
 

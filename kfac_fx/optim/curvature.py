@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_fx.losses.loss_function import LossFunction, precise
+from kfac_fx.passes.failures import fatal, first_line
 
 Tensors = dict[str, Tensor]
 WeightedLosses = Sequence[tuple[float, LossFunction]]
@@ -89,15 +90,15 @@ class JacobianProducts:
                 return in_reverse_mode_twice(function, point, tangents)
             try:
                 return in_forward_mode(function, point, tangents)
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:  # NotImplementedError is one: no forward-mode formula, or no vmap rule
+                if fatal(error):
+                    raise
                 reason = first_line(error)
                 try:
                     found = in_reverse_mode_twice(function, point, tangents)
-                except torch.OutOfMemoryError:
-                    raise
                 except RuntimeError as second:
+                    if fatal(second):
+                        raise
                     raise RuntimeError(
                         "the exact quadratic model needs products with the Jacobian, and torch has none for this "
                         f"model.\n  in forward mode: {reason}\n  in reverse mode, twice: {first_line(second)}\n"
@@ -105,10 +106,6 @@ class JacobianProducts:
                     ) from second
                 self.reason = reason
                 return found
-
-
-def first_line(error: RuntimeError) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def in_forward_mode(

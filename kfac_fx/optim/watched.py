@@ -14,6 +14,7 @@ from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes import pytree
 from kfac_fx.passes.devices import RandomState, same_random
 from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.failures import out_of_memory
 from kfac_fx.recording.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched
@@ -93,8 +94,10 @@ def watch(
             return None
         try:
             fisher, inner = within(recorder, values, watched, start)
-        except torch.OutOfMemoryError:  # the user's own forward is in memory, too
-            return None
+        except RuntimeError as error:
+            if out_of_memory(error):  # the user's own forward is in memory, too
+                return None
+            raise
     cases, part = enough(fisher)
     if cases == 0:
         return None

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from kfac_fx.losses.registered_losses import WeightedLosses
 from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import RegistrationError, nearest
+from kfac_fx.passes.failures import fatal, first_line
 from kfac_fx.passes.ir import Dims, Program
 from kfac_fx.passes.padding import padding, spread
 
@@ -86,8 +87,10 @@ def computed(
         with program.graph.inserting_before(placeholders[-1].next):
             made = called([fx.Proxy(node) for node in placeholders])
     except Exception as error:
+        if fatal(error):
+            raise
         raise RegistrationError(
-            f"padding_mask cannot be traced: {str(error).splitlines()[0]}\nWrite it with tensor operations on the "
+            f"padding_mask cannot be traced: {first_line(error)}\nWrite it with tensor operations on the "
             "arguments of forward, as in padding_mask=lambda ids: ids != 0."
         ) from error
     if not isinstance(made, fx.Proxy):

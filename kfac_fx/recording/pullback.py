@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.losses.sources import Cotangents
+from kfac_fx.passes.failures import fatal, first_line
 
 MEMORY = 1 << 30  # bytes that a chunk of cotangents may take
 
@@ -39,7 +40,8 @@ class SavedBytes:
 class Pullback:
     """Vector-Jacobian products of `outputs` with respect to `leaves`, for [k, ...] cotangents at once.
 
-    loop_reason: why cotangents go one by one, once vmap has failed; None as long as it has not.
+    loop_reason: why cotangents go one by one, once vmap has failed; None as long as it has not. What fails in another
+        way than vmap, fails one by one, too.
     """
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -67,7 +69,9 @@ class Pullback:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="There is a performance drop because")
                     return list(torch.vmap(grad)(*given))
-            except (RuntimeError, NotImplementedError) as error:
-                self.loop_reason = f"vmap is not possible here: {str(error).splitlines()[0]}"
+            except RuntimeError as error:  # of every kind: torch has no word for an operation that vmap does not know
+                if fatal(error):
+                    raise
+                self.loop_reason = f"vmap is not possible here: {first_line(error)}"
         each = [grad(*one) for one in zip(*given, strict=True)]
         return [torch.stack(grads) for grads in zip(*each, strict=True)]

@@ -236,18 +236,45 @@ def test_chunks_report_how_far_they_are(monkeypatch: pytest.MonkeyPatch) -> None
     assert by_case == 4 * (3 + 2)  # of every case, for the parameters of no layer
 
 
-def test_where_vmap_fails_sources_go_one_by_one_and_the_reason_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = case()
-    expected, est = (estimator(model, x, two_losses, "full", "exact") for _ in range(2))
-    expected.update_covariances(x)
+@torch.library.custom_op("kfac_fx_tests::guarded", mutates_args=())
+def guarded(x: Tensor) -> Tensor:
+    """An identity whose backward looks at the values of the gradient."""
+    return x.clone()
 
-    def no_rule(function: Any) -> Any:
-        raise RuntimeError("there is no rule for this operation\nand more")
 
-    monkeypatch.setattr(torch, "vmap", no_rule)
-    est.update_covariances(x)
-    assert est.net.captures.first.loop_reason == "vmap is not possible here: there is no rule for this operation"
-    assert_same(expected, est)
+def look(ctx: Any, gradient: Tensor) -> Tensor:
+    assert not gradient.isnan().any().item()
+    return gradient
+
+
+guarded.register_fake(torch.empty_like)
+guarded.register_autograd(look)
+
+
+class Guarded(nn.Sequential):
+    def __init__(self, guard: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(nn.Linear(4, 5), nn.Linear(5, 3))
+        self.guard = guard
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self[1](self.guard(self[0](x)))
+        return y
+
+
+def test_where_vmap_fails_sources_go_one_by_one_and_the_report_says_why() -> None:
+    x, found = torch.randn(6, 4), []
+    for guard in (Tensor.clone, guarded):
+        torch.manual_seed(0)
+        found.append(estimator(Guarded(guard), x, "categorical", "kron", "exact"))
+        assert found[-1].net.report.to_dict()["fallbacks"] == []
+        found[-1].update_covariances(x)
+    assert_same(*found)
+    expected, looped = (est.net.report for est in found)
+    assert expected.to_dict()["fallbacks"] == []
+    (said,) = looped.to_dict()["fallbacks"]
+    assert said.startswith("sources of the exact modes are sent back one by one: vmap is not possible here: vmap: It")
+    assert "calling .item() on a Tensor" in said and "\n" not in said
+    assert "fallback  sources of the exact modes are sent back one by one" in str(looped)
 
 
 def test_an_unknown_mode_is_refused() -> None:

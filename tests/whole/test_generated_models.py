@@ -1,14 +1,22 @@
-"""The rewritten model is the original: random models, bit for bit."""
+"""The rewritten model is the original: random models, bit for bit.
+
+The emitted graph has no operation in place. Such an operation leaves a part of a tensor where it is, `x[:, 0].relu_()`,
+and out of place the result has memory of its own: the same values with other strides, of which a matrix product may add
+up the terms in another order. So rides of models that do this are compared in double precision, up to rounding.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfac_fx
-from tests.whole.generated import Recipe, Step, recipes
+from tests.whole.generated import BATCH, Recipe, Step, recipes
 from tests.whole.training import differences, step
 
 
@@ -31,32 +39,57 @@ def test_a_recipe_is_the_model() -> None:
     assert "relu_" not in repr(recipe.out_of_place())
 
 
-def a_ride_is_the_original(
-    net: kfac_fx.CompiledModule, model: torch.nn.Module, twin: torch.nn.Module, x: torch.Tensor
-) -> None:
-    """Bit for bit, but for generic parameters: their uses are summed in a view first, which may round differently."""
-    theirs, ours = step(twin, lambda: twin(x)), step(model, lambda: net.ride((x,), {})[0])
+class WritesIntoParts(TorchDispatchMode):
+    """found: was something written into a part of a tensor?"""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            self.found |= not args[0].is_contiguous()
+        return func(*args, **(kwargs or {}))
+
+
+def writes_into_parts(recipe: Recipe) -> bool:
+    with torch.no_grad(), WritesIntoParts() as writes:
+        recipe.model()(recipe.inputs())
+    return writes.found
+
+
+def a_ride_is_the_original(net: kfac_fx.CompiledModule, twin: torch.nn.Module, x: torch.Tensor, rounded: bool) -> None:
+    """Bit for bit, but for generic parameters: their uses are summed in a view first, which may round differently.
+
+    rounded: up to rounding in double precision only.
+    """
+    theirs, ours = step(twin, lambda: twin(x)), step(net.model, lambda: net.ride((x,), {})[0])
     generic = {f"gradient of {name}" for one in net.registrations if one.generic for name in one.parameters}
-    rounded = set(differences(theirs, ours))
-    assert rounded <= generic
-    for name in rounded:
+    apart = set(differences(theirs, ours))
+    assert rounded or apart <= generic
+    for name in apart:
         torch.testing.assert_close(ours[name], theirs[name])
 
 
-def is_the_original(recipe: Recipe, example: tuple[torch.Tensor] | None) -> None:
+def is_the_original(recipe: Recipe, example: torch.Tensor | None, size: int = BATCH) -> None:
     """Two steps with a recording before each, then one on the emitted module itself."""
-    model, twin, x = recipe.model(), recipe.model(), recipe.inputs()
-    net = kfac_fx.compile(model, example, loss="normal")
+    dtype = torch.float64 if (rounded := writes_into_parts(recipe)) else torch.float32
+    model, twin, x = recipe.model().to(dtype), recipe.model().to(dtype), torch.randn(size, *recipe.start, dtype=dtype)
+    net = kfac_fx.compile(model, None if example is None else (example.to(dtype),), loss="normal")
     for _ in range(2):
         net.record((x,), {})
         assert differences(step(twin, lambda: twin(x)), step(model, lambda: net(x))) == []
-    a_ride_is_the_original(net, model, twin, x)
+    a_ride_is_the_original(net, twin, x, rounded)
+
+
+def test_writing_into_a_part_of_a_tensor_is_noticed() -> None:
+    first = Step("linear", (6, True))
+    assert writes_into_parts(Recipe((4, 6), (first, Step("first"), Step("relu_"))))
+    assert not writes_into_parts(Recipe((4, 6), (first, Step("relu_"), Step("first"), Step("relu"))))
 
 
 @settings(max_examples=25)
 @given(recipes())
 def test_the_rewritten_model_is_the_original(recipe: Recipe) -> None:
-    is_the_original(recipe, (recipe.inputs(2),))
+    is_the_original(recipe, recipe.inputs(2))
 
 
 @settings(max_examples=25)
@@ -69,14 +102,10 @@ def test_the_model_traced_without_inputs_is_the_original(recipe: Recipe) -> None
 @settings(max_examples=400)
 @given(recipes(largest=12), st.booleans())
 def test_many_rewritten_models_are_the_original(recipe: Recipe, traced: bool) -> None:
-    is_the_original(recipe, None if traced else (recipe.inputs(2),))
+    is_the_original(recipe, None if traced else recipe.inputs(2))
 
 
 @settings(max_examples=10)
 @given(recipes(), st.integers(2, 7))
 def test_another_batch_size_is_the_original_too(recipe: Recipe, size: int) -> None:
-    model, twin = recipe.model(), recipe.model()
-    net = kfac_fx.compile(model, (recipe.inputs(),), loss="normal")
-    x = torch.randn(size, *recipe.start)
-    net.record((x,), {})
-    a_ride_is_the_original(net, model, twin, x)
+    is_the_original(recipe, recipe.inputs(), size)
