@@ -89,9 +89,15 @@ def test_the_factors_of_a_weight_with_numbers_for_its_outputs() -> None:
     torch.testing.assert_close(block.factors["G"].value[0], grad_rows.mT @ grad_rows / 15)
 
 
-def test_a_weight_that_is_divided_by_constants_is_exact() -> None:
-    model = toy(lambda x, w: F.linear(x, w / torch.arange(1.0, 5.0)), w=(6, 4))
-    x = torch.randn(1, 1, 4)
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x, w: F.linear(x, w / torch.arange(1.0, 5.0)), (6, 4)),
+        (lambda x, w: x * (w * torch.arange(1.0, 5.0)), (4,)),
+    ],
+)
+def test_a_weight_times_constants_is_exact(function: Function, shape: tuple[int, ...]) -> None:
+    model, x = toy(function, w=shape), torch.randn(1, 1, 4)
     block = recorded(model, x).blocks["w",]
     assert block.registration.reason is None
     torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
