@@ -93,7 +93,9 @@ class CompiledModule(nn.Module):
         first = self.captures.first
         looped = [] if first is None or first.loop_reason is None else [first.loop_reason]
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
-        return [*(f"sources of the exact modes are sent back one by one: {why}" for why in looped), *of_optimizer()]
+        unproved = [] if self.captures.declared.verify else ["no registration was proved: verify=False"]
+        sent = [f"sources of the exact modes are sent back one by one: {why}" for why in looped]
+        return [*unproved, *sent, *of_optimizer()]
 
     @property
     def layer_collection(self) -> LayerCollection:
@@ -107,7 +109,9 @@ class CompiledModule(nn.Module):
 
     # --- running ----------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's; in torch.compile's own wrapper it stays Python, which `backend=` compiles what it can be."""
         if self.model.training and torch.is_grad_enabled():
             self.captures.structure.check()
             if not self.captures.known:

@@ -130,12 +130,14 @@ class FisherBlock:
 
 def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
     """Raises NotRegisteredError with all culprits: names that are missing, tensors of another shape than the
-    parameter's and, if the vector is of these parameters alone, other names."""
+    parameter's and, if the vector is of these parameters alone, other names; TypeError for anything but a mapping."""
+    if not isinstance(vector, Mapping):
+        raise TypeError(f"a vector is a dict of tensors by parameter name, and not a {type(vector).__name__}")
     missing, unknown = sorted(shapes.keys() - vector.keys()), sorted(vector.keys() - shapes.keys()) if alone else []
     other = [name for name in shapes if name in vector and tuple(vector[name].shape) != tuple(shapes[name])]
     if not (missing or unknown or other):
         return
-    lines = [f"the vector does not fit: {len(missing)} names are missing, {len(unknown)} are not registered."]
+    lines = ["the vector does not fit the registered parameters:"]
     lines += [f"  missing  {name}" for name in missing]
     lines += [f"  unknown  {name}.{nearest(name, missing)}" for name in unknown]
     lines += [f"  {name} is {list(vector[name].shape)}, and the parameter {list(shapes[name])}" for name in other]

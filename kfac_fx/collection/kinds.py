@@ -56,7 +56,7 @@ KINDS: Mapping[str, Kind] = {
 def checked_kind(kind: str) -> str:
     """Raises ApproximationError for a kind that does not exist."""
     if kind not in KINDS:
-        raise ApproximationError(f"there are no layers {kind!r}, but {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+        raise ApproximationError(f"{kind!r} is no kind of layer; there are {', '.join(KINDS)}.{nearest(kind, KINDS)}")
     return kind
 
 

@@ -26,6 +26,12 @@ class Categorical(LossFunction):
     targets_like = "class numbers, one for each distribution"
 
     def __init__(self, logits: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
+        if logits.ndim and logits.shape[-1] == 1:
+            raise LossError(
+                f"logits of shape {list(logits.shape)} have one class, whose probability is always 1; one logit for "
+                "two classes is a MultiBernoulli, and another axis of classes goes to the end: "
+                "Categorical(x.movedim(1, -1))"
+            )
         super().__init__(logits, targets, seed)
 
     @property

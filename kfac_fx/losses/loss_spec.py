@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kfac_fx.losses.distributions import Categorical, LossFunction, MultiBernoulli, Normal
 from kfac_fx.passes.errors import LossError, nearest
@@ -17,6 +18,14 @@ NAMES: dict[str, type[LossFunction]] = {
     "multi_bernoulli": MultiBernoulli,
 }
 WeightedLosses = list[tuple[float, LossFunction]]
+OF_TORCH = {  # what people train with, and the distribution behind it
+    "CrossEntropyLoss": "categorical",
+    "cross_entropy": "categorical",
+    "MSELoss": "normal",
+    "mse_loss": "normal",
+    "BCEWithLogitsLoss": "multi_bernoulli",
+    "binary_cross_entropy_with_logits": "multi_bernoulli",
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,23 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "
             "such as lambda logits: kfac_fx.losses.Categorical(logits)"
         )
+    if trained := of_torch(spec):
+        known = OF_TORCH.get(trained, "")
+        raise LossError(
+            f"loss={trained} needs targets, and K-FAC draws its own: name the distribution of the model's outputs, "
+            + (f"loss={known!r}" if known else f"one of {', '.join(repr(name) for name in NAMES)}")
+        )
     return LossSpec(spec, "the function given as loss")
+
+
+def of_torch(spec: Any) -> str:
+    """The name of a loss of torch: a function, a module or its class; empty for anything else."""
+    if isinstance(spec, nn.Module):
+        return type(spec).__name__
+    if isinstance(spec, type) and issubclass(spec, nn.Module):
+        return spec.__name__
+    name: str = getattr(spec, "__name__", "")
+    return name if name and spec is getattr(F, name, None) else ""
 
 
 def _of_one_tensor(kind: Callable[[Tensor], LossFunction], name: str) -> Callable[[Any], LossFunction]:
@@ -73,10 +98,14 @@ def _of_one_tensor(kind: Callable[[Tensor], LossFunction], name: str) -> Callabl
         if isinstance(outputs, list | tuple) and len(outputs) == 1:
             (outputs,) = outputs
         if not isinstance(outputs, Tensor):
+            one = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
             raise LossError(
                 f"loss={name!r} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
-                "as in loss=lambda outputs: kfac_fx.losses.Categorical(outputs[0])"
+                f"as in loss=lambda outputs: kfac_fx.losses.{getattr(kind, '__name__', 'Normal')}(outputs[{one!r}])"
             )
+        if kind is Categorical and outputs.ndim < 2:
+            shape = list(outputs.shape)
+            raise LossError(f"loss={name!r} needs logits of shape [cases, ..., classes], and the model returns {shape}")
         return kind(outputs)
 
     return make

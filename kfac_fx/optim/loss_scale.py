@@ -29,7 +29,7 @@ LARGE = 2**13  # loss scales against underflow are powers of two from here on
 
 
 class LossScaleWarning(UserWarning):
-    """The loss that is trained is a multiple of the one that was registered."""
+    """The loss that is trained is a multiple of the registered one, or has its classes on another axis."""
 
     __module__ = "kfac_fx"
 
@@ -132,11 +132,38 @@ def factor_of_value(coefficient: float, loss: LossFunction, gradient: Tensor, va
     return next((float(one) for one in usual if abs(factor - one) <= EXACT * one), None)
 
 
+def misplaced_classes(watched: Watched) -> list[str]:
+    """What to write where the classes of the trained loss are on another axis than those of a Categorical: over its
+    classes the gradient of a cross entropy sums to zero, whatever the targets and their weights."""
+    leaves, pairs = watched.losses()
+    lines = []
+    for _, _, loss in pairs:
+        gradient = pushed(loss.inputs, leaves, watched.arrived()) if isinstance(loss, Categorical) else None
+        axis = None if gradient is None else axis_of_classes(gradient)
+        if axis is not None:
+            name, shape = type(loss).__name__, list(loss.inputs.shape)
+            lines.append(
+                f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on the last: "
+                f"write loss=lambda outputs: kfac_fx.losses.{name}(outputs.movedim({axis}, -1))."
+            )
+    return lines
+
+
+def axis_of_classes(gradient: Tensor) -> int | None:
+    """The axis between the first and the last that a gradient sums to zero over, if it does not over the last."""
+    size = float(gradient.abs().sum())
+    if not size or not math.isfinite(size):
+        return None
+    rest = {axis: float(gradient.sum(axis).abs().sum()) / size for axis in range(1, gradient.ndim)}
+    *between, last = rest
+    return next((axis for axis in between if rest[axis] <= PROPORTIONAL < TOLERANCE < rest[last]), None)
+
+
 # --- what is said ---------------------------------------------------------------------------------------------------
 
 
 def check(watched: Sequence[Watched], *, reduction: str, loss_scale: float, value: float | None) -> None:
-    """Warn of a loss that is a multiple of the registered one.
+    """Warn of a loss that is a multiple of the registered one, or has its classes on another axis.
 
     Args:
         watched: the forwards of a step. reduction: "mean" or "sum", as the user declared the loss.
@@ -144,7 +171,11 @@ def check(watched: Sequence[Watched], *, reduction: str, loss_scale: float, valu
     """
     used = [one for one in watched if one.gradients]
     with torch.enable_grad():
+        misplaced = [line for one in used[:1] for line in misplaced_classes(one)]
         each = [factors(one, value if len(used) == 1 else None) for one in used]
+    if misplaced:
+        warnings.warn(LossScaleWarning("\n".join([*dict.fromkeys(misplaced), WHY])), stacklevel=8)
+        return
     if not each or any(len(found) != len(each[0]) for found in each):
         return
     lines = []

@@ -56,6 +56,13 @@ class Report:
         return self.program.unused
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """Parameters that a LayerCollection has uses of, and no registration."""
+        known = {name for one in self.program.registrations for name in one.owners}
+        known |= {self.program.owner(name) for name in self.unused}
+        return tuple(name for name in self.program.parameters if name not in known)
+
+    @property
     def history(self) -> tuple[PassRecord, ...]:
         return self.program.history
 
@@ -88,7 +95,8 @@ class Report:
     def captured(self) -> list[str]:
         """The submodules, if there is no graph of the whole model."""
         names = list(dict.fromkeys(one.path for one in self.program.submodules))
-        return [f"{len(names)} submodules, one by one: {', '.join(names)}"] if names else []
+        what = "one submodule" if len(names) == 1 else f"{len(names)} submodules, one by one"
+        return [f"{what}: {', '.join(names)}"] if names else []
 
     @property
     def python(self) -> list[str]:
@@ -102,7 +110,9 @@ class Report:
         dropped = [f"{note.subject}: {note.reason}" for note in self.dropped]
         passes = ", ".join(f"{one.name} {one.summary or f'{one.nodes:,} nodes'}" for one in self.history)
         found = [("generic", generic or ["none"]), ("reasons", reasons), ("dropped", dropped or ["none"])]
-        found += [("unused", list(self.unused) or ["none"]), ("captured", self.captured), ("python", self.python)]
+        left_out = [f"{', '.join(self.left_out)}: not registered, so they follow KFAC's first-order rule"]
+        found += [("unused", list(self.unused) or ["none"]), ("left out", left_out if self.left_out else [])]
+        found += [("captured", self.captured), ("python", self.python)]
         found += [("memory", [self.memory]), ("passes", [passes or "none"])]
         found.append(("sampling", described(self.program)))
         if self.program.mask is not None:

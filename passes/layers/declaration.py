@@ -198,9 +198,13 @@ def location(function: Callable[..., Any]) -> str:
 
 
 def collect(*declared: Layer) -> dict[str, Layer]:
-    """Layers by name. Raises LayerError for a second declaration of one name, with both places."""
+    """Layers by name. Raises LayerError for a second declaration of one name, with both places, and for anything else
+    than a declaration."""
     layers: dict[str, Layer] = {}
     for one in declared:
+        if not isinstance(one, Layer):
+            given = one.__name__ if isinstance(one, type) else type(one).__name__
+            raise LayerError(f"layers=[...] takes what @kfac_fx.layer(...) makes of a function, and got {given}")
         if one.name in layers:
             raise LayerError(f"layer {one.name!r} declared twice: {layers[one.name].location} and {one.location}")
         layers[one.name] = one

@@ -74,6 +74,12 @@ def test_parameters_must_be_weight_and_bias(function: Callable[..., Tensor], fou
         dense().form(example=example)(function)
 
 
+def test_what_is_no_declaration_is_refused() -> None:
+    for wrong, name in ((nn.Linear, "Linear"), (nn.Linear(2, 2), "Linear"), ("dense", "str")):
+        with pytest.raises(LayerError, match=rf"takes what @kfac_fx.layer\(...\) makes of a function, and got {name}"):
+            collect(wrong)  # type: ignore[arg-type]
+
+
 def test_two_layers_of_one_name_are_an_error_with_both_places() -> None:
     with pytest.raises(LayerError, match=r"layer 'dense' declared twice: .*test_declaration.py:\d+ and .*:\d+"):
         collect(dense(), dense("other"), dense())

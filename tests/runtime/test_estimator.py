@@ -241,7 +241,7 @@ def test_a_vector_must_name_every_parameter() -> None:
     v = noise(est)
     wrong = {("0.wieght" if name == "0.weight" else name): tensor for name, tensor in v.items()}
     text = (
-        r"1 names are missing, 1 are not reg.*\n  missing  0\.weight\n  unknown  0\.wieght\. Did you mean '0\.weight'\?"
+        r"not fit the registered parameters:\n  missing  0\.weight\n  unknown  0\.wieght\. Did you mean '0\.weight'\?"
     )
     with pytest.raises(KeyError, match=text):
         est.multiply(wrong)

@@ -31,7 +31,7 @@ def test_a_variance_is_looked_at_when_it_is_registered(var: Any) -> None:
 def test_kinds_of_layers_that_there_are_not_are_named() -> None:
     lc = affine()
     for call in (lambda: lc.default_approximation("convd"), lambda: lc.set_default_approximation("convd", "kron")):
-        with pytest.raises(ApproximationError, match="there are no layers 'convd', but .* Did you mean 'conv2d'"):
+        with pytest.raises(ApproximationError, match="'convd' is no kind of layer; there are .* Did you mean 'conv2d'"):
             call()
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
 from kfac_fx.losses.loss_spec import loss_from
@@ -77,6 +79,34 @@ def test_a_named_loss_says_how_to_choose_an_output(outputs: Any) -> None:
         LossError, match=r"loss='normal' needs one output tensor, and the model returns a (dict|tuple|int): say"
     ):
         loss_from("normal")(outputs)
+    if isinstance(outputs, dict):
+        with pytest.raises(LossError, match=r"kfac_fx\.losses\.Categorical\(outputs\['logits'\]\)"):
+            loss_from("categorical")(outputs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (nn.CrossEntropyLoss(), "loss=CrossEntropyLoss needs targets, .* loss='categorical'"),
+        (nn.MSELoss, "loss=MSELoss needs targets, .* loss='normal'"),
+        (F.binary_cross_entropy_with_logits, "loss=binary_cross_entropy_with_logits .* loss='multi_bernoulli'"),
+        (F.cross_entropy, "loss=cross_entropy needs targets, .* loss='categorical'"),
+        (nn.CTCLoss(), "loss=CTCLoss needs targets, .* one of 'categorical', 'normal', 'multi_bernoulli'"),
+    ],
+)
+def test_a_loss_of_torch_is_told_the_distribution_behind_it(spec: Any, said: str) -> None:
+    with pytest.raises(LossError, match=said):
+        loss_from(spec)
+
+
+def test_logits_without_a_choice_are_refused() -> None:
+    """The softmax of one class has no gradient, and a batch of numbers is no batch of distributions."""
+    with pytest.raises(
+        LossError, match=r"logits of shape \[4, 1\] have one class, .* MultiBernoulli, and another axis"
+    ):
+        loss_from("categorical")(X[:, :1])
+    with pytest.raises(LossError, match=r"needs logits of shape \[cases, ..., classes\], and the model returns \[4\]"):
+        loss_from("categorical")(X[:, 0])
 
 
 def test_a_function_must_return_losses() -> None:

@@ -111,6 +111,17 @@ def test_counters_are_read_when_the_report_is_shown(program: Program) -> None:
     assert "runtime" not in json.loads(report.to_json())
 
 
+def test_what_a_collection_left_out_is_told() -> None:
+    x = torch.randn(4, 3)
+    lc = kfac_fx.LayerCollection(kfac_fx.capture(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), (x,)))
+    lc.register_categorical_predictive_distribution(lc.outputs_of("1"))
+    lc.register_fully_connected(("0.weight", "0.bias"), None, lc.outputs_of("0"))
+    report = kfac_fx.compile(lc, variables=["0.weight", "0.bias"], verify=False).report
+    assert report.left_out == ("1.weight", "1.bias")
+    assert "left out  1.weight, 1.bias: not registered, so they follow KFAC's first-order rule" in str(report)
+    assert "fallback  no registration was proved: verify=False" in str(report)
+
+
 def test_fallbacks_are_told_once_there_are_any(program: Program) -> None:
     told: list[str] = []
     report = Report(program, fallbacks=lambda: told)

@@ -42,6 +42,35 @@ def test_a_wrapper_is_looked_through_and_trained_through(wrap: Callable[[nn.Modu
     assert not net.eval().training and not wrapper.training and not model.training
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at all tensors
+@pytest.mark.parametrize("inside", [False, True])
+def test_torch_compile_around_a_compiled_module_leaves_it_as_it_is(inside: bool) -> None:
+    """Recording and an optimizer's listening are Python, which torch.compile would trace into."""
+
+    class Training(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x).square().mean()
+
+    torch.compiler.reset()
+    trained = []
+    for optimize in (False, True):
+        torch.manual_seed(0)
+        net = kfac_fx.compile(mlp(), (X,), loss="normal")
+        around = Training(torch.compile(net, backend="eager") if optimize and inside else net)
+        run = torch.compile(around, backend="eager") if optimize and not inside else around
+        optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            run(X).backward()
+            optimizer.step()
+        trained.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    assert torch.equal(*trained)
+
+
 def test_a_copy_keeps_the_wrapper() -> None:
     net = copy.deepcopy(kfac_fx.compile(nn.DataParallel(mlp()), (X,), loss="categorical"))
     assert isinstance(net._wrapper, nn.DataParallel) and net._wrapper.module is net.model

@@ -97,6 +97,22 @@ def test_what_is_right_or_cannot_be_told_is_not_warned_of(case: dict[str, Any]) 
     assert warned(**case) == ""
 
 
+def test_classes_on_another_axis_than_the_last_are_told() -> None:
+    """As in segmentation, where cross_entropy takes axis 1; nothing else would say so."""
+    x, targets = torch.randn(2, 3, 6, 5), torch.randint(4, (2, 6, 5))
+    for make, said in (
+        (losses.Categorical, ["the trained loss has its classes on axis 1 of [2, 4, 6, 5], and the registered"]),
+        (lambda y: losses.Categorical(y.movedim(1, -1)), []),
+    ):
+        net = kfac_fx.compile(nn.Conv2d(3, 4, 1), (x,), loss=make)
+        optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LossScaleWarning)
+            F.cross_entropy(net(x), targets, weight=torch.rand(4)).backward()
+            optimizer.step()
+        assert [str(one.message).partition(" Categorical")[0] for one in caught] == said
+
+
 def times(factor: str, name: str, reduction: str = "mean", cases: int = 8) -> str:
     return f"the trained loss is {factor} times the {reduction} of the registered {name} loss over its {cases} cases; "
 
