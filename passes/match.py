@@ -7,28 +7,27 @@ way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a produ
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, fx
 
+from .binding import Binding, fits, reads_itself, static_shape
 from .cases import number_of_cases, with_batch_dim
 from .elements import KEY as ELEMENTS
 from .errors import LayerError
 from .failures import fatal
+from .gathers import ENTRIES, entries
 from .holder import attribute
 from .inplace import functional
 from .ir import CASES, Bound, Program, Use
-from .labels import Label, ancestors, labels, parameters_behind
+from .labels import Label, ancestors, labels
 from .layers import Form, Layer
 from .masks import with_mask
 from .matrix import Layout, Shape
-from .operations import CASTS, op_name
 from .pieces import Made
-from .slopes import DIVIDED
 from .spelling import order_operands, respell
-from .views import bound_parameter
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,6 @@ class Pattern:
         return self.layer.forms[self.number]
 
 
-@dataclass
-class Binding:
-    """What the names of a form stand for while it is being laid over the graph."""
-
-    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # pattern's operation -> graph's
-    names: dict[str, Any] = field(default_factory=dict)  # placeholder -> node or literal
-    parameters: dict[str, tuple[str, Layout]] = field(default_factory=dict)
-    expressions: Mapping[fx.Node, Made] = field(default_factory=dict)  # what may fill a role beside a parameter
-    made: dict[str, Made] = field(default_factory=dict)  # the roles that an expression fills
-    foreign: dict[str, fx.Node] = field(default_factory=dict)  # roles that something else fills, whatever it is
-    free: bool = False  # of the batch: what is computed from parameters alone may be the input
-
-
 def match(program: Program) -> Program:
     """Find all matches, in graph order. See the module's docstring."""
     label = labels(program.graph, program.parameters, cases=program.cases)
@@ -67,9 +53,12 @@ def match(program: Program) -> Program:
     for node in program.graph.nodes:
         if not label[node].activation or node not in behind:
             continue
+        gathered = any(ELEMENTS in operand.meta for operand in node.all_input_nodes)
         for pattern in patterns.get(node.target, ()):
-            use = lay_over(pattern, node, label, shapes, program.parameters, program.made)
-            if use is not None:
+            uses = [lay_over(pattern, node, label, shapes, program.parameters, program.made)]
+            if gathered and not pattern.layer.parts:
+                uses.append(lay_over_gathered(pattern, node, label, shapes, program))
+            for use in filter(None, uses):
                 found.append(with_mask(use if program.cases is None else with_batch_dim(use, program.cases)))
     return program.but(matches=tuple(found))
 
@@ -126,11 +115,12 @@ def lay_over(
     shapes: Mapping[str, Shape],
     trained: Collection[str],
     expressions: Mapping[fx.Node, Made] | None = None,
+    binding: Binding | None = None,
 ) -> Use | None:
     """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered, nor is one
     that is computed in a way of its own; what of an expression is registered is for `cut` to say."""
     form, known = pattern.form, {} if pattern.layer.parts else expressions or {}
-    binding = Binding(expressions=known, free=label[root] is Label.FREE)
+    binding = binding or Binding(expressions=known, free=label[root] is Label.FREE)
     if not fits(pattern.root, root, form, binding, label, shapes):
         return None
     inside = set(binding.nodes.values())
@@ -165,83 +155,18 @@ def lay_over(
     return Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, made=made)
 
 
-def fits(
-    wanted: Any, given: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
-) -> bool:
-    """Lay the pattern's `wanted` over the graph's `given`, extending `binding`."""
-    if isinstance(wanted, (list, tuple)):
-        return (
-            isinstance(given, (list, tuple))
-            and len(wanted) == len(given)
-            and all(fits(w, g, form, binding, label, shapes) for w, g in zip(wanted, given, strict=True))
-        )
-    if not isinstance(wanted, fx.Node):
-        return not isinstance(given, fx.Node) and wanted == given
-    if wanted.op == "placeholder":
-        return binds(wanted, given, form, binding, label, shapes)
-    given = uncast(given, binding, label)
-    if not isinstance(given, fx.Node) or (wanted.op, wanted.target) != (given.op, given.target):
-        return False
-    if binding.nodes.setdefault(wanted, given) is not given or set(wanted.kwargs) != set(given.kwargs):
-        return False
-    pairs = [(wanted.args, given.args), *((value, given.kwargs[key]) for key, value in wanted.kwargs.items())]
-    return all(fits(w, g, form, binding, label, shapes) for w, g in pairs)
-
-
-def uncast(given: Any, binding: Binding, label: Mapping[fx.Node, Label]) -> Any:
-    """Past casts and copies of what is computed from parameters alone, such as position embeddings: same rows."""
-    while isinstance(given, fx.Node) and label[given] is Label.PURE and op_name(given) in CASTS:
-        binding.nodes[given] = given
-        given = given.args[0]
-    return given
-
-
-def binds(
-    wanted: fx.Node,
-    given: Any,
-    form: Form,
-    binding: Binding,
-    label: Mapping[fx.Node, Label],
-    shapes: Mapping[str, Shape],
-) -> bool:
-    """Bind a placeholder of the form: a role to a parameter or to None, another name to a node or a literal."""
-    name = str(wanted.target)
-    if name in binding.names:
-        return bool(binding.names[name] is given)
-    binding.names[name] = given
-    if name not in form.roles:
-        return not isinstance(given, fx.Node) or label[given] is not Label.PURE or binding.free
-    if given is None:
-        return bool(wanted.args)  # optional: the form gives it a default
-    if not isinstance(given, fx.Node) or label[given].activation:
-        return False
-    parameter = bound_parameter(given, shapes)
-    if parameter is None and given in binding.expressions:
-        binding.made[name] = binding.expressions[given]
-        return True
-    if parameter is None and "elements" in form.inputs and ELEMENTS in given.meta:
-        gathered, binding.names["elements"] = given.meta[ELEMENTS]
-        parameter = gathered, Layout(shapes[gathered])
-    if parameter is None and len(form.roles) > 1 and static_shape(given) is not None:
-        binding.foreign[name] = given  # the rows of the other roles do not depend on its values
-        return True
-    if parameter is None or any(parameter[0] == other for other, _ in binding.parameters.values()):
-        return False
-    binding.parameters[name] = parameter
-    return True
-
-
-def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
-    """Whether a parameter of one role is also in what fills another: a use that the match would hide."""
-    own = {name for name, _ in binding.parameters.values()}
-    slabs = [slab for made in binding.made.values() for slab in made.slabs]
-    own |= {slab.parameter for slab in slabs}
-    factors = [one.factor for slab in slabs for one in slab.slopes if one.name != DIVIDED and one.factor is not None]
-    return any(own & parameters_behind(one, label) for one in (*binding.foreign.values(), *factors))
-
-
-def static_shape(node: fx.Node) -> Shape | None:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
+def lay_over_gathered(
+    pattern: Pattern, root: fx.Node, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape], program: Program
+) -> Use | None:
+    """The use of a weight whose outputs or inputs were gathered from a parameter's, alone, or None."""
+    binding = Binding(expressions=program.made, free=label[root] is Label.FREE, gathers=program.root)
+    use = lay_over(pattern, root, label, shapes, program.parameters, None, binding)
+    if use is None or binding.numbers is None:
         return None
-    return tuple(value.shape)
+    bound = use.parameters["weight"]
+    found = entries(binding.numbers, bound.layout, shapes[bound.parameter], program.root)
+    if found is None:
+        return None
+    canonical, side, node = found
+    weight = Bound(bound.parameter, Layout(shapes[bound.parameter]), canonical)
+    return replace(use, parameters={"weight": weight}, attrs={**use.attrs, ENTRIES: node}, gathered=side)

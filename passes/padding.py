@@ -211,11 +211,12 @@ def spread_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
     form = layer.forms[use.form]
     grad_rows, dims = form.grad_rows, use.mask_dims
     literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
-    batch_dim = (use.batch_dim or 0) if form.leading else 0
+    batch_dim, gathered = (use.batch_dim or 0) if form.leading else 0, use.gathered is not None
 
     def rows(output: Tensor, mask: Tensor) -> Tensor:
         over = spread(mask, dims, output.shape)
-        return grad_rows(over.movedim(batch_dim, 0) if batch_dim else over, literals)
+        found = grad_rows(over.movedim(batch_dim, 0) if batch_dim else over, literals)
+        return found.flatten(1, 2) if gathered and found.dim() == 4 else found
 
     return rows
 

@@ -82,6 +82,7 @@ class Use:
     slopes: tuple[Slope, ...] = ()  # functions between its one parameter and the operation
     slope_side: str | None = None  # what they multiply: gradient rows ("outputs") or rows ("inputs")
     gain_of: Gain | None = None  # the parameter is the gain of these filters
+    gathered: tuple[str, int] | None = None  # "outputs" or "inputs", of a table with so many; see `passes.gathers`
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
     calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any

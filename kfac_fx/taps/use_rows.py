@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.linalg.matrices import bordered
+from kfac_fx.passes.gathers import ENTRIES, of_table
 from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Region
@@ -30,6 +31,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     batch_dim, free = (use.batch_dim or 0) if form.leading else 0, use.free
     weightless, transposed = registration.matrix.weight is None, use.transposed
     region, (by, grad_by), sloped = use.region, scales(use), slopes_of(registration, use)
+    gathered = use.gathered
 
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
@@ -38,6 +40,8 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
             if input.dim() > batch_dim:
                 input = input.movedim(batch_dim, 0)
         rows, grad_rows = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
+        if gathered is not None:
+            rows, grad_rows = of_table(rows, grad_rows, attrs[ENTRIES], gathered)
         if region is not None:
             rows, grad_rows = within(rows, grad_rows, region)
         if grad_by != 1.0:

@@ -26,12 +26,12 @@ FLOORS = [
     "passes.signatures passes.sizes passes.stand_ins passes.writer",
     "passes.labels passes.recurrent passes.timeline passes.views",
     "passes.gains",
-    "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.native passes.parts "
-    "passes.spelling passes.values passes.watch passes.writes",
+    "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers passes.native "
+    "passes.parts passes.spelling passes.values passes.watch passes.writes",
     "passes.function_calls passes.hooks",
     "passes.own_backwards",
-    "passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions passes.inplace "
-    "passes.leftovers",
+    "passes.binding passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions "
+    "passes.inplace passes.leftovers",
     "passes.derivatives passes.readers passes.symbolic",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "

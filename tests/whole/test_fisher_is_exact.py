@@ -61,8 +61,8 @@ SEPARATE_CASES = (  # one case's output depends on that case alone, and the firs
     "mlp", "shared_module", "shared_functional", "tied_autoencoder", "aliases", "shared_bias", "two_biases", "residual",
     "conv_options", "conv1d", "conv3d", "depthwise", "separable", "tables", "gpt", "gpt_tied",
     "encoder_by_hand", "elementwise", "recurrent", "rare", "class_token", "tokens",
-    "relative_positions", "relative_positions_embedded", "relative_positions_in_fused_attention", "lstm", "cells",
-    "biases_in_pieces", "weight_of_two", "slices", "multiples", "gates",
+    "relative_positions", "relative_positions_embedded", "relative_positions_in_fused_attention", "relative_queries",
+    "lstm", "cells", "biases_in_pieces", "weight_of_two", "slices", "multiples", "gates",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ FITS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "merged position by position": (lambda x, w: (x.transpose(0, 1).reshape(-1, 4) @ w).tanh(), (4, 2)),
     "convolution": (lambda x, w: F.conv1d(x.mT, w, padding=1), (2, 4, 3)),
     "scale": (lambda x, w: x * w, (4,)),
+    "gathered": (lambda x, w: x @ w[:, [2, 0, 2]], (4, 3)),
     "beams": (lambda x, w: x.unsqueeze(1).expand(-1, 2, -1, -1) @ w, (4, 2)),
 }
 DOES_NOT: dict[str, tuple[Any, tuple[int, ...], str]] = {
@@ -55,7 +56,16 @@ def test_the_mask_goes_where_positions_are_known() -> None:
     for name, (_, _, reason) in DOES_NOT.items():
         assert reason in notes[name.replace(" ", "_")]
     dims = {one.parameters[0]: one.uses[0].mask_dims for one in net.registrations}
-    assert [dims[name.replace(" ", "_")] for name in FITS] == [(0, 1), (1, 0), (0, 0), (0, 0), (0, 2), (0, 1), (0, 2)]
+    assert [dims[name.replace(" ", "_")] for name in FITS] == [
+        (0, 1),
+        (1, 0),
+        (0, 0),
+        (0, 0),
+        (0, 2),
+        (0, 1),
+        (0, 1),
+        (0, 2),
+    ]
 
 
 def test_a_mask_that_attention_alone_reads_has_the_sizes_of_the_other_inputs() -> None:

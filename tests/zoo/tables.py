@@ -62,6 +62,35 @@ class RelativePositions(nn.Module):
         return y
 
 
+class RelativeQueries(nn.Module):
+    """Positions relative to a query that meet the query itself, in several spellings; and some of a weight's inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.head = nn.Linear(4, 4), nn.Linear(3, 3)
+        self.rows, self.columns, self.turned, self.chosen = (
+            parameter(9, 2),
+            parameter(1, 9, 2),
+            parameter(2, 9),
+            parameter(3, 6),
+        )
+        self.looked_up = nn.Embedding(9, 2)
+        place = torch.arange(5)
+        self.register_buffer("distance", place[:, None] - place[None] + 4)
+        self.register_buffer("inputs", torch.tensor([5, 0, 0, 3]))
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 5, 4]
+        q = self.query(x).unflatten(-1, (2, 2)).transpose(1, 2)  # [N, 2, 5, 2]
+        scores = q @ q.transpose(-2, -1)
+        scores = scores + torch.einsum("bhqd,qkd->bhqk", q, self.rows[self.distance.long()])
+        scores = scores + torch.einsum("bhkd,qkd->bhqk", q, self.looked_up(self.distance))
+        by_query = q.transpose(1, 2) @ self.columns[0].flip(0)[self.distance].transpose(1, 2)  # [N, 5, 2, 5]
+        scores = scores + by_query.transpose(1, 2) + q @ self.turned[:, torch.tensor([3, 4, 8, 4, 0])]
+        x = scores.softmax(-1).mean(1) @ x
+        y: Tensor = self.head(F.linear(x, self.chosen[:, self.inputs]).mean(1))
+        return y
+
+
 class MadeByNetwork(nn.Module):
     """Biases of attention from the coordinates of positions, by a small network, as in Swin V2."""
 
@@ -128,6 +157,16 @@ CASES = (
         lambda: RelativePositions(fused=True, looked_up=False),
         lambda: batch(3, 5, 4),
         (*ATTENTION, ("scale_and_shift", ("table",), 2)),
+    ),
+    Case(
+        "relative_queries",
+        RelativeQueries,
+        lambda: batch(3, 5, 4),
+        (
+            linear("query"),
+            linear("head"),
+            *(("linear", (name,), 1) for name in ("rows", "columns", "turned", "chosen", "looked_up.weight")),
+        ),
     ),
     Case(
         "table_made_by_a_network",

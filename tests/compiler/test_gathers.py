@@ -1,0 +1,136 @@
+"""Weights whose outputs or inputs are entries of a table: found for what they are, with the rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.passes.gathers import ENTRIES, INPUTS, OUTPUTS, of_table
+from kfac_fx.passes.resolve import resolve
+from tests.compiler.toy import Toy, before, found
+
+INDEX = torch.tensor([[0, 2, 1], [2, 2, 0]])
+ORDER = torch.tensor([2, 0, 2, 1])
+Function = Callable[..., Tensor]
+
+SIDES: dict[str, tuple[Function, tuple[int, ...], tuple[str, int], tuple[int, ...]]] = {
+    "a group an index": (lambda x, w: torch.einsum("ngi,goi->ngo", x, w[INDEX]), (3, 4), (OUTPUTS, 3), (1, 3, 4)),
+    "a product": (lambda x, w: x @ w[ORDER].t(), (3, 4), (OUTPUTS, 3), (1, 3, 4)),
+    "a linear layer": (lambda x, w: F.linear(x, w[ORDER]), (3, 4), (OUTPUTS, 3), (1, 3, 4)),
+    "an embedding": (lambda x, w: x @ F.embedding(ORDER, w).mT, (3, 4), (OUTPUTS, 3), (1, 3, 4)),
+    "outputs along the second dimension": (lambda x, w: x @ w[:, ORDER], (4, 3), (OUTPUTS, 3), (1, 3, 4)),
+    "inputs": (lambda x, w: x @ w[ORDER], (3, 5), (INPUTS, 3), (1, 5, 3)),
+    "inputs along the second dimension": (lambda x, w: F.linear(x, w[:, ORDER]), (5, 3), (INPUTS, 3), (1, 5, 3)),
+    "another order": (lambda x, w: F.linear(x, w.flip(0)), (3, 4), (OUTPUTS, 3), (1, 3, 4)),
+    "one more dimension": (lambda x, w: x @ w[0].flip(1), (1, 4, 3), (OUTPUTS, 3), (1, 3, 4)),
+    "every second output": (lambda x, w: x @ w.unfold(1, 1, 2)[..., 0].contiguous(), (4, 6), (OUTPUTS, 6), (1, 6, 4)),
+}
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(("function", "shape", "side", "matrix"), SIDES.values(), ids=SIDES.keys())
+def test_which_side_is_gathered(
+    function: Function, shape: tuple[int, ...], side: tuple[str, int], matrix: tuple[int, ...], exported: bool
+) -> None:
+    x = torch.randn(5, 2, 4)
+    program = resolve(before("resolve", Toy(function, w=shape), *([x] if exported else [])))
+    (one,) = program.registrations
+    (use,) = one.uses
+    assert use.gathered == side
+    assert one.matrix is not None and one.matrix.shape == matrix
+
+
+@pytest.mark.parametrize(("function", "shape"), [(f, s) for f, s, *_ in SIDES.values()], ids=SIDES.keys())
+def test_rows_give_the_gradient_of_every_case(function: Function, shape: tuple[int, ...]) -> None:
+    """Squares are of the cases' own gradients: rows in the place of other cases would show."""
+    torch.manual_seed(0)
+    model, x = Toy(function, w=shape), torch.randn(5, 2, 4)
+    targets = torch.randn_like(model(x))
+    net = kfac_fx.compile(model, (x,), loss="normal", approximations={"w": "diagonal"})
+    (one,) = net.registrations
+    assert not one.generic and one.matrix is not None
+    found = net.record((x,), {}, mode="empirical", targets=targets).statistics["w",]["square"]
+    wanted = torch.zeros(shape)
+    for n in range(len(x)):
+        (gradient,) = torch.autograd.grad((model(x[n : n + 1]) - targets[n : n + 1]).square().sum(), [model.w])
+        wanted += gradient**2
+    torch.testing.assert_close(one.matrix.unpack(found)["w"], wanted)
+
+
+def test_ids_of_gathered_inputs_are_those_of_the_table() -> None:
+    ids = torch.tensor([[0, 3, 1], [2, -1, 0]])
+    rows, grad_rows = of_table(ids, torch.ones(2, 3, 4), ORDER[None], (INPUTS, 3))
+    assert rows.tolist() == [[2, 1, 0], [2, -1, 2]] and list(grad_rows.shape) == [2, 3, 4]
+    model = Toy(lambda x, w: F.embedding(x, w[ORDER]), w=(3, 5))
+    net = kfac_fx.compile(model, (torch.tensor([[0, 3, 1], [2, 2, 0]]),), loss="normal")
+    assert [(one.layer, one.parameters) for one in net.registrations] == [("embedding", ("w",))]
+
+
+def test_a_bias_beside_a_gathered_weight_is_registered_apart() -> None:
+    function = lambda x, w, b: F.linear(x, w[ORDER], b)  # noqa: E731
+    program = resolve(before("resolve", Toy(function, w=(3, 4), b=(4,)), torch.randn(5, 4)))
+    assert found(program) == [("linear", ("b",), 1), ("linear", ("w",), 1)]
+    net = kfac_fx.compile(Toy(function, w=(3, 4), b=(4,)), (torch.randn(5, 4),), loss="normal")
+    assert not any(one.generic for one in net.registrations)
+
+
+OTHERS: dict[str, tuple[Function, tuple[int, ...]]] = {
+    "elements in any order": (lambda x, w: x @ w.reshape(-1)[torch.randperm(12)].reshape(4, 3), (3, 4)),
+    "outputs and inputs": (lambda x, w: x @ w.flip(0).flip(1), (4, 3)),
+    "outputs that are padding": (lambda x, w: x @ F.embedding(ORDER, w, 2).mT, (3, 4)),
+    "stacks of three dimensions": (lambda x, w: torch.einsum("ngi,goi->ngo", x, w[[1, 0]]), (2, 3, 4)),
+    "written into": (lambda x, w: x @ w[written()].t(), (3, 4)),
+}
+
+
+def written() -> Tensor:
+    index = torch.zeros(4, dtype=torch.int64)
+    index[1:].fill_(2)
+    return index
+
+
+@pytest.mark.parametrize(("function", "shape"), OTHERS.values(), ids=OTHERS.keys())
+def test_what_is_gathered_in_another_way_is_generic(function: Function, shape: tuple[int, ...]) -> None:
+    net = kfac_fx.compile(Toy(function, w=shape), (torch.randn(5, 2, 4),), loss="normal")
+    (one,) = net.registrations
+    assert one.generic and "no layer has the form of" in str(one.reason)
+
+
+def test_indices_are_read_at_every_recording() -> None:
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 4))
+            self.register_buffer("index", ORDER.clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.w[self.index])
+
+    model, x = Moving(), torch.randn(5, 4)
+    net = kfac_fx.compile(model, (x,), loss="normal", approximations={"w": "diagonal"})
+    assert ENTRIES in net.registrations[0].uses[0].attrs
+    model.index.fill_(1)
+    square = net.record((x,), {}).statistics["w",]["square"]
+    assert bool(square[0, 1].all()) and not bool(square[0, [0, 2]].any())
+
+
+def test_a_mask_of_positions_counts_for_every_group() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 2))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return torch.einsum("nsgi,goi->nsgo", x.unflatten(-1, (2, 2)), self.w[INDEX]) * mask[..., None, None]
+
+    mask = torch.tensor([[1.0, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    net = kfac_fx.compile(Masked(), (torch.randn(3, 5, 4), mask), loss="normal", padding_mask="mask")
+    statistics: Any = net.record((torch.randn(3, 5, 4), mask), {}).statistics["w",]
+    assert not net.program.unmasked
+    assert float(statistics["count"]) == 9 * 2
