@@ -75,7 +75,7 @@ def has_pixels(program: Program, use: Use) -> bool:
     return (
         set(UNCORRELATED) <= set(program.layers[use.layer].approximations)
         and not use.transposed
-        and not (use.region or use.slopes or use.gain_of)
+        and not (use.region or use.slopes or use.gain_of or use.factor)
     )
 
 

@@ -126,6 +126,7 @@ def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
     own = {name for name, _ in binding.parameters.values()}
     slabs = [slab for made in binding.made.values() for slab in made.slabs]
     own |= {slab.parameter for slab in slabs}
+    own |= {one.parameter for made in binding.made.values() for one in made.products}
     factors = [one.factor for slab in slabs for one in slab.slopes if one.name != DIVIDED and one.factor is not None]
     return any(own & parameters_behind(one, label) for one in (*binding.foreign.values(), *factors))
 

@@ -16,6 +16,7 @@ that would need it are dropped.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -56,7 +57,8 @@ class Cutter:
         self.entire: dict[int, list[Use]] = {}
         for number, use in enumerate(program.matches):
             placed = {part.role for part in self.parts[number] or ()}
-            entire = whole_uses(use, shapes) if use.made.keys() - placed else None
+            products = any(made.products for made, _ in use.made.values())
+            entire = whole_uses(use, shapes) if products or use.made.keys() - placed else None
             if entire is not None:
                 self.parts[number], self.entire[number] = None, entire
                 self.rigid |= {name for one in entire for name in one.parameter_set}
@@ -67,8 +69,24 @@ class Cutter:
             sloped = [part for part in self.parts.get(number) or () if part.slopes]
             gains = [one.gain.parameter for part in sloped for one in part.slopes if one.gain is not None]
             self.rigid.update(gains, (part.parameter for part in sloped))
+        self.drop_factors()
         self.label = labels(program.graph, program.parameters, cases=program.cases)
         self.edges = use_edges(program.graph, self.label, program.outputs)
+
+    def drop_factors(self) -> None:
+        """Of products, those that another use of theirs lays out in other groups."""
+        groups: dict[str, set[int]] = defaultdict(set)
+        others = [use for number, use in enumerate(self.program.matches) if number not in self.entire]
+        for use in chain(others, *self.entire.values()):
+            for role, bound in use.parameters.items():
+                if role == "weight" and not self.program.layers[use.layer].parts:
+                    groups[bound.parameter].add(bound.layout.result[0])
+        for number, uses in self.entire.items():
+            kept = [one for one in uses if not one.factor or all(len(groups[name]) == 1 for name in one.parameter_set)]
+            if len(kept) < len(uses):
+                self.entire[number] = kept
+                reason = "a factor of its weight has a use of another form"
+                self.notes.append(Note(f"{uses[0].layer} at {where(uses[0].output)}", reason))
 
     def plan(self) -> Plan:
         """The first that no use objects to; every objection leaves one more parameter whole."""
@@ -121,6 +139,7 @@ class Cutter:
             if node in self.program.made:
                 slabs = self.program.made[node].slabs
                 names |= {one.parameter for one in slabs if not partial(view_of(one), self.shapes[one.parameter])}
+                names |= {one.parameter for one in self.program.made[node].products}
                 continue
             if node.op == "get_attr" and self.label[node] is Label.PURE:
                 names.add(str(node.target))
@@ -193,6 +212,7 @@ def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -
             found[node] = frozenset(piece.name for piece in pieces)
     for node, made in program.made.items():
         factors = [one.factor for slab in made.slabs for one in slab.slopes if one.factor is not None]
+        factors += [node] if made.products else []
         names = {name for slab in made.slabs for name in names_in(slab, plan)}
         found[node] = frozenset(names.union(*(parameters_behind(one, label, found) for one in factors)))
     return found

@@ -24,6 +24,7 @@ from .ir import Program
 from .labels import Label, ancestors, differentiated, labels
 from .operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
 from .pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
+from .products import MULTIPLIES, added, complete, product, reshaped
 from .values import (
     basic,
     called,
@@ -61,6 +62,7 @@ def express(program: Program) -> Program:
         readers = [user for user in node.users if user in behind and user not in known and node in differentiated(user)]
         read = any(op_name(user) not in WRITES for user in readers)
         plain = node.op == "get_attr" or bound_parameter(node, program.shapes)
+        value = complete(value, node) if isinstance(value, Made) and value.products else value
         if isinstance(value, Made) and (read or node in program.outputs) and not plain:
             made[node] = value
     return program.but(made=made)
@@ -113,8 +115,8 @@ class Expressions:
             return self.joined(node, name == "stack")
         if name == "rsub" or (name == "sub" and not isinstance(first, fx.Node)):
             return self.shifted(node.args[1 if name == "sub" else 0], first if name == "sub" else node.args[1], -1.0)
-        if name in ("mul", "div") and isinstance(first, fx.Node) and isinstance(node.args[1], fx.Node):
-            return self.functions.product(node, first, node.args[1])
+        if name in MULTIPLIES and all(isinstance(one, fx.Node) for one in node.args[:2]):
+            return self.product(node, first, node.args[1])
         if not isinstance(first, fx.Node) or first not in self.known:
             return None
         value = self.known[first]
@@ -125,9 +127,10 @@ class Expressions:
         if name in CASTS:
             return value
         if name in MOVES:
-            return self.viewed(node, value)
+            return reshaped(node, value, self.known) if value.products else self.viewed(node, value)
         if name in SUMS:
-            return self.shifted(first, node.args[1], 1.0)
+            total = added(node, value, self.known.get(node.args[1]))  # type: ignore[arg-type]
+            return self.shifted(first, node.args[1], 1.0) if total is None else total
         if name in FUNCTIONS:
             return self.functions.of(node, first, value)
         return scaled(value, factor(name, node)) if name in PRODUCTS else None
@@ -157,6 +160,11 @@ class Expressions:
         several = isinstance(result, (list, tuple))
         return tuple(made_of(one, slab) for one in result) if several else made_of(result, slab)
 
+    def product(self, node: fx.Node, left: Any, right: Any) -> Made | None:
+        """Of a weight and a factor for its slices, or of matrices."""
+        found = self.functions.product(node, left, right) if op_name(node) in ("mul", "div") else None
+        return found or product(node, [self.operand(one, of_parameters=True) for one in (left, right)], self.root)
+
     def joined(self, node: fx.Node, stack: bool) -> Made | None:
         operands: Any = node.args[0]
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
@@ -173,11 +181,11 @@ class Expressions:
         shape = parts[0].shape
         return Made((*shape[:dim], at, *shape[dim + 1 :]), tuple(slabs)) if slabs else None
 
-    def operand(self, node: fx.Node) -> Made:
-        """A value, or a constant. Raises ValueError for anything else."""
+    def operand(self, node: Any, of_parameters: bool = False) -> Made:
+        """A value, or a constant, or anything of parameters. Raises ValueError for anything else."""
         if isinstance(self.known.get(node), Made):
             return self.known[node]  # type: ignore[no-any-return]
-        if not isinstance(node, fx.Node) or self.label[node] is not Label.CONST:
+        if not isinstance(node, fx.Node) or self.label[node] not in ((Label.CONST, Label.PURE)[: 1 + of_parameters]):
             raise ValueError
         return Made(self.functions.shape_of(node), ())
 

@@ -136,7 +136,7 @@ def lay_over(
     attrs |= {role: static_shape(one) for role, one in binding.foreign.items()}
     roles = [role for role in form.roles if role in binding.parameters]
     trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
-    learned = trainable or any(one.slabs for one in binding.made.values())
+    learned = trainable or any(one.slabs or one.products for one in binding.made.values())
     if not learned or not form.where(attrs) or reads_itself(binding, label):
         return None
     if binding.free:

@@ -117,6 +117,8 @@ class Places:
         """(the mask and its dimensions in the output, why not)."""
         if one.approximation in UNCORRELATED and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
             return None, "its pixels are not its output positions"
+        if use.factor is not None and use.factor.repeats:
+            return None, "its weight is a Kronecker product, whose factors have several rows a position"
         if use.output in self.moved:
             return None, f"positions are moved by {where(self.moved[use.output])}"
         found = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]

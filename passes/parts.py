@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from .errors import LayerError
-from .gains import constant_in, gains_of, side_of, with_slopes
+from .gains import constant_in, gains_of, reads_ids, side_of, with_slopes
 from .ir import Bound, Program, Use
 from .matrix import Layout, Shape
 from .pieces import Piece, Region, Slope, constant_along, layout_in, region_in, view_of, viewed, whole
+from .products import uses_of_factors
 
 NOTHING = (0, 0)
 
@@ -92,30 +93,30 @@ def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) ->
 
 
 def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
-    """Of a use whose expressions hold all of a parameter each, in whatever order; None if one does not.
+    """Of a use whose expressions hold all of a parameter each, in whatever order, or products; None if one does not.
 
     The matrix of a transposed convolution is no view of its weight, so nothing says what a part of it would be.
     """
     found: dict[str, Bound] = dict(use.parameters)
-    sloped: list[Use] = []
+    apart: list[Use] = []
     for role, (made, canonical) in use.made.items():
-        if len(made.slabs) != 1 or made.slabs[0].shape != made.shape:
-            return None
-        (slab,) = made.slabs
-        own = shapes[slab.parameter]
-        used = layout_in(Piece(slab.parameter, 0, 0, *own[:1] or (1,)), own, view_of(slab))
-        if used is None:
-            return None
-        bound = Bound(slab.parameter, used, canonical, slab.scale)
-        if not slab.slopes:
-            found[role] = bound
-            continue
-        side = side_of(slab.slopes, (*canonical.result, 1)[:3], constant_in(bound.layout))
-        if side is None or role != "weight":
-            return None
-        one = with_slopes(replace(use, parameters={role: bound}, made={}), slab.slopes, side)
-        sloped += [one, *gains_of(one, shapes)]
-    return [*sloped, *([replace(use, parameters=found, made={})] if found else [])]
+        for slab in made.slabs:
+            own = shapes[slab.parameter]
+            used = layout_in(Piece(slab.parameter, 0, 0, *own[:1] or (1,)), own, view_of(slab))
+            if slab.shape != made.shape or used is None:
+                return None
+            bound = Bound(slab.parameter, used, canonical, slab.scale)
+            if role not in found and not slab.slopes:
+                found[role] = bound
+                continue
+            side = side_of(slab.slopes, (*canonical.result, 1)[:3], constant_in(bound.layout))
+            if slab.slopes and (side is None or role != "weight"):
+                return None
+            one = with_slopes(replace(use, parameters={role: bound}, made={}), slab.slopes, side)
+            apart += [one, *(gains_of(one, shapes) if slab.slopes else ())]
+        if made.products and role == "weight":
+            apart += uses_of_factors(use, made, canonical, reads_ids(use))
+    return [*apart, *([replace(use, parameters=found, made={})] if found else [])]
 
 
 def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Use:

@@ -81,11 +81,38 @@ class Slope:
 
 
 @dataclass(frozen=True)
+class Step:
+    """What a factor V of a product meets on the way: "left" C V, "right" V C, "times" V * C, "kron left" V ⊗ C, or
+    "kron right" C ⊗ V. shape: of C as a matrix. turned: it is used transposed."""
+
+    kind: str
+    other: fx.Node
+    shape: Shape
+    turned: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """`scale` times a matrix of `shape` in which a parameter is one factor; see `passes.products`.
+
+    layout: from the parameter to the factor, a matrix. steps: the last, which makes the product, first.
+    """
+
+    parameter: str
+    layout: Layout
+    shape: Shape
+    steps: tuple[Step, ...] = ()
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Made:
-    """A tensor that is computed from parameters alone by moving elements; where no slab is, it is constant."""
+    """A tensor that is computed from parameters alone by moving elements; where no slab is, it is constant, or a sum of
+    products, a matrix each that is seen in this shape."""
 
     shape: Shape
     slabs: tuple[Slab, ...]
+    products: tuple[Product, ...] = ()
 
 
 # --- strides --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from .matrix import Layout, MatrixForm
+from .matrix import Layout, MatrixForm, Shape
 from .pieces import Made, Region, Slope
 
 Attrs = Mapping[str, Any]
@@ -57,6 +57,23 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """Of a weight that is a product; see `passes.products`.
+
+    steps: (kind, shape of the other factor as a matrix, whether it is turned), the last first. turned: the layer's
+    matrix is the product transposed.
+    """
+
+    steps: tuple[tuple[str, Shape, bool], ...]
+    turned: bool
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a position has several rows."""
+        return any(kind.startswith("kron") for kind, *_ in self.steps)
+
+
+@dataclass(frozen=True)
 class Use:
     """One application of a layer: `output = layer(input, **attrs, **parameters)`.
 
@@ -83,6 +100,7 @@ class Use:
     slope_side: str | None = None  # what they multiply: gradient rows ("outputs") or rows ("inputs")
     gain_of: Gain | None = None  # the parameter is the gain of these filters
     gathered: tuple[str, int] | None = None  # "outputs" or "inputs", of a table with so many; see `passes.gathers`
+    factor: Factor | None = None  # the parameter is one factor of the weight
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
     calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any

@@ -30,7 +30,7 @@ def without_data(arguments: Any, known: Mapping[fx.Node, Any]) -> Any:
 
 
 def is_one_slab(value: Made) -> bool:
-    return len(value.slabs) == 1 and value.slabs[0].shape == value.shape
+    return len(value.slabs) == 1 and value.slabs[0].shape == value.shape and not value.products
 
 
 def made_of(view: Tensor, slab: Slab) -> Made:
@@ -69,7 +69,8 @@ def cropped(slab: Slab, box: Box, kept: list[int]) -> Slab | None:
 def scaled(value: Made | None, by: float | None) -> Made | None:
     if value is None or by is None:
         return None
-    return Made(value.shape, tuple(replace(slab, scale=by * slab.scale) for slab in value.slabs))
+    slabs = tuple(replace(slab, scale=by * slab.scale) for slab in value.slabs)
+    return Made(value.shape, slabs, tuple(replace(one, scale=by * one.scale) for one in value.products))
 
 
 def factor(name: str, node: fx.Node) -> float | None:

@@ -117,7 +117,9 @@ class DeclaredBlock:
             raise RegistrationError(f"{', '.join(self.params)}: the use at {places} lays them out differently")
         for use in aligned:
             known = self.layer_collection.layers[use.layer].approximations
-            apart = use.transposed or use.region or use.slopes or use.gain_of  # its pixels are not those of the input
+            apart = (
+                use.transposed or use.region or use.slopes or use.gain_of or use.factor
+            )  # its pixels are not those of the input
             if self.approximation not in known or (self.approximation in UNCORRELATED and apart):
                 kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer
                 raise ApproximationError(

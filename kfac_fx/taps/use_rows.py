@@ -12,6 +12,7 @@ from kfac_fx.passes.gathers import ENTRIES, of_table
 from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Region
+from kfac_fx.taps.factored import factored
 from kfac_fx.taps.sloped import slopes_of
 
 BothRows = Callable[..., tuple[Tensor, Tensor]]
@@ -32,6 +33,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     weightless, transposed = registration.matrix.weight is None, use.transposed
     region, (by, grad_by), sloped = use.region, scales(use), slopes_of(registration, use)
     gathered = use.gathered
+    factor = None if use.factor is None else factored(use.factor)
 
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
@@ -48,6 +50,8 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
             grad_rows = grad_rows * grad_by
         if by != 1.0:
             rows = rows * by
+        if factor is not None:
+            rows, grad_rows = factor((rows, grad_rows), attrs)
         if sloped is not None:
             rows, grad_rows = sloped((rows, grad_rows), attrs)
         if weightless:

@@ -27,9 +27,9 @@ FLOORS = [
     "passes.labels passes.recurrent passes.timeline passes.views",
     "passes.gains",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers passes.native "
-    "passes.parts passes.spelling passes.values passes.watch passes.writes",
-    "passes.function_calls passes.hooks",
-    "passes.own_backwards",
+    "passes.spelling passes.values passes.watch passes.writes",
+    "passes.function_calls passes.hooks passes.products",
+    "passes.own_backwards passes.parts",
     "passes.binding passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions "
     "passes.inplace passes.leftovers",
     "passes.derivatives passes.readers passes.symbolic",
@@ -60,7 +60,7 @@ FLOORS = [
     "kfac_fx.blocks.series",
     "kfac_fx.blocks.block",
     "kfac_fx.blocks.fisher",
-    "kfac_fx.taps.sloped kfac_fx.taps.subsample",
+    "kfac_fx.taps.factored kfac_fx.taps.sloped kfac_fx.taps.subsample",
     "kfac_fx.taps.use_rows",
     "kfac_fx.taps.tap",
     "kfac_fx.taps.link",
