@@ -95,7 +95,8 @@ class CompiledModule(nn.Module):
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
         unproved = [] if self.captures.declared.verify else ["no registration was proved: verify=False"]
         sent = [f"sources of the exact modes are sent back one by one: {why}" for why in looped]
-        return [*unproved, *sent, *of_optimizer()]
+        plain = [] if first is None or first.plain_reason is None else [first.plain_reason]
+        return [*unproved, *sent, *(f"recordings are not compiled: {why}" for why in plain), *of_optimizer()]
 
     @property
     def layer_collection(self) -> LayerCollection:

@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 ASSIGNMENTS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "set_data"}
 
+NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}  # for all the underscore
+
 
 class Writes(TorchFunctionMode):
     """Keeps what is in a parameter before anything is written into it. before: by name."""
@@ -32,7 +34,7 @@ class Writes(TorchFunctionMode):
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a function of torch writes into, by its name."""
     name = getattr(func, "__name__", "").split(".")[0]
-    in_place = name in ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
+    in_place = name in ASSIGNMENTS or (name.endswith("_") and not name.endswith("__") and name not in NO_WRITES)
     targets = [*(args[:1] if in_place else ()), kwargs.get("out")]
     flat = [one for target in targets for one in (target if isinstance(target, (list, tuple)) else (target,))]
     return [one for one in flat if isinstance(one, Tensor)]

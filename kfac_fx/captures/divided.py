@@ -31,7 +31,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodule_masks import Sizes, padded
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.watch import custom_functions
-from kfac_fx.recording.backends import compiled_function
+from kfac_fx.recording.emitted import compiled
 from kfac_fx.recording.examples import cut, length
 from kfac_fx.recording.masks import PaddingMask, along, of_call, real_losses
 from kfac_fx.recording.output_losses import graph_loss
@@ -93,7 +93,7 @@ class DividedRecorder(Recorder):
         every = self.model.named_buffers(remove_duplicate=False)
         self.canonical = {name: buffers[id(buffer)] for name, buffer in every}
         self.plain: list[Callable[..., Any]] = [one_call(module) for module in self.emitted]
-        self.compiled = [compiled_function(one, self.backend) for one in self.plain]
+        self.compiled = [compiled(f, m.graph, self.backend) for f, m in zip(self.plain, self.emitted, strict=True)]
         self.by_module: dict[int, list[int]] = {}
         for number, one in enumerate(self.captured):
             self.by_module.setdefault(id(one.module), []).append(number)

@@ -20,6 +20,29 @@ def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..
     return torch.compile(function, fullgraph=True, backend=backend)
 
 
+class CompiledOrPlain:
+    """`function` under `backend`; plain from its first failure on, for a backward that a user wrote can hold anything.
+
+    reason: what the compiler said then; None as long as it has not failed.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: str) -> None:
+        self.function, self.backend = function, backend
+        self.compiled: Callable[..., Any] | None = compiled_function(function, backend)
+        self.reason: str | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self.compiled is not None:
+            try:
+                return self.compiled(*args)
+            except Exception as error:
+                if not type(error).__module__.startswith("torch._dynamo"):
+                    raise
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.compiled, self.reason = None, f"{self.backend} cannot compile an autograd.Function in it: {said}"
+        return self.function(*args)
+
+
 def lasting(result: Tensor, backend: str) -> Tensor:
     """A copy, where the next run of a CUDA graph writes over the results of this one."""
     return result.clone() if backend == "cudagraphs" else result

@@ -6,13 +6,13 @@ A run never changes training: it works on the parameters it is given, copies of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from kfac_fx.losses.loss_spec import LossSpec
@@ -21,10 +21,10 @@ from kfac_fx.passes import pytree
 from kfac_fx.passes.devices import accelerators, same_random
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.labels import symbolic_sizes
-from kfac_fx.passes.operations import is_random
+from kfac_fx.passes.operations import OWN_BACKWARD, is_random, op_name
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
-from kfac_fx.recording.backends import compiled_function
+from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
 from kfac_fx.statistics.moments import Key
 from kfac_fx.taps.link import Link
 from kfac_fx.taps.subsample import PHASES
@@ -63,13 +63,19 @@ class Emitted:
         self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in targets]
         self.random = any(is_random(node) for node in self.emitted.graph.nodes)
         self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
-        self.run = compiled_function(self.call, self.backend)
+        self.compiled = [compiled(self.call, self.emitted.graph, self.backend)]
+        self.run = self.compiled[0]
         self.recordings = 0
 
     def tap_of(self, one: Registration, use: Use) -> Tap:
         tap = self.make_tap(one, use, self.program.layers[use.layer])
         self.taps.setdefault(one.parameters, []).append(tap)
         return tap
+
+    @property
+    def plain_reason(self) -> str | None:
+        """Why a graph runs without the compiler that it was to run under; None if none does."""
+        return next((reason for one in self.compiled if (reason := getattr(one, "reason", None))), None)
 
     @property
     def sampled(self) -> list[Tap]:
@@ -164,3 +170,9 @@ class Emitted:
             return value[:kept] if has_all else value
 
         return targets if kept == total else pytree.mapped(cut, targets)
+
+
+def compiled(function: Callable[..., Any], graph: fx.Graph, backend: str) -> Callable[..., Any]:
+    """What runs `graph`, under `backend`."""
+    own = any(op_name(node) == OWN_BACKWARD for node in graph.nodes)
+    return CompiledOrPlain(function, backend) if own and backend != "eager" else compiled_function(function, backend)

@@ -1,0 +1,195 @@
+"""Models with autograd.Functions of their own: what is recorded is of their backwards, whatever their forwards say."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+
+X = torch.randn(6, 3)
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient reversal layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
+        ctx.rate = rate
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return -ctx.rate * gradient, None
+
+
+class Binary(torch.autograd.Function):
+    """A binarization with the straight-through gradient inside of [-1, 1]."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() <= 1)
+
+
+class Standardized(torch.autograd.Function):
+    """Batch normalization, which mixes cases."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = F.batch_norm(ctx.x, None, None, training=True)
+        y: Tensor = ctx.y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)[0]
+
+
+class Talking(torch.autograd.Function):
+    """What no compiler takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        print(end="")
+        return 3 * gradient
+
+
+def apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+class Net(nn.Module):
+    """Two layers around a Function; the second is binarized in the forward."""
+
+    def __init__(self, function: Any = Reversed, *arguments: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.function, self.arguments = function, arguments
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(apply(self.function, self.first(x), *self.arguments))
+        return F.linear(h, apply(Binary, self.second.weight), self.second.bias)
+
+
+def reversing() -> Net:
+    return Net(Reversed, 0.5)
+
+
+def dense(model: nn.Module, name: str) -> Tensor:
+    """The Fisher of a categorical distribution, with the gradient of every case and every target by itself."""
+    parameter = model.get_parameter(name)
+    total = torch.zeros(parameter.numel(), parameter.numel())
+    for x in X:
+        log_p = model(x[None]).log_softmax(1)[0]
+        for one in log_p:
+            (gradient,) = torch.autograd.grad(one, parameter, retain_graph=True)
+            total += one.exp().detach() * torch.outer(gradient.flatten(), gradient.flatten())
+    return total / len(X)
+
+
+def test_the_fisher_has_the_gradients_of_the_backward_that_the_model_has() -> None:
+    model = reversing()
+    net = kfac_fx.compile(
+        model, (X,), loss="categorical", linked=[("first.weight",), ("second.bias",)], approximations={"*": "full"}
+    )
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(X)
+    for name in ("first.weight", "second.bias"):
+        torch.testing.assert_close(estimator.blocks[name,].full_fisher_block(), dense(model, name))
+    plain = copy.deepcopy(model)
+    plain.function, plain.arguments = Talking, ()  # another backward, and another Fisher
+    assert not torch.allclose(dense(plain, "first.weight"), dense(model, "first.weight"), rtol=0.1)
+
+
+def test_a_weight_that_enters_one_is_generic_with_the_square_of_its_own_gradient() -> None:
+    model, targets = reversing(), torch.randint(3, (6,))
+    net = kfac_fx.compile(model, (X,), loss="categorical")
+    (only,) = [one for one in net.registrations if one.generic]
+    assert only.parameters == ("second.weight",)
+    assert only.reason is not None and only.reason.startswith("enters Binary at test_own_backwards.py:")
+    moments = net.record((X,), {}, mode="empirical", targets=targets)
+    loss = F.cross_entropy(model(X), targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, model.second.weight)
+    torch.testing.assert_close(moments.statistics[only.parameters]["gradient"], gradient.flatten())
+
+
+def test_one_that_mixes_cases_is_what_batch_normalization_is() -> None:
+    """A gradient row of a case is that of the loss summed over all cases, in both."""
+
+    class Plain(Net):
+        def forward(self, x: Tensor) -> Any:
+            h = torch.tanh(F.batch_norm(self.first(x), None, None, training=True))
+            return F.linear(h, apply(Binary, self.second.weight), self.second.bias)
+
+    found = []
+    for model in (Net(Standardized), Plain()):
+        net = kfac_fx.compile(model, (X,), loss="normal", approximations={"linear": "diagonal"})
+        assert [one.layer for one in net.registrations] == ["linear", "linear", "generic"]
+        assert net.recorder((X,), {}).whole
+        estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+        estimator.update_covariances(X)
+        found.append([one.value for block in estimator.blocks.values() for one in block.factors.values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_training_is_that_of_the_model_and_nothing_is_left_behind(mode: str) -> None:
+    model, targets = reversing(), torch.randint(3, (6,))
+    net = kfac_fx.compile(model, (X,), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=1e-2, estimation_mode=mode)
+    for _ in range(3):
+        wanted = copy.deepcopy(model)
+        F.cross_entropy(wanted(X), targets).backward()
+        optimizer.zero_grad()
+        F.cross_entropy(net(X), targets).backward()
+        for one, other in zip(model.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+        optimizer.step()
+    assert optimizer.fallbacks() == []
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any Function
+def test_a_compiled_recording_is_the_plain_one() -> None:
+    found = []
+    for backend in ("eager", "aot_eager"):
+        net = kfac_fx.compile(reversing(), (X,), loss="categorical", backend=backend)
+        moments = net.record((X,), {}, mode="empirical", targets=torch.arange(6) % 3)
+        found.append([value for one in moments.statistics.values() for value in one.values()])
+        assert net.report.to_dict()["fallbacks"] == []
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_what_no_compiler_takes_is_recorded_without_one_with_the_reason() -> None:
+    found = []
+    for backend in ("eager", "aot_eager"):
+        net = kfac_fx.compile(Net(Talking), (X,), loss="categorical", backend=backend)
+        moments = net.record((X,), {}, mode="empirical", targets=torch.arange(6) % 3)
+        found.append([value for one in moments.statistics.values() for value in one.values()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    (said,) = net.report.to_dict()["fallbacks"]
+    assert said.startswith("recordings are not compiled: aot_eager cannot compile an autograd.Function in it: ")
