@@ -113,7 +113,7 @@ class FisherEstimator(BlockDiagonalFisher):
         kept += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
         example = next(param for _, param in net.named_parameters())
         if not isinstance(damping, Tensor):
-            precision = torch.promote_types(example.dtype, torch.float32)
+            precision = torch.promote_types(example.dtype.to_real(), torch.float32)
             damping = torch.full((), float(damping), dtype=precision, device=example.device)
         super().__init__(kept, damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
@@ -179,25 +179,29 @@ class FisherEstimator(BlockDiagonalFisher):
             self.build()
 
     @torch.no_grad()
-    def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> None:
-        """Average what was accumulated into all factors, as one batch; nothing happens if there is nothing.
+    def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> bool:
+        """Average what was accumulated into all factors, as one batch; nothing happens if there is nothing. Returns
+        False for a batch without cases, which is left out.
 
         decay: None for cov_ema_decay. accept: a 0-d bool tensor; where False, the sums are dropped.
 
         Raises ValueError for a batch that is not of `batch_size` cases.
         """
         if not self._pending:
-            return
+            return True
         if self.batch_size is not None and self._pending_cases != self.batch_size:
             raise ValueError(f"a batch of {self._pending_cases} cases was recorded, and batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
-        cases = self._total()
-        with full_precision():
-            for group in self.groups:
-                sums = [self._pending[one.parameters] for one in group.registrations]
-                group.update(sums, cases, decay=decay, accept=accept)
-        self.params_stats = {name: gradient / cases for name, gradient in self._pending_gradients.items()}
+        cases = self._total()  # a tensor if there are several processes: then an empty batch is one that is not finite
+        empty = isinstance(cases, int) and cases == 0
+        if not empty:
+            with full_precision():
+                for group in self.groups:
+                    sums = [self._pending[one.parameters] for one in group.registrations]
+                    group.update(sums, cases, decay=decay, accept=accept)
+            self.params_stats = {name: gradient / cases for name, gradient in self._pending_gradients.items()}
         self._pending, self._pending_gradients, self._pending_cases = {}, {}, 0
+        return not empty
 
     def _total(self) -> int | Tensor:
         """The number of cases, after all sums were added up over the processes."""
@@ -220,6 +224,11 @@ class FisherEstimator(BlockDiagonalFisher):
         super().load_state_dict(state)
         if self._generator is not None:
             self._generator.set_state(state["generator"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a FisherEstimator is its net's, not copied or pickled: load est.state_dict() into one of the other net"
+        )
 
 
 def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:

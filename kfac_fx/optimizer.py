@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.checkpoint import restore, saved
+from kfac_fx.optim.checkpoint import check, restore, saved
 from kfac_fx.optim.closure import Closure, checked
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.options import OPTIONS, read_options
@@ -122,7 +122,8 @@ class KFAC(Optimizer):
             {"lr": self.options.group_lr, "weight_decay": weight_decay},
         )
         example = next(iter(self.names))
-        self.scalar = torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)
+        precision = torch.promote_types(example.dtype.to_real(), torch.float32)
+        self.scalar = torch.zeros((), dtype=precision, device=example.device)
         self.estimator = FisherEstimator(
             self.net,
             cov_ema_decay=self.options.decay,
@@ -229,16 +230,13 @@ class KFAC(Optimizer):
         return super().state_dict() | {"kfac": saved(self._stepper, self.generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue bit for bit from `state_dict()`. Raises ValueError for the state of another kind of optimizer."""
-        if "kfac" not in state_dict:
-            raise ValueError("the state has no 'kfac' entry: it is that of another kind of optimizer")
+        """Continue bit for bit from `state_dict()`. Raises ValueError, and loads nothing, for one that does not fit."""
+        check(self._stepper, self.generator, self.param_groups, state_dict)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
-        # torch converts state to the parameters' dtype, and shares what needs no conversion.
-        members = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, values in state_dict["state"].items():
-            parameter = members[index]
-            self.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
-        restore(self._stepper, self.generator, state_dict["kfac"])
+        restore(self._stepper, self.generator, self.param_groups, self.state, state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a KFAC is its net's, not copied or pickled: load opt.state_dict() into one of the other net")
 
     counter = property(lambda self: self._stepper.schedule.counter)
     burned_in = property(lambda self: self._stepper.schedule.burned_in)

@@ -77,9 +77,9 @@ def case_size(graph: fx.Graph, outputs: tuple[fx.Node, ...]) -> str | None:
 
 
 def single(graph: fx.Graph) -> bool:
-    """Whether the first input was captured with one row."""
+    """Whether the first input was captured with one row, or none: sizes that are numbers in a graph."""
     values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
-    return next((value.shape[0] == 1 for value in values if isinstance(value, Tensor) and value.dim()), False)
+    return next((value.shape[0] <= 1 for value in values if isinstance(value, Tensor) and value.dim()), False)
 
 
 def site(node: fx.Node) -> LossSite:

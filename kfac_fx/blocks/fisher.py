@@ -148,13 +148,16 @@ class BlockDiagonalFisher(ABC):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if the names or shapes are not those of this estimator's own state."""
+        """Raises ValueError, and loads nothing, if the names or shapes are not those of this estimator's own state."""
+        self.check_state(state)
+        for name, tensor in BlockDiagonalFisher.state_dict(self).items():
+            tensor.copy_(state[name])
+        for key, block in self.blocks.items():
+            block.group.updated, block.group.inverted = state[f"{','.join(key)}/ready"].tolist()
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
         own = self.state_dict()
         if wrong := sorted(own.keys() ^ state.keys()) or sorted(n for n in own if own[n].shape != state[n].shape):
             raise ValueError(
                 f"the state is of another estimator: {len(wrong)} names or shapes differ, the first is {wrong[0]!r}."
             )
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
-        for key, block in self.blocks.items():
-            block.group.updated, block.group.inverted = state[f"{','.join(key)}/ready"].tolist()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from kfac_fx.blocks.block import statistics_of
 from kfac_fx.blocks.series import longest
@@ -36,7 +38,7 @@ def agreeing(made: Recorder, first: Recorder) -> Recorder:
     are others."""
     if made is first:
         return made
-    check_trained(made, first)
+    check_trained(first.program.parameters, made.program.parameters)
     known = {one.parameters: one for one in first.program.registrations}
     other = {one.parameters: one for one in made.program.registrations}
     rows = [(", ".join(key), other_path(known.get(key), other.get(key))) for key in dict.fromkeys((*known, *other))]
@@ -55,8 +57,8 @@ def agreeing(made: Recorder, first: Recorder) -> Recorder:
     return with_program(made, made.program.but(registrations=adopted))
 
 
-def check_trained(made: Recorder, first: Recorder) -> None:
-    before, now = first.program.parameters, made.program.parameters
+def check_trained(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ModelChangedError with the names of parameters that are trained in one of both only."""
     if changed := [name for name in dict.fromkeys((*before, *now)) if (name in before) != (name in now)]:
         raise ModelChangedError(
             f"requires_grad was changed after kfac_fx.compile: {', '.join(changed)}.\nCompile again."

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from kfac_fx.captures.agreement import agreeing, needs, with_generic, with_program
+from kfac_fx.captures.agreement import agreeing, check_trained, needs, with_generic, with_program
 from kfac_fx.captures.declared import Declared
 from kfac_fx.captures.divided import DividedRecorder
 from kfac_fx.captures.division_recorder import recorder_of
 from kfac_fx.captures.frames import Unmet
 from kfac_fx.checks.proof import prove
 from kfac_fx.checks.structure import Structure
+from kfac_fx.checks.wrappers import refuse_without_values
 from kfac_fx.passes.attributes import settings
 from kfac_fx.passes.border import capture_key
 from kfac_fx.passes.divide import divide
@@ -25,7 +26,7 @@ from kfac_fx.passes.failures import fatal, first_line
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
-from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.trace import Capture, capture, named_parameters
 from kfac_fx.recording.masks import with_mask
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Ride
@@ -81,10 +82,11 @@ class Captures:
             if one.capture.holds(args, kwargs) and self.set_as(one):
                 self.known.move_to_end(key)
                 known.append(known.pop(place))
-                if not one.proven:  # its first batch was not finite
+                if not one.proven:  # its first batch was empty, or not finite
                     known[-1] = self.proved(one, args, kwargs)
                     self.first = known[-1] if self.first is one else self.first
                 return known[-1]
+        refuse_without_values(self.model, self.declared.verify)
         symbolic = None if self.known else self.first_symbolic(args, kwargs)
         made = symbolic or self.exported(args, kwargs, every_size=any(map(self.set_as, known)))
         if self.first is None or not self.known:
@@ -137,7 +139,10 @@ class Captures:
 
     def first_symbolic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
         """What was captured without inputs, if it holds on real ones; else None, and torch.export decides."""
-        if self.first is None or not self.first.capture.holds(args, kwargs) or not self.set_as(self.first):
+        if self.first is None:
+            return None
+        check_trained(self.first.program.parameters, named_parameters(self.model)[0])
+        if not self.first.capture.holds(args, kwargs) or not self.set_as(self.first):
             return None
         try:
             return self.proved(self.first, args, kwargs)

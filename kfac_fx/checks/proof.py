@@ -37,7 +37,7 @@ class Verdict:
 
     program: Program
     failed: Mapping[tuple[str, ...], str]
-    conclusive: bool = True  # False: the batch has no finite gradients to compare with
+    conclusive: bool = True  # False: the batch has no cases, or no finite gradients to compare with
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         recorder.capture = prover.capture
         pairs, fisher = gradients(prover, values)
         compared = {one.parameters: Comparison.of(*rest) for one, *rest in pairs}
-    if not all(one.finite for one in compared.values()):
+    if not all(one.finite for one in compared.values()) or prover.examples(values) == 0:
         return Verdict(recorder.program, {}, conclusive=False)
     coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
     failed: dict[tuple[str, ...], str] = {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.errors import UntraceableError, table
+from kfac_fx.passes.writes import memory
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -25,6 +28,7 @@ def refuse_unfit(model: nn.Module) -> None:
     refuse_scripted(model)
     refuse_without_shapes(model)
     refuse_complex(model)
+    refuse_overlapping(model)
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -54,6 +58,51 @@ def refuse_without_shapes(model: nn.Module) -> None:
             f"these parameters have no shape yet: {', '.join(names)}.\n"
             "Run the model once on a batch, as in model(*example_inputs), and compile it then."
         )
+
+
+def refuse_without_values(model: nn.Module, verify: bool) -> None:
+    if verify and (names := [name for name, one in model.named_parameters() if one.is_meta]):
+        raise UntraceableError(
+            f"these parameters are on the meta device and have no values, so nothing can be proved of the graph: "
+            f"{', '.join(names)}.\n"
+            "Give them values first, as with model.to_empty(device=...) and load_state_dict; or compile without "
+            "example inputs, or with verify=False, for the report alone."
+        )
+
+
+def refuse_overlapping(model: nn.Module) -> None:
+    """Raises UntraceableError for trained parameters that have elements in one place, each of which autograd would give
+    a gradient of its own, and every optimizer a step. Parts of one long vector may lie side by side."""
+    by_memory: dict[tuple[int, torch.dtype], list[tuple[str, Tensor]]] = {}
+    for name, one in model.named_parameters():
+        if one.requires_grad and one.numel() and (place := memory(one)):
+            by_memory.setdefault((place, one.dtype), []).append((name, one.detach()))
+    pairs = [pair for members in by_memory.values() if len(members) > 1 for pair in overlaps(members)]
+    if pairs:
+        rows = table((later, f"has elements of {earlier}") for earlier, later in pairs)
+        raise UntraceableError(
+            f"parameters share memory and are not the same parameter:\n{rows}\n"
+            f"Tie them by name, as in model.{pairs[0][1]} = model.{pairs[0][0]}, or clone one."
+        )
+
+
+def overlaps(members: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
+    """Names of tensors of one memory, each with an earlier one that has elements of it."""
+    ends = sorted((one.storage_offset(), one.storage_offset() + extent(one)) for _, one in members)
+    if all(end <= start for (_, end), (start, _) in pairwise(ends)):
+        return
+    owner = torch.full((max(end for _, end in ends),), -1)
+    for number, (name, one) in enumerate(members):
+        distinct = [size if stride else 1 for size, stride in zip(one.shape, one.stride(), strict=True)]
+        places = owner.as_strided(distinct, one.stride(), one.storage_offset())
+        if (taken := int(places.max())) >= 0:
+            yield members[taken][0], name
+        places.fill_(number)
+
+
+def extent(tensor: Tensor) -> int:
+    """From its first to its last element in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def refuse_complex(model: nn.Module) -> None:

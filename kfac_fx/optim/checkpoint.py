@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from kfac_fx.optim.first_order import new_state
+from kfac_fx.optim.parameter_groups import Group, new_velocity
 from kfac_fx.optim.stepper import Stepper
 from kfac_fx.optim.updater import SCALARS
 from kfac_fx.passes.devices import RandomState
+from kfac_fx.passes.errors import table
 
 
 def saved(stepper: Stepper, generator: torch.Generator) -> dict[str, Any]:
@@ -21,8 +25,46 @@ def saved(stepper: Stepper, generator: torch.Generator) -> dict[str, Any]:
     return updater | counters | estimator | {"late": None if late is None else (late.cpu, dict(late.others))}
 
 
-def restore(stepper: Stepper, generator: torch.Generator, kept: Mapping[str, Any]) -> None:
-    """What `saved` returned, copied in. Forwards since the last step, and the state by parameter, are forgotten."""
+def check(stepper: Stepper, generator: torch.Generator, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> None:
+    """Raises ValueError for a `state_dict` that does not fit, before anything of it is taken over."""
+    if "kfac" not in state_dict:
+        raise ValueError("the state has no 'kfac' entry: it is that of another kind of optimizer")
+    own, kept = saved(stepper, generator), state_dict["kfac"]
+    if wrong := sorted(own.keys() ^ kept.keys()):
+        raise ValueError(f"the 'kfac' entry of the state is of another version: {', '.join(wrong)} on one side only")
+    stepper.estimator.check_state(kept["estimator"])
+    members = [(parameter, group["first_order"]) for group in groups for parameter in group["params"]]
+    rows: list[tuple[str, str]] = []
+    for index, values in state_dict["state"].items():
+        if index >= len(members):
+            rows.append((f"parameter {index}", f"there are {len(members)}"))
+            continue
+        parameter, first_order = members[index]
+        wanted = shapes((new_state if first_order else new_velocity)(torch.empty_like(parameter, device="meta")))
+        if (found := shapes(values)) != wanted:
+            rows.append((stepper.names[parameter], f"has {found}, and needs {wanted}"))
+    if rows:
+        raise ValueError(f"the state does not fit {len(rows)} of {len(members)} parameters:\n{table(rows)}")
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def restore(
+    stepper: Stepper,
+    generator: torch.Generator,
+    groups: Sequence[Group],
+    states: MutableMapping[Any, Any],
+    state_dict: Mapping[str, Any],
+) -> None:
+    """What `saved` returned, and the optimizer's `states` by parameter, copied in from a `state_dict` that was checked.
+    Forwards since the last step are forgotten."""
+    # torch converts state to the parameters' dtype, and shares what needs no conversion.
+    members, kept = [parameter for group in groups for parameter in group["params"]], state_dict["kfac"]
+    for index, values in state_dict["state"].items():
+        parameter = members[index]
+        states[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
     for name in ("damping", *SCALARS):
         getattr(stepper.updater, name).copy_(kept[name])
     stepper.schedule.counter, stepper.schedule.burned_in = kept["counter"], kept["burned_in"]

@@ -66,7 +66,7 @@ def fisher_inner_products(
         here.inputs = at  # the loss was built on a tensor of the differentiation, which is over
         multiply = here.multiply_ggn_factor_transpose if ggn else here.multiply_fisher_factor_transpose
         rows = multiply(precise(tangent)).flatten(1)
-        total = total + coefficient / here.cases * torch.stack([(rows * row).sum(1) for row in rows])
+        total = total + coefficient / max(1, here.cases) * torch.stack([(rows * row).sum(1) for row in rows])
     return total
 
 

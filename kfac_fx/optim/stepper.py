@@ -70,12 +70,12 @@ class Stepper:
             ok = ok & loss.isfinite()
         for moments in seen.moments(self.options.reduction, loss_scale):
             self.estimator.accumulate(moments)
-        self.estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
+        recorded = self.estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
         if schedule.burning_in:
-            schedule.burned_in += 1
+            schedule.burned_in += recorded
             return
         # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
-        if schedule.counter == 0 and not ok.item():
+        if schedule.counter == 0 and not (recorded and ok.item()):
             self.skipped += 1
             return
         if schedule.adapting_late:

@@ -182,7 +182,7 @@ class Updater:
                     multiply_jacobian=self.multiply_jacobian,
                 )
                 total, cases = total + found[0][1].cases * products, cases + found[0][1].cases
-            return self.replicas.mean(total / cases)
+            return self.replicas.mean(total / max(1, cases))
 
         return of
 

@@ -153,7 +153,7 @@ class Emitted:
         if fraction >= 1.0:
             return values
         total = self.examples(values)
-        kept = max(1, math.ceil(total * fraction))
+        kept = math.ceil(total * fraction)
 
         def cut(position: int, value: Any) -> Any:
             axis = self.case_axis(position, value)

@@ -179,7 +179,7 @@ def make_probes(registration: Registration, names: tuple[str, ...], cases: int, 
     """
     assert registration.matrix is not None, "bug in kfac_fx: probes for a generic registration"
     matrix, _ = registration.rows
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    dtype = torch.promote_types(like.dtype.to_real(), torch.float32)  # a frozen parameter may be complex
     zero = torch.zeros((), dtype=dtype, device=like.device)
 
     def shape(name: str) -> Shape:

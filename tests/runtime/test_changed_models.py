@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx import (
     ModelChangedError,
 )
@@ -62,6 +63,16 @@ def test_freezing_after_compile_is_noticed() -> None:
     net.model[4].requires_grad_(False)
     with pytest.raises(ModelChangedError, match=r"requires_grad was changed .*: 4.weight, 4.bias\.\nCompile again"):
         net.record((X,), {})
+
+
+@pytest.mark.parametrize("part", [0, 4])
+def test_freezing_before_the_first_batch_is_noticed(part: int) -> None:
+    net = kfac_fx.compile(mlp(), loss="normal")
+    net.model[part].requires_grad_(False)
+    with pytest.raises(
+        ModelChangedError, match=rf"requires_grad was changed .*: {part}.weight, {part}.bias\.\nCompile"
+    ):
+        net(X)
 
 
 class Heads(nn.Module):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,3 +69,66 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     net, opt = made()
     with pytest.raises(ValueError, match="the state has no 'kfac' entry: it is that of another kind of optimizer"):
         opt.load_state_dict(torch.optim.SGD(net.parameters(), lr=0.1).state_dict())
+
+
+def lose_a_key(state: dict[str, Any]) -> None:
+    del state["kfac"]["skipped"]
+
+
+def lose_a_factor(state: dict[str, Any]) -> None:
+    del state["kfac"]["estimator"]["0.weight,0.bias/A/moment"]
+
+
+def have_another_shape(state: dict[str, Any]) -> None:
+    state["state"][0]["velocity"] = torch.zeros(2, 2)
+    state["state"][1]["momentum_buffer"] = state["state"][1].pop("velocity")
+
+
+def have_more_parameters(state: dict[str, Any]) -> None:
+    state["state"][17] = state["state"][0]
+
+
+def lose_a_group(state: dict[str, Any]) -> None:
+    state["param_groups"].clear()
+
+
+UNFIT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "key": (lose_a_key, r"the 'kfac' entry of the state is of another version: skipped on one side only"),
+    "factor": (lose_a_factor, r"the state is of another estimator: 1 names or shapes differ, the first is '0.weight"),
+    "shapes": (
+        have_another_shape,
+        r"the state does not fit 2 of 4 parameters:\n"
+        r"  0.weight +has \{'velocity': \[2, 2\]\}, and needs \{'velocity': \[5, 3\]\}\n"
+        r"  0.bias +has \{'momentum_buffer': \[5\]\}, and needs \{'velocity': \[5\]\}",
+    ),
+    "parameters": (have_more_parameters, r"the state does not fit 1 of 4 parameters:\n  parameter 17  there are 4"),
+    "group": (lose_a_group, r"different number of parameter groups"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), UNFIT.values(), ids=UNFIT)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_of_it_is_loaded(
+    change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    net, opt = made()
+    train(net, opt, range(2))
+    state = copy.deepcopy(opt.state_dict())
+    change(state)
+    other, unharmed = made()
+    train(other, unharmed, range(2, 3))
+    before = flat_state(unharmed.state_dict())
+    with pytest.raises(ValueError, match=text):
+        unharmed.load_state_dict(state)
+    assert_same(before, flat_state(unharmed.state_dict()))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_neither_an_optimizer_nor_an_estimator_is_copied_without_its_net(copied: Callable[[Any], Any]) -> None:
+    net, opt = made()
+    with pytest.raises(
+        TypeError, match=r"a KFAC is its net's, not copied or pickled: load opt.state_dict\(\) into one"
+    ):
+        copied(opt)
+    with pytest.raises(TypeError, match=r"a FisherEstimator is its net's, .*: load est.state_dict\(\) into one of the"):
+        copied(opt.estimator)
+    train(net, opt, range(1))  # and they are as they were

@@ -129,6 +129,91 @@ def test_complex_parameters_are_refused_with_a_real_way_to_write_them() -> None:
     assert kfac_fx.compile(Waves(torch.view_as_real(weight)), (X,), loss="normal").record((X,), {}).cases == 6
 
 
+def test_frozen_complex_parameters_are_constants() -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waves = nn.Parameter(torch.randn(4, 3, dtype=torch.cfloat), requires_grad=False)  # the first parameter
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.fc(x).to(self.waves.dtype) @ self.waves).real
+
+    net = kfac_fx.compile(Spectrum(), (X,), loss="normal")
+    opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    losses = []
+    for _ in range(3):
+        opt.zero_grad()
+        loss = 0.5 * net(X).square().sum(1).mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2] and opt.damping.dtype is torch.float32
+
+
+class Pair(nn.Module):
+    def __init__(self, share: Callable[[nn.Linear, nn.Linear], None]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        share(self.a, self.b)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.a(x).tanh())
+
+
+def by_data(a: nn.Linear, b: nn.Linear) -> None:
+    b.weight = nn.Parameter(a.weight.data)
+
+
+def by_transposed_data(a: nn.Linear, b: nn.Linear) -> None:
+    b.weight.data = a.weight.data.t()
+
+
+@pytest.mark.parametrize("share", [by_data, by_transposed_data])
+def test_parameters_in_one_memory_are_refused_unless_they_are_one(
+    share: Callable[[nn.Linear, nn.Linear], None],
+) -> None:
+    text = r"not the same parameter:\n  b.weight  has elements of a.weight\nTie them .* model.b.weight = model.a.weight"
+    with pytest.raises(kfac_fx.UntraceableError, match=text):
+        kfac_fx.compile(Pair(share), (X,), loss="normal")
+
+
+def tied(a: nn.Linear, b: nn.Linear) -> None:
+    b.weight = a.weight
+
+
+def side_by_side(a: nn.Linear, b: nn.Linear) -> None:
+    flat = torch.randn(32)
+    a.weight.data, b.weight.data = flat[:16].view(4, 4), flat[16:].view(4, 4)
+
+
+def in_columns(a: nn.Linear, b: nn.Linear) -> None:
+    both = torch.randn(4, 8)
+    a.weight.data, b.weight.data = both[:, :4], both[:, 4:]
+
+
+def frozen(a: nn.Linear, b: nn.Linear) -> None:
+    b.weight = nn.Parameter(a.weight.data, requires_grad=False)
+
+
+@pytest.mark.parametrize("share", [tied, side_by_side, in_columns, frozen])
+def test_parameters_may_lie_side_by_side_and_one_of_two_may_be_a_constant(
+    share: Callable[[nn.Linear, nn.Linear], None],
+) -> None:
+    net = kfac_fx.compile(Pair(share), (X,), loss="normal")
+    assert net.record((X,), {}).cases == 6
+
+
+def test_parameters_without_values_are_refused_where_something_is_to_be_proved() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 3), torch.ones(2, 4)
+    text = r"on the meta device and have no values, so nothing can be proved .*: weight, bias\.\nGive them values first"
+    with pytest.raises(kfac_fx.UntraceableError, match=text):
+        kfac_fx.compile(model, (x,), loss="normal")
+    for net in (kfac_fx.compile(model, loss="normal"), kfac_fx.compile(model, (x,), loss="normal", verify=False)):
+        assert "registered 15 of 15" in str(net.report)
+
+
 @pytest.fixture
 def one_process() -> Any:
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
