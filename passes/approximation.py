@@ -15,7 +15,7 @@ from .ir import GENERIC, KEPT, KRONECKER, SERIES, UNCORRELATED, Program, Use, te
 from .layers import Layer
 from .matrix import MatrixForm
 from .operations import VIEWS, op_name
-from .slopes import DIVIDED, NORMALIZED
+from .slopes import NORMALIZED, OWN
 
 PER_CASE = ("full", "diagonal")
 DIAGONAL_INPUTS, DIAGONAL_OUTPUTS = ("kron_in_diag", "kron_both_diag"), ("kron_out_diag", "kron_both_diag")
@@ -44,9 +44,9 @@ def choose(
         reason = f"{how} at its output, so not {chosen!r}"
         chosen = "kron"
     behind = {one.name for use in uses for one in use.slopes}
-    if behind & {*NORMALIZED, DIVIDED}:
+    if behind & {*NORMALIZED, *OWN}:
         reason = "its filters are normalized: without the projection of their gradients that this makes"
-        if DIVIDED in behind:
+        if behind & {*OWN}:
             reason = "it is divided by a function of itself: without the change of that, which is of rank one"
         if chosen not in (*KRONECKER, "kron_indep"):
             reason, chosen = f"{reason}, so not {chosen!r}", "kron"

@@ -15,7 +15,7 @@ from .layers import Form
 from .matrix import Layout, Shape
 from .operations import CASTS, op_name
 from .pieces import Made
-from .slopes import DIVIDED
+from .slopes import OWN
 from .views import bound_parameter
 
 
@@ -127,7 +127,7 @@ def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
     slabs = [slab for made in binding.made.values() for slab in made.slabs]
     own |= {slab.parameter for slab in slabs}
     own |= {one.parameter for made in binding.made.values() for one in made.products}
-    factors = [one.factor for slab in slabs for one in slab.slopes if one.name != DIVIDED and one.factor is not None]
+    factors = [one.factor for slab in slabs for one in slab.slopes if one.name not in OWN and one.factor is not None]
     return any(own & parameters_behind(one, label) for one in (*binding.foreign.values(), *factors))
 
 

@@ -128,6 +128,10 @@ class Expressions:
             return value
         if name in MOVES:
             return reshaped(node, value, self.known) if value.products else self.viewed(node, value)
+        if name == "sub" and isinstance(node.args[1], fx.Node):
+            without = self.functions.centered(node, first, node.args[1])
+            if without is not None:
+                return without
         if name in SUMS:
             total = added(node, value, self.known.get(node.args[1]))  # type: ignore[arg-type]
             return self.shifted(first, node.args[1], 1.0) if total is None else total

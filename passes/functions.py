@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 from .holder import attribute
 from .labels import Label, parameters_behind
 from .matrix import Layout, Shape
+from .means import is_mean
 from .operations import EXPANDS, op_name
 from .pieces import Made, Piece, Slab, Slope, layout_in, view_of, viewed, whole
-from .slopes import DIVIDED, ELEMENTWISE, OVER, SLICED, STANDARDIZED, TIMES, UNIT
+from .slopes import CENTERED, DIVIDED, ELEMENTWISE, MULTIPLIED, OVER, OWN, SLICED, STANDARDIZED, TIMES, UNIT
 from .values import called, is_one_slab, without_data
 
 WHOLE = -1  # in the place of a dimension: all of a parameter is one slice
@@ -34,7 +35,7 @@ class Functions:
         if slab is None:
             return None
         slope = slab.slopes[-1]
-        if slope.name != DIVIDED and slope.factor is not None:
+        if slope.name not in OWN and slope.factor is not None:
             slab = replace(slab, slopes=(*slab.slopes[:-1], replace(slope, gain=self.gain(slope))))
         return Made(value.shape, (slab,))
 
@@ -58,12 +59,27 @@ class Functions:
             if not isinstance(value, Made) or len(value.slabs) != 1 or self.label[by].activation:
                 continue
             behind, own = parameters_behind(by, self.label), {value.slabs[0].parameter}
-            if op_name(node) == "div" and behind == own:
-                return self.of(node, operand, value)
+            if behind == own:
+                found = self.of(node, operand, value)
+                if found is not None or op_name(node) == "div":
+                    return found
             found = None if shape is None or behind & own else self.of(node, operand, value, shape)
             if found is not None:
                 return found
         return None
+
+    def centered(self, node: fx.Node, operand: fx.Node, mean: fx.Node) -> Made | None:
+        """A weight without the mean of each of its filters."""
+        value, shape = self.known.get(operand), self.sizes(mean)
+        if not isinstance(value, Made) or not is_one_slab(value) or shape is None:
+            return None
+        (slab,) = value.slabs
+        layout = laid_out(value, tuple(attribute(self.root, slab.parameter).shape))
+        if layout is None or slab.slopes or slab.scale != 1.0 or slices(shape, layout) != 0:
+            return None
+        if not is_mean(mean, slab.parameter, self.known):
+            return None
+        return Made(value.shape, (replace(slab, slopes=(Slope(CENTERED, operand, layout, None, (0,)),)),))
 
     def sizes(self, node: fx.Node) -> Shape | None:
         value = self.known.get(node)
@@ -90,8 +106,11 @@ def sloped(node: fx.Node, operand: fx.Node, value: Made, shape: Shape, other: Sh
     other: of what it is multiplied with or divided by, if that does not depend on the parameter.
     """
     (slab,) = value.slabs
-    layout, name = laid_out(value, shape), op_name(node)
-    multiple = name in (*MAKERS, "mul") and (slab.scale != 1.0 or slab.slopes)
+    name, plain = op_name(node), value
+    if other is None and name in ("mul", "div") and [one.name for one in slab.slopes] == [CENTERED]:
+        plain = Made(value.shape, (replace(slab, slopes=()),))
+    layout = laid_out(plain, shape)
+    multiple = name in MAKERS and (slab.scale != 1.0 or plain.slabs[0].slopes)
     if layout is None or multiple:
         return None
     if other is not None:
@@ -145,14 +164,18 @@ def normalization(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | No
     return Slope(UNIT, operand, layout, gain, (dim, 0.0))
 
 
-def division(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
-    """`v / σ`, with σ one number, or one for every slice along a dimension of the parameter."""
-    by: Any = node.args[1]
+def own_number(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
+    """`v / σ` or `v * σ`, with σ one number, or one for every slice along a dimension of the parameter. Not for every
+    element: what the change of σ takes off, and a block leaves out, would be all there is."""
+    name = DIVIDED if op_name(node) == "div" else MULTIPLIED
+    by: Any = node.args[1] if node.args[0] is operand else node.args[0]
     while op_name(by) in EXPANDS:
         by = by.args[0]
     value = by.meta.get("val")
     dim = slices(tuple(value.shape), layout) if isinstance(value, Tensor) else WHOLE
-    return None if dim is None else Slope(DIVIDED, operand, layout, by, (None if dim == WHOLE else dim,))
+    if dim is None or math.prod(layout.shape) == (1 if dim == WHOLE else layout.shape[dim]):
+        return None
+    return Slope(name, operand, layout, by, (None if dim == WHOLE else dim,))
 
 
 def product(node: fx.Node, operand: fx.Node, layout: Layout, other: Shape) -> Slope | None:
@@ -181,4 +204,4 @@ def reordered(layout: Layout) -> bool:
     return view is None or not view.is_contiguous()
 
 
-MAKERS = {"batch_norm": standardization, "_weight_norm": normalization, "div": division}
+MAKERS = {"batch_norm": standardization, "_weight_norm": normalization, "div": own_number, "mul": own_number}

@@ -20,7 +20,7 @@ from .ir import Bound, Use
 from .labels import has_gradient
 from .matrix import Layout, Shape
 from .pieces import Slope
-from .slopes import SLICED, STANDARDIZED
+from .slopes import CENTERED, SLICED, STANDARDIZED
 from .uses import Gain
 
 
@@ -35,7 +35,7 @@ def side_of(slopes: Sequence[Slope], sizes: Sequence[int], constant: Callable[[i
     if dims:
         whole = dims[0] is None or dims[0] < 0
         outputs = whole or constant(dims[0] or 0, 2)
-        centered = any(one.name == STANDARDIZED for one in slopes)  # takes the mean of all inputs off
+        centered = any(one.name in (CENTERED, STANDARDIZED) for one in slopes)  # takes the mean of all inputs off
         inputs = not centered and constant(dims[0] or 0, 1)  # groups have inputs of their own
     else:
         outputs, inputs = i == 1, g * o == 1

@@ -2,6 +2,7 @@
 
     exp(s) * x                          every element on its own: a diagonal Jacobian, exact
     conv2d(x, standardized(v))          W = γ (v - mean v) / √(var v + ε), filter by filter (Qiao et al. 2019)
+    conv2d(x, (v - mean v) / σ(v))      the same without batch_norm: whatever σ is, and whether it divides or multiplies
     conv1d(x, g v / |v|)                weight normalization (Salimans and Kingma 2016)
     linear(x, v / σ(v))                 spectral normalization (Miyato et al. 2018), cosine classifiers: a number for
                                         all of v, or one for every slice, however it is computed
@@ -50,10 +51,12 @@ ELEMENTWISE: Mapping[str, Callable[..., Tensor]] = {
 }
 STANDARDIZED, UNIT = "standardized", "unit"
 NORMALIZED = (STANDARDIZED, UNIT)
-DIVIDED = "divided"  # by a number that it determines itself, or by one for every slice
+CENTERED = "centered"  # without the mean of every slice
+DIVIDED, MULTIPLIED = "divided", "multiplied"  # by a number that it determines itself, or by one for every slice
+OWN = (DIVIDED, MULTIPLIED)
 TIMES, OVER = "times", "over"  # a number that it does not determine, or one for every slice
 PRODUCTS = (TIMES, OVER)
-SLICED = (*NORMALIZED, DIVIDED, *PRODUCTS)
+SLICED = (*NORMALIZED, CENTERED, *OWN, *PRODUCTS)
 
 
 def between(x: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -67,11 +70,13 @@ def slope(name: str, value: Tensor, factor: Tensor | None, settings: tuple[Any, 
     """What multiplies the gradient on its way through a function of `value`; shaped as `value`.
 
     factor: γ or g, one a slice; of quotients and products the other operand, of a shape to broadcast. settings:
-    (dim, ε) of a normalization or of a product, (dim,) of "divided", else the further arguments.
+    (dim, ε) of a normalization or of a product, (dim,) of what is a weight's own, else the further arguments.
     """
-    if name in (DIVIDED, *PRODUCTS):
+    if name == CENTERED:  # the tap takes the mean off rows
+        return torch.ones_like(value)
+    if name in (*OWN, *PRODUCTS):
         assert factor is not None, "bug in kfac_fx: a product with nothing"
-        return (factor if name == TIMES else 1 / factor).expand_as(value)
+        return (factor if name in (TIMES, MULTIPLIED) else 1 / factor).expand_as(value)
     if name not in NORMALIZED:
         return ELEMENTWISE[name](value, *settings)
     by = 1 / spread_of(name, value, *settings)

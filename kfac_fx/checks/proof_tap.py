@@ -12,7 +12,7 @@ from kfac_fx.passes.failures import fatal, first_line
 from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Slope
-from kfac_fx.passes.slopes import DIVIDED
+from kfac_fx.passes.slopes import DIVIDED, OWN
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.tap import Tap
 from kfac_fx.taps.use_rows import BothRows
@@ -33,19 +33,20 @@ class ProofTap(Tap):
         self.cases: set[int] = set()  # of every call
         self.changes = []
         matrix, names, bias = registration.matrix, tuple(tensor_attrs(use)), registration.matrix.bias is not None
-        divided = next((one for one in use.slopes if one.name == DIVIDED), None)
+        own = next(((n, one) for n, one in enumerate(use.slopes) if one.name in OWN), None)
 
         def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             try:
                 rows, grad_rows = both(output_grad, input, *tensors)
                 check_shapes(rows, grad_rows, (g, o, inputs))
                 self.cases.add(grad_rows.shape[0])
-                if divided is not None:
+                if own is not None:
+                    n, slope = own
                     (sums,) = matrix.unpack(
                         named("gradient").compute(rows, grad_rows, bias, self.matrix, None)
                     ).values()
                     attrs = dict(zip(names, tensors, strict=True))
-                    self.changes.append(change(divided, sums, attrs["factor0"], attrs["operand0"]))
+                    self.changes.append(change(slope, sums, attrs[f"factor{n}"], attrs[f"operand{n}"]))
                 self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 if fatal(error):
@@ -57,9 +58,10 @@ class ProofTap(Tap):
         return guarded
 
 
-def change(divided: Slope, gradient: Tensor, number: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """σ, and the gradient for it: -⟨D / σ, v⟩ / σ, where `gradient` is D / σ."""
-    products = -divided.layout.apply(gradient) * value / number
+def change(slope: Slope, gradient: Tensor, number: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """σ, and the gradient for it: -⟨D / σ, v⟩ / σ, where `gradient` is D / σ; or ⟨D σ, v⟩ / σ where it is D σ."""
+    products = slope.layout.apply(gradient) * value / number
+    products = -products if slope.name == DIVIDED else products
     return number, products.sum_to_size(number.shape).to(number)
 
 
@@ -80,7 +82,7 @@ def check_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -
 
 
 def divides(one: Registration) -> bool:
-    return any(slope.name == DIVIDED for use in one.uses for slope in use.slopes)
+    return any(slope.name in OWN for use in one.uses for slope in use.slopes)
 
 
 def gradient_of(parameter: Tensor, changes: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

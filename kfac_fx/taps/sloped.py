@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.slopes import NORMALIZED, STANDARDIZED, filters, projected, slope
+from kfac_fx.passes.slopes import CENTERED, NORMALIZED, STANDARDIZED, filters, projected, slope
 from kfac_fx.passes.uses import Gain
 
 Rows = tuple[Tensor, Tensor]
@@ -33,7 +33,7 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
     assert entry is not None, "bug in kfac_fx: a matrix form without parameters"
     canonical, outputs, transposed = entry[1], use.slope_side == "outputs", use.transposed
     steps = [(n, one.name, one.settings, views(one.layout, canonical)) for n, one in enumerate(use.slopes)]
-    centered = any(one.name == STANDARDIZED for one in use.slopes)
+    centered = any(one.name in (CENTERED, STANDARDIZED) for one in use.slopes)
 
     def sloped(both: Rows, attrs: Attrs) -> Rows:
         rows, grad_rows = both if gains is None else gains(both, attrs)

@@ -28,7 +28,7 @@ FLOORS = [
     "passes.gains",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers passes.native "
     "passes.spelling passes.values passes.watch passes.writes",
-    "passes.function_calls passes.hooks passes.products",
+    "passes.function_calls passes.hooks passes.means passes.products",
     "passes.own_backwards passes.parts",
     "passes.binding passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions "
     "passes.inplace passes.leftovers",

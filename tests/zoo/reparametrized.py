@@ -61,6 +61,30 @@ class Standardized(nn.Sequential):
         )
 
 
+class StandardizedByHand(nn.Module):
+    """Without batch_norm: as Qiao et al. wrote it, as BiT did, with groups; centered; demodulated as in StyleGAN 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qiao, self.bit, self.grouped = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3), nn.Conv2d(6, 4, 2, groups=2)
+        self.centered, self.style = nn.Linear(4, 6, bias=False), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.qiao.weight
+        w = w - w.mean(dim=1, keepdim=True).mean(dim=2, keepdim=True).mean(dim=3, keepdim=True)
+        w = w / (w.view(w.size(0), -1).std(dim=1).view(-1, 1, 1, 1) + 1e-5).expand_as(w)
+        x = F.relu(F.conv2d(x, w, self.qiao.bias))
+        var, mean = torch.var_mean(self.bit.weight, dim=[1, 2, 3], keepdim=True, unbiased=False)
+        x = F.relu(F.conv2d(x, (self.bit.weight - mean) / torch.sqrt(var + 1e-10), self.bit.bias))
+        w = self.grouped.weight
+        w = torch.rsqrt(w.var((1, 2, 3), keepdim=True) + 1e-5) * (w - w.flatten(1).mean(-1).view(-1, 1, 1, 1))
+        x = F.relu(F.conv2d(x, w, self.grouped.bias, groups=2)).mean((2, 3))
+        w = self.centered.weight
+        x = torch.tanh(F.linear(x, w - w.mean(1, keepdim=True)))
+        w = self.style.weight
+        return F.linear(x, w * torch.rsqrt(w.pow(2).sum(1, keepdim=True) + 1e-8), self.style.bias)
+
+
 class WeightNorm(nn.Module):
     """Filter by filter, by place in the kernel, as the position embedding of wav2vec 2, by channel of the input, as in
     decoders of audio, and of a whole table."""
@@ -143,6 +167,16 @@ CASES = (
         (
             *(("conv2d", (f"{n}.{name}",), 1) for n in (0, 2) for name in ("weight", "gain", "bias")),
             *(("conv2d", (f"4.{name}",), 1) for name in ("weight", "bias")),
+        ),
+    ),
+    Case(
+        "standardized_by_hand",
+        StandardizedByHand,
+        lambda: batch(3, 3, 8, 8),
+        (
+            *(("conv2d", (f"{n}.{name}",), 1) for n in ("qiao", "bit", "grouped") for name in ("weight", "bias")),
+            ("linear", ("centered.weight",), 1),
+            *(("linear", (f"style.{name}",), 1) for name in ("weight", "bias")),
         ),
     ),
     Case(
