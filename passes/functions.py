@@ -71,7 +71,7 @@ class Functions:
     def centered(self, node: fx.Node, operand: fx.Node, mean: fx.Node) -> Made | None:
         """A weight without the mean of each of its filters."""
         value, shape = self.known.get(operand), self.sizes(mean)
-        if not isinstance(value, Made) or not is_one_slab(value) or shape is None:
+        if not isinstance(value, Made) or not is_one_slab(value) or shape is None or node.kwargs:
             return None
         (slab,) = value.slabs
         layout = laid_out(value, tuple(attribute(self.root, slab.parameter).shape))

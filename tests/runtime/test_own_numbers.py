@@ -81,6 +81,7 @@ OTHERS: list[Function] = [
     lambda v: v - v.mean(),
     lambda v: v - v.mean(1),  # [3] against [3, 3]: of other filters
     lambda v: v - 0.5 * v.mean(1, keepdim=True),
+    lambda v: torch.sub(v, v.mean(1, keepdim=True), alpha=0.5),
     lambda v: v - v.tanh().mean(1, keepdim=True),
     lambda v: v - v.amax(1, keepdim=True),
     lambda v: v - v.t().reshape(3, -1).mean(1, keepdim=True),
