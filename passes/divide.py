@@ -7,8 +7,7 @@ left as Python and its children are tried. One that was never reached is capture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch import Tensor, fx, nn
 
 from . import pytree
 from .approximation import requested
-from .attributes import computed_weight, settings
-from .border import call_key
+from .attributes import computed_weight
 from .calls import Call, Watched, mapped, watched, without_trace
-from .devices import kinds
+from .captured import Captured, captured_reads, key_of, left_to_python, under
 from .errors import UntraceableError
 from .hooks import refuse_users_hooks, without_users_hooks
 from .ir import GENERIC, Note, Options, Program, Submodule
@@ -40,38 +38,15 @@ LOSSES = {"cross_entropy_loss", "cross_entropy", "mse_loss", "binary_cross_entro
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A submodule and its capture for one kind of call. key: what it is specialized to; None: to nothing."""
-
-    submodule: Submodule
-    module: nn.Module
-    capture: Capture
-    key: Any
-    autocast: tuple[tuple[str, torch.dtype], ...] = ()
-
-    @property
-    def effects(self) -> tuple[str, ...]:
-        """What its forward does and the graph does not; what only its own hooks compute anew, nobody misses."""
-        sets = {f"sets {name}" for name in self.capture.assigned}
-        return tuple(f"{effect}, in {self.submodule.path}" for effect in self.capture.effects if effect not in sets)
-
-    def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> bool:
-        return (self.key is None or self.key == key) and self.capture.holds(args, kwargs)
-
-
-@dataclass(frozen=True)
 class Division:
     """program: joined, before any pass looked for layers. left: modules (their ids) that stay Python. written: the
-    parameters that this Python writes into."""
+    parameters that this Python writes into. reads: whether its operations on parameters are captured."""
 
     program: Program
     captured: tuple[Captured, ...]
     left: frozenset[int]
     written: frozenset[str] = frozenset()
-
-
-def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return tuple(settings(module).items()), call_key(args, kwargs)
+    reads: bool = True
 
 
 def divide(
@@ -82,41 +57,59 @@ def divide(
     layers: Mapping[str, Any],
     error: UntraceableError,
     known: Division | None = None,
+    cases: int | None = None,
+    reads: bool = True,
 ) -> Division:
     """Raises UntraceableError if there is nothing to capture, and the user did not ask for generic parameters only:
     `error`, which says why the whole was not captured.
 
-    known: of earlier inputs; what was captured then stays, and so does what was left as Python.
+    known: of earlier inputs; what was captured then stays, and so does what was left as Python. cases: how many the
+    inputs have. reads: whether to capture operations of Python on parameters, too.
     """
     seen = watched(model, args, kwargs)
     divider = Divider(seen, options, layers, known)
     divider.left.append((model, Note(type(model).__name__, in_short(error))))
     for name, child in model.named_children():
         divider.descend(name, child)
-    captured = tuple(divider.captured)
     parameters, aliases = named_parameters(model)
     nothing = Program(fx.Graph(), nn.Module(), parameters, aliases, options, layers)
-    if not captured and not all(GENERIC in requested(nothing, (name,), "generic") for name in parameters):
+    wanted = not all(GENERIC in requested(nothing, (name,), "generic") for name in parameters)
+    if not divider.captured and wanted:
         raise UntraceableError(f"{error}\n{LAST}") from error
-    programs = [in_model(one.capture.program, one.submodule.path, parameters, aliases) for one in captured]
+    modules = {id(one.module): one.module for one in divider.captured}.values()
+    with without_trace(model):
+        read = read_outside(model, args, kwargs, modules, parameters, cases)
+    reads = reads and wanted and (known is None or known.reads)
+    earlier = known.captured if known is not None and reads else ()
+    taken, refused = captured_reads(read.found.values() if reads else (), parameters, options, layers, earlier)
+    if not reads:
+        refused = left_to_python(read.found.values())
+    captured = (*divider.captured, *taken)
+    programs = [
+        in_model(
+            one.capture.program,
+            f"kfac_fx_read_{n}" if one.is_read else one.submodule.path,
+            parameters,
+            aliases,
+            one.names,
+        )
+        for n, one in enumerate(captured)
+    ]
     joined = join(
         nothing,
         [(one.submodule, run(program, (unroll, normalize))) for one, program in zip(captured, programs, strict=True)],
     )
     inside = {str(node.target) for node in joined.graph.nodes if node.op == "get_attr"}
-    with without_trace(model):
-        read = read_outside(model, args, kwargs, {id(one.module): one.module for one in captured}.values())
     python = dict(known.program.python) if known is not None else {}
-    for name, place in read.items():
-        if name in aliases:
-            python.setdefault(aliases[name], f"read at {place}, in Python that is not captured")
+    for name, said in {**read.places, **refused}.items():
+        python.setdefault(name, said)
     for name in parameters:
         if name not in inside:
             python.setdefault(name, why_not(name, divider))
     notes = tuple(note for _, note in divider.left)
     left = frozenset(id(module) for module, _ in divider.left)
     written = seen.written | (known.written if known is not None else frozenset())
-    return Division(joined.but(left=notes, python=python), captured, left, written)
+    return Division(joined.but(left=notes, python=python), captured, left, written, reads)
 
 
 def why_not(name: str, divider: Divider) -> str:
@@ -227,16 +220,6 @@ def refuse_writes(path: str, module: nn.Module, call: Call) -> None:
         under(call, lambda: module(*mapped(Tensor.clone, call.args), **mapped(Tensor.clone, call.kwargs)))
     if trace.written:
         raise UntraceableError(f"it writes into parameters: {', '.join(f'{path}.{name}' for name in trace.written)}")
-
-
-def under(call: Call, function: Callable[[], Any]) -> Any:
-    """`function()` under the autocast of a call."""
-    with ExitStack() as stack:
-        for kind in kinds():
-            dtype = dict(call.autocast).get(kind)
-            if dtype is not None or torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
-        return function()
 
 
 def sizes(call: Call) -> Any:

@@ -75,6 +75,7 @@ class Submodule:
 
     path: str
     calls: int  # on the first batch; 0: captured without inputs, for none of the examples reached it
+    read: bool = False  # it is one operation of the Python between the others, and `path` says which
 
 
 @dataclass(frozen=True)

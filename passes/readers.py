@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from . import pytree
-from .calls import Lent, mapped
+from .calls import Call, Lent, mapped
+from .devices import autocast
+from .following import Reads, differentiable
 from .hooks import hooked_by_user
 from .places import OWN_FOLDER
+from .reads import Read
 
 
-class Readers(TorchFunctionMode):
-    """Where parameters are read outside of given modules. places: name -> "model.py:12", the first place."""
+@dataclass
+class Found:
+    """A read, with what it was called with, detached, and how often. where: "model.py:12"."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.lent, self.places, self.depth = Lent(model), dict[str, str](), 0
+    read: Read
+    call: Call
+    where: str
+    calls: int = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.depth == 0 and torch.is_grad_enabled():
-            given = (*args, *(kwargs or {}).values())
-            nested = (inner for one in given if isinstance(one, (list, tuple)) for inner in one)
-            read = [one for one in (*given, *nested) if id(one) in self.names]
-            made = args[:1] if func is Tensor.__setitem__ else result  # an assignment to a slice returns nothing
-            if read and any(isinstance(one, Tensor) and one.requires_grad for one in pytree.leaves(made)):
-                self.note(read)
+
+class Readers(Reads):
+    """Outside of given modules. found: the reads, one of a kind and of a place; places: the parameters that are read in
+    another way, "read at model.py:12, ..."."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], cases: int | None) -> None:
+        super().__init__(parameters, cases)
+        self.lent, self.places, self.found = Lent(model), dict[str, str](), dict[Any, Found]()
+
+    def met(self, read: Read, operation: Callable[[], Any]) -> Any:
+        given = tuple(one.detach().clone() if one is read.written else one.detach() for one in read.inputs)
+        result = operation()
+        if differentiable(read, result):
+            kind = read.key, tuple((one.shape, one.dtype) for one in given)
+            found = self.found.setdefault(kind, Found(read, Call(given, {}, autocast()), users_line()))
+            found.calls += 1
         return result
 
-    def note(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            self.places.setdefault(self.names[id(parameter)], users_line())
+    def lost(self, names: Iterable[str]) -> None:
+        self.note(names, f"read at {users_line()}, in Python that is not captured")
+
+    def note(self, names: Iterable[str], said: str) -> None:
+        for name in names:
+            self.places.setdefault(name, said)
 
     @contextmanager
     def outside_of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -46,13 +59,13 @@ class Readers(TorchFunctionMode):
         inside: list[bool] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.depth == 0 and torch.is_grad_enabled():
-                self.note(one for one in pytree.leaves((args, kwargs)) if id(one) in self.names)
+            if not self.paused and torch.is_grad_enabled():
+                self.lost(self.names_in((args, kwargs)))
             inside.append(not self.lent.others(module))
-            self.depth += inside[-1]
+            self.paused += inside[-1]
 
         def leave(*rest: Any) -> None:
-            self.depth -= inside.pop()
+            self.paused -= inside.pop()
 
         handles: list[Any] = []
         for module in modules:
@@ -72,8 +85,8 @@ class Readers(TorchFunctionMode):
         applied = torch.autograd.Function.__dict__["apply"]
 
         def spy(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if self.depth == 0 and torch.is_grad_enabled():
-                self.note(one for one in pytree.leaves((args, kwargs)) if id(one) in self.names)
+            if not self.paused and torch.is_grad_enabled():
+                self.lost(self.names_in((args, kwargs)))
             return applied.__get__(None, cls)(*args, **kwargs)
 
         torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment, method-assign]
@@ -92,10 +105,16 @@ def users_line() -> str:
 
 
 def read_outside(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modules: Iterable[nn.Module]
-) -> dict[str, str]:
-    """One forward: parameters that are read outside of `modules`, and where."""
-    readers = Readers(model)
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    modules: Iterable[nn.Module],
+    parameters: Mapping[str, Tensor],
+    cases: int | None,
+) -> Readers:
+    """One forward: what is read outside of `modules`, and where."""
+    readers = Readers(model, parameters, cases)
     with readers.outside_of(modules), readers:
-        model(*mapped(Tensor.clone, args), **mapped(Tensor.clone, dict(kwargs)))
-    return readers.places
+        output = model(*mapped(Tensor.clone, args), **mapped(Tensor.clone, dict(kwargs)))
+    readers.note(readers.names_in(output), "returned by the model, as no layer's output")
+    return readers

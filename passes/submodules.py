@@ -11,8 +11,10 @@ is known at run time only: a use is as many as its submodule has calls.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx, nn
@@ -21,22 +23,29 @@ from . import pytree
 from .elements import KEY
 from .holder import attribute, holder
 from .ir import SERIES, Program, Registration, Submodule, Use
-from .labels import has_gradient
-from .operations import AUTOCAST, op_name
+from .labels import has_gradient, is_size
+from .operations import AUTOCAST, EXPANDS, SIZED_BY_CASES, op_name
 
 NUMBER = "kfac_fx_submodule"  # in the meta of a node: which submodule it belongs to
 
 
 def in_model(
-    program: Program, path: str, parameters: Mapping[str, nn.Parameter], aliases: Mapping[str, str]
+    program: Program,
+    path: str,
+    parameters: Mapping[str, nn.Parameter],
+    aliases: Mapping[str, str],
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
-    """A submodule's program under the names of the model, whose parameters and aliases are given."""
+    """A submodule's program under the names of the model, whose parameters and aliases are given.
+
+    names: of attributes that have another name in the model than under `path`.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     held: dict[str, Any] = {}
     for node in program.graph.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         if node.op in ("get_attr", "call_module"):
-            name = f"{path}.{node.target}"
+            name = names.get(str(node.target), f"{path}.{node.target}")
             copies[node].target = aliases.get(name, name)
             held[str(copies[node].target)] = attribute(program.root, str(node.target))
     return program.but(graph=graph, root=holder(held), parameters=parameters, aliases=aliases)
@@ -75,7 +84,7 @@ def join(nothing: Program, captured: Sequence[tuple[Submodule, Program]]) -> Pro
                 outputs.append(fx.map_arg(node.args[0], lambda n, copies=copies: copies[n]))  # type: ignore[misc]
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, lambda n, copies=copies: copies[n])  # type: ignore[misc]
-                copies[node].meta = {**node.meta, NUMBER: number}
+                copies[node].meta = {**node.meta, NUMBER: number} | of_cases(node)
         for node in program.graph.nodes:
             if KEY in node.meta:
                 parameter, numbers = node.meta[KEY]
@@ -85,8 +94,15 @@ def join(nothing: Program, captured: Sequence[tuple[Submodule, Program]]) -> Pro
     return nothing.but(graph=graph, root=holder(held), submodules=own, history=())
 
 
+def of_cases(node: fx.Node) -> dict[str, bool]:
+    """No submodule knows the size of the cases: an expansion to a size of an input is taken for one to them."""
+    sizes = node.args[1] if op_name(node) in EXPANDS and len(node.args) > 1 else ()
+    first = sizes[0] if isinstance(sizes, (list, tuple)) and sizes else None
+    return {SIZED_BY_CASES: True} if isinstance(first, fx.Node) and is_size(first) else {}
+
+
 def placeholder(graph: fx.Graph, node: fx.Node, number: int, one: Submodule) -> fx.Node:
-    name = f"in_{one.path.replace('.', '_')}_{number}_{node.name}"
+    name = re.sub(r"\W+", "_", f"in_{one.path}_{number}_{node.name}")
     made = graph.create_node("placeholder", name, name=name)
     made.meta = {**node.meta, NUMBER: number}
     return made

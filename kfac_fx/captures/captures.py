@@ -13,18 +13,16 @@ from torch import nn
 from kfac_fx.captures.agreement import agreeing, check_trained, needs, with_generic, with_program
 from kfac_fx.captures.declared import Declared
 from kfac_fx.captures.divided import DividedRecorder
-from kfac_fx.captures.division_recorder import recorder_of
+from kfac_fx.captures.division_recorder import division_of, recorder_of
 from kfac_fx.captures.frames import Unmet
 from kfac_fx.checks.proof import prove
 from kfac_fx.checks.structure import Structure
 from kfac_fx.checks.wrappers import refuse_without_values
 from kfac_fx.passes.attributes import settings
 from kfac_fx.passes.border import capture_key
-from kfac_fx.passes.divide import divide
 from kfac_fx.passes.errors import RegistrationError, UntraceableError
-from kfac_fx.passes.failures import fatal, first_line
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.pipeline import SUBMODULES, run
+from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.trace import Capture, capture, named_parameters
 from kfac_fx.recording.masks import with_mask
@@ -191,21 +189,8 @@ class Captures:
         earlier: DividedRecorder | None = None,
     ) -> Recorder:
         """error: why the whole was not captured; earlier: what was captured on other inputs, to be kept."""
-        options, layers = self.declared.options, self.declared.layers
         known = earlier.division if earlier is not None else None
-        try:
-            division = divide(self.model, args, kwargs, options, layers, error, known)
-        except UntraceableError:
-            raise
-        except Exception as failure:
-            if fatal(failure):
-                raise
-            said = f"{type(failure).__name__}: {first_line(failure)}"
-            raise UntraceableError(
-                f"{type(self.model).__name__} does not run on these inputs: {said}\n"
-                f"Correct the inputs or the model. What torch.export says:\n{error}"
-            ) from failure
-        program = run(division.program, SUBMODULES)
+        division, program = division_of(self.model, self.declared, args, kwargs, error, known)
         if earlier is not None:
             program = with_generic(program, earlier.program)
         recorder = recorder_of(division, program, self.model, self.declared, earlier, args, kwargs)

@@ -16,23 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from kfac_fx.captures.frames import Frames, Loss, LossWatch, Unmet, behind, one_call
+from kfac_fx.captures.frames import Frames, Loss, LossWatch, Unmet, one_call
 from kfac_fx.captures.masked_inputs import MaskedInputs
+from kfac_fx.captures.served_reads import ServedReads, refuse_read
 from kfac_fx.losses import LossFunction
 from kfac_fx.losses.registered_losses import WeightedLosses
 from kfac_fx.passes import pytree
 from kfac_fx.passes.attributes import untouched
 from kfac_fx.passes.border import python_random
 from kfac_fx.passes.calls import Lent, mapped
-from kfac_fx.passes.divide import Captured, Division, key_of
-from kfac_fx.passes.errors import LossError, ModelChangedError
+from kfac_fx.passes.captured import Captured, key_of
+from kfac_fx.passes.divide import Division
+from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.ir import KEPT
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodule_masks import Sizes, padded
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.watch import custom_functions
 from kfac_fx.recording.emitted import compiled
-from kfac_fx.recording.examples import cut, length
+from kfac_fx.recording.examples import cut, examples
 from kfac_fx.recording.masks import PaddingMask, along, of_call, real_losses
 from kfac_fx.recording.output_losses import graph_loss
 from kfac_fx.recording.recorder import Recorder
@@ -122,7 +124,7 @@ class DividedRecorder(Recorder):
         frames = self.frames(functions, parameters, python, buffers, probes)
         with untouched(self.model):  # forward may write into its inputs, too
             output, fisher = self.forward(frames, {**parameters, **python, **buffers}, mapped(Tensor.clone, values))
-        self.refuse_read(python, fisher)
+        refuse_read(self.model, python, fisher)
         return output, fisher
 
     def frames(
@@ -149,7 +151,14 @@ class DividedRecorder(Recorder):
         args, kwargs = values
         mask = self.mask(values)
         frames.inputs = lambda number, own: self.masked_inputs.of_call(number, own, mask)
-        with custom_functions(), frames.in_place(), frames.watch if self.loss is None else nullcontext():
+        seen = {name: named.get(name, one) for name, one in self.program.parameters.items()}
+        reads = ServedReads(frames, seen, self.structured, self.examples(values), self.serving)
+        with (
+            custom_functions(),
+            frames.in_place(),
+            frames.watch if self.loss is None else nullcontext(),
+            reads.served(),
+        ):
             output = functional_call(self.model, dict(named), args, kwargs)
         self.found = frames.watch.found
         if self.loss is None:
@@ -171,7 +180,7 @@ class DividedRecorder(Recorder):
         output, fisher = self.forward(frames, {**views, **python}, values)
         self.unmet = frames.unmet
         if self.unmet is None:
-            self.refuse_read(python, fisher)
+            refuse_read(self.model, python, fisher)
         return output, fisher
 
     def stand_ins(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -182,25 +191,15 @@ class DividedRecorder(Recorder):
             if name in self.structured and not value.requires_grad
         }
 
-    def refuse_read(self, stand_ins: Mapping[str, Tensor], fisher: tuple[Tensor, ...]) -> None:
-        """Raises ModelChangedError for structured parameters that Python read: a use that nothing recorded."""
-        if not stand_ins:
-            return
-        if read := sorted(behind(fisher, stand_ins)):
-            raise ModelChangedError(
-                f"on these inputs {type(self.model).__name__} reads {', '.join(read)} outside of its captured "
-                "submodules, as it did not on the first.\n"
-                "Compile with inputs on which it does, or let these be generic: "
-                f'compile(..., approximations={{"{read[0]}": "generic"}}).'
-            )
-
     def number_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Which capture serves a call. Raises Unmet if none does."""
-        key = key_of(module, args, kwargs)
-        mine = self.by_module[id(module)]
+        return self.serving(self.by_module[id(module)], args, kwargs, key_of(module, args, kwargs))
+
+    def serving(self, mine: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> int:
+        """Which of the captures `mine` does."""
         number = next((n for n in mine if self.captured[n].serves(args, kwargs, key)), None)
         if number is None or (self.checked is not None and number not in self.checked):
-            raise Unmet(self.captured[mine[0]].submodule.path, number is not None)
+            raise Unmet(self.captured[mine[0]].submodule.path if mine else "", number is not None)
         self.ran.add(number)
         return number
 
@@ -212,10 +211,7 @@ class DividedRecorder(Recorder):
     # --- the batch --------------------------------------------------------------------------------------------------
 
     def examples(self, values: tuple[Any, ...]) -> int:
-        """Of the first argument that has any: the length of a list or tuple, the first dimension of a tensor."""
-        args, kwargs = values
-        found = (length(value) for value in (*args, *kwargs.values()))
-        return next((n for n in found if n is not None), 1)
+        return examples(*values)
 
     def part(self, values: tuple[Any, ...], fraction: float) -> tuple[Any, ...]:
         if fraction >= 1.0:

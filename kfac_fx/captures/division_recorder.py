@@ -10,11 +10,52 @@ from torch import nn
 from kfac_fx.captures.agreement import needs
 from kfac_fx.captures.declared import Declared
 from kfac_fx.captures.divided import DividedRecorder
-from kfac_fx.passes.divide import Division
+from kfac_fx.passes.divide import Division, divide
+from kfac_fx.passes.errors import AmbiguousRegistrationError, UntraceableError
+from kfac_fx.passes.failures import fatal, first_line
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodule_masks import with_masks
 from kfac_fx.passes.trace import Capture
+from kfac_fx.recording.examples import examples
 from kfac_fx.recording.masks import of_call
+
+
+def division_of(
+    model: nn.Module,
+    declared: Declared,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: UntraceableError,
+    known: Division | None,
+) -> tuple[Division, Program]:
+    """A division, and its program with registrations.
+
+    error: why the whole was not captured; known: the division on other inputs. What Python reads of parameters in a way
+    that does not go with what submodules do with them is left to Python.
+    """
+
+    for reads in (True, False):
+        try:
+            made = divide(
+                model, args, kwargs, declared.options, declared.layers, error, known, examples(args, kwargs), reads
+            )
+        except UntraceableError:
+            raise
+        except Exception as failure:
+            if fatal(failure):
+                raise
+            said = f"{type(failure).__name__}: {first_line(failure)}"
+            raise UntraceableError(
+                f"{type(model).__name__} does not run on these inputs: {said}\n"
+                f"Correct the inputs or the model. What torch.export says:\n{error}"
+            ) from failure
+        try:
+            return made, run(made.program, SUBMODULES)
+        except AmbiguousRegistrationError:
+            if not any(one.is_read for one in made.captured):
+                raise
+    raise AssertionError("bug in kfac_fx: a division without reads that has some")
 
 
 def recorder_of(

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from kfac_fx.passes.calls import Lent, mapped
-from kfac_fx.passes.divide import Captured
+from kfac_fx.passes.captured import Captured
 from kfac_fx.passes.hooks import FORWARD_HOOKS, hooked_by_user
 
 KINDS: dict[Any, str] = {
@@ -86,13 +86,14 @@ class Frames:
         self.captured, self.number_of = captured, number_of
         self.functions, self.held, self.lent, self.probes, self.watch = functions, held, lent, probes, watch
         self.tolerant = False
+        self.watchers: list[Any] = [watch]  # of what is done outside of the graphs
         self.inputs: Callable[[int, tuple[Any, ...]], tuple[Any, ...]] = lambda number, values: values
         self.unmet: Unmet | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The submodules call their graphs."""
-        modules = list({id(one.module): one.module for one in self.captured}.values())
+        modules = list({id(one.module): one.module for one in self.captured if not one.is_read}.values())
         names = ("forward", *FORWARD_HOOKS, *BACKWARD_HOOKS)
         before = [{name: one.__dict__[name] for name in names if name in one.__dict__} for one in modules]
         try:
@@ -138,11 +139,13 @@ class Frames:
     def graph(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         capture = self.captured[number].capture
         values = self.inputs(number, capture.flatten(args, kwargs))
-        self.watch.paused = True
+        for watcher in self.watchers:
+            watcher.paused = True
         try:
             output, _ = self.functions[number](self.held[number], values, self.probes)
         finally:
-            self.watch.paused = False
+            for watcher in self.watchers:
+                watcher.paused = False
         return mapped(writable, capture.unflatten(output))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,12 @@ def length(value: Any) -> int | None:
         return len(value)
     leaves = (leaf for leaf in pytree.leaves(value) if isinstance(leaf, Tensor) and leaf.dim())
     return next((leaf.shape[0] for leaf in leaves), None)
+
+
+def examples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Of the first argument that has any: the length of a list or tuple, the first dimension of a tensor."""
+    found = (length(value) for value in (*args, *kwargs.values()))
+    return next((n for n in found if n is not None), 1)
 
 
 def cut(value: Any, total: int, kept: int) -> Any:

@@ -94,9 +94,11 @@ class Report:
     @property
     def captured(self) -> list[str]:
         """The submodules, if there is no graph of the whole model."""
-        names = list(dict.fromkeys(one.path for one in self.program.submodules))
-        what = "one submodule" if len(names) == 1 else f"{len(names)} submodules, one by one"
-        return [f"{what}: {', '.join(names)}"] if names else []
+        parts = dict.fromkeys((one.path, one.read) for one in self.program.submodules)
+        modules, reads = ([path for path, read in parts if read is which] for which in (False, True))
+        what = "one submodule" if len(modules) == 1 else f"{len(modules)} submodules, one by one"
+        found = [f"{what}: {', '.join(modules)}"] if modules else []
+        return found + ([f"and of Python between them: {', '.join(reads)}"] if reads else [])
 
     @property
     def python(self) -> list[str]:

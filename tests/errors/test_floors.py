@@ -28,16 +28,17 @@ FLOORS = [
     "passes.gains",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers passes.native "
     "passes.spelling passes.values passes.watch passes.writes",
-    "passes.function_calls passes.hooks passes.means passes.products",
+    "passes.function_calls passes.hooks passes.means passes.products passes.reads",
     "passes.own_backwards passes.parts",
     "passes.binding passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions "
     "passes.inplace passes.leftovers",
-    "passes.derivatives passes.readers passes.symbolic",
+    "passes.derivatives passes.following passes.symbolic",
+    "passes.readers",
     # The passes: they meet in the pipeline and talk through the IR.
     "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
     "passes.resolve passes.check passes.rewrite passes.submodules passes.padding passes.verify",
     "passes.submodule_masks",
-    "passes.pipeline",
+    "passes.captured passes.pipeline",
     "passes.divide",
     "passes",
     # The runtime, folder by folder; a folder of its own has no more than a line on what it holds.
@@ -72,6 +73,7 @@ FLOORS = [
     "kfac_fx.checks.likeness kfac_fx.checks.proof_tap kfac_fx.checks.structure kfac_fx.checks.wrappers",
     "kfac_fx.checks.proof",
     "kfac_fx.captures.agreement kfac_fx.captures.declared kfac_fx.captures.frames kfac_fx.captures.masked_inputs",
+    "kfac_fx.captures.served_reads",
     "kfac_fx.captures.divided",
     "kfac_fx.captures.division_recorder",
     "kfac_fx.captures.captures",

@@ -1,0 +1,114 @@
+"""A forward watched for what it reads of parameters; see `reads`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import pytree
+from .operations import NO_GRADIENT, draws, name_of
+from .reads import Cases, Followed, Given, Named, Read, frozen, in_tree, names_of, swapped
+from .writes import written_by
+
+EXPANSIONS = {"expand", "repeat", "broadcast_to"}  # whose first size may be the number of cases
+LIKE = {
+    "type_as",
+    "view_as",
+    "expand_as",
+    "reshape_as",
+    "to",
+}  # look at nothing but the sizes or the type of the second
+
+
+class Reads(TorchFunctionMode):
+    """Follows parameters through a forward, and hands every read to `met`.
+
+    parameters: by name. cases: how many the batch has; None: no expansion is to the cases.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], cases: int | None) -> None:
+        super().__init__()
+        self.values: dict[int, tuple[Tensor, Named | Followed]] = {
+            id(one): (one, Named(name)) for name, one in parameters.items()
+        }
+        self.cases: int | None = cases
+        self.paused: int | bool = False
+
+    def met(self, read: Read, operation: Callable[[], Any]) -> Any:
+        """What the operation returns."""
+        return operation()
+
+    def lost(self, names: Iterable[str]) -> None:
+        """Parameters that are read in another way."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        tensors = [one for one in in_tree((args, kwargs)) if isinstance(one, Tensor)]
+        known = [one for one in tensors if id(one) in self.values]
+        if not known or name_of(func) in NO_GRADIENT or (name_of(func) in LIKE and known[0] is not tensors[0]):
+            return func(*args, **kwargs)
+        writes = written_by(func, args, kwargs)
+        out = kwargs.get("out") is not None or any(id(one) in self.values for one in writes)
+        if out or (len(known) == len(tensors) and draws(name_of(func))):  # drawn once, where it is computed
+            self.lost(self.names_in(known))
+            for one in writes:
+                self.values.pop(id(one), None)
+            return func(*args, **kwargs)
+        if len(known) < len(tensors):
+            return self.met(self.read(func, args, kwargs, tensors, writes), lambda: func(*args, **kwargs))
+        if (to_cases := self.expansion(func, args, kwargs)) is not None:
+            return self.met(to_cases, lambda: func(*args, **kwargs))
+        return self.followed(func, args, kwargs)
+
+    def followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        for place, one in enumerate(pytree.leaves(result)):
+            if isinstance(one, Tensor) and one.requires_grad and id(one) not in self.values:
+                self.values[id(one)] = one, Followed(func, self.template(args, ()), self.template(kwargs, ()), place)
+        return result
+
+    def template(self, tree: Any, inputs: Sequence[Tensor]) -> Any:
+        places = {id(one): n for n, one in enumerate(inputs)}
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return Given(places[id(value)]) if id(value) in places else self.values[id(value)][1]
+
+        return swapped(leaf, tree)
+
+    def read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], writes: Sequence[Tensor]) -> Read:
+        inputs = tuple({id(one): one for one in tensors if id(one) not in self.values}.values())
+        given, named = self.template(args, inputs), self.template(kwargs, inputs)
+        return self.made(func, given, named, inputs, writes[0] if writes else None)
+
+    def made(self, func: Any, args: Any, kwargs: Any, inputs: tuple[Tensor, ...], written: Tensor | None) -> Read:
+        names = tuple(dict.fromkeys(names_of((args, kwargs))))
+        return Read(func, args, kwargs, names, inputs, written, (func, frozen(args), frozen(kwargs)))
+
+    def expansion(self, func: Any, args: Any, kwargs: Any) -> Read | None:
+        """`token.expand(n, -1, -1)`: of the number of cases, which a tensor of that size tells its capture."""
+        if name_of(func) not in EXPANSIONS or kwargs or self.cases is None or len(args) < 2:
+            return None
+        tensor, sizes = args[0], args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+        if not sizes or sizes[0] != self.cases or (tensor.dim() == len(sizes) and tensor.shape[0] != 1):
+            return None
+        template = self.template(tensor, ()), (Cases(), *sizes[1:])
+        return self.made(func, template, {}, (torch.empty(self.cases, device=tensor.device),), None)
+
+    def names_in(self, tree: Any) -> list[str]:
+        """Of the parameters that tensors in a tree were computed from."""
+        known = [self.values[id(one)][1] for one in pytree.leaves(tree) if id(one) in self.values]
+        return list(dict.fromkeys(names_of(known)))
+
+
+def differentiable(read: Read, result: Any) -> bool:
+    """Whether a gradient of what the operation made would reach its parameters."""
+    made = result if read.written is None else read.written
+    return any(isinstance(one, Tensor) and one.requires_grad for one in pytree.leaves(made))
