@@ -11,10 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from . import pytree
 from .operations import NO_GRADIENT, draws, name_of
-from .reads import Cases, Followed, Given, Named, Read, frozen, in_tree, names_of, swapped
+from .reads import Followed, Given, Named, Read, Size, frozen, in_tree, names_of, swapped
 from .writes import written_by
 
 EXPANSIONS = {"expand", "repeat", "broadcast_to"}  # whose first size may be the number of cases
+SUMS = {"add", "radd", "iadd", "sub", "rsub", "isub"}  # with a table that is cut to the length of the batch
 LIKE = {
     "type_as",
     "view_as",
@@ -86,6 +87,10 @@ class Reads(TorchFunctionMode):
     def read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], writes: Sequence[Tensor]) -> Read:
         inputs = tuple({id(one): one for one in tensors if id(one) not in self.values}.values())
         given, named = self.template(args, inputs), self.template(kwargs, inputs)
+        if name_of(func).strip("_") in SUMS:
+            sizes: list[int] = []
+            given = with_free_lengths(given, sizes, len(inputs))
+            inputs = (*inputs, *(torch.empty(size, device=inputs[0].device) for size in sizes))
         return self.made(func, given, named, inputs, writes[0] if writes else None)
 
     def made(self, func: Any, args: Any, kwargs: Any, inputs: tuple[Tensor, ...], written: Tensor | None) -> Read:
@@ -99,13 +104,39 @@ class Reads(TorchFunctionMode):
         tensor, sizes = args[0], args[1] if isinstance(args[1], (list, tuple)) else args[1:]
         if not sizes or sizes[0] != self.cases or (tensor.dim() == len(sizes) and tensor.shape[0] != 1):
             return None
-        template = self.template(tensor, ()), (Cases(), *sizes[1:])
+        template = self.template(tensor, ()), (Size(0), *sizes[1:])
         return self.made(func, template, {}, (torch.empty(self.cases, device=tensor.device),), None)
 
     def names_in(self, tree: Any) -> list[str]:
         """Of the parameters that tensors in a tree were computed from."""
         known = [self.values[id(one)][1] for one in pytree.leaves(tree) if id(one) in self.values]
         return list(dict.fromkeys(names_of(known)))
+
+
+def with_free_lengths(tree: Any, sizes: list[int], before: int) -> Any:
+    """`table[:7]` as `table[:size]`: as long as the batch is. sizes: filled with those that are taken out."""
+
+    def length(bound: Any) -> Any:
+        if not isinstance(bound, int) or bound < 2:
+            return bound
+        sizes.append(bound)
+        return Size(before + len(sizes) - 1)
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Followed):
+            return value
+        args = with_free_lengths(value.args, sizes, before)
+        if value.function is Tensor.__getitem__:
+            table, index = args
+            several = isinstance(index, tuple)
+            index = tuple(
+                slice(length(one.start), length(one.stop), one.step) if isinstance(one, slice) else one
+                for one in (index if several else (index,))
+            )
+            args = table, index if several else index[0]
+        return Followed(value.function, args, with_free_lengths(value.kwargs, sizes, before), value.place)
+
+    return swapped(leaf, tree)
 
 
 def differentiable(read: Read, result: Any) -> bool:

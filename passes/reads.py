@@ -6,7 +6,7 @@ submodule is, and run in the place of the operation.
 
     w = self.weight * self.gain     followed
     y = F.linear(x, w)              a read: x -> linear(x, mul(weight, gain))
-    h[mask] = self.token            a read: (h, mask) -> where(mask, token, h), which is written into h
+    h[mask] = self.token            a read: (h, mask) -> index_put(h, mask, token), which is written into h
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Cases:
-    """As many as the first input of a read has."""
+class Size:
+    """The first size of an input, which is there for nothing else: so no capture is made for every size."""
+
+    number: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +98,7 @@ def frozen(tree: Any) -> Any:
         return slice, frozen((tree.start, tree.stop, tree.step))
     if isinstance(tree, Followed):
         return tree.function, frozen(tree.args), frozen(tree.kwargs), tree.place
-    return tree if isinstance(tree, (Named, Given, Cases)) else plain(tree)
-
-
-def assigned(target: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    """What `target[mask] = value` leaves in `target`, for a value that is the same for all places."""
-    whole = mask.view(*mask.shape, *(1,) * (target.dim() - mask.dim()))
-    return torch.where(whole, value.to(target.dtype), target)
+    return tree if isinstance(tree, (Named, Given, Size)) else plain(tree)
 
 
 class Operation(nn.Module):
@@ -125,8 +121,8 @@ class Operation(nn.Module):
                 return own[leaf.name]
             if isinstance(leaf, Given):
                 return inputs[leaf.number]
-            if isinstance(leaf, Cases):
-                return inputs[0].shape[0]
+            if isinstance(leaf, Size):
+                return inputs[leaf.number].shape[0]
             if not isinstance(leaf, Followed):
                 return leaf
             if id(leaf) not in known:
@@ -139,7 +135,8 @@ class Operation(nn.Module):
             return self.function(*args, **swapped(value, self.named_arguments))
         target, *rest = args
         if self.function is Tensor.__setitem__ and through_mask(target, *rest):
-            return assigned(target, *rest)
+            mask, put = rest
+            return torch.index_put(target, (mask,), put.to(target.dtype))
         target = target.clone()
         self.function(target, *rest, **swapped(value, self.named_arguments))
         return target

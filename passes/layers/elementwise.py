@@ -147,6 +147,37 @@ def shift_but_where(_output: Any, mask: Tensor, _value: Any, elements: Any = Non
     return bias.masked_fill(mask, _value)
 
 
+def same_everywhere(mask: Tensor, other: Tensor, bias: Shape) -> bool:
+    """Whether one value is put in all places of a mask: not one for each, and not in places that are told by numbers."""
+    return mask.dtype == torch.bool and len(bias) <= other.dim() - mask.dim()
+
+
+def may_be_put(attrs: Attrs) -> bool:
+    """Where no sizes are known, the rows look."""
+    mask, other = (attrs[name].meta.get("val") for name in ("mask", "_other"))
+    return mask is None or other is None or same_everywhere(mask, other, attrs["bias"])
+
+
+def put(dy: Tensor, attrs: Attrs) -> Tensor:
+    mask = attrs["mask"]
+    if not same_everywhere(mask, dy, attrs["bias"]):
+        raise ValueError("every place has a value of its own")
+    return shifted(torch.where(mask.view(*mask.shape, *(1,) * (dy.dim() - mask.dim())), dy, 0), attrs)
+
+
+@scale_and_shift.form(
+    rows=nothing,
+    grad_rows=put,
+    where=may_be_put,
+    example=(
+        written(lambda x, b: torch.index_put(x, (x[..., 0] > 0,), b), (4, 7, 5), b=(5,)),
+        written(lambda x, b: torch.index_put(x, (x[:, 0, 0] > 0,), b), (4, 2, 3), b=(2, 1)),
+    ),
+)
+def put_where(_output: Any, mask: Tensor, _other: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
+    return torch.index_put(_other, (mask,), bias)
+
+
 @scale_and_shift.form(
     where=lambda attrs: True,
     example=written(lambda x, w: x * (w + 1), (4, 7, 5), w=(5,)),

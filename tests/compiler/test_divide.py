@@ -154,12 +154,19 @@ def test_a_submodule_that_writes_into_its_parameters_is_left() -> None:
     assert found.written == {"part.inner.weight"}
 
 
-def test_parameters_that_python_reads_are_told_with_the_place() -> None:
-    model = Named(lambda own, x: own.a(x) * own.a.bias, a=linear())
+def test_operations_of_python_on_parameters_are_captured_one_by_one() -> None:
+    model = Named(lambda own, x: own.b(own.a(x) * own.a.bias) * own.a.bias, a=linear(), b=linear())
+    found, line = division(model), model.use.__code__.co_firstlineno
+    assert captured(found) == [("a", 1), ("b", 1), (f"mul of a.bias (test_divide.py:{line})", 2)]
+    assert [one.read for one in found.program.submodules] == [False, False, True]
+    assert not found.program.python
+
+
+def test_what_cannot_be_captured_of_python_is_told_with_the_place() -> None:
+    model = Named(lambda own, x: own.a(x) * F.dropout(own.a.bias), a=linear())
     line = model.use.__code__.co_firstlineno
-    assert dict(division(model).program.python) == {
-        "a.bias": f"read at test_divide.py:{line}, in Python that is not captured"
-    }
+    said = {"a.bias": f"read at test_divide.py:{line}, in Python that is not captured"}
+    assert dict(division(model).program.python) == said
 
 
 def test_parameters_that_an_autograd_function_is_given_are_read() -> None:

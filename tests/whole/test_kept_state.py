@@ -284,10 +284,12 @@ def test_a_layer_that_later_runs_on_other_parameters_is_an_error() -> None:
         net.record((1e4 * X,), {})
 
 
-def test_a_layer_that_runs_on_other_parameters_is_generic() -> None:
+def test_a_layer_that_runs_on_other_parameters_made_of_its_own_has_a_use_more() -> None:
     model = Swapped()
     net = kfac_fx.compile(model, (1e4 * X,), loss="normal")
-    assert {one.parameters for one in net.registrations if one.generic} == {("first.weight",), ("first.bias",)}
+    uses = {one.parameters: len(one.uses) for one in net.registrations}
+    assert uses["first.weight", "first.bias"] == 2
+    assert net.record((1e4 * X,), {}).statistics["first.weight", "first.bias"]["count"] == 12
     assert apart(model, net, 1e4 * OTHER) == []
 
 

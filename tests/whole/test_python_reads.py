@@ -1,0 +1,223 @@
+"""What Python between captured submodules reads of parameters: one operation at a time, with uses of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import KFAC, ModelChangedError
+from tests.whole.divided import Base, compiled, recorder_of
+from tests.whole.training import differences, step
+
+Between = Callable[[Any, Tensor], Tensor]
+S = torch.randn(6, 7, 4)
+
+
+class Reading(nn.Module):
+    """A branch, and in it Python that reads parameters of its own. x [n, s, 4]"""
+
+    def __init__(self, between: Between, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.between, self.first, self.last = between, nn.Linear(4, 5), nn.Linear(5, 3)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        return self.last(self.between(self, h) if h.sum() > -1e9 else h).sum(1)
+
+
+def chain(own: Any, h: Tensor) -> Tensor:
+    weight = own.weight.t().unflatten(0, (5, 1))[:, 0]
+    return F.linear(h, weight.t(), own.bias)
+
+
+def often(own: Any, h: Tensor) -> Tensor:
+    for _ in range(2 + int(h.abs().sum() < 1e9)):
+        h = torch.tanh(h @ own.weight)
+    return h
+
+
+def token(own: Any, h: Tensor) -> Tensor:
+    return torch.cat([own.token.expand(h.shape[0], -1, -1), h, own.last_token.repeat(len(h), 1, 1)], 1)
+
+
+def masked(own: Any, h: Tensor) -> Tensor:
+    h = h.clone()
+    h[h.detach().sum(-1) > 0] = own.spare.to(h.dtype)
+    return h
+
+
+def in_place(own: Any, h: Tensor) -> Tensor:
+    h = h.tanh().clone()
+    view = h[:, 1:]
+    view *= own.gain.exp()
+    h += own.shift
+    return h
+
+
+def placed(own: Any, h: Tensor) -> Tensor:
+    return h + F.embedding(torch.arange(h.shape[1]), own.table)
+
+
+def shared(own: Any, h: Tensor) -> Tensor:
+    return F.linear(F.linear(h, own.last.weight), own.last.weight.t())
+
+
+CASES: dict[str, tuple[nn.Module, dict[tuple[str, ...], tuple[str, int]]]] = {
+    "a chain of operations": (Reading(chain, weight=(5, 5), bias=(5,)), {("weight", "bias"): ("linear", 1)}),
+    "several calls": (Reading(often, weight=(5, 5)), {("weight",): ("linear", 1)}),
+    "tokens": (
+        Reading(token, token=(1, 1, 5), last_token=(2, 5)),
+        {("token",): ("scale_and_shift", 1), ("last_token",): ("scale_and_shift", 1)},
+    ),
+    "through a mask": (Reading(masked, spare=(5,)), {("spare",): ("scale_and_shift", 1)}),
+    "in place": (
+        Reading(in_place, gain=(5,), shift=(7, 1)),
+        {("gain",): ("scale_and_shift", 1), ("shift",): ("scale_and_shift", 1)},
+    ),
+    "positions": (Reading(placed, table=(9, 5)), {("table",): ("embedding", 1)}),
+    "of a captured submodule": (
+        Reading(shared),
+        {("last.weight",): ("linear", 3), ("last.bias",): ("linear", 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_reads_are_registered_and_proved(kind: str) -> None:
+    model, wanted = CASES[kind]
+    net = compiled(copy.deepcopy(model), S)
+    found = {one.parameters: (one.layer, len(one.uses)) for one in net.registrations}
+    assert found.items() >= wanted.items()
+    assert not any(one.generic for one in net.registrations)
+    net.record((torch.randn(9, 7, 4),), {})
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_rides_are_the_models_own_steps(kind: str) -> None:
+    model = copy.deepcopy(CASES[kind][0])
+    twin = copy.deepcopy(model)
+    net = compiled(model, S)
+    assert differences(step(twin, lambda: twin(S)), step(model, lambda: net.ride((S,), {})[0])) == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind != "positions"])
+def test_gradients_of_every_case_add_up_over_reads(kind: str) -> None:
+    model, wanted = CASES[kind]
+    model = copy.deepcopy(model).double()
+    x, y = S.double(), torch.randn(6, 3).double()
+    net = compiled(model, x, approximations={"*": "full"})
+    found = net.record((x,), {}, mode="empirical", targets=y).statistics
+    for key in wanted:
+        (one,) = (one for one in net.registrations if one.parameters == key)
+        expected = []
+        for case, target in zip(x, y, strict=True):
+            loss = kfac_fx.losses.Normal(model(case[None]), targets=target[None]).evaluate()
+            grads = torch.autograd.grad(loss, [model.get_parameter(name) for name in key])
+            expected.append(one.matrix.pack(dict(zip(key, grads, strict=True))).flatten())
+        torch.testing.assert_close(found[key]["per_case"], torch.stack(expected))
+
+
+def test_training_with_reads_learns() -> None:
+    torch.manual_seed(0)
+    net = compiled(copy.deepcopy(CASES["in place"][0]), S)
+    opt = KFAC(net, lr=0.1, damping=0.1)
+    losses = []
+    for _ in range(8):
+        loss = net(S).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+class Longer(Base):
+    """Positions that Python cuts to the length of the batch, and branches that read in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.gain = nn.Parameter(torch.randn(9, 5)), nn.Parameter(torch.randn(5))
+
+    def between(self, h: Tensor) -> Any:
+        h = (h + self.places[: h.shape[1]]) * self.gain
+        if h.shape[1] < 5:
+            h = h * self.gain.view(*[1] * (h.shape[1] - 2), 5)
+        if h.abs().sum() > 1e4:
+            return self.middle(h * F.dropout(self.places[0]))
+        return self.middle(h)
+
+
+def test_a_table_is_cut_to_any_length() -> None:
+    net = compiled(Longer(), S)
+    one = net.captures.recorder((S,), {})
+    assert ("places",) in {each.parameters for each in one.program.registrations}
+    net.record((torch.randn(6, 8, 4),), {})
+    assert len(net.captures.recorder((S,), {}).captured) == len(one.captured)
+
+
+def test_a_read_of_another_kind_is_captured_when_it_is_met() -> None:
+    net = compiled(Longer(), S)
+    many = len(recorder_of(net).captured)
+    assert net.record((torch.randn(6, 3, 4),), {}).statistics["gain",]
+    assert len(net.captures.recorder((S,), {}).captured) == many + 1
+    output, ride = net.ride((torch.randn(6, 4, 4),), {})  # which is met behind it
+    output.sum().backward()
+    assert float(sum(one.abs().sum() for one in ride.moments().statistics["gain",].values())) == 0.0
+    assert len(net.captures.recorder((S,), {}).captured) == many + 2
+
+
+def test_a_read_that_nothing_can_capture_is_an_error_later_on() -> None:
+    net = compiled(Longer(), S)
+    with pytest.raises(ModelChangedError, match="reads places outside of its captured submodules"):
+        net.record((1e4 * S,), {})
+
+
+def test_uses_that_do_not_go_together_are_left_to_python() -> None:
+    net = compiled(Reading(lambda own, h: h * own.first.bias), S)
+    reasons = {one.parameters: one.reason for one in net.registrations if one.generic}
+    assert set(reasons) == {("first.weight",), ("first.bias",)}
+    assert all("first.bias is read at test_python_reads.py" in str(reason) for reason in reasons.values())
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda own, h: h * F.dropout(own.gain, 0.1),
+        lambda own, h: h * own.gain.clone().mul_(2.0),
+        lambda own, h: torch.mul(h, 2.0) * torch.exp(own.gain, out=None).clone().neg_(),
+    ],
+    ids=["random", "in place", "in place at the end"],
+)
+def test_what_is_not_followed_is_generic(between: Between) -> None:
+    net = compiled(Reading(between, gain=(5,)), S)
+    (reason,) = (str(one.reason) for one in net.registrations if one.parameters == ("gain",))
+    assert "gain is read at test_python_reads.py" in reason
+
+
+def test_a_parameter_that_the_model_returns_is_generic() -> None:
+    class Returning(Reading):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.gain.exp()
+
+    net = compiled(
+        Returning(lambda own, h: h * own.gain, gain=(5,)), S, loss=lambda outputs: kfac_fx.losses.Normal(outputs[0])
+    )
+    (one,) = (one for one in net.registrations if one.parameters == ("gain",))
+    assert one.reason == "gain is returned by the model, as no layer's output"
+
+
+def test_the_report_names_the_operations() -> None:
+    net = compiled(copy.deepcopy(CASES["a chain of operations"][0]), S)
+    line = chain.__code__.co_firstlineno + 2
+    said = f"linear of weight, bias (test_python_reads.py:{line})"
+    assert f"and of Python between them: {said}" in " ".join(str(net.report).split())
+    assert net.report.to_dict()["submodules"][-1] == {"module": said, "calls": 1}
