@@ -148,7 +148,7 @@ def shift_but_where(_output: Any, mask: Tensor, _value: Any, elements: Any = Non
 
 
 def same_everywhere(mask: Tensor, other: Tensor, bias: Shape) -> bool:
-    """Whether one value is put in all places of a mask: not one for each, and not in places that are told by numbers."""
+    """Whether one value is put in all places of a mask: not one for each, nor in places that numbers tell."""
     return mask.dtype == torch.bool and len(bias) <= other.dim() - mask.dim()
 
 
