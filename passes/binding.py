@@ -16,6 +16,7 @@ from .matrix import Layout, Shape
 from .operations import CASTS, op_name
 from .pieces import Made
 from .slopes import OWN
+from .uses import Mapped
 from .views import bound_parameter
 
 
@@ -33,6 +34,7 @@ class Binding:
     gathers: nn.Module | None = None  # the weight is what was gathered from a parameter of this model, and no other
     # role has one
     numbers: fx.Node | None = None  # then: of its elements
+    mapped: tuple[Mapped, fx.Node] | None = None  # the parameter is behind a table that is made of it
 
 
 def fits(
@@ -92,7 +94,7 @@ def binds(
         binding.made[name] = binding.expressions[given]
         return True
     if parameter is None and "elements" in form.inputs and ELEMENTS in given.meta:
-        gathered, binding.names["elements"] = given.meta[ELEMENTS]
+        gathered, binding.names["elements"], binding.mapped = given.meta[ELEMENTS]
         parameter = gathered, Layout(shapes[gathered])
     if parameter is None and len(form.roles) > 1 and static_shape(given) is not None:
         binding.foreign[name] = given  # the rows of the other roles do not depend on its values
@@ -110,7 +112,9 @@ def binds_gathered(name: str, given: fx.Node, binding: Binding) -> bool:
         return static_shape(given) is not None
     if ELEMENTS not in given.meta or given in binding.expressions:
         return False
-    parameter, numbers = given.meta[ELEMENTS]
+    parameter, numbers, mapped = given.meta[ELEMENTS]
+    if mapped is not None:
+        return False
     shape = static_shape(given)
     if shape is None:
         value = constant(numbers, binding.gathers, {})

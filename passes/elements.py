@@ -12,27 +12,30 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from .labels import Label, has_gradient, is_layer_of_data, labels
 from .layers.embedding import learned
+from .linear_maps import Maps
 from .operations import CASTS, EXPANDS, PERMUTES, VIEWS, op_name
 
 SELECTS = (VIEWS - CASTS) | PERMUTES | EXPANDS | {
     "slice", "narrow", "select", "getitem", "index", "index_select", "flip", "roll", "take", "unfold", "diagonal",
     "chunk", "split", "split_with_sizes", "unbind", "gather",
 }  # fmt: skip
-KEY = "elements"  # in a node's meta: (parameter, the node of the numbers); -1 is none of its elements
+KEY = "elements"  # in a node's meta: (parameter, the node of the numbers, of what is made of it: `linear_maps.Maps.of`)
 
 
-def note_elements(graph: fx.Graph, parameters: Iterable[str]) -> None:
-    """For every tensor that holds nothing but elements of one parameter, and constants."""
+def note_elements(graph: fx.Graph, parameters: Iterable[str], root: nn.Module) -> None:
+    """For every tensor that holds nothing but elements of one parameter, or of a table made of it, and constants. The
+    number -1 is none of the elements."""
     label = labels(graph, parameters)
-    notes = Notes(graph, label)
+    notes = Notes(graph, label, Maps(graph, label, root))
     for node in list(graph.nodes):
         node.meta.pop(KEY, None)
         if label[node] is Label.PURE and notes.gathered(node) and not merely_viewed(node):
-            node.meta[KEY] = notes.parameter(node), notes.numbers(node)
+            table = notes.table(node)
+            node.meta[KEY] = notes.parameter(table), notes.numbers(node), notes.maps.of(table)
 
 
 def merely_viewed(node: fx.Node) -> bool:
@@ -45,14 +48,14 @@ def merely_viewed(node: fx.Node) -> bool:
 class Notes:
     """The numbers of nodes, made when asked for."""
 
-    def __init__(self, graph: fx.Graph, label: Mapping[fx.Node, Label]) -> None:
-        self.graph, self.label = graph, label
+    def __init__(self, graph: fx.Graph, label: Mapping[fx.Node, Label], maps: Maps) -> None:
+        self.graph, self.label, self.maps = graph, label, maps
         self.made: dict[fx.Node, fx.Node] = {}
         self.known: dict[fx.Node, bool] = {}
 
     def gathered(self, node: fx.Node) -> bool:
         if node not in self.known:
-            self.known[node] = node.op == "get_attr" or self.gathers(node)
+            self.known[node] = self.is_table(node) or self.gathers(node)
         return self.known[node] and self.label.get(node) is Label.PURE
 
     def gathers(self, node: fx.Node) -> bool:
@@ -62,10 +65,19 @@ class Notes:
         pure = [operand for operand in node.all_input_nodes if self.label.get(operand) is not Label.CONST]
         return len(pure) == 1 and self.gathered(pure[0]) and source(node) is pure[0]
 
-    def parameter(self, node: fx.Node) -> str:
-        while node.op != "get_attr":
+    def is_table(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" or self.maps.of(node) is not None
+
+    def table(self, node: fx.Node) -> fx.Node:
+        """What the elements of a node are numbered in."""
+        while not self.is_table(node):
             node = source(node)
-        return str(node.target)
+        return node
+
+    def parameter(self, table: fx.Node) -> str:
+        made_of = self.maps.parameter(table)
+        assert made_of is not None, "bug in kfac_fx: a table that is made of nothing"
+        return str(made_of.target)
 
     def numbers(self, node: fx.Node) -> fx.Node:
         if node not in self.made:
@@ -74,7 +86,7 @@ class Notes:
         return self.made[node]
 
     def make(self, node: fx.Node) -> fx.Node:
-        if node.op == "get_attr":
+        if self.is_table(node):
             return self.graph.call_function(numbered, (node,))
         before = self.numbers(source(node))
         if op_name(node) in CASTS:

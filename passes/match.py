@@ -24,10 +24,12 @@ from .inplace import functional
 from .ir import CASES, Bound, Program, Use
 from .labels import Label, ancestors, labels
 from .layers import Form, Layer
+from .linear_maps import MAP
 from .masks import with_mask
 from .matrix import Layout, Shape
 from .pieces import Made
 from .spelling import order_operands, respell
+from .uses import Mapped
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,14 @@ def lay_over(
     except LayerError:
         return None  # the shape is not the form's: a 3-D weight in a matmul is no linear layer
     input, nodes = binding.names[form.inputs[0]], frozenset(inside)
-    return Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, made=made)
+    use = Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, made=made)
+    return use if binding.mapped is None else with_map(use, *binding.mapped)
+
+
+def with_map(use: Use, mapped: Mapped, matrix: fx.Node) -> Use:
+    """A use whose parameter stands behind a table that is made of it: to the layer its shape is the table's."""
+    (role,) = use.parameters
+    return replace(use, mapped=mapped, attrs={**use.attrs, role: mapped.shape, MAP: matrix})
 
 
 def lay_over_gathered(

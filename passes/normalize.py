@@ -53,7 +53,7 @@ def normalize(program: Program) -> Program:
     order_operands(graph, program.parameters)
     expand_masks(graph, program.parameters)
     mark_tables(graph, program.parameters)
-    note_elements(graph, program.parameters)
+    note_elements(graph, program.parameters, program.root)
     losses = tuple(copies.get(node, node) for node in program.outputs)
     return program.but(graph=graph, outputs=losses)
 

@@ -87,8 +87,9 @@ def join(nothing: Program, captured: Sequence[tuple[Submodule, Program]]) -> Pro
                 copies[node].meta = {**node.meta, NUMBER: number} | of_cases(node)
         for node in program.graph.nodes:
             if KEY in node.meta:
-                parameter, numbers = node.meta[KEY]
-                copies[node].meta[KEY] = parameter, copies[numbers]
+                parameter, numbers, made = node.meta[KEY]
+                made = None if made is None else (made[0], copies[made[1]])
+                copies[node].meta[KEY] = parameter, copies[numbers], made
     graph.output(tuple(outputs))
     own = tuple(one for one, _ in captured)
     return nothing.but(graph=graph, root=holder(held), submodules=own, history=())

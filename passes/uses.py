@@ -74,6 +74,18 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class Mapped:
+    """A table in the place of a parameter, with as many columns, whose entries are mixed from the parameter's; see
+    `passes.linear_maps`. column, dim: where the columns are, of the parameter, which has the shape `whole`, and of the
+    table."""
+
+    shape: Shape
+    dim: int
+    whole: Shape
+    column: int
+
+
+@dataclass(frozen=True)
 class Use:
     """One application of a layer: `output = layer(input, **attrs, **parameters)`.
 
@@ -101,6 +113,7 @@ class Use:
     gain_of: Gain | None = None  # the parameter is the gain of these filters
     gathered: tuple[str, int] | None = None  # "outputs" or "inputs", of a table with so many; see `passes.gathers`
     factor: Factor | None = None  # the parameter is one factor of the weight
+    mapped: Mapped | None = None  # what the layer has in the place of its one parameter
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
     calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any

@@ -11,6 +11,7 @@ from kfac_fx.linalg.matrices import bordered
 from kfac_fx.passes.gathers import ENTRIES, of_table
 from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.linear_maps import MAP, of_elements
 from kfac_fx.passes.pieces import Region
 from kfac_fx.taps.factored import factored
 from kfac_fx.taps.sloped import slopes_of
@@ -32,7 +33,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     batch_dim, free = (use.batch_dim or 0) if form.leading else 0, use.free
     weightless, transposed = registration.matrix.weight is None, use.transposed
     region, (by, grad_by), sloped = use.region, scales(use), slopes_of(registration, use)
-    gathered = use.gathered
+    gathered, mapped = use.gathered, use.mapped
     factor = None if use.factor is None else factored(use.factor)
 
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,6 +45,8 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
         rows, grad_rows = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
         if gathered is not None:
             rows, grad_rows = of_table(rows, grad_rows, attrs[ENTRIES], gathered)
+        if mapped is not None:
+            rows, grad_rows = of_elements(rows, grad_rows, attrs[MAP], mapped)
         if region is not None:
             rows, grad_rows = within(rows, grad_rows, region)
         if grad_by != 1.0:

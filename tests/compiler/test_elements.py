@@ -43,7 +43,7 @@ def test_elements_are_numbered(function: Callable[[Tensor], Tensor], expected: l
     x = torch.randn(1)
     program = normal(lambda x, w: x * function(w).sum(), *([x] if exported else []), w=(3, 2))
     noted = [one for one in program.graph.nodes if KEY in one.meta]
-    parameter, numbers = noted[-1].meta[KEY]
+    parameter, numbers, _ = noted[-1].meta[KEY]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(program.graph, copies)

@@ -25,7 +25,7 @@ FLOORS = [
     "passes.cells passes.checkpoints passes.devices passes.holder passes.masks passes.operations passes.pytree "
     "passes.signatures passes.sizes passes.stand_ins passes.writer",
     "passes.labels passes.recurrent passes.timeline passes.views",
-    "passes.gains",
+    "passes.gains passes.linear_maps",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers passes.native "
     "passes.spelling passes.values passes.watch passes.writes",
     "passes.function_calls passes.hooks passes.means passes.products passes.reads",

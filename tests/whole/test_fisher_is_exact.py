@@ -62,7 +62,7 @@ SEPARATE_CASES = (  # one case's output depends on that case alone, and the firs
     "conv_options", "conv1d", "conv3d", "depthwise", "separable", "tables", "gpt", "gpt_tied",
     "encoder_by_hand", "elementwise", "recurrent", "rare", "class_token", "tokens",
     "relative_positions", "relative_positions_embedded", "relative_positions_in_fused_attention", "relative_queries",
-    "lstm", "cells", "biases_in_pieces", "weight_of_two", "slices", "multiples", "gates",
+    "other_sizes", "lstm", "cells", "biases_in_pieces", "weight_of_two", "slices", "multiples", "gates",
 )  # fmt: skip
 
 

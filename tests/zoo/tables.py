@@ -91,6 +91,33 @@ class RelativeQueries(nn.Module):
         return y
 
 
+class OtherSizes(nn.Module):
+    """Positions and biases of attention that were made for another number of positions, and are interpolated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.token, self.positions, self.grid = parameter(1, 1, 4), parameter(1, 10, 4), parameter(4, 2, 3)
+        self.table = parameter(9, 2)
+        place = torch.arange(5)
+        self.register_buffer("distance", (place[:, None] - place[None]).abs().clamp(max=3))
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 4, 3]
+        n = x.shape[0]
+        first, rest = self.positions[:, :1], self.positions[:, 1:].reshape(1, 3, 3, -1).permute(0, 3, 1, 2)
+        rest = F.interpolate(rest, size=(2, 2), mode="bicubic", antialias=True, align_corners=False)
+        positions = torch.cat([first, rest.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+        grid = F.interpolate(self.grid.unsqueeze(0), size=(1, 5), mode="bilinear").flatten(2)
+        x = torch.cat([self.token.expand(n, -1, -1), self.embed(x)], dim=1) + positions
+        x = x + grid.mT
+        table = F.interpolate(self.table.t().unsqueeze(0), size=4, mode="linear")[0].t()
+        heads = x.unflatten(-1, (2, 2)).transpose(1, 2)
+        bias = table[self.distance.view(-1)].view(5, 5, 2).permute(2, 0, 1)
+        x = (heads @ heads.mT + bias).softmax(-1) @ heads
+        y: Tensor = self.head(x.transpose(1, 2).flatten(2).mean(1))
+        return y
+
+
 class MadeByNetwork(nn.Module):
     """Biases of attention from the coordinates of positions, by a small network, as in Swin V2."""
 
@@ -166,6 +193,16 @@ CASES = (
             linear("query"),
             linear("head"),
             *(("linear", (name,), 1) for name in ("rows", "columns", "turned", "chosen", "looked_up.weight")),
+        ),
+    ),
+    Case(
+        "other_sizes",
+        OtherSizes,
+        lambda: batch(3, 4, 3),
+        (
+            linear("embed"),
+            linear("head"),
+            *(("scale_and_shift", (name,), 1) for name in ("token", "positions", "grid", "table")),
         ),
     ),
     Case(
