@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.zoo import attention, convolution, dense, derivatives, odd, parts, recurrent, reparametrized, tables, users
+from tests.zoo import (
+    attention,
+    convolution,
+    dense,
+    derivatives,
+    idioms,
+    odd,
+    parts,
+    recurrent,
+    reparametrized,
+    tables,
+    users,
+)
 from tests.zoo.case import Case, Expected
 
 CASES: tuple[Case, ...] = (
@@ -16,6 +28,7 @@ CASES: tuple[Case, ...] = (
     *recurrent.CASES,
     *odd.CASES,
     *users.CASES,
+    *idioms.CASES,
 )
 ZOO: dict[str, Case] = {case.name: case for case in CASES}
 
