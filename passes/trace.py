@@ -18,6 +18,7 @@ from torch.export import Dim
 from . import pytree
 from .attributes import untouched
 from .border import refuse_drawn, refuse_hidden_tensors, refuse_nested, refuse_no_tensors
+from .certain import CertainDraws
 from .derivatives import FORWARD_MODE, differentiated, forward_mode, takes_derivatives
 from .errors import UntraceableError
 from .failures import fatal
@@ -118,7 +119,7 @@ def exported(
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), recurrent_layers(longest):
+            with torch.enable_grad(), recurrent_layers(longest), CertainDraws():
                 module, guards = graph_module(flat, tensors, every_size)
         except UntraceableError:
             raise

@@ -46,8 +46,6 @@ ADAPTERS: dict[str, tuple[str, str, Mapping[str, Any]]] = {
     "t5_lora": (T5, "LoraConfig", {"r": 2}),
     "vit_lora": (VIT, "LoraConfig", {"r": 2}),
 }
-# Their forward branches on a random number, or has a backward of its own: no graph, so all generic, as the error says.
-PYTHON = {"llama_loha": {"*": "generic"}, "llama_lokr": {"*": "generic"}}
 TASKS = {LLAMA: "CAUSAL_LM", BERT: "SEQ_CLS", T5: "SEQ_2_SEQ_LM", GPT2: "CAUSAL_LM"}
 
 
@@ -79,9 +77,6 @@ def convolutional() -> nn.Module:
 
 
 ENTRIES = (
-    *(
-        Entry("peft", name, adapted(*row), CALLS[row[0]], approximations=PYTHON.get(name, {}))
-        for name, row in ADAPTERS.items()
-    ),
+    *(Entry("peft", name, adapted(*row), CALLS[row[0]]) for name, row in ADAPTERS.items()),
     Entry("peft", "resnet18_lora", convolutional, images(3, 64, 64)),
 )
