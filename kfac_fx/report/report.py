@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
@@ -138,9 +139,10 @@ class Report:
     __repr__ = __str__
 
     def _table(self) -> list[str]:
+        names = told_apart([one.names for one in self.rows])
         cells = [
-            (str(n), one.layer, shorten(one.names), f"{one.uses:,}", one.block, one.factors_text)
-            for n, one in enumerate(self.rows)
+            (str(n), one.layer, name, f"{one.uses:,}", one.block, one.factors_text)
+            for n, (one, name) in enumerate(zip(self.rows, names, strict=True))
         ]
         widths = [max(1, *map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
         right = (True, False, False, True, False, False)
@@ -210,6 +212,13 @@ def shorten(text: str, width: int = NAME_WIDTH) -> str:
         return text
     tail = (width - 3) * 2 // 3
     return f"{text[: width - 3 - tail]}...{text[-tail:]}"
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """Short, but for those that would look alike."""
+    short = [shorten(name) for name in names]
+    counts = Counter(short)
+    return [name if counts[one] > 1 else one for name, one in zip(names, short, strict=True)]
 
 
 def percent(part: int, whole: int) -> str:

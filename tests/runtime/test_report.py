@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx.passes.ir import Bound, Note, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.report.report import Report, percent, shorten
+from kfac_fx.report.report import Report, percent, shorten, told_apart
 from kfac_fx.report.rows import fold, size
 from tests.models import ZOO
 from tests.runtime.toy_reports import registration_of, small_program, traced
@@ -224,6 +224,13 @@ def test_long_lines_are_wrapped_and_long_names_keep_both_ends(program: Program) 
     program = program.but(dropped=(Note(f"linear({long})", "it splits the linked parameters " + long),))
     assert all(len(line) <= 101 for line in str(Report(program)).splitlines() if line.startswith(("dropped", "   ")))
     assert shorten(long) == "encoder.block_...27.block_28.block_29.weight"
+
+
+def test_names_that_would_look_alike_are_written_out() -> None:
+    """Of adapters, say, whose layer is in the middle of their names."""
+    names = [f"base_model.model.layers.{n}.self_attn.q_proj.lora_A.default.weight" for n in range(2)]
+    other = "decoder.layers.11.self_attn.projections.query.lora_B.default.weight"
+    assert told_apart([*names, other, "head"]) == [*names, shorten(other), "head"]
 
 
 def test_the_text_is_ascii_whatever_the_names_are(program: Program) -> None:

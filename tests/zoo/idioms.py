@@ -11,9 +11,9 @@ from .dense import batch, parameter
 
 
 class Language(nn.Module):
-    """An encoder and a decoder of one table, which is a part of the output's weight, too (MobileBERT); gains on the left
-    (Llama) and counted from one (Gemma); weights on the left, a kernel that loses a dimension and gets it back, and -exp
-    of a parameter (Mamba); halves that add up to one (RWKV); a scaled sum of two products (DoRA)."""
+    """An encoder and a decoder of one table, which is a part of the output's weight, too (MobileBERT); gains on the
+    left (Llama) and counted from one (Gemma); weights on the left, a kernel that loses a dimension and gets it back,
+    and -exp of a parameter (Mamba); halves that add up to one (RWKV); a scaled sum of two products (DoRA)."""
 
     def __init__(self) -> None:
         super().__init__()
