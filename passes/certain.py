@@ -3,7 +3,7 @@
     if torch.rand(1) > self.module_dropout: ...        # 0.0
 
 No graph branches on values, but something is known of this one: a draw of torch.rand is in [0, 1). It stays in the
-graph, so that the random stream goes on as the model's does; the rate is an attribute, to which a capture is specialized.
+graph, so that the random stream goes on as the model's does; the rate is an attribute, and a capture holds for one.
 """
 
 from __future__ import annotations
