@@ -29,6 +29,7 @@ from kfac_fx.passes.errors import (
     UntraceableError,
 )
 from kfac_fx.passes.layers import as_rows, by_group, layer
+from kfac_fx.passes.own_backwards import plain_backward
 from kfac_fx.report import Report
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "get_default_layer_collection",
     "layer",
     "losses",
+    "plain_backward",
     "set_default_layer_collection",
     "variable_scope",
 ]

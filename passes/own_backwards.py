@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,8 +28,30 @@ from .stand_ins import RUNNING, own_backward
 from .watch import custom_functions
 from .writes import written_by
 
+PLAIN = {  # by module and name, or declared by the user
+    "peft.tuners.loha.layer.HadaWeight",
+    "peft.tuners.loha.layer.HadaWeightCP",
+}
+Declared = TypeVar("Declared", bound=Function)
 NUMBERS = itertools.count()  # of calls, one after the other in a process, so that two captures have none in common
 CONSTANTS = (type(None), bool, int, float, complex, str)
+
+
+def plain_backward(function: Declared) -> Declared:
+    """Declare that the backward of a torch.autograd.Function is the derivative of its forward, up to rounding.
+
+    So is one that saves memory or time: it is traced through, and parameters that enter it are structured. Returns the
+    Function, as a decorator does.
+
+    Only what is captured from now on knows of it. The first batch compares the gradients; where they differ, the graph
+    is refused, and the model divided around it.
+    """
+    PLAIN.add(name_of(function))
+    return function
+
+
+def name_of(function: Function) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 class Context(FunctionCtx):
@@ -82,11 +104,13 @@ class OwnBackwards:
         """What a Function's `apply` is while torch.export traces."""
         arguments = bound(function, args, kwargs)
         call = Call(function)
+        if name_of(function) in PLAIN:
+            return self.traced(call, arguments)
         try:
             call.take(arguments)
         except Refused as why:
             self.refuse(function, str(why))
-            return self.forward(call, arguments)
+            return self.traced(call, arguments)
         number = next(NUMBERS)
         self.calls[number] = call
         held = {id(one): name for name, one in (*self.model.named_buffers(), *self.model.named_parameters())}
@@ -95,12 +119,19 @@ class OwnBackwards:
         made = [one.detach() if place in call.constant else one for place, one in zip(call.places, made, strict=True)]
         return made[0] if call.returned is None else with_tensors(call, made)
 
+    def traced(self, call: Call, arguments: Sequence[Any]) -> Any:
+        """What its forward computes, with the operations in the graph."""
+        result = self.forward(call, arguments)
+        if isinstance(result, tuple):
+            return tuple(one.detach() if place in call.constant else one for place, one in enumerate(result))
+        return result
+
     def run(self, call: Call, tensors: Sequence[Tensor], sizes: Sequence[Any], held: Mapping[int, str]) -> list[Tensor]:
         """The shapes of what it returns, of tensors without data."""
         count = len(call.tensors)
         arguments = [filled(one, tensors[:count], tensors[count:], sizes) for one in call.arguments]
         looks = Looks(tensors, held)
-        with looks:
+        with looks, torch.no_grad():
             result = self.forward(call, arguments)
         if looks.writes:
             self.refuse(call.function, "writes into its arguments")
@@ -118,11 +149,11 @@ class OwnBackwards:
         return [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in found]
 
     def forward(self, call: Call, arguments: Sequence[Any]) -> Any:
-        """The Function's forward, with no graph behind it."""
+        """What its forward returns; `call` is told of what has no gradient."""
         function: Any = call.function
         context: Any = Context(arguments)
         try:
-            with torch.no_grad(), custom_functions():
+            with custom_functions(self.apply if torch.is_grad_enabled() else None):
                 if separate(function):
                     result = function.forward(*arguments)
                     function.setup_context(context, tuple(arguments), result)

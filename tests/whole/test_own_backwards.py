@@ -193,3 +193,62 @@ def test_what_no_compiler_takes_is_recorded_without_one_with_the_reason() -> Non
         assert torch.equal(one, other)
     (said,) = net.report.to_dict()["fallbacks"]
     assert said.startswith("recordings are not compiled: aot_eager cannot compile an autograd.Function in it: ")
+
+
+class Linear(torch.autograd.Function):
+    """A linear layer, as tutorials write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        ctx.save_for_backward(x, weight)
+        positive = x > 0
+        ctx.mark_non_differentiable(positive)
+        return x @ weight.t() + bias, positive
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
+
+
+class OfLinear(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.inner, self.last = function, nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        y, _ = apply(self.function, x, self.inner.weight, self.inner.bias)
+        return self.last(torch.tanh(y))
+
+
+def test_a_backward_that_is_declared_plain_is_traced_through_and_its_parameters_are_structured() -> None:
+    own = kfac_fx.compile(OfLinear(Linear), (X,), loss="categorical")
+    assert {one.parameters for one in own.registrations if one.generic} == {("inner.weight",), ("inner.bias",)}
+
+    @kfac_fx.plain_backward
+    class Plain(Linear):
+        pass
+
+    net = kfac_fx.compile(OfLinear(Plain), (X,), loss="categorical", strict=True)
+    reference = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    reference.load_state_dict(dict(zip(reference.state_dict(), OfLinear(Plain).state_dict().values(), strict=True)))
+    its = kfac_fx.compile(reference, (X,), loss="categorical")
+    found = [one.record((X,), {}, mode="empirical", targets=torch.arange(6) % 3).statistics for one in (net, its)]
+    for one, other in zip(found[0].values(), found[1].values(), strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name])
+
+
+def test_a_backward_that_is_declared_plain_and_is_not_is_refused_by_its_gradients() -> None:
+    @kfac_fx.plain_backward
+    class Lie(Linear):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor, _: None) -> Any:
+            return tuple(-one for one in Linear.backward(ctx, gradient, None))
+
+    net = kfac_fx.compile(OfLinear(Lie), (X,), loss="categorical")
+    assert not net.recorder((X,), {}).whole
+    (said, *_) = net.program.left
+    assert said.reason == "OfLinear has other gradients than its graph, in inner.weight, inner.bias."
+    assert {one.parameters for one in net.registrations if one.generic} == {("inner.weight",), ("inner.bias",)}
