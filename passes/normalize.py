@@ -22,6 +22,7 @@ from .elements import expand_masks, mark_tables, note_elements
 from .experts import route
 from .inplace import functional, sequence
 from .ir import Program
+from .literals import numbers
 from .native import spell_native
 from .operations import has_effect
 from .spelling import order_operands, respell, subtract_by_adding
@@ -51,6 +52,7 @@ def normalize(program: Program) -> Program:
     route(graph)
     subtract_by_adding(graph, program.parameters)
     order_operands(graph, program.parameters)
+    numbers(graph, program.root)
     expand_masks(graph, program.parameters)
     mark_tables(graph, program.parameters)
     note_elements(graph, program.parameters, program.root)

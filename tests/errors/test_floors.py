@@ -26,8 +26,8 @@ FLOORS = [
     "passes.pytree passes.signatures passes.sizes passes.stand_ins passes.writer",
     "passes.labels passes.recurrent passes.timeline passes.views",
     "passes.gains passes.linear_maps",
-    "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers passes.native "
-    "passes.spelling passes.values passes.watch passes.writes",
+    "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers "
+    "passes.literals passes.native passes.spelling passes.values passes.watch passes.writes",
     "passes.function_calls passes.hooks passes.means passes.products passes.reads",
     "passes.own_backwards passes.parts",
     "passes.binding passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions "

@@ -1,0 +1,53 @@
+"""Numbers that are written as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from tests.compiler.toy import Toy, before
+
+X = torch.randn(5, 3)
+
+
+class Held(Toy):
+    """A number in an attribute, which may be written into between forwards."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, w: x @ w * self.scale, w=(3, 2))
+        self.scale = torch.tensor(0.5)
+
+
+def written(x: Tensor, w: Tensor) -> Tensor:
+    scale = torch.tensor(0.5)
+    scale.mul_(2)
+    return x @ w * scale
+
+
+@pytest.mark.parametrize(
+    ("build", "number"),
+    [
+        (lambda: Toy(lambda x, w: x @ w * torch.tensor(0.5), w=(3, 2)), 0.5),
+        (lambda: Toy(lambda x, w: torch.tensor(3.0) * (x @ w), w=(3, 2)), 3.0),
+        (lambda: Toy(lambda x, w: x @ w / torch.tensor(0.3), w=(3, 2)), float(torch.tensor(0.3))),
+        (lambda: Toy(lambda x, w: x @ w * torch.tensor(0.5, dtype=torch.float64), w=(3, 2)), None),
+        (lambda: Toy(lambda x, w: x @ w * torch.tensor([0.5]), w=(3, 2)), None),
+        (lambda: Toy(lambda x, w: x @ w * torch.tensor(2), w=(3, 2)), None),
+        (lambda: Toy(written, w=(3, 2)), None),
+        (Held, None),
+    ],
+    ids=["times", "from the left", "divided", "of another type", "a vector", "a whole number", "written into", "held"],
+)
+def test_a_literal_of_the_same_type_becomes_a_number(build: Callable[[], Any], number: float | None) -> None:
+    model = build()
+    program = before("losses", model, X)
+    (node,) = (
+        one for one in program.graph.nodes if one.target in (torch.mul, torch.div) and one.meta["val"].dim() == 2
+    )
+    assert node.args[1] == number if number is not None else isinstance(node.args[1], fx.Node)
+    (found,) = fx.GraphModule(program.root, program.graph)(X)
+    assert torch.equal(found, model(X))
