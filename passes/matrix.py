@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -157,6 +157,41 @@ class MatrixForm:
         if self.bias is not None:
             tensors[self.bias[0]] = self.bias[1].invert(matrix[..., -1])
         return tensors
+
+
+def alike(forms: Sequence[object]) -> tuple[MatrixForm, ...]:
+    """The forms if `pack_all` and `unpack_all` take them: of matrices, all with a bias or all without; else ()."""
+    found = [one for one in forms if isinstance(one, MatrixForm)]
+    kinds = {(one.weight is None, one.bias is None) for one in found}
+    return tuple(found) if len(found) == len(forms) and len(kinds) == 1 else ()
+
+
+def pack_all(forms: Sequence[MatrixForm], tensors: Mapping[str, Tensor]) -> Tensor:
+    """`pack` of forms that are alike and have one shape: [forms, g, o, i]. A parameter costs a view; what is copied, is
+    copied for all at once."""
+    weights, biases = entries(forms)
+    parts = [stacked([layout.apply(tensors[name]) for name, layout in weights])] if weights else []
+    if biases:
+        parts.append(stacked([layout.apply(tensors[name]) for name, layout in biases]).unsqueeze(-1))
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+
+def unpack_all(forms: Sequence[MatrixForm], matrices: Tensor) -> dict[str, Tensor]:
+    """The inverse of `pack_all`, in views."""
+    weights, biases = entries(forms)
+    bodies = (matrices[..., :-1] if biases else matrices).unbind() if weights else ()
+    columns = matrices[..., -1].unbind() if biases else ()
+    pairs = [*zip(weights, bodies, strict=True), *zip(biases, columns, strict=True)]
+    return {name: layout.invert(one) for (name, layout), one in pairs}
+
+
+def entries(forms: Sequence[MatrixForm]) -> tuple[list[tuple[str, Layout]], list[tuple[str, Layout]]]:
+    return [one.weight for one in forms if one.weight], [one.bias for one in forms if one.bias]
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Without a copy if there is only one."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
 def block_width(width: int, blocks: int) -> int:

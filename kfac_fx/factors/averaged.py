@@ -17,6 +17,7 @@ from kfac_fx.factors.factor import SIDES, Failures, Side, Stack, batch_values
 from kfac_fx.linalg.matrices import is_finite, mean_eigenvalue, pi_correction
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import alike, pack_all, stacked, unpack_all
 
 ALL = slice(None)
 A_CASE = ("positions", "pairs")  # numbers a case; the others are means over rows
@@ -47,6 +48,7 @@ class AveragedBlocks:
         device: torch.device,
     ) -> None:
         self.registrations, self.forms = tuple(registrations), tuple(forms)
+        self.alike = alike(forms)
         self.shape = forms[0].shape
         self.approximation = registrations[0].approximation
         self.left, self.right = SIDES[self.approximation]
@@ -88,14 +90,19 @@ class AveragedBlocks:
 
     def pack(self, vector: Vector, members: slice = ALL) -> Tensor:
         """Parameter-shaped tensors by name -> [L, g, o, i] in the factors' precision."""
+        if self.alike:
+            return pack_all(self.alike[members], vector).to(self.dtype)
         return stacked([form.pack(vector) for form in self.forms[members]]).to(self.dtype)
 
     def unpack(self, matrices: Tensor, vector: Vector, members: slice = ALL) -> dict[str, Tensor]:
         """The inverse of `pack`, in the precision of `vector`."""
-        unpacked: dict[str, Tensor] = {}
-        for form, matrix in zip(self.forms[members], matrices.unbind(), strict=True):
-            unpacked |= {name: tensor.to(vector[name].dtype) for name, tensor in form.unpack(matrix).items()}
-        return unpacked
+        if self.alike:
+            unpacked = unpack_all(self.alike[members], matrices)
+        else:
+            pairs = zip(self.forms[members], matrices.unbind(), strict=True)
+            unpacked = {name: one for form, matrix in pairs for name, one in form.unpack(matrix).items()}
+        dtypes = {name: vector[name].dtype for name in unpacked}
+        return {n: one if one.dtype is dtypes[n] else one.to(dtypes[n]) for n, one in unpacked.items()}
 
     # --- factors ----------------------------------------------------------------------------------------------------
 
@@ -166,8 +173,3 @@ class AveragedBlocks:
                 f"factors of {self.registrations[0]} read before their first update: "
                 "call estimator.update_covariances(inputs) first."
             )
-
-
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Without a copy if there is only one."""
-    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)

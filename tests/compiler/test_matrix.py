@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfac_fx.passes.errors import LayerError
-from kfac_fx.passes.matrix import Layout, MatrixForm, Shape
+from kfac_fx.passes.matrix import Layout, MatrixForm, Shape, alike, pack_all, unpack_all
 
 # --- layouts --------------------------------------------------------------------------------------------------------
 
@@ -142,6 +142,33 @@ def test_packing_and_unpacking_are_inverse(form: MatrixForm, parameters: tuple[s
     assert form.shape == matrix.shape == shape
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def renamed(form: MatrixForm, number: int) -> MatrixForm:
+    """The same of parameters of its own; every other one stored the other way round."""
+    weight, bias = form.weight, form.bias
+    layout = Layout((6, 3, 2)).rearrange("(g o) l c -> g o (c l)", g=2) if number % 2 else WEIGHT[1]
+    return MatrixForm(weight and (f"w{number}", layout), bias and (f"b{number}", bias[1]))
+
+
+@pytest.mark.parametrize("form", [MatrixForm(WEIGHT, BIAS), MatrixForm(WEIGHT, None), MatrixForm(None, BIAS)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_forms_that_are_alike_are_packed_at_once(form: MatrixForm, count: int) -> None:
+    forms = [renamed(form, number) for number in range(count)]
+    tensors = {name: torch.randn(shape) for one in forms for name, shape in one.shapes.items()}
+    together = alike(forms)
+    assert list(together) == forms
+
+    matrices = pack_all(together, tensors)
+
+    assert torch.equal(matrices, torch.stack([one.pack(tensors) for one in forms]))
+    again = unpack_all(together, matrices)
+    assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_forms_with_and_without_a_bias_are_not_alike() -> None:
+    form = MatrixForm(WEIGHT, BIAS)
+    assert alike([form, MatrixForm(WEIGHT, None)]) == () == alike([form, object()])
 
 
 def test_the_bias_is_the_last_column() -> None:
