@@ -36,7 +36,7 @@ def choose(
     asked = next(iter(requested(program, parameters, layer)), None)
     if matrix is None:
         return (asked if asked in PER_CASE else "diagonal"), None
-    default = "full" if any(use.gain_of for use in uses) else program.layers[layer].default
+    default = "full" if any(use.gain_of or use.flat for use in uses) else program.layers[layer].default
     chosen = asked or default
     reason: str | None = None
     if chosen in PER_CASE and not all(cases_apart(program.layers, use) for use in uses):
@@ -75,7 +75,7 @@ def has_pixels(program: Program, use: Use) -> bool:
     return (
         set(UNCORRELATED) <= set(program.layers[use.layer].approximations)
         and not use.transposed
-        and not (use.region or use.slopes or use.gain_of or use.factor)
+        and not (use.region or use.slopes or use.gain_of or use.factor or use.flat)
     )
 
 

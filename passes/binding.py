@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from .elements import KEY as ELEMENTS
 from .gathers import constant
+from .jacobians import by_jacobian, static_shape
 from .labels import Label, parameters_behind
 from .layers import Form
 from .matrix import Layout, Shape
@@ -90,6 +91,8 @@ def binds(
     if binding.gathers is not None:
         return binds_gathered(name, given, binding)
     parameter = bound_parameter(given, shapes)
+    if name == "weight" and "value" in form.inputs:
+        binding.names["value"] = given
     if parameter is None and given in binding.expressions:
         binding.made[name] = binding.expressions[given]
         return True
@@ -131,12 +134,9 @@ def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
     slabs = [slab for made in binding.made.values() for slab in made.slabs]
     own |= {slab.parameter for slab in slabs}
     own |= {one.parameter for made in binding.made.values() for one in made.products}
+    makers = [{name} for name, _ in binding.parameters.values()]
+    makers += [{slab.parameter for slab in made.slabs} for made in binding.made.values()]
+    if any(map(by_jacobian, binding.made.values())) and sum(map(len, makers)) > len(own):
+        return True
     factors = [one.factor for slab in slabs for one in slab.slopes if one.name not in OWN and one.factor is not None]
     return any(own & parameters_behind(one, label) for one in (*binding.foreign.values(), *factors))
-
-
-def static_shape(node: fx.Node) -> Shape | None:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
-        return None
-    return tuple(value.shape)

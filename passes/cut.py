@@ -23,11 +23,13 @@ from itertools import chain
 from torch import fx
 
 from .cut_plan import Plan, Uncuttable
+from .flattened import flattened
 from .ir import Note, Program, Use, where
 from .labels import Label, differentiated, labels, parameters_behind, use_edges
 from .matrix import Shape
 from .parts import Part, partial, parts_of, taken_apart, whole_uses
 from .pieces import Slab, axis_along, ranges, view_of
+from .slopes import SLICED
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
 
@@ -35,6 +37,7 @@ OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias
 def cut(program: Program) -> Program:
     """See the module's docstring. Afterwards no match has a role that is an expression."""
     shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
+    program = program.but(matches=tuple(one for use in program.matches for one in flattened(use, shapes)))
     if not any(use.made for use in program.matches) and not program.options.pieces:
         return program.but(made={})
     cutter = Cutter(program, shapes)
@@ -66,7 +69,7 @@ class Cutter:
                 self.forget(number, "its parameters have no place of their own in its matrix")
             elif self.parts[number] is None and not program.layers[use.layer].parts:
                 self.rigid |= use.parameter_set
-            sloped = [part for part in self.parts.get(number) or () if part.slopes]
+            sloped = [part for part in self.parts.get(number) or () if any(one.name in SLICED for one in part.slopes)]
             gains = [one.gain.parameter for part in sloped for one in part.slopes if one.gain is not None]
             self.rigid.update(gains, (part.parameter for part in sloped))
         self.drop_factors()

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .elements import KEY as ELEMENTS
 from .functions import FUNCTIONS, Functions
 from .holder import attribute
 from .inplace import shares_memory
 from .ir import Program
+from .jacobians import small_functions
 from .labels import Label, ancestors, differentiated, labels
 from .operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
 from .pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
@@ -56,16 +58,25 @@ Value = Any  # Made, a tuple of Made, or a number
 
 def express(program: Program) -> Program:
     """Note the expression of every such tensor that is read as it is, unless it is a view of a whole parameter."""
-    known, behind = Expressions(program).known, ancestors(program.outputs)
-    made: dict[fx.Node, Made] = {}
-    for node, value in known.items():
+    expressions, behind = Expressions(program), ancestors(program.outputs)
+    known, made = expressions.known, dict[fx.Node, Made]()
+    others: list[fx.Node] = []
+    for node in program.graph.nodes:
+        value = known.get(node)
+        pure = value is None and expressions.label[node] is Label.PURE and ELEMENTS not in node.meta
+        if not pure and not isinstance(value, Made):
+            continue
         readers = [user for user in node.users if user in behind and user not in known and node in differentiated(user)]
         read = any(op_name(user) not in WRITES for user in readers)
         plain = node.op == "get_attr" or bound_parameter(node, program.shapes)
         value = complete(value, node) if isinstance(value, Made) and value.products else value
-        if isinstance(value, Made) and (read or node in program.outputs) and not plain:
+        if plain or not (read or node in program.outputs):
+            continue
+        if isinstance(value, Made):
             made[node] = value
-    return program.but(made=made)
+        elif any(expressions.label[user].activation for user in readers):
+            others.append(node)
+    return program.but(made={**made, **small_functions(program, expressions.label, others)})
 
 
 class Expressions:

@@ -172,7 +172,7 @@ def own_number(node: fx.Node, operand: fx.Node, layout: Layout) -> Slope | None:
     while op_name(by) in EXPANDS:
         by = by.args[0]
     value = by.meta.get("val")
-    dim = slices(tuple(value.shape), layout) if isinstance(value, Tensor) else WHOLE
+    dim = slices(tuple(value.shape), layout) if isinstance(value, Tensor) else None
     if dim is None or math.prod(layout.shape) == (1 if dim == WHOLE else layout.shape[dim]):
         return None
     return Slope(name, operand, layout, by, (None if dim == WHOLE else dim,))

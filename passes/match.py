@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .binding import Binding, fits, reads_itself, static_shape
+from .binding import Binding, fits, reads_itself
 from .cases import number_of_cases, with_batch_dim
 from .elements import KEY as ELEMENTS
 from .errors import LayerError
@@ -22,6 +22,7 @@ from .gathers import ENTRIES, entries
 from .holder import attribute
 from .inplace import functional
 from .ir import CASES, Bound, Program, Use
+from .jacobians import static_shape
 from .labels import Label, ancestors, labels
 from .layers import Form, Layer
 from .linear_maps import MAP

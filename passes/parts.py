@@ -41,7 +41,7 @@ class Part:
 def parts_of(use: Use, program: Program) -> list[Part] | None:
     """The parameters in a use's matrix, without roles that do not say where they are in it; None if there are none, if
     a whole parameter is copied on the way, and for a composite layer."""
-    if program.layers[use.layer].parts:
+    if program.layers[use.layer].parts or use.flat is not None:
         return None
     found: list[Part] = []
     for role, bound in use.parameters.items():
@@ -126,7 +126,8 @@ def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str,
     bound = {part.role: bound_to(part, shapes[part.parameter]) for part in parts}
     all_of_it = region == ((0, g), (0, o), (0, i))
     use = replace(use, parameters=bound, made={}, region=None if all_of_it else region)
-    return with_slopes(use, parts[0].slopes, sides_of(parts[0], shapes[parts[0].parameter]))
+    slopes = tuple(replace(one, piece=parts[0].piece) for one in parts[0].slopes)
+    return with_slopes(use, slopes, sides_of(parts[0], shapes[parts[0].parameter]))
 
 
 def sides_of(part: Part, shape: Shape) -> str | None:

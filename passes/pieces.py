@@ -69,7 +69,7 @@ class Slope:
     """A function on the way from a parameter to its use, that multiplies its gradient; see `passes.slopes`.
 
     operand: its argument, `layout` of the parameter, or a multiple of it and a constant. factor: γ of a normalization;
-    gain: the parameter that it is, in its own order, if it is one.
+    gain: the parameter that it is, in its own order, if it is one. piece: the only one of the parameter that is meant.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Slope:
     factor: fx.Node | None = None
     settings: tuple[Any, ...] = ()
     gain: Slab | None = None
+    piece: Piece | None = None
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ import torch
 from .approximation import check_requests, choose, side_blocks
 from .claims import claims
 from .errors import AmbiguousRegistrationError, table
+from .flattened import flat
 from .gains import reads_ids
-from .ir import GENERIC, UNROLLED, Program, Registration, Use, where
+from .ir import GENERIC, UNROLLED, Note, Program, Registration, Use, where
 from .leftovers import leftovers
 from .matrix import Layout, MatrixForm
 from .pieces import viewed, whole
@@ -33,6 +34,8 @@ FREE = "free of the batch: one gradient for all cases, right in expectation over
 def resolve(program: Program) -> Program:
     """See the module's docstring. Raises AmbiguousRegistrationError and LinkError with all culprits."""
     kept, notes = claims(program)
+    kept, more = without_functions(kept)
+    notes += more
     matches, reasons = split_shared(program, kept)
     groups = grouped(matches)
     check_requests(program, [(uses[0].layer, sorted(uses[0].parameter_set)) for uses in groups])
@@ -44,6 +47,19 @@ def resolve(program: Program) -> Program:
     return program.but(
         registrations=(*registrations, *generics), unused=unused, dropped=(*program.dropped, *notes), matches=()
     )
+
+
+def without_functions(matches: list[Use]) -> tuple[list[Use], list[Note]]:
+    """Without the uses of parameters behind functions that are matrices elsewhere: what is left of these is generic."""
+    matrices = {
+        bound.parameter
+        for use in matches
+        for role, bound in use.parameters.items()
+        if use.flat is None and flat(replace(use, parameters={role: bound})) is None
+    }
+    dropped = [use for use in matches if use.flat is not None and use.parameter_set & matrices]
+    notes = [Note(str(use), "a function of a parameter that is a matrix elsewhere") for use in dropped]
+    return [use for use in matches if use not in dropped], notes
 
 
 def split_shared(program: Program, matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], str]]:
@@ -67,12 +83,12 @@ def split_shared(program: Program, matches: list[Use]) -> tuple[list[Use], dict[
     merged: list[Use] = []
     clashes: list[tuple[list[str], str]] = []
     for uses in grouped(result):
-        aligned = align(uses)
-        if aligned is None:
+        alike = align(uses)
+        if alike is None:
             places = " and ".join(dict.fromkeys(f"{use.layer} ({where(use.output)})" for use in uses))
             clashes.append((sorted(uses[0].parameter_set), places))
         else:
-            merged += aligned
+            merged += alike
     if clashes:
         many = "1 parameter is" if len(clashes) == 1 else f"{len(clashes)} parameters are"
         choice = ", ".join(f'"{names[0]}": "{GENERIC}"' for names, _ in clashes)
@@ -93,19 +109,31 @@ def grouped(matches: Iterable[Use]) -> list[list[Use]]:
 
 
 def align(uses: list[Use]) -> list[Use] | None:
-    """Uses of one parameter set over one matrix: equal layouts, or transposed ones; None if they differ otherwise."""
+    """Uses of one parameter set over one matrix: equal layouts, or transposed ones, or that of the elements where all
+    scale or shift; None if they differ otherwise."""
+    return aligned(uses) or aligned_flat(uses)
+
+
+def aligned_flat(uses: list[Use]) -> list[Use] | None:
+    if any(len(use.parameters) > 1 for use in uses):
+        return None
+    found = [one for one in map(flat, uses) if one is not None]
+    return found if len(found) == len(uses) else None
+
+
+def aligned(uses: list[Use]) -> list[Use] | None:
     first = next((use for use in uses if reads_ids(use)), uses[0])  # ids have no transposed rows
-    aligned: list[Use] = []
+    found: list[Use] = []
     for use in uses:
         if set(use.parameters) != set(first.parameters):
             return None
         if same_matrix(first, use):
-            aligned.append(use)
+            found.append(use)
         elif set(use.parameters) == {"weight"} and same_matrix(first, use, transposed=True):
-            aligned.append(replace(use, transposed=True))
+            found.append(replace(use, transposed=True))
         else:
             return None
-    return aligned
+    return found
 
 
 def same_matrix(first: Use, other: Use, transposed: bool = False) -> bool:

@@ -24,6 +24,8 @@ from torch import fx, nn
 from .holder import attribute
 from .inplace import memories
 from .ir import KEPT, SERIES, Program, Registration, Use, tensor_attrs
+from .jacobians import KEY as JACOBIAN
+from .jacobians import Jacobian
 from .operations import changes_memory, has_effect
 
 TapFactory = Callable[[Registration, Use], nn.Module]
@@ -42,6 +44,7 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
         if node.op == "placeholder":
             copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
     hoist(graph, [copies[use.attrs[KEPT]] for one in program.registrations for use in one.uses if use.mask_dims])
+    jacobians = emit_jacobians(graph)
     probes = add_probes(graph)
     order = {node: n for n, node in enumerate(graph.nodes)}
     taps = Numbered()
@@ -62,7 +65,17 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
     targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
     held |= {f"taps.{name}": one for name, one in taps.items()} | {f"links.{name}": one for name, one in links.items()}
-    return fx.GraphModule(held, graph, "Emitted")
+    return fx.GraphModule({**held, **jacobians}, graph, "Emitted")
+
+
+def emit_jacobians(graph: fx.Graph) -> dict[str, nn.Module]:
+    """The modules that compute them, by their names."""
+    made: dict[str, nn.Module] = {}
+    for node in graph.nodes:
+        if JACOBIAN in node.meta:
+            node.op, node.target = "call_module", f"jacobians.{node.name}"
+            made[node.target] = Jacobian(*node.meta[JACOBIAN])
+    return made
 
 
 def add_probes(graph: fx.Graph) -> fx.Node:

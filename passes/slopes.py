@@ -57,6 +57,7 @@ OWN = (DIVIDED, MULTIPLIED)
 TIMES, OVER = "times", "over"  # a number that it does not determine, or one for every slice
 PRODUCTS = (TIMES, OVER)
 SLICED = (*NORMALIZED, CENTERED, *OWN, *PRODUCTS)
+JACOBIAN = "jacobian"  # any function of small tensors; see `passes.jacobians`
 
 
 def between(x: Tensor, low: float | None, high: float | None) -> Tensor:

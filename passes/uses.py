@@ -15,6 +15,7 @@ from .pieces import Made, Region, Slope
 Attrs = Mapping[str, Any]
 Dims = tuple[int, ...]
 KEPT = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
+JACOBIAN = "jacobian"  # among the attributes of a flat use: of the tensor in the role, [its elements, the parameter's]
 CASES = "cases"  # among the attributes of a use that is free of the batch: the number of cases that share it
 STEP = "step"  # in the meta of a node: at which step of a recurrent layer it is, and of how many
 UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part of another: of which
@@ -114,6 +115,8 @@ class Use:
     gathered: tuple[str, int] | None = None  # "outputs" or "inputs", of a table with so many; see `passes.gathers`
     factor: Factor | None = None  # the parameter is one factor of the weight
     mapped: Mapped | None = None  # what the layer has in the place of its one parameter
+    flat: Layout | None = None  # from the tensor in the role to the layer's matrix, where the gradients of whole cases
+    # take the place of rows: the parameter's own matrix has a group for every element, and rows of ones
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
     calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any

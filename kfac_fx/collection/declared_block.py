@@ -118,7 +118,7 @@ class DeclaredBlock:
         for use in aligned:
             known = self.layer_collection.layers[use.layer].approximations
             apart = (
-                use.transposed or use.region or use.slopes or use.gain_of or use.factor
+                use.transposed or use.region or use.slopes or use.gain_of or use.factor or use.flat
             )  # its pixels are not those of the input
             if self.approximation not in known or (self.approximation in UNCORRELATED and apart):
                 kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.pieces import Slope
 from kfac_fx.passes.slopes import CENTERED, NORMALIZED, STANDARDIZED, filters, projected, slope
 from kfac_fx.passes.uses import Gain
 
 Rows = tuple[Tensor, Tensor]
 Attrs = Mapping[str, Any]
 View = tuple[tuple[int, ...], tuple[int, ...]]
+Views = tuple[View, ...]
 
 
 def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], Rows] | None:
@@ -31,14 +33,15 @@ def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], R
     assert registration.matrix is not None, "bug in kfac_fx: slopes of a generic registration"
     entry = registration.matrix.weight or registration.matrix.bias
     assert entry is not None, "bug in kfac_fx: a matrix form without parameters"
-    canonical, outputs, transposed = entry[1], use.slope_side == "outputs", use.transposed
-    steps = [(n, one.name, one.settings, views(one.layout, canonical)) for n, one in enumerate(use.slopes)]
+    canonical, outputs, transposed = use.flat or entry[1], use.slope_side == "outputs", use.transposed
+    steps = [(n, one.name, one.settings, *sides(one, canonical)) for n, one in enumerate(use.slopes)]
     centered = any(one.name in (CENTERED, STANDARDIZED) for one in use.slopes)
 
     def sloped(both: Rows, attrs: Attrs) -> Rows:
         rows, grad_rows = both if gains is None else gains(both, attrs)
-        for n, name, settings, to_matrix in steps:
-            by = slope(name, attrs[f"operand{n}"], attrs.get(f"factor{n}"), settings)
+        for n, name, settings, back, place, to_matrix in steps:
+            by = viewed(slope(name, attrs[f"operand{n}"], attrs.get(f"factor{n}"), settings), back)
+            by = by if place is None else by.narrow(*place)
             matrix = viewed(by, to_matrix)  # [g, o, i], or [g, o] of a bias
             matrix = matrix.mT if transposed else matrix
             if outputs:
@@ -85,13 +88,20 @@ def gains_of(gain: Gain) -> Callable[[Rows, Attrs], Rows]:
     return gains
 
 
-def views(before: Layout, after: Layout) -> tuple[View, ...]:
+def sides(one: Slope, canonical: Layout) -> tuple[Views, tuple[int, int, int] | None, Views]:
+    """Back to the parameter, (dimension, start, length) of the piece of it, and on to the matrix."""
+    piece, whole = one.piece, Layout(one.layout.shape)
+    place = None if piece is None else (piece.dim, piece.start, piece.stop - piece.start)
+    return views(one.layout, whole), place, views(Layout(canonical.shape), canonical)
+
+
+def views(before: Layout, after: Layout) -> Views:
     """Back through one layout and on through another: (order, shape) of every view, one of them empty."""
     back = [(one.back, ()) if one.back else ((), one.before) for one in reversed(before.steps)]
     return (*back, *((one.order, ()) if one.order else ((), one.after) for one in after.steps))
 
 
-def viewed(tensor: Tensor, steps: tuple[View, ...]) -> Tensor:
+def viewed(tensor: Tensor, steps: Views) -> Tensor:
     for order, shape in steps:
         tensor = tensor.permute(order) if order else tensor.reshape(shape)
     return tensor

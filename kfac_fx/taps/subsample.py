@@ -64,6 +64,8 @@ def why_all_rows(registration: Registration, use: Use, layer: Layer) -> str | No
         return f"{registration.approximation!r} needs the gradients of all cases"
     if not set(SERIES) & set(layer.approximations):
         return "its rows are ids, which cost nothing"
+    if use.flat is not None:
+        return "its rows are gradients of cases"
     if use.transposed:
         return "the gradients of its output are rows"
     if set(tensor_attrs(use)) - {KEPT}:

@@ -13,7 +13,9 @@ from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.linear_maps import MAP, of_elements
 from kfac_fx.passes.pieces import Region
+from kfac_fx.passes.uses import JACOBIAN
 from kfac_fx.taps.factored import factored
+from kfac_fx.taps.flat_rows import of_cases
 from kfac_fx.taps.sloped import slopes_of
 
 BothRows = Callable[..., tuple[Tensor, Tensor]]
@@ -35,6 +37,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     region, (by, grad_by), sloped = use.region, scales(use), slopes_of(registration, use)
     gathered, mapped = use.gathered, use.mapped
     factor = None if use.factor is None else factored(use.factor)
+    whole = None if use.flat is None else of_cases(use.flat)
 
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
@@ -61,6 +64,8 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
             rows = (rows if rows.is_floating_point() else grad_rows)[..., :0]
         if free:
             rows, grad_rows = shared_by_cases(rows, grad_rows)
+        if whole is not None:
+            return whole(rows, grad_rows, attrs.get(JACOBIAN))
         return (grad_rows, rows) if transposed else (rows, grad_rows)
 
     return both
@@ -72,7 +77,9 @@ def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> 
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
     form, (by, grad_by) = layer.forms[use.form], scales(use)
     whole = use.region is None and by == 1.0 and slopes_of(registration, use) is None and not tensor_attrs(use)
-    plain = not (use.free or use.transposed or registration.approximation in UNCORRELATED or registration.patch_mask)
+    plain = not (
+        use.free or use.transposed or use.flat or registration.approximation in UNCORRELATED or registration.patch_mask
+    )
     if form.second_moment is None or registration.matrix.weight is None or not (whole and plain):
         return None
     find, make_grad_rows, attrs = form.second_moment, form.grad_rows, dict(use.attrs)

@@ -119,7 +119,7 @@ def layer(
     Args:
         rows, grad_rows: from the input, and from the gradient of the output, to rows; `attrs` holds the values of the
             form's other positional arguments (but not of those whose name begins with `_`) and, under "weight" and
-            "bias", the shapes of the bound tensors.
+            "bias", the shapes of the bound tensors. One with the name `value` is the tensor that is the weight.
         example: a module that contains the layer once, and an input for it; or several.
         layouts: views in named axes from a parameter to its matrix, where they are not "o i -> o i" and "o -> o".
         sizes: sizes of named axes that a shape alone does not give, from the attributes.

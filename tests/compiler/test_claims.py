@@ -143,9 +143,7 @@ def test_by_hand_one_s_own_layer_is_found_first_too() -> None:
     assert block.registration.layer == "dense"
 
 
-def test_a_parameter_in_two_roles_of_one_layer_is_ambiguous_and_no_business_of_layers() -> None:
+def test_a_parameter_in_two_roles_of_one_layer_has_two_uses_and_is_no_business_of_layers() -> None:
     both = Toy(lambda x, g: torch.tanh(x * torch.exp(g) + torch.sin(g)), g=(3,))
-    with pytest.raises(AmbiguousRegistrationError, match=r'lay them out differently:\n  g  .*\n.*\{"g": "generic"\}'):
-        kfac_fx.compile(both, (X,), loss="normal")
-    net = kfac_fx.compile(both, (X,), loss="normal", approximations={"g": "generic"})
-    assert [(one.layer, one.parameters) for one in net.registrations] == [("generic", ("g",))]
+    net = kfac_fx.compile(both, (X,), loss="normal")
+    assert [(one.layer, one.parameters, len(one.uses)) for one in net.registrations] == [("scale_and_shift", ("g",), 2)]

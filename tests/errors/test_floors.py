@@ -28,7 +28,8 @@ FLOORS = [
     "passes.gains passes.linear_maps",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers "
     "passes.literals passes.native passes.spelling passes.values passes.watch passes.writes",
-    "passes.function_calls passes.hooks passes.means passes.products passes.reads",
+    "passes.function_calls passes.hooks passes.jacobians passes.means passes.products passes.reads",
+    "passes.flattened",
     "passes.own_backwards passes.parts",
     "passes.binding passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions "
     "passes.inplace passes.leftovers",
@@ -62,6 +63,7 @@ FLOORS = [
     "kfac_fx.blocks.block",
     "kfac_fx.blocks.fisher",
     "kfac_fx.taps.factored kfac_fx.taps.sloped kfac_fx.taps.subsample",
+    "kfac_fx.taps.flat_rows",
     "kfac_fx.taps.use_rows",
     "kfac_fx.taps.tap",
     "kfac_fx.taps.link",

@@ -297,7 +297,7 @@ def test_generic_parameters_say_where_they_are_used() -> None:
     case = ZOO["generic"]
     report = kfac_fx.compile(case.make(), case.inputs(), loss=case.loss).report
     (line,) = [line for line in str(report).splitlines() if "temperature: " in line]
-    assert re.fullmatch(r" {10}temperature: no layer has the form of div_\d \(odd.py:\d+\) through exp", line)
+    assert re.fullmatch(r" {10}temperature: no layer has the form of atan2 \(odd.py:\d+\) through exp", line)
     assert {one.parameters: one.uses for one in report.rows if one.generic} == {
         ("gate",): 1, ("width",): 1, ("temperature",): 1
     }  # fmt: skip

@@ -152,19 +152,19 @@ def test_torchs_older_normalizations_are_structured(norm: Callable[[nn.Module], 
     assert {one.layer for one in net.registrations} == {"linear"}
 
 
-@pytest.mark.parametrize(("own", "structured"), [(0.0, {"v"}), (1.0, set())])
-def test_a_number_of_other_parameters_is_a_factor_and_one_of_both_is_nothing(own: float, structured: set[str]) -> None:
+@pytest.mark.parametrize(("own", "approximation"), [(False, "kron"), (True, "full")])
+def test_a_number_of_other_parameters_is_a_factor_and_one_of_both_a_function(own: bool, approximation: str) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.v, self.w = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.v / (self.w.norm() + own * self.v.norm() if own else self.w.norm()))
+            return F.linear(x, self.v / (self.w.norm() + self.v.norm() if own else self.w.norm()))
 
     net = kfac_fx.compile(Mixed(), (torch.randn(5, 4),), loss="normal")
-    assert {name for one in net.registrations if not one.generic for name in one.parameters} == structured
-    assert all(one.reason is None for one in net.registrations if not one.generic)
+    found = {name: (one.approximation, one.reason) for one in net.registrations for name in one.parameters}
+    assert found["v"] == (approximation, None)
 
 
 @pytest.mark.parametrize("asked", ["full", "diagonal", "kron_sua"])

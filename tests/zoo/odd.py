@@ -141,7 +141,7 @@ class Unused(nn.Module):
 
 
 class Generic(nn.Module):
-    """Parameters that no layer takes: a gate that sums to one, a width and a temperature to divide by."""
+    """Parameters that no layer takes: an exponent, the base of a power, one side of an angle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,9 +150,9 @@ class Generic(nn.Module):
         self.temperature = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.inner(x)) * torch.softmax(self.gate, 0) / F.softplus(self.width)
-        y: Tensor = self.head(h) / torch.exp(self.temperature)
-        return y
+        h = (1 + self.inner(x).square()) ** self.gate
+        h = F.softplus(self.width) ** torch.tanh(h)
+        return torch.atan2(self.head(h), torch.exp(self.temperature))
 
 
 class Elementwise(nn.Module):

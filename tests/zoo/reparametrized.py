@@ -143,6 +143,27 @@ class AdaptiveRank(nn.Module):
         return y
 
 
+class Differential(nn.Module):
+    """Attention less attention, by a number of four small vectors (Ye et al. 2024); branches by shares that sum to one;
+    a temperature, and a width that shifts, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q1, self.k1, self.q2, self.k2 = (nn.Parameter(0.3 * torch.randn(3)) for _ in range(4))
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.shares, self.gates = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2, 4))
+        self.width, self.temperature = nn.Parameter(torch.rand(4) + 1), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = torch.exp((self.q1 * self.k1).sum()), torch.exp((self.q2 * self.k2).sum())
+        x = self.inner(torch.softmax(x, -1) - (first - second + 0.8) * torch.softmax(-x, -1))
+        shares, gates = self.shares.softmax(0), torch.sigmoid(self.gates)
+        x = shares[0] * x + shares[1] * torch.tanh(x) + shares[2] * torch.sin(x)
+        x = gates[0] * x + gates[1] * torch.tanh(x)
+        y: Tensor = self.head(x / self.width + self.width)
+        return y / torch.exp(self.temperature)
+
+
 class Blended(nn.Module):
     """A learned mixture of images and frames, as in Stable Video Diffusion, and a row for what is missing."""
 
@@ -212,6 +233,18 @@ CASES = (
         AdaptiveRank,
         lambda: batch(3, 5),
         (linear("linear"), *(("linear", (name,), 1) for name in ("right", "left", "values"))),
+    ),
+    Case(
+        "differential",
+        Differential,
+        lambda: batch(3, 5, 4),
+        (
+            *(("scale_and_shift", (name,), 1) for name in ("q1", "k1", "q2", "k2", "temperature")),
+            *(("scale_and_shift", (name,), 1) for name in ("gates[0:1]", "gates[1:2]")),
+            ("scale_and_shift", ("shares",), 3),
+            ("scale_and_shift", ("width",), 2),
+            *(linear(name) for name in ("inner", "head")),
+        ),
     ),
     Case(
         "blended",

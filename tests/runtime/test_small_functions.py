@@ -1,0 +1,201 @@
+"""Parameters behind functions of small tensors, and in several roles: every block is the dense Fisher of autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.passes import jacobians
+from tests.compiler.toy import Toy
+from tests.runtime.test_products import _double_precision, dense, recorded, toy
+
+Function = Callable[..., Any]
+__all__ = ["_double_precision"]
+
+
+def differential(x: Tensor, q: Tensor, k: Tensor, p: Tensor) -> Tensor:
+    """The λ of the DIFF Transformer (Ye et al. 2024)."""
+    first, second = torch.softmax(x, -1), torch.tanh(x)
+    return first - ((q * k).sum().exp() - (p * p).sum().exp() + 0.3) * second
+
+
+def branches(x: Tensor, w: Tensor) -> Tensor:
+    share = w.softmax(0)
+    return share[0] * x + share[1] * torch.tanh(x) + torch.sin(x) * share[2]
+
+
+EXACT: list[tuple[Function, dict[str, tuple[int, ...]], int]] = [
+    (differential, {"q": (3,), "k": (3,), "p": (2,)}, 1),
+    (branches, {"w": (3,)}, 3),
+    (lambda x, g: x * g.softmax(0), {"g": (4,)}, 1),
+    (lambda x, g: x * g.cumsum(0) + x[..., :1] * g[:3].sum(), {"g": (4,)}, 2),
+    (lambda x, a, b: F.linear(x, a * b), {"a": (3, 4), "b": (3, 4)}, 1),
+    (lambda x, g: F.linear(x, torch.arange(12.0).view(3, 4), g.softmax(0)), {"g": (3,)}, 1),
+    (lambda x, g: F.conv1d(x.mT, g.softmax(2) / 2).mT, {"g": (2, 4, 2)}, 1),
+    (lambda x, g: x / g.norm(), {"g": (4,)}, 1),
+    # quotients
+    (lambda x, g: x / g, {"g": (4,)}, 1),
+    (lambda x, g: x / (1 + 2 * g.exp()), {"g": (4,)}, 1),
+    (lambda x, g: g / (2 + x.square()), {"g": (4,)}, 1),
+    (lambda x, g: torch.tanh(x / g) / g + g, {"g": (4,)}, 3),
+    (lambda x, g: torch.outer(x.sum((1, 2)), g), {"g": (4,)}, 1),
+    # several roles
+    (lambda x, g: torch.tanh(x * g + g), {"g": (4,)}, 2),
+    (lambda x, g: torch.tanh(x * g.exp() - g.sin()), {"g": (4,)}, 2),
+    (lambda x, g: torch.tanh(x.mT * g.view(2, 2).T.reshape(4, 1)).mT * g, {"g": (4,)}, 2),
+    (lambda x, g: x * g.sum() + 3 * g, {"g": (4,)}, 2),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes", "uses"), EXACT)
+def test_every_block_is_the_dense_fisher(function: Function, shapes: Any, uses: int) -> None:
+    model, x = toy(function, **shapes), torch.randn(5, 3, 4)
+    blocks = recorded(model, x).blocks
+    assert set(blocks) == {(name,) for name in shapes}
+    for block in blocks.values():
+        assert block.registration.approximation == "full" and len(block.registration.uses) == uses
+        torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
+
+
+def test_a_bias_that_scales_too_leaves_its_weight_and_is_exact() -> None:
+    model, x = toy(lambda x, w, b: F.linear(x, w, b.exp()) * b, w=(4, 4), b=(4,)), torch.randn(5, 3, 4)
+    block = recorded(model, x).blocks["b",]
+    torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
+
+
+def test_pieces_behind_a_function_of_every_element_are_exact() -> None:
+    """EfficientViM's gates: one parameter, a row for every place."""
+
+    def gated(x: Tensor, g: Tensor) -> Tensor:
+        gates = torch.sigmoid(2 * g)
+        return torch.tanh(x * gates[0]) * gates[1] + x * gates[0]
+
+    model, x = toy(gated, g=(2, 4)), torch.randn(5, 3, 4)
+    blocks = recorded(model, x).blocks
+    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), model.get_parameter("g"))[0] for case in x]
+    for n, uses in ((0, 2), (1, 1)):
+        block = blocks[f"g[{n}:{n + 1}]",]
+        wanted = torch.stack([torch.outer(one[n], one[n]) for one in gradients]).mean(0)
+        assert len(block.registration.uses) == uses
+        torch.testing.assert_close(block.full_fisher_block(), wanted)
+
+
+def test_the_jacobian_is_that_of_the_moment() -> None:
+    """Of parameters and buffers as they are when a batch is recorded, not when it was captured."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+            self.register_buffer("base", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.softmax(self.w * self.get_buffer("base"), 0).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(5, 3)
+    net = kfac_fx.compile(model, (x,), loss="normal", strict=True)
+    with torch.no_grad():
+        model.w.mul_(-2)
+        model.get_buffer("base").copy_(torch.tensor([1.0, 2.0, 3.0]))
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
+    estimator.update_covariances(x, targets=torch.zeros_like(x))
+    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), model.w)[0] for case in x]
+    wanted = torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
+    torch.testing.assert_close(estimator.blocks["w",].full_fisher_block(), wanted)
+
+
+def reasons(function: Function, **shapes: tuple[int, ...]) -> dict[str, str | None]:
+    net = kfac_fx.compile(toy(function, **shapes), (torch.rand(5, 4),), loss="normal")
+    return {name: one.reason for one in net.registrations if one.generic for name in one.parameters}
+
+
+def test_large_functions_are_generic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jacobians, "LARGEST", 15)
+    (reason,) = reasons(lambda x, g: x * g.softmax(0), g=(4,)).values()
+    assert reason is not None and "no layer has the form of mul" in reason
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, g: x * F.dropout(g.softmax(0), 0.5, True),
+        lambda x, g: x * (g * x.shape[0]).softmax(0),
+        lambda x, g: x ** g.softmax(0),
+        lambda x, g: g.softmax(0) ** x,
+    ],
+)
+def test_random_numbers_sizes_of_the_batch_and_powers_are_generic(function: Function) -> None:
+    (reason,) = reasons(function, g=(4,)).values()
+    assert reason is not None and "no layer has the form of" in reason
+
+
+def test_a_weight_that_a_function_reads_too_is_generic_with_both_uses_in_the_reason() -> None:
+    model = toy(lambda x, w: F.linear(x, w) * w.norm(), w=(3, 4))
+    net = kfac_fx.compile(model, (torch.randn(5, 4),), loss="normal")
+    (one,) = net.registrations
+    assert one.generic and "w has 2 uses, 1 of them matched" in str(one.reason)
+    assert ["a matrix elsewhere" in note.reason for note in net.program.dropped] == [True]
+
+
+def test_a_parameter_in_a_function_and_in_the_layer_it_enters_is_generic() -> None:
+    assert set(reasons(lambda x, w, b: F.linear(x, w, w.sum(1) * b), w=(3, 4), b=(3,))) == {"w", "b"}
+
+
+def test_what_is_free_of_the_batch_has_no_gradient_of_a_case() -> None:
+    def table(x: Tensor, t: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        return x @ (F.layer_norm(t, (4,), w) * g.softmax(0)).T
+
+    net = kfac_fx.compile(toy(table, t=(3, 4), w=(4,), g=(4,)), (torch.randn(5, 4),), loss="normal")
+    (one,) = (one for one in net.registrations if one.parameters == ("g",))
+    assert one.approximation == "kron" and "summed over cases" in str(one.reason) and not one.generic
+
+
+def test_padding_does_not_go_with_gradients_of_cases() -> None:
+    model = toy(lambda x, mask, g: x * g.softmax(0), g=(4,))
+    x, mask = torch.randn(5, 3, 4), torch.ones(5, 3)
+    net = kfac_fx.compile(Masked(model), (x, mask), loss="normal", padding_mask="mask")
+    assert "its rows are gradients of whole cases" in " ".join(str(net.report).split())
+
+
+class Masked(nn.Module):
+    def __init__(self, model: Toy) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.model.function(x, mask, self.model.get_parameter("g"))
+        return y
+
+
+def test_the_quadratic_model_goes_through() -> None:
+    model, x = toy(differential, q=(3,), k=(3,), p=(2,)), torch.randn(5, 3, 4)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    optimizer = kfac_fx.KFAC(net, damping=0.1, momentum=None, momentum_type="qmodel", seed=0)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = (net(x) ** 2).sum((1, 2)).mean()
+        loss.backward()
+        optimizer.step(lambda: (net(x) ** 2).sum((1, 2)).mean())
+    assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
+def test_a_compiled_graph_records_alike() -> None:
+    model, x = toy(differential, q=(3,), k=(3,), p=(2,)), torch.randn(5, 3, 4)
+    found = []
+    for backend in ("eager", "aot_eager"):
+        net = kfac_fx.compile(copy.deepcopy(model), (x,), loss="normal", backend=backend)
+        estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
+        estimator.update_covariances(x, targets=torch.zeros_like(x))
+        found.append([block.full_fisher_block() for block in estimator.blocks.values()])
+    torch.testing.assert_close(found[1], found[0])
