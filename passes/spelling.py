@@ -89,8 +89,8 @@ def gathered(args: tuple[Any, ...]) -> tuple[Any, ...]:
 @cache
 def public(name: str) -> Callable[..., Any] | None:
     """The built-in function with the very arguments of the ATen operation `name`: `torch.relu`, `torch.fft.rfft`."""
-    if not hasattr(torch.ops.aten, name):
-        return None
+    if not hasattr(torch.ops.aten, name) or (name.startswith("sparse_") and name.endswith("_tensor")):
+        return None  # torch's constructors of sparse tensors take other arguments than ATen's
     space, _, rest = name.partition("_")
     homes = [(torch, name), (getattr(torch, space, None), rest), (F, name)]
     found = (getattr(home, inner, None) for home, inner in homes if home is not None and inner)

@@ -20,6 +20,7 @@ from .attributes import untouched
 from .border import refuse_drawn, refuse_hidden_tensors, refuse_nested, refuse_no_tensors
 from .certain import CertainDraws
 from .derivatives import FORWARD_MODE, differentiated, forward_mode, takes_derivatives
+from .detached import Detached
 from .errors import UntraceableError
 from .failures import fatal
 from .flat import Flat, Returned, flat_graph, input_names
@@ -119,7 +120,7 @@ def exported(
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), recurrent_layers(longest), CertainDraws():
+            with torch.enable_grad(), recurrent_layers(longest), CertainDraws(), Detached():
                 module, guards = graph_module(flat, tensors, every_size)
         except UntraceableError:
             raise

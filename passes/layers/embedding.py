@@ -98,6 +98,43 @@ def positions_added(
     return base + F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
+# --- some entries of a frozen table, which others are put in the place of -------------------------------------------
+
+
+def replaced_ids(ids: Tensor, attrs: Attrs) -> Tensor:
+    """[N, ...] -> [N, S]: places among those that `index` counts; -1 where an id is none of them."""
+    rows = torch.atleast_1d(ids).unsqueeze(1).flatten(1)
+    if attrs["padding_idx"] is not None:
+        rows = rows.masked_fill(rows == attrs["padding_idx"], -1)
+    same = rows.unsqueeze(-1) == attrs["index"]
+    return torch.where(same.any(-1), same.int().argmax(-1), -1)
+
+
+def trained_tokens(x: Tensor, w: Tensor) -> Tensor:
+    return F.embedding(x, torch.index_copy(torch.ones(5, 3), 0, torch.tensor([4, 1]), w), padding_idx=0)
+
+
+@embedding.form(
+    rows=replaced_ids,
+    where=lambda attrs: plain(attrs) and (attrs["padding_idx"] or 0) >= 0,  # nothing says of how many it is the last
+    example=lambda: (Written(trained_tokens, {"w": (2, 3)}), ids(4, 7)),
+)
+def embedding_replaced(
+    ids: Tensor,
+    _base: Tensor,
+    index: Tensor,
+    padding_idx: Any,
+    max_norm: Any,
+    norm_type: float,
+    scale_grad_by_freq: bool,
+    sparse: bool,
+    *,
+    weight: Tensor,
+) -> Tensor:
+    table = torch.index_copy(_base, 0, index, weight)
+    return F.embedding(ids, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
 # --- looked up by an index ------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,16 @@ def linear_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight) + bias
 
 
+@linear.form(
+    grad_rows=lambda dy, attrs: as_rows(dy.index_select(-1, attrs["index"]), attrs),
+    example=written(
+        lambda x, w: F.linear(x, torch.index_copy(torch.ones(3, 5), 0, torch.tensor([2, 0]), w)), (4, 7, 5), w=(2, 5)
+    ),
+)
+def some_outputs(x: Tensor, _base: Tensor, index: Tensor, *, weight: Tensor) -> Tensor:
+    return F.linear(x, torch.index_copy(_base, 0, index, weight))
+
+
 # --- weight of [i, o] on the right ----------------------------------------------------------------------------------
 
 

@@ -117,3 +117,16 @@ def test_operations_of_the_same_name_are_told_apart() -> None:
     graph = before("losses", Toy(lambda x: torch.add(x, x, alpha=2))).graph
     (call,) = (node for node in graph.nodes if node.op == "call_function")
     assert call.kwargs == {"alpha": 2}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_constructors_of_sparse_tensors_keep_their_arguments() -> None:
+    """As ATen's overloads have them, which torch's functions of the same names do not take."""
+
+    def scattered(x: Tensor) -> Tensor:
+        return x + torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 3]]), x[0, :2], (4, 5)).to_dense()
+
+    program = before("losses", Toy(scattered), X)
+    (got,) = fx.GraphModule(program.root, program.graph)(X)
+    torch.testing.assert_close(got, scattered(X), rtol=0, atol=0)
+    assert public("sparse_coo_tensor") is None

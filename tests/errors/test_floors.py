@@ -22,8 +22,8 @@ FLOORS = [
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
-    "passes.cells passes.certain passes.checkpoints passes.devices passes.holder passes.masks passes.operations "
-    "passes.pytree passes.signatures passes.sizes passes.stand_ins passes.writer",
+    "passes.cells passes.certain passes.checkpoints passes.detached passes.devices passes.holder passes.masks "
+    "passes.operations passes.pytree passes.signatures passes.sizes passes.stand_ins passes.writer",
     "passes.labels passes.recurrent passes.timeline passes.views",
     "passes.gains passes.linear_maps",
     "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers "

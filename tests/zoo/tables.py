@@ -155,7 +155,29 @@ class SharedKey(nn.Module):
 
 ATTENTION = (linear("query"), linear("key"), linear("value"), linear("head"))
 
+
+class TrainedTokens(nn.Module):
+    """Some entries of a frozen vocabulary train, and its output layer is tied, as peft's trainable tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4).requires_grad_(False)
+        self.tokens, self.inner = nn.Parameter(torch.randn(2, 4)), nn.Linear(4, 4)
+        self.register_buffer("index", torch.tensor([4, 1]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = F.embedding(ids, self.table.weight.index_copy(0, self.index, self.tokens))
+        return F.linear(torch.tanh(self.inner(h)), self.table.weight.index_copy(0, self.index, self.tokens))
+
+
 CASES = (
+    Case(
+        "trained_tokens",
+        TrainedTokens,
+        lambda: (torch.randint(6, (3, 5)),),
+        (("embedding", ("tokens",), 2), linear("inner")),
+        "categorical",
+    ),
     Case(
         "tokens",
         Tokens,
