@@ -151,18 +151,31 @@ GATHERS = SELECTS | CASTS | SPECIAL.keys()
 
 
 def mark_tables(graph: fx.Graph, parameters: Iterable[str]) -> None:
-    """A parameter in the place of a layer's input is an embedding of all its rows.
+    """A parameter in the place of a layer's input, or behind it, is an embedding of all its rows.
 
-    layer_norm(table, w, b)   ->   layer_norm(learned(table), w, b)
+    layer_norm(table, w, b)           ->   layer_norm(learned(table), w, b)
+    linear(dropout(table)[:n], w)     ->   linear(dropout(learned(table))[:n], w)
     """
     label = labels(graph, parameters)
     for node in [node for node in graph.nodes if label[node] is Label.FREE and is_layer_of_data(node, label)]:
-        table = node.args[0]
-        if isinstance(table, fx.Node) and label[table] is Label.PURE and merely_viewed(table):
-            with graph.inserting_before(node):
+        table, reader = node.args[0], node
+        if not isinstance(table, fx.Node) or label[table] is not Label.PURE:
+            continue
+        while not merely_viewed(table):
+            before = [operand for operand in table.all_input_nodes if label.get(operand) is Label.PURE]
+            if len(before) != 1:
+                break
+            (table, reader) = before[0], table
+        if merely_viewed(table) and (reader is node or has_rows(table)):
+            with graph.inserting_before(reader):
                 marked = graph.call_function(learned, (table,))
             marked.meta = dict(table.meta) | {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
-            node.update_arg(0, marked)
+            reader.replace_input_with(table, marked)
+
+
+def has_rows(table: fx.Node) -> bool:
+    value = table.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() > 1
 
 
 # --- masks of attention ---------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def labels(
             an expansion to a size of an activation is taken for such.
     """
     names, forced = set(parameters), set(pure)
+    first = {size for node in graph.nodes if node.op == "placeholder" for size in symbolic_sizes(node)[:1]} - {None}
     label: dict[fx.Node, Label] = {}
     for node in graph.nodes:
         if node in forced:
@@ -73,7 +74,7 @@ def labels(
             label[node] = min((label[n] for n in node.all_input_nodes), default=Label.CONST)
             if label[node] is Label.PURE and is_layer_of_data(node, label):
                 label[node] = Label.FREE
-        if label[node] is not Label.ACT and node.op != "get_attr" and has_row_a_case(node, label[node], cases):
+        if label[node] is not Label.ACT and node.op != "get_attr" and has_row_a_case(node, label[node], cases, first):
             label[node] = Label.ACT
     return label
 
@@ -82,13 +83,29 @@ def is_layer_of_data(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
     """Whether a PURE node applies a layer with parameters to something else: coordinates, a learned table."""
     if op_name(node) == "learned":
         return True
+    if op_name(node) == "einsum":
+        return maps_constant(node, label)
     data = node.args[0] if op_name(node) in DATA_FIRST and node.args else None
     others = [operand for operand in node.all_input_nodes if operand is not data]
     return isinstance(data, fx.Node) and any(label[operand] is Label.PURE for operand in others)
 
 
-def has_row_a_case(node: fx.Node, label: Label, cases: str | None) -> bool:
-    """Of what depends on parameters, only an expansion is taken for it: a slice may be as long as there are cases."""
+def maps_constant(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
+    """Whether an einsum is a layer that is applied to a constant: it sums over inputs, and keeps positions."""
+    equation, *operands = node.args
+    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
+        return False
+    terms, _, made = equation.replace(" ", "").partition("->")
+    sides = dict(zip((label[operand] for operand in node.all_input_nodes), terms.split(","), strict=False))
+    data, weight = (set(sides.get(kind, "")) for kind in (Label.CONST, Label.PURE))
+    return bool(data & weight - set(made)) and bool(data & set(made) - weight)
+
+
+def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Container[str | None]) -> bool:
+    """Of what depends on parameters, only an expansion is taken for it: a slice may be as long as there are cases.
+
+    first: the first sizes of the inputs. torch.export does not tie all of them to the cases.
+    """
     known = cases is not None or SIZED_BY_CASES in node.meta
     of_cases = node.meta.get(SIZED_BY_CASES, False) or (
         cases is not None and any(size and re.search(rf"\b{cases}\b", size) for size in symbolic_sizes(node))
@@ -96,7 +113,7 @@ def has_row_a_case(node: fx.Node, label: Label, cases: str | None) -> bool:
     if label is Label.CONST or op_name(node) not in EXPANDS:
         return of_cases and label is Label.CONST
     if known:
-        return of_cases
+        return of_cases or (cases is not None and next(iter(symbolic_sizes(node)), None) in first)
     if "val" in node.meta:  # captured with a single case
         sizes = node.args[1] if len(node.args) > 1 else ()
         return isinstance(sizes, (list, tuple)) and sizes[:1] in ([1], (1,))

@@ -36,7 +36,7 @@ def respell(graph: fx.Graph) -> None:
             spell_out(node, name)
         elif name == "einsum":
             spell_einsum(node)
-        elif name in ("expand", "repeat"):
+        elif name in ("expand", "repeat", "expand_as"):
             spell_expansion(node, name)
         elif isinstance(node.target, torch._ops.OpOverload):
             respell_aten(node, node.target, name)

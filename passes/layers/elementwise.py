@@ -104,6 +104,19 @@ def token(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
     rows=nothing,
     grad_rows=shifted,
     where=lambda attrs: True,
+    example=(
+        written(lambda x, b: torch.cat([b.expand_as(x), x], 1), (4, 7, 5), b=(1, 5)),
+        written(lambda x, b: torch.cat([F.embedding(INDEX[0], b).expand_as(x), x], 1), (4, 3, 2), b=(4, 2)),
+    ),
+)
+def token_like(_other: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
+    return bias.expand_as(_other)
+
+
+@scale_and_shift.form(
+    rows=nothing,
+    grad_rows=shifted,
+    where=lambda attrs: True,
     example=written(lambda x, b: torch.cat([b.repeat(x.shape[0], 1, 1), x], 1), (4, 7, 5), b=(1, 2, 5)),
 )
 def token_repeated(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor:

@@ -79,6 +79,18 @@ def test_a_parameter_that_a_layer_is_applied_to_is_marked() -> None:
     assert node(program, "learned").users.keys() == {node(program, "layer_norm")}
 
 
+def test_a_parameter_behind_a_layers_input_is_marked_where_it_is_read() -> None:
+    def function(x: Tensor, t: Tensor, w: Tensor) -> Tensor:
+        table = torch.dropout(t, 0.5, True)[:2]
+        return x + F.linear(table, w) + F.linear(table.exp(), w) + t[0]
+
+    program = normal(function, torch.randn(2, 3), t=(4, 3), w=(3, 3))
+    assert [line for line in code(program) if "learned" in line][0] == "learned = learned(t)"
+    assert node(program, "learned").users.keys() == {node(program, "dropout")}
+    vector = normal(lambda x, t, w: x + F.linear(t * 2, w), torch.randn(2, 3), t=(3,), w=(3, 3))
+    assert not any("learned" in line for line in code(vector))
+
+
 def test_weights_are_no_tables() -> None:
     """A product of two parameters is one more parameter, as in low-rank adapters."""
     program = normal(lambda x, a, b: F.linear(x, b @ a), a=(2, 3), b=(3, 2))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx, nn
 
+import kfac_fx
 from kfac_fx.passes.labels import Label, ancestors, labels, parameters_behind, use_edges
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, node
@@ -51,10 +52,34 @@ def label(function: Callable[..., Any]) -> Label:
         (lambda x, w: w.expand(x.shape[0], 3, 3), Label.ACT),
         (lambda x, w: w.repeat(x.size(0), 1, 1), Label.ACT),
         (lambda x, w: w.expand(2, 3, 3), Label.PURE),
+        (lambda x, w: torch.einsum("td,do->to", torch.ones(2, 3), w), Label.FREE),
+        (lambda x, w: torch.einsum("do, td -> to", w, torch.ones(2, 3)), Label.FREE),
+        (lambda x, w: torch.einsum("o,od->od", torch.ones(3), w), Label.PURE),  # scaled, not applied to anything
+        (lambda x, w: torch.einsum("d,do->o", torch.ones(3), w), Label.PURE),
+        (lambda x, w: torch.einsum("td,do->to", w, w), Label.PURE),
+        (lambda x, w: torch.einsum("td,do", torch.ones(2, 3), w), Label.PURE),
+        (lambda x, w: torch.einsum("td,do->to", x, w), Label.ACT),
     ],
 )
 def test_a_node_is_what_it_depends_on(function: Callable[..., Any], expected: Label) -> None:
     assert label(function) is expected
+
+
+def test_an_expansion_to_the_first_size_of_any_input_has_a_row_a_case() -> None:
+    """torch.export ties two inputs only where forward does, and not where it divides one size by the other."""
+
+    class Captions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.words = nn.Parameter(torch.randn(4)), nn.Embedding(5, 4)
+
+        def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+            images = torch.cat([self.token.expand(images.shape[0], 1, -1), images], dim=1)
+            return torch.cat([images.repeat(ids.shape[0] // images.shape[0], 1, 1), self.words(ids)], dim=1)
+
+    net = kfac_fx.compile(Captions(), (torch.ones(3, 2, dtype=torch.int64), torch.randn(3, 6, 4)), loss="normal")
+    found = {(one.layer, one.parameters) for one in net.registrations}
+    assert found == {("scale_and_shift", ("token",)), ("embedding", ("words.weight",))}
 
 
 def test_a_constant_with_a_row_a_case_is_an_activation() -> None:

@@ -141,7 +141,7 @@ def test_a_batch_of_another_size_feeds_the_same_blocks(batch: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
-@pytest.mark.parametrize("name", ["tokens", "projection_of_a_table", "rare"])
+@pytest.mark.parametrize("name", ["tokens", "projection_of_a_table", "rare", "relative_queries"])
 def test_compiled_recordings_are_the_same(name: str) -> None:
     """Without graph breaks, for tensors that a tap is given twice, too."""
     torch.manual_seed(0)
@@ -151,7 +151,7 @@ def test_compiled_recordings_are_the_same(name: str) -> None:
     torch.testing.assert_close(*records)
 
 
-@pytest.mark.parametrize("name", ["tokens", "relative_positions_in_fused_attention"])
+@pytest.mark.parametrize("name", ["tokens", "relative_positions_in_fused_attention", "other_sizes"])
 def test_tokens_and_tables_are_exact_in_the_exact_mode(name: str) -> None:
     """The sources are the same coordinate of all cases at once, and go back together."""
     torch.manual_seed(0)

@@ -153,6 +153,29 @@ class SharedKey(nn.Module):
         return y
 
 
+class Disentangled(nn.Module):
+    """Positions behind dropout and a slice, projected as the sequence is; sines projected by a kernel of heads, as in
+    DeBERTa and Funnel; positions that take the number of cases from the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.added, self.dropout = nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Dropout(0.1)
+        self.query, self.key, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.kernel = parameter(3, 2, 2)
+        self.register_buffer("sines", torch.linspace(0, 9, 15).view(5, 3).sin())
+        self.register_buffer("places", torch.arange(5).unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 5, 4]
+        x = x + self.added(self.places).expand_as(x)
+        query, content = self.query(x), self.key(x)
+        scores = query @ content.transpose(1, 2)
+        scores = scores + query @ self.key(self.dropout(self.positions.weight)[2:7]).t()
+        heads = torch.einsum("td,dnh->tnh", self.sines, self.kernel)
+        scores = scores + torch.einsum("binh,tnh->bnit", query.unflatten(-1, (2, 2)), heads).sum(1)
+        y: Tensor = self.head((scores.softmax(-1) @ x).mean(1))
+        return y
+
+
 ATTENTION = (linear("query"), linear("key"), linear("value"), linear("head"))
 
 
@@ -232,6 +255,19 @@ CASES = (
         MadeByNetwork,
         lambda: batch(3, 5, 4),
         (linear("network.0"), linear("network.2", bias=False), linear("value"), linear("head")),
+    ),
+    Case(
+        "disentangled",
+        Disentangled,
+        lambda: batch(3, 5, 4),
+        (
+            affine("embedding", "positions", bias=False),
+            ("scale_and_shift", ("added.weight",), 1),
+            ("linear", ("kernel",), 1),
+            linear("query"),
+            linear("key", 2),
+            linear("head"),
+        ),
     ),
     Case(
         "projection_of_a_table",
