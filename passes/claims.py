@@ -6,7 +6,9 @@ Rules, in this order; order in the graph or among the layers never decides:
 1. a match that splits a linked group goes;
 2. a match of a layer of ours goes where one of the user's own layers claims the same use, unless ours explains more of
    the graph around it;
-3. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
+3. a match goes where it is two others joined and one of their parameters is also used by itself: `x @ w + b`, and `+ b`
+   elsewhere;
+4. a match whose nodes are a strict subset of another's that shares a parameter goes; inside a composite layer the parts
    stay and the composite goes.
 
 Two that still claim one use are an error: a use that is registered twice counts twice.
@@ -32,7 +34,7 @@ def claims(program: Program) -> tuple[list[Use], list[Note]]:
     matches = drop_generic(program, program.matches, notes)
     matches = drop_split_groups(program, matches, notes)
     matches = drop_ours(program, matches, notes)
-    matches = drop_contained(program, matches, notes)
+    matches = drop_contained(program, drop_joined(program, matches, notes), notes)
     refuse_claimed_twice(program, matches)
     return matches, notes
 
@@ -85,6 +87,34 @@ def rivals(use: Use, other: Use) -> bool:
     """Whether both claim one use, and neither is a part of the other."""
     apart = use.nodes < other.nodes or other.nodes < use.nodes
     return not apart and bool(use.nodes & other.nodes and use.parameter_set & other.parameter_set)
+
+
+def drop_joined(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
+    """Of a layer and its shift together, where the shift is one of its own elsewhere: apart, both are exact."""
+    by_node: dict[fx.Node, list[Use]] = defaultdict(list)
+    alone: dict[tuple[str, frozenset[str]], list[Use]] = defaultdict(list)
+    for use in matches:
+        for node in use.nodes:
+            by_node[node].append(use)
+        if len(use.parameter_set) == 1:
+            alone[use.layer, use.parameter_set].append(use)
+    kept: list[Use] = []
+    for use in matches:
+        inside = {id(one): one for node in use.nodes for one in by_node[node] if one.nodes < use.nodes}.values()
+        sets = {one.parameter_set for one in inside}
+        elsewhere = (
+            (one, other)
+            for one in inside
+            if one.output is use.output and one.layer != use.layer and use.parameter_set - one.parameter_set in sets
+            for other in alone[one.layer, one.parameter_set]
+            if not any(other.nodes < joined.nodes for joined in by_node[other.output])
+        )
+        found = next(elsewhere, None) if not program.layers[use.layer].parts else None
+        if found is None:
+            kept.append(use)
+        else:
+            notes.append(Note(str(use), f"{found[0]} by itself, as {found[1]} at {where(found[1].output)}"))
+    return kept
 
 
 def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:

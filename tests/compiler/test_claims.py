@@ -147,3 +147,21 @@ def test_a_parameter_in_two_roles_of_one_layer_has_two_uses_and_is_no_business_o
     both = Toy(lambda x, g: torch.tanh(x * torch.exp(g) + torch.sin(g)), g=(3,))
     net = kfac_fx.compile(both, (X,), loss="normal")
     assert [(one.layer, one.parameters, len(one.uses)) for one in net.registrations] == [("scale_and_shift", ("g",), 2)]
+
+
+def test_a_shift_that_is_used_by_itself_too_is_no_bias_and_both_are_exact() -> None:
+    def shifted(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ w + b) + b)
+
+    program = resolve(before("resolve", Toy(shifted, w=(3, 3), b=(3,))))
+    assert found(program) == [("linear", ("w",), 1), ("scale_and_shift", ("b",), 2)]
+    assert ("linear(w, b)", "scale_and_shift(b) by itself") in [
+        (s, r.partition(", as")[0]) for s, r in dropped(program)
+    ]
+    toy = Toy(shifted, w=(3, 3), b=(3,))
+    assert not [one for one in kfac_fx.compile(toy, (X,), loss="normal").registrations if one.generic]
+
+
+def test_a_bias_of_two_layers_is_still_a_bias() -> None:
+    program = resolve(before("resolve", Toy(lambda x, w, b: torch.tanh(x @ w + b) @ w + b, w=(3, 3), b=(3,))))
+    assert found(program) == [("linear", ("w", "b"), 2)]

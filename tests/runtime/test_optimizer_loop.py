@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,6 +134,34 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
 
 
 # --- order of calls ---------------------------------------------------------------------------------------------------
+
+
+SCHEDULERS: dict[str, Callable[[KFAC], Any]] = {
+    "one cycle": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.3, total_steps=9, cycle_momentum=False),
+    "cyclic": lambda opt: torch.optim.lr_scheduler.CyclicLR(opt, 0.1, 0.3, step_size_up=2, cycle_momentum=False),
+    "cosine": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 9),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_step_is_as_long_as_the_scheduler_says(make: Callable[[KFAC], Any]) -> None:
+    net, opt = made(momentum=0.0)
+    scheduler = make(opt)
+    for number in range(3):
+        opt.zero_grad()
+        backward(net, number)
+        before = values(net)
+        opt.step()
+        moved = torch.cat([(before[name] - p).flatten() for name, p in net.named_parameters()]).detach()
+        g = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+        product = torch.cat([one.flatten() for one in opt.estimator.multiply_inverse(g).values()])
+        torch.testing.assert_close(moved, opt.param_groups[0]["lr"] * product)
+        scheduler.step()
+
+
+def test_momentum_is_no_option_that_a_scheduler_cycles() -> None:
+    with pytest.raises(ValueError, match="cycle_momentum"):
+        torch.optim.lr_scheduler.OneCycleLR(made()[1], 0.3, total_steps=9)
 
 
 def test_training_the_original_model_is_explained() -> None:

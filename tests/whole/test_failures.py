@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import layer
+from kfac_fx.optim import watched
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.failures import fatal, first_line, out_of_memory
 from kfac_fx.recording.pullback import Pullback
@@ -135,3 +137,37 @@ def test_a_bug_of_ours_is_not_taken_for_the_model_s(example: tuple[Tensor] | Non
 
     with pytest.raises(AssertionError, match="bug in kfac_fx: a pass lost a node"):
         kfac_fx.compile(Model(bug), example, loss="normal")
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss, so that the Fisher's output is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.fc(x), y)
+
+
+def first_step(monkeypatch: pytest.MonkeyPatch, within: Callable[..., Any]) -> kfac_fx.KFAC:
+    x, y = torch.randn(4, 3), torch.arange(4) % 2
+    net = kfac_fx.compile(OwnLoss(), (x, y))
+    opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    monkeypatch.setattr(watched, "within", within)
+    net(x, y).backward()
+    opt.step()
+    return opt
+
+
+def test_a_loss_that_there_is_no_memory_to_look_at_is_told_and_trained_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opt = first_step(monkeypatch, lambda *_: greedy(torch.zeros(1)))
+    (said,) = opt.net.report.to_dict()["fallbacks"]  # type: ignore[attr-defined]
+    assert said.startswith("whether the training loss is the registered one was not checked") and opt.counter == 1
+
+
+def test_another_error_of_looking_at_the_loss_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        first_step(monkeypatch, lambda *_: torch.zeros(2, 2) @ torch.zeros(3, 3))
