@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfac_fx.losses.loss_function import LossFunction, precise
 from kfac_fx.passes.failures import fatal, first_line
 
+RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
 Tensors = dict[str, Tensor]
 WeightedLosses = Sequence[tuple[float, LossFunction]]
 
@@ -95,7 +96,7 @@ class JacobianProducts:
                     raise
                 reason = first_line(error)
                 try:
-                    found = in_reverse_mode_twice(function, point, tangents)
+                    found = in_reverse_mode_twice(function, point, tangents, check=True)
                 except RuntimeError as second:
                     if fatal(second):
                         raise
@@ -125,12 +126,16 @@ def in_forward_mode(
 
 
 def in_reverse_mode_twice(
-    function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
+    function: Callable[..., tuple[Tensor, ...]],
+    point: tuple[Tensor, ...],
+    tangents: tuple[Tensor, ...],
+    check: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """check: that the model has two such derivatives, for which the host waits; see `check_linear`."""
     with torch.enable_grad():
         leaves = [value.clone().requires_grad_() for value in point]
         values = function(*leaves)
-        dummies = [torch.zeros_like(value, requires_grad=True) for value in values]
+        dummies = [torch.ones_like(value, requires_grad=True) for value in values]
         live = [n for n, value in enumerate(values) if value.requires_grad]
         pulled = torch.autograd.grad(
             [values[n] for n in live], leaves, [dummies[n] for n in live], create_graph=True, materialize_grads=True
@@ -146,7 +151,20 @@ def in_reverse_mode_twice(
         )
         for n in range(tangents[0].shape[0])
     ]
+    if check:
+        check_linear(pulled, tangents, pushed)
     return tuple(v.detach() for v in values), tuple(torch.stack(one) for one in zip(*pushed, strict=True))
+
+
+def check_linear(pulled: Sequence[Tensor], tangents: Sequence[Tensor], pushed: Sequence[Sequence[Tensor]]) -> None:
+    """Raises RuntimeError if <u, J d> is not <Jᵀ u, d>, with ones for u: a user's backward may detach its gradient, or
+    clip it, and then the second pass is not of the first."""
+    coarse = max(RELATIVE, *(16 * torch.finfo(one.dtype).eps for one in (*pulled, *pushed[0])))
+    for n, products in enumerate(pushed):
+        right = torch.cat([(p.detach() * t[n]).double().flatten() for p, t in zip(pulled, tangents, strict=True)])
+        left = torch.cat([one.double().flatten() for one in products])
+        if bool((left.sum() - right.sum()).abs() > coarse * (left.abs().sum() + right.abs().sum())):
+            raise RuntimeError("the backward of an autograd.Function is not linear in the gradient, or hides it")
 
 
 @cache

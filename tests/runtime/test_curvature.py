@@ -243,9 +243,9 @@ def test_the_fallback_is_taken_where_it_is_needed_and_forward_mode_is_tried_once
     taken: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             taken.append(name)
-            return function(*args)
+            return function(*args, **kwargs)
 
         return call
 

@@ -252,3 +252,44 @@ def test_a_backward_that_is_declared_plain_and_is_not_is_refused_by_its_gradient
     (said, *_) = net.program.left
     assert said.reason == "OfLinear has other gradients than its graph, in inner.weight, inner.bias."
     assert {one.parameters for one in net.registrations if one.generic} == {("inner.weight",), ("inner.bias",)}
+
+
+class Detached(torch.autograd.Function):
+    """A backward that hides its gradient from a second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 2 * gradient.data
+
+
+class Clipped(Detached):
+    """A backward that is not linear."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.clamp(-0.1, 0.1)
+
+
+def quadratic(model: nn.Module) -> kfac_fx.KFAC:
+    net = kfac_fx.compile(model, (X,), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=None, momentum=None, momentum_type="qmodel", damping=1e-2)
+    F.cross_entropy(net(X), torch.arange(6) % 3).backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_the_quadratic_model_runs_in_reverse_mode_twice_with_the_reason() -> None:
+    (said,) = quadratic(reversing()).fallbacks()
+    assert said.startswith("the exact quadratic model runs in reverse mode twice")
+
+
+@pytest.mark.parametrize("function", [Detached, Clipped])
+def test_a_backward_that_is_no_linear_map_of_its_gradient_has_no_quadratic_model(function: Any) -> None:
+    with pytest.raises(
+        RuntimeError, match="reverse mode, twice: the backward of an autograd.Function is not linear in t"
+    ):
+        quadratic(Net(function))
