@@ -79,12 +79,13 @@ def divide(
     modules = {id(one.module): one.module for one in divider.captured}.values()
     with without_trace(model):
         read = read_outside(model, args, kwargs, modules, parameters, cases)
+    written = seen.written | (known.written if known is not None else frozenset())
     reads = reads and wanted and (known is None or known.reads)
     earlier = known.captured if known is not None and reads else ()
-    taken, refused = captured_reads(read.found.values() if reads else (), parameters, options, layers, earlier)
-    if not reads:
-        refused = left_to_python(read.found.values())
-    captured = (*divider.captured, *taken)
+    found = [one for one in read.found.values() if reads and written.isdisjoint(one.read.names)]
+    taken, refused = captured_reads(found, parameters, options, layers, earlier)
+    refused |= left_to_python(one for one in read.found.values() if one not in found)
+    captured = (*without_unreached(divider.captured, taken, parameters), *taken)
     programs = [
         in_model(
             one.capture.program,
@@ -108,8 +109,18 @@ def divide(
             python.setdefault(name, why_not(name, divider))
     notes = tuple(note for _, note in divider.left)
     left = frozenset(id(module) for module, _ in divider.left)
-    written = seen.written | (known.written if known is not None else frozenset())
     return Division(joined.but(left=notes, python=python), captured, left, written, reads)
+
+
+def without_unreached(
+    captured: Sequence[Captured], reads: Sequence[Captured], parameters: Mapping[str, nn.Parameter]
+) -> list[Captured]:
+    """Without modules that no forward reached, but whose parameters Python reads: a table kept as an embedding."""
+    read = {id(parameters[name]) for one in reads for name in one.names.values()}
+    return [
+        one for one in captured
+        if one.submodule.calls or read.isdisjoint(id(parameter) for parameter in one.module.parameters())
+    ]  # fmt: skip
 
 
 def why_not(name: str, divider: Divider) -> str:

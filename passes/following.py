@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import pytree
+from .devices import autocast
 from .operations import NO_GRADIENT, draws, name_of
-from .reads import Followed, Given, Named, Read, Size, frozen, in_tree, names_of, swapped
+from .reads import Followed, Given, Named, Read, Size, autocasts_of, can_be_kept, frozen, in_tree, names_of, swapped
 from .writes import written_by
 
 EXPANSIONS = {"expand", "repeat", "broadcast_to"}  # whose first size may be the number of cases
@@ -50,14 +52,17 @@ class Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        tensors = [one for one in in_tree((args, kwargs)) if isinstance(one, Tensor)]
+        leaves = list(in_tree((args, kwargs)))
+        tensors = [one for one in leaves if isinstance(one, Tensor)]
         known = [one for one in tensors if id(one) in self.values]
         if not known or name_of(func) in NO_GRADIENT or (name_of(func) in LIKE and known[0] is not tensors[0]):
             return func(*args, **kwargs)
         writes = written_by(func, args, kwargs)
-        out = kwargs.get("out") is not None or any(id(one) in self.values for one in writes)
-        if out or (len(known) == len(tensors) and draws(name_of(func))):  # drawn once, where it is computed
-            self.lost(self.names_in(known))
+        again = [self.values[id(one)][1] for one in known]  # what a capture would compute once more
+        lost = kwargs.get("out") is not None or any(id(one) in self.values for one in writes)
+        lost |= not all(map(can_be_kept, leaves)) or any(under != autocast() for under in autocasts_of(again))
+        if lost or (len(known) == len(tensors) and draws(name_of(func))):
+            self.lost(names_of(again))
             for one in writes:
                 self.values.pop(id(one), None)
             return func(*args, **kwargs)
@@ -71,7 +76,8 @@ class Reads(TorchFunctionMode):
         result = func(*args, **kwargs)
         for place, one in enumerate(pytree.leaves(result)):
             if isinstance(one, Tensor) and one.requires_grad and id(one) not in self.values:
-                self.values[id(one)] = one, Followed(func, self.template(args, ()), self.template(kwargs, ()), place)
+                given, named = self.template(args, ()), self.template(kwargs, ())
+                self.values[id(one)] = one, Followed(func, given, named, autocast(), place)
         return result
 
     def template(self, tree: Any, inputs: Sequence[Tensor]) -> Any:
@@ -134,7 +140,7 @@ def with_free_lengths(tree: Any, sizes: list[int], before: int) -> Any:
                 for one in (index if several else (index,))
             )
             args = table, index if several else index[0]
-        return Followed(value.function, args, with_free_lengths(value.kwargs, sizes, before), value.place)
+        return replace(value, args=args, kwargs=with_free_lengths(value.kwargs, sizes, before))
 
     return swapped(leaf, tree)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import pytree
-from .attributes import plain
+from .attributes import PLAIN, plain
 from .operations import name_of
 
 
@@ -46,11 +46,13 @@ class Size:
 
 @dataclass(frozen=True, eq=False)
 class Followed:
-    """A tensor that was computed from parameters alone: `function(*args, **kwargs)`, or one of several results."""
+    """A tensor that was computed from parameters alone: `function(*args, **kwargs)`, or one of several results. under:
+    which autocast."""
 
     function: Callable[..., Any]
     args: Any
     kwargs: Any
+    under: Any
     place: int = 0
 
 
@@ -80,6 +82,11 @@ def swapped(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, slice):
         return slice(*(swapped(function, one) for one in (tree.start, tree.stop, tree.step)))
     return function(tree)
+
+
+def can_be_kept(leaf: Any) -> bool:
+    """Whether a capture may hold an argument: a value that is told by itself, not an array or a generator."""
+    return isinstance(leaf, (Tensor, torch.layout, torch.memory_format, type(...), *PLAIN))
 
 
 def in_tree(tree: Any) -> Iterator[Any]:
@@ -153,3 +160,11 @@ def names_of(template: Any) -> Iterator[str]:
             yield leaf.name
         elif isinstance(leaf, Followed):
             yield from names_of((leaf.args, leaf.kwargs))
+
+
+def autocasts_of(template: Any) -> Iterator[Any]:
+    """Under which what was followed was computed."""
+    for leaf in in_tree(template):
+        if isinstance(leaf, Followed):
+            yield leaf.under
+            yield from autocasts_of((leaf.args, leaf.kwargs))

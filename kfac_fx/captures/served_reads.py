@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,7 +31,7 @@ class ServedReads(Reads):
         self.by_key = numbers(frames.captured)
         self.readers = {name for one in frames.captured if one.is_read for name in one.names.values()} & set(structured)
         super().__init__({name: one for name, one in parameters.items() if self.readers}, cases)
-        self.frames, self.serving = frames, serving
+        self.frames, self.serving, self.unfollowed = frames, serving, set[str]()
         frames.watchers.append(self)
 
     def served(self) -> AbstractContextManager[Any]:
@@ -39,7 +39,7 @@ class ServedReads(Reads):
         return self if self.readers else nullcontext()
 
     def met(self, read: Read, operation: Callable[[], Any]) -> Any:
-        if self.readers.isdisjoint(read.names):
+        if self.readers.isdisjoint(read.names) or not self.unfollowed.isdisjoint(read.names):
             return operation()
         try:
             number = self.serving(self.by_key.get(read.key, ()), read.inputs, {}, key_of_read(read.key, read.inputs))
@@ -56,6 +56,10 @@ class ServedReads(Reads):
             return output
         read.written.copy_(output)
         return None if read.function is Tensor.__setitem__ else read.written
+
+    def lost(self, names: Iterable[str]) -> None:
+        """What was followed may be another value by now: nothing of it is served, so that `refuse_read` finds it."""
+        self.unfollowed |= set(names)
 
 
 def numbers(captured: Sequence[Captured]) -> dict[Any, list[int]]:

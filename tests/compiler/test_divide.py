@@ -162,6 +162,12 @@ def test_operations_of_python_on_parameters_are_captured_one_by_one() -> None:
     assert not found.program.python
 
 
+def test_a_module_that_only_holds_what_python_reads_is_not_captured() -> None:
+    model = Named(lambda own, x: own.a(x) + own.table.weight[0], a=linear(), table=nn.Embedding(2, 3))
+    line = model.use.__code__.co_firstlineno
+    assert captured(division(model)) == [("a", 1), (f"add of table.weight (test_divide.py:{line})", 1)]
+
+
 def test_what_cannot_be_captured_of_python_is_told_with_the_place() -> None:
     model = Named(lambda own, x: own.a(x) * F.dropout(own.a.bias), a=linear())
     line = model.use.__code__.co_firstlineno

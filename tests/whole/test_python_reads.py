@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,11 +129,12 @@ def test_gradients_of_every_case_add_up_over_reads(kind: str) -> None:
 
 def test_training_with_reads_learns() -> None:
     torch.manual_seed(0)
-    net = compiled(copy.deepcopy(CASES["in place"][0]), S)
+    x = torch.randn(6, 7, 4)
+    net = compiled(Reading(chain, weight=(5, 5), bias=(5,)), x)
     opt = KFAC(net, lr=0.1, damping=0.1)
     losses = []
     for _ in range(8):
-        loss = net(S).square().mean()
+        loss = net(x).square().mean()
         loss.backward()
         opt.step()
         opt.zero_grad()
@@ -201,6 +203,64 @@ def test_what_is_not_followed_is_generic(between: Between) -> None:
     net = compiled(Reading(between, gain=(5,)), S)
     (reason,) = (str(one.reason) for one in net.registrations if one.parameters == ("gain",))
     assert "gain is read at test_python_reads.py" in reason
+
+
+class Late(Reading):
+    """On large inputs what was computed from a parameter is changed behind the back of what follows."""
+
+    def __init__(self) -> None:
+        super().__init__(late, gain=(2, 5))
+
+
+def late(own: Any, h: Tensor) -> Tensor:
+    gain = own.gain * 2.0
+    if h.abs().max() > 100:
+        gain[0].mul_(3.0)
+    return h * gain[0]
+
+
+def test_what_is_changed_later_on_is_never_served() -> None:
+    net = compiled(Late(), S)
+    assert ("gain[0:1]",) in {one.parameters for one in net.registrations if not one.generic}
+    with pytest.raises(ModelChangedError, match="reads gain outside of its captured"):
+        net.record((1e4 * S,), {})
+
+
+def under_autocast(own: Any, h: Tensor) -> Tensor:
+    weight = own.weight @ own.weight
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.linear(h, weight).float()
+
+
+def clamped(own: Any, h: Tensor) -> Tensor:
+    scale = own.gain * 2.0
+    with torch.no_grad():
+        own.gain.clamp_(-0.5, 0.5)
+    return h * scale
+
+
+def times(gain: Tensor, by: Any) -> Tensor:
+    """A function of a user's own that torch dispatches."""
+    if torch.overrides.has_torch_function((gain,)):
+        found: Tensor = torch.overrides.handle_torch_function(times, (gain,), gain, by)
+        return found
+    return gain * by.value
+
+
+def of_an_object(own: Any, h: Tensor) -> Tensor:
+    return h * times(own.gain, SimpleNamespace(value=2.0))
+
+
+@pytest.mark.parametrize(
+    ("between", "name", "shape"),
+    [(under_autocast, "weight", (5, 5)), (clamped, "gain", (5,)), (of_an_object, "gain", (5,))],
+)
+def test_what_would_be_computed_in_another_way_is_left_to_python(
+    between: Between, name: str, shape: tuple[int, ...]
+) -> None:
+    net = compiled(Reading(between, **{name: shape}), S)
+    (reason,) = (str(one.reason) for one in net.registrations if one.parameters == (name,))
+    assert f"{name} is read at test_python_reads.py" in reason
 
 
 def test_a_parameter_that_the_model_returns_is_generic() -> None:
