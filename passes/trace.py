@@ -120,8 +120,8 @@ def exported(
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), recurrent_layers(longest), CertainDraws(), Detached():
-                module, guards = graph_module(flat, tensors, every_size)
+            with torch.enable_grad(), CertainDraws(), Detached():
+                module, guards = graph_module(flat, tensors, every_size, longest)
         except UntraceableError:
             raise
         except Exception as error:
@@ -160,14 +160,15 @@ def exported(
 
 
 def graph_module(
-    flat: Flat, tensors: tuple[Tensor, ...], every_size: bool
+    flat: Flat, tensors: tuple[Tensor, ...], every_size: bool, longest: Sequence[int]
 ) -> tuple[fx.GraphModule, Callable[..., None] | None]:
-    """The graph, and what raises AssertionError for inputs that it is not for."""
+    """The graph, and what raises AssertionError for inputs that it is not for. longest: see `recurrent_layers`, which
+    stand in while the model is traced, not while it is run."""
     try:
         # A size of 1 is static: torch specializes it anyway, and says so on stderr.
         free = [t.dim() if every_size or t.dim() < IMAGE else 2 for t in tensors]
         shapes = tuple({d: Dim.AUTO for d in range(n) if t.shape[d] > 1} for t, n in zip(tensors, free, strict=True))
-        with warnings.catch_warnings(), forward_mode():
+        with warnings.catch_warnings(), forward_mode(), recurrent_layers(longest):
             warnings.filterwarnings("ignore", message=ASSIGNED)
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             dynamic = {"tensors": shapes} if tensors else {}
@@ -178,7 +179,7 @@ def graph_module(
         if fatal(error) or not takes_derivatives(flat, tensors):
             raise
     flat.returned = Returned()
-    with custom_functions() as custom:
+    with custom_functions() as custom, recurrent_layers(longest):
         try:
             found = differentiated(flat, tensors)
         except Exception:

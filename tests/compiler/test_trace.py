@@ -274,3 +274,17 @@ def test_an_example_that_is_a_view_stands_for_batches_that_are_none() -> None:
     captured = capture(nn.Embedding(9, 4), (ids[:4, :3],))
     assert captured.holds((torch.randint(9, (5, 2)),), {})
     assert captured.holds((ids,), {})
+
+
+def test_a_recurrent_layer_beside_what_no_graph_holds_is_run_as_it_is() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)[0]
+            return y if x.sum() > -1e9 else x
+
+    with pytest.raises(UntraceableError, match=r"return y if x\.sum\(\) > -1e9 else x"):
+        capture(Model(), (torch.randn(4, 5, 3),))
