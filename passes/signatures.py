@@ -51,6 +51,7 @@ SPELLED_OUT: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "bilinear": (F.bilinear, {"input1": REQUIRED, "input2": REQUIRED, "weight": REQUIRED, "bias": None}),
     "addmm": (torch.addmm, {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED}),
+    "addbmm": (torch.addbmm, {"input": REQUIRED, "batch1": REQUIRED, "batch2": REQUIRED}),
     "baddbmm": (torch.baddbmm, {"input": REQUIRED, "batch1": REQUIRED, "batch2": REQUIRED}),
     "matmul": (torch.matmul, {"input": REQUIRED, "other": REQUIRED}),
     "cross_entropy": (

@@ -36,6 +36,8 @@ def respell(graph: fx.Graph) -> None:
             spell_out(node, name)
         elif name == "einsum":
             spell_einsum(node)
+        elif name == "tensordot":
+            spell_tensordot(node)
         elif name in ("expand", "repeat", "expand_as"):
             spell_expansion(node, name)
         elif isinstance(node.target, torch._ops.OpOverload):
@@ -128,6 +130,18 @@ def spell_einsum(node: fx.Node) -> None:
     equation, *operands = node.args
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     node.op, node.target, node.args, node.kwargs = "call_function", torch.einsum, (equation, *flat), {}
+
+
+def spell_tensordot(node: fx.Node) -> None:
+    """`aten.tensordot(x, w, dims, dims of w)`, whichever way the dimensions were handed over."""
+    if isinstance(node.target, torch._ops.OpOverload) or set(node.kwargs) - {"dims", "out"} or node.kwargs.get("out"):
+        return
+    dims: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", 2)
+    if isinstance(dims, int):
+        dims = list(range(-dims, 0)), list(range(dims))
+    if isinstance(dims, (list, tuple)) and all(isinstance(one, (list, tuple)) for one in dims):
+        node.target, node.kwargs = torch.ops.aten.tensordot.default, {}
+        node.args = (*node.args[:2], *dims)
 
 
 def spell_expansion(node: fx.Node, name: str) -> None:

@@ -1,7 +1,9 @@
 """One declaration a layer, a file a family. `LAYERS` is all of them; a user's own join by `collect`."""
 
 from . import bag, bilinear, conv, elementwise, embedding, experts, linear, norm
-from . import einsum as einsum  # its forms join those of linear
+from . import contracted as contracted  # its forms join those of linear
+from . import einsum as einsum  # its, too
+from . import scales as scales  # and these those of scale_and_shift
 from .declaration import Form, Layer, collect, composite, layer
 from .rows import as_rows, by_group
 

@@ -18,7 +18,7 @@ FLOORS = [
     "passes.ir",
     "passes.layers.declaration",
     "passes.layers.contraction passes.layers.geometry passes.layers.rows",
-    "passes.layers.embedding passes.layers.linear passes.layers.patches",
+    "passes.layers.elementwise passes.layers.embedding passes.layers.linear passes.layers.patches",
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.

@@ -53,6 +53,23 @@ class Batched(nn.Module):
         return (x.reshape(-1, 4) @ self.w2).reshape(x.shape[0], -1, 3)
 
 
+class RareProducts(nn.Module):
+    """Products that few people write: over several dimensions, inner ones, one weight in a copy a case, a sum of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = parameter(3, 4, 5), parameter(6, 5), parameter(6, 4)
+        self.fourth, self.fifth, self.bias = parameter(4, 4), parameter(2, 2, 3), parameter(3)
+        self.mix, self.size = parameter(4), nn.Parameter(torch.rand(4) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 3, 4]
+        h = torch.tanh(torch.tensordot(x, self.first, dims=([1, 2], [0, 1])))
+        h = torch.tanh(torch.tensordot(torch.inner(h, self.second), self.third, 1)).unsqueeze(1)
+        h = torch.bmm(h, self.fourth.expand(x.shape[0], -1, -1)).squeeze(1)
+        h = torch.lerp(torch.sin(h), torch.tanh(h), self.mix) / self.size
+        return torch.addbmm(self.bias, h.unflatten(1, (2, 2)).transpose(0, 1), self.fifth)
+
+
 class SharedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -173,6 +190,16 @@ CASES = (
         Spellings,
         lambda: batch(7, 5),
         tuple(("linear", (f"w{n}", f"b{n}"), 1) for n in range(8)),
+    ),
+    Case(
+        "rare_products",
+        RareProducts,
+        lambda: batch(5, 3, 4),
+        (
+            *(("linear", (name,), 1) for name in ("first", "second", "third", "fourth")),
+            ("linear", ("fifth", "bias"), 1),
+            *(("scale_and_shift", (name,), 1) for name in ("mix", "size")),
+        ),
     ),
     Case(
         "batched",
