@@ -54,7 +54,7 @@ class Batched(nn.Module):
 
 
 class RareProducts(nn.Module):
-    """Products that few people write: over several dimensions, inner ones, one weight in a copy a case, a sum of them."""
+    """Products that few people write: over several dimensions, inner ones, a weight in a copy a case, a sum of them."""
 
     def __init__(self) -> None:
         super().__init__()
