@@ -29,7 +29,8 @@ LARGE = 2**13  # loss scales against underflow are powers of two from here on
 
 
 class LossScaleWarning(UserWarning):
-    """The loss that is trained is a multiple of the registered one, or has its classes on another axis."""
+    """The loss that is trained is a multiple of the registered one, has its classes on another axis, or reaches other
+    parameters."""
 
     __module__ = "kfac_fx"
 

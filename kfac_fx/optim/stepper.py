@@ -14,6 +14,7 @@ from kfac_fx.optim.closure import Closure, evaluate, without_a_trace
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.parameter_groups import CompiledNet, Group, Members
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.uncovered import check_coverage
 from kfac_fx.optim.update import Work, is_finite
 from kfac_fx.optim.updater import Updater
 from kfac_fx.passes.devices import RandomState
@@ -84,6 +85,9 @@ class Stepper:
             self.late = None
         if schedule.inverting:
             self.update_inverses()
+        if schedule.counter == 0 and self.options.fraction == 1.0:  # of a part, experts may have no rows
+            parts = [one.flat.parts(one.g) for one in works if one is not None]
+            check_coverage(self.estimator, {n: g for own in parts for n, g in own.items()})
         absent = self.absent(work)
         if schedule.adapting:
             start = seen.start

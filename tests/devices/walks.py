@@ -26,6 +26,7 @@ FIRST_STEP = {
     "loss_scale.py:counted",
     "loss_scale.py:factor_of_value",
     "stepper.py:take",  # without a first factor there is no inverse until the next is due
+    "uncovered.py:check_coverage",  # does it reach other parameters?
     "inverses.py:known_failures",  # there is no last good inverse to keep
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device

@@ -1,0 +1,89 @@
+"""Parameters that the trained loss depends on, and none of those that K-FAC knows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import LossScaleWarning
+
+X, CLASSES, BOXES = torch.randn(8, 4), torch.randint(3, (8,)), torch.randn(8, 2)
+
+
+class Detector(nn.Module):
+    """Its forward computes the loss of a distribution that the library knows, and another one."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.trunk, self.classes, self.boxes = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+        self.branches = branches
+
+    def forward(self, x: Tensor, classes: Tensor, boxes: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        if self.branches and h.sum() > 1e9:
+            h = 2 * h
+        return {
+            "classes": F.cross_entropy(self.classes(h), classes),
+            "boxes": F.smooth_l1_loss(self.boxes(h), boxes),
+        }
+
+
+def warned(net: Any, *inputs: Tensor, keys: tuple[str, ...]) -> list[str]:
+    """What two steps warn of."""
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for _ in range(2):
+            optimizer.zero_grad()
+            outputs = net(*inputs)
+            torch.stack([outputs[key] for key in keys]).sum().backward()
+            optimizer.step()
+    found = [one for one in caught if issubclass(one.category, LossScaleWarning)]
+    assert all(one.filename == __file__ for one in found)
+    return [str(one.message).splitlines()[0] for one in found]
+
+
+SAID = "the trained loss depends on parameters that no registered loss depends on: boxes.weight, boxes.bias."
+
+
+def test_parameters_of_an_unknown_loss_are_named_at_the_first_step() -> None:
+    """Of a divided model, where no graph shows that the Fisher does not depend on them."""
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Detector(True), (X, CLASSES, BOXES))
+    assert warned(net, X, CLASSES, BOXES, keys=("classes", "boxes")) == [SAID]
+
+
+def test_parameters_in_no_block_follow_the_first_order_rule() -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Detector(False), (X, CLASSES, BOXES))
+    assert net.report.unused == ("boxes.weight", "boxes.bias")
+    assert warned(net, X, CLASSES, BOXES, keys=("classes", "boxes")) == []
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_parameters_that_are_not_trained_are_not_named(branches: bool) -> None:
+    torch.manual_seed(0)
+    net = kfac_fx.compile(Detector(branches), (X, CLASSES, BOXES))
+    assert warned(net, X, CLASSES, BOXES, keys=("classes",)) == []
+
+
+def test_many_parameters_are_counted() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known = nn.Linear(4, 3)
+            self.others = nn.ModuleList(nn.Linear(4, 1) for _ in range(6))
+
+        def forward(self, x: Tensor, classes: Tensor) -> dict[str, Tensor]:
+            rest = torch.cat([one(x) for one in self.others], 1)
+            rest = 2 * rest if rest.sum() > 1e9 else rest
+            return {"loss": F.cross_entropy(self.known(x), classes) + rest.exp().mean()}
+
+    (said,) = warned(kfac_fx.compile(Wide(), (X, CLASSES)), X, CLASSES, keys=("loss",))
+    assert said.endswith("others.3.weight, others.3.bias and 4 more.")
