@@ -149,7 +149,7 @@ def viewed(layout: Layout, tensor: Tensor) -> Tensor | None:
     for step in layout.steps:
         try:
             tensor = tensor.permute(step.order) if step.order is not None else tensor.view(step.after)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # the latter where a dispatch mode is active
             return None
     return tensor
 

@@ -28,8 +28,8 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor]) 
     names = [name for name in gradients if name in known]
     if not names:
         return
-    bare = [gradients[name].any() & ~known[name] for name in names]
-    found = [name for name, one in zip(names, torch.stack(bare).tolist(), strict=True) if one]
+    right = torch.stack([known[name] | ~gradients[name].any() for name in names])
+    found = [name for name, one in zip(names, right.tolist(), strict=True) if not one]
     if not found:
         return
     said = ", ".join(found[:LISTED]) + (f" and {len(found) - LISTED:,} more" if len(found) > LISTED else "")
@@ -48,9 +48,7 @@ def curved(estimator: FisherEstimator) -> dict[str, Tensor]:
     """By parameter, whether any of its blocks has curvature."""
     found: dict[str, Tensor] = {}
     for block in estimator.blocks.values():
-        if not block.group.updated:
-            continue
-        curvature = block.factors["G" if "G" in block.factors else "F"].value.any()
+        curvature = block.factors["G" if "G" in block.factors else "F"].moment.any()
         for name in block.registration.owners:
             found[name] = found[name] | curvature if name in found else curvature
     return found

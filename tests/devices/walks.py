@@ -22,6 +22,7 @@ Walk = Callable[[Waits], None]
 # Where the host waits on purpose: once, to know what it could not go on without.
 FIRST_STEP = {
     "loss_scale.py:factors",  # is the trained loss the registered one?
+    "loss_scale.py:axis_of_classes",
     "loss_scale.py:ratio",
     "loss_scale.py:counted",
     "loss_scale.py:factor_of_value",
