@@ -242,6 +242,13 @@ def test_control_flow_on_values_is_refused_with_its_place(inputs: Any) -> None:
     assert advice.startswith("Replace what depends on the values of tensors (if, while, .item(), .numpy())")
 
 
+def test_recurrent_layers_beside_what_is_refused_are_none_of_ours() -> None:
+    """They only stand for operations while torch.export traces, and are not run when that fails."""
+    model = nn.Sequential(nn.LSTM(3, 2), Toy(lambda found: Branches()(found[0])))
+    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_watch.py:\d+\)"):
+        capture(model, (torch.randn(4, 5, 3),))
+
+
 def test_inputs_that_the_model_cannot_take_are_refused() -> None:
     with pytest.raises(
         UntraceableError, match=r"the example inputs do not fit Linear.forward\(input.*: too many positional arguments"
