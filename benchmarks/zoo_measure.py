@@ -81,7 +81,7 @@ def registered(net: CompiledModule) -> dict[str, Any]:
     used = {name for one in program.registrations for name in one.owners}
     unused = set(program.parameters) - used
     return {
-        "captured": f"{len(first.captured)} submodules" if isinstance(first, DividedRecorder) else "whole",
+        "captured": parts(first) if isinstance(first, DividedRecorder) else "whole",
         "nodes": len(program.graph.nodes),
         "tensors": {"used": len(used), "structured": len(used - generic), "unused": len(unused)},
         "elements": {
@@ -96,6 +96,11 @@ def registered(net: CompiledModule) -> dict[str, Any]:
         "unproven": sum("proof" in (one.reason or "") for one in rows if one.generic),
         "passes": {record.name: round(record.seconds, 3) for record in program.history},
     }
+
+
+def parts(recorder: DividedRecorder) -> str:
+    """How much of a model was captured one by one; operations of the Python between submodules are no submodules."""
+    return f"{sum(not one.is_read for one in recorder.captured)} submodules"
 
 
 def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
