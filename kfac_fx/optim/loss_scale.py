@@ -152,6 +152,8 @@ def misplaced_classes(watched: Watched) -> list[str]:
 
 def axis_of_classes(gradient: Tensor) -> int | None:
     """The axis between the first and the last that a gradient sums to zero over, if it does not over the last."""
+    if gradient.ndim < 3:
+        return None
     size = float(gradient.abs().sum())
     if not size or not math.isfinite(size):
         return None
