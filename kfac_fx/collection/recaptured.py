@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Program, Use
+from kfac_fx.passes.jacobians import KEY as JACOBIAN
 from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pieces import Slope
@@ -19,14 +20,18 @@ from kfac_fx.passes.unroll import unroll
 def recaptured(own: Program, traced: Program, model: nn.Module) -> Program:
     """`own` on the graph of `traced`. Raises ModelChangedError if that is another graph."""
     fresh = run(traced, (unroll, normalize))
-    pairs = list(zip(own.graph.nodes, fresh.graph.nodes, strict=False))
-    alike = len(own.graph.nodes) == len(fresh.graph.nodes)
+    captured = [node for node in own.graph.nodes if JACOBIAN not in node.meta]
+    pairs = list(zip(captured, fresh.graph.nodes, strict=False))
+    alike = len(captured) == len(fresh.graph.nodes)
     if not alike or any((a.op, a.target) != (b.op, b.target) for a, b in pairs):
         raise ModelChangedError(
             f"these inputs take another path through {type(model).__name__} than those that the "
             "LayerCollection was built on.\nMake a LayerCollection for each path."
         )
     nodes = dict(pairs)
+    for node in [node for node in own.graph.nodes if JACOBIAN in node.meta]:
+        with fresh.graph.inserting_after(nodes[node.prev]):
+            nodes[node] = fresh.graph.node_copy(node, nodes.__getitem__)
     registrations = tuple(replace(one, uses=tuple(moved(use, nodes) for use in one.uses)) for one in own.registrations)
     outputs = tuple(nodes[node] for node in own.outputs)
     return fresh.but(

@@ -199,3 +199,26 @@ def test_a_compiled_graph_records_alike() -> None:
         estimator.update_covariances(x, targets=torch.zeros_like(x))
         found.append([block.full_fisher_block() for block in estimator.blocks.values()])
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_collection_takes_its_functions_to_every_capture() -> None:
+    """With the model in evaluation, and back, the graphs are others."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.gate, self.dropout = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.dropout(self.linear(x)) * self.gate.softmax(0)
+            return y
+
+    model, x = Gated(), torch.randn(5, 4)
+    captured = kfac_fx.capture(model, (x,))
+    lc = kfac_fx.LayerCollection(captured)
+    lc.register_normal_predictive_distribution("mul")
+    lc.auto_register_layers()
+    net = kfac_fx.compile(lc)
+    for training in (True, False):
+        net.train(training)
+        assert {("gate",), ("linear.weight", "linear.bias")} == set(net.record((x,), {}).statistics)
