@@ -19,7 +19,7 @@ from kfac_fx.optim.parameter_groups import checked_net, split_group
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.stepper import Stepper
 from kfac_fx.optim.updater import Updater
-from kfac_fx.passes.devices import accelerators
+from kfac_fx.passes.capture.devices import accelerators
 
 
 class KFAC(Optimizer):

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from .errors import RegistrationError, nearest, table
+from .graphs.labels import Edge, entries
+from .graphs.operations import op_name
 from .ir import WANTED, Program, Registration, where
-from .labels import Edge, entries
-from .operations import op_name
 
 Edges = Mapping[str, Collection[Edge]]  # of a parameter; empty if it has none
 

@@ -22,14 +22,14 @@ from itertools import chain
 
 from torch import fx
 
-from .cut_plan import Plan, Uncuttable
-from .flattened import flattened
+from .claiming.cut_plan import Plan, Uncuttable
+from .claiming.flattened import flattened
+from .claiming.parts import Part, partial, parts_of, taken_apart, whole_uses
+from .graphs.labels import Label, differentiated, labels, parameters_behind, use_edges
 from .ir import Note, Program, Use, where
-from .labels import Label, differentiated, labels, parameters_behind, use_edges
-from .matrix import Shape
-from .parts import Part, partial, parts_of, taken_apart, whole_uses
-from .pieces import Slab, axis_along, ranges, view_of
-from .slopes import SLICED
+from .words.matrix import Shape
+from .words.pieces import Slab, axis_along, ranges, view_of
+from .words.slopes import SLICED
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
 

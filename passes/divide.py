@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from . import pytree
-from .approximation import requested
-from .attributes import computed_weight
-from .calls import Call, Watched, mapped, watched, without_trace
-from .captured import Captured, captured_reads, key_of, left_to_python, under
+from .capture.attributes import computed_weight
+from .capture.calls import Call, Watched, mapped, watched, without_trace
+from .capture.captured import Captured, captured_reads, key_of, left_to_python, under
+from .capture.hooks import refuse_users_hooks, without_users_hooks
+from .capture.readers import read_outside
+from .claiming.approximation import requested
 from .errors import UntraceableError
-from .hooks import refuse_users_hooks, without_users_hooks
+from .graphs import pytree
+from .graphs.operations import op_name
 from .ir import GENERIC, Note, Options, Program, Submodule
 from .normalize import normalize
-from .operations import op_name
 from .pipeline import run
-from .readers import read_outside
 from .submodules import in_model, join
 from .trace import Capture, capture, named_parameters
 from .unroll import unroll
@@ -238,7 +238,7 @@ def sizes(call: Call) -> Any:
 
 
 def in_short(error: UntraceableError) -> str:
-    """One sentence of an error that `passes.watch.untraceable` made, or the first line of another."""
+    """One sentence of an error that `passes.capture.watch.untraceable` made, or the first line of another."""
     first, *rest = str(error).splitlines()
     _, gave_up, place = first.partition("; torch gave up in ")
     return f"torch gave up in {place.rstrip(':')}: {rest[0].strip()}" if gave_up and rest else first

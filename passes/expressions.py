@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .elements import KEY as ELEMENTS
-from .functions import FUNCTIONS, Functions
-from .holder import attribute
-from .inplace import shares_memory
+from .graphs.holder import attribute
+from .graphs.inplace import shares_memory
+from .graphs.labels import Label, ancestors, differentiated, labels
+from .graphs.operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
+from .graphs.views import bound_parameter
 from .ir import Program
-from .jacobians import small_functions
-from .labels import Label, ancestors, differentiated, labels
-from .operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
-from .pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
-from .products import MULTIPLIES, added, complete, product, reshaped
-from .values import (
+from .matching.elements import KEY as ELEMENTS
+from .matching.functions import FUNCTIONS, Functions
+from .matching.jacobians import small_functions
+from .matching.products import MULTIPLIES, added, complete, product, reshaped
+from .matching.values import (
     basic,
     called,
     dims_after,
@@ -41,7 +41,7 @@ from .values import (
     unsqueezed,
     without_data,
 )
-from .views import bound_parameter
+from .words.pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}
 VIEWS = PERMUTES | {

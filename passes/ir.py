@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from .matrix import Shape
-from .pieces import Made, Piece
-from .places import source_line, where
-from .registration import (
+from .words.matrix import Shape
+from .words.pieces import Made, Piece
+from .words.places import source_line, where
+from .words.registration import (
     APPROXIMATIONS,
     EVERY_LAYER,
     GENERIC,
@@ -28,7 +28,7 @@ from .registration import (
     Registration,
     Sampling,
 )
-from .uses import CASES, KEPT, STEP, UNROLLED, Attrs, Bound, Dims, Use, tensor_attrs
+from .words.uses import CASES, KEPT, STEP, UNROLLED, Attrs, Bound, Dims, Use, tensor_attrs
 
 __all__ = [
     "APPROXIMATIONS",

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from . import pytree
+from .graphs import pytree
+from .graphs.labels import Label, ancestors, has_gradient, labels, symbolic_sizes
+from .graphs.operations import op_name
+from .graphs.spelling import order_operands
 from .ir import LossSite, Note, Program, where
-from .labels import Label, ancestors, has_gradient, labels, symbolic_sizes
-from .operations import op_name
-from .spelling import order_operands
 
 KINDS = {
     "cross_entropy": "categorical",

@@ -13,24 +13,24 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .binding import Binding, fits, reads_itself
-from .cases import number_of_cases, with_batch_dim
-from .elements import KEY as ELEMENTS
 from .errors import LayerError
-from .failures import fatal
-from .gathers import ENTRIES, entries
-from .holder import attribute
-from .inplace import functional
+from .graphs.cases import number_of_cases, with_batch_dim
+from .graphs.failures import fatal
+from .graphs.holder import attribute
+from .graphs.inplace import functional
+from .graphs.labels import Label, ancestors, labels
+from .graphs.masks import with_mask
+from .graphs.spelling import order_operands, respell
 from .ir import CASES, Bound, Program, Use
-from .jacobians import static_shape
-from .labels import Label, ancestors, labels
 from .layers import Form, Layer
-from .linear_maps import MAP
-from .masks import with_mask
-from .matrix import Layout, Shape
-from .pieces import Made
-from .spelling import order_operands, respell
-from .uses import Mapped
+from .matching.binding import Binding, fits, reads_itself
+from .matching.elements import KEY as ELEMENTS
+from .matching.gathers import ENTRIES, entries
+from .matching.jacobians import static_shape
+from .matching.linear_maps import MAP
+from .words.matrix import Layout, Shape
+from .words.pieces import Made
+from .words.uses import Mapped
 
 
 @dataclass(frozen=True)

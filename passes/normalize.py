@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from .elements import expand_masks, mark_tables, note_elements
-from .experts import route
-from .inplace import functional, sequence
+from .graphs.experts import route
+from .graphs.inplace import functional, sequence
+from .graphs.literals import numbers
+from .graphs.native import spell_native
+from .graphs.operations import has_effect
+from .graphs.spelling import order_operands, respell, subtract_by_adding
 from .ir import Program
-from .literals import numbers
-from .native import spell_native
-from .operations import has_effect
-from .spelling import order_operands, respell, subtract_by_adding
+from .matching.elements import expand_masks, mark_tables, note_elements
 
 
 def normalize(program: Program) -> Program:

@@ -2,7 +2,7 @@
 
 Rules, in this order:
 
-0. - 3. matches that others take the place of go (`passes.claims`);
+0. - 3. matches that others take the place of go (`passes.claiming.claims`);
 4. a parameter that is still claimed by different parameter sets, or laid out in different ways, takes an exact
    treatment where there is one: biases are split off a shared weight, a tied output layer is an embedding with its
    roles swapped; otherwise the registration is ambiguous and the user must choose;
@@ -18,15 +18,15 @@ from math import prod
 
 import torch
 
-from .approximation import check_requests, choose, side_blocks
-from .claims import claims
+from .claiming.approximation import check_requests, choose, side_blocks
+from .claiming.claims import claims
+from .claiming.flattened import flat
+from .claiming.gains import reads_ids
+from .claiming.leftovers import leftovers
 from .errors import AmbiguousRegistrationError, table
-from .flattened import flat
-from .gains import reads_ids
 from .ir import GENERIC, UNROLLED, Note, Program, Registration, Use, where
-from .leftovers import leftovers
-from .matrix import Layout, MatrixForm
-from .pieces import viewed, whole
+from .words.matrix import Layout, MatrixForm
+from .words.pieces import viewed, whole
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 

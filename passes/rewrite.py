@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .holder import attribute
-from .inplace import memories
+from .graphs.holder import attribute
+from .graphs.inplace import memories
+from .graphs.operations import changes_memory, has_effect
 from .ir import KEPT, SERIES, Program, Registration, Use, tensor_attrs
-from .jacobians import KEY as JACOBIAN
-from .jacobians import Jacobian
-from .operations import changes_memory, has_effect
+from .matching.jacobians import KEY as JACOBIAN
+from .matching.jacobians import Jacobian
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 LinkFactory = Callable[[Registration, Use, bool, bool], nn.Module]  # of a use, the first, the last of its tower

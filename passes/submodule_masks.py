@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from .errors import RegistrationError
+from .graphs.sizes import in_example, shape_of
 from .ir import KEPT, Note, Program, Use
 from .padding import made_of, padding
-from .places import where
-from .sizes import in_example, shape_of
 from .submodules import NUMBER, graph_of
+from .words.places import where
 
 SITES = "kfac_fx_mask"  # in the meta of a mask's placeholder: (input, dimension) of the cases and of the positions
 Site = tuple[int, int]

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from . import pytree
-from .elements import KEY
-from .holder import attribute, holder
+from .graphs import pytree
+from .graphs.holder import attribute, holder
+from .graphs.labels import has_gradient, is_size
+from .graphs.operations import AUTOCAST, EXPANDS, SIZED_BY_CASES, op_name
 from .ir import SERIES, Program, Registration, Submodule, Use
-from .labels import has_gradient, is_size
-from .operations import AUTOCAST, EXPANDS, SIZED_BY_CASES, op_name
+from .matching.elements import KEY
 
 NUMBER = "kfac_fx_submodule"  # in the meta of a node: which submodule it belongs to
 

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .cells import CELLS, Cell, State, Value
+from .graphs.cells import CELLS, Cell, State, Value
+from .graphs.labels import Label, labels
+from .graphs.masks import counted
+from .graphs.operations import op_name
+from .graphs.writer import Writer
 from .ir import STEP, UNROLLED, Program
-from .labels import Label, labels
-from .masks import counted
-from .operations import op_name
-from .writer import Writer
 
 # --- the pass -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Unroller(Writer):
 
 
 def write_cell(write: Unroller, node: fx.Node) -> State:
-    """lstm_cell(x, [h, c], w, u, b, d) and its like, and `passes.stand_ins.recurrent_cell`: one step."""
+    """lstm_cell(x, [h, c], w, u, b, d) and its like, and `passes.capture.stand_ins.recurrent_cell`: one step."""
     stands = op_name(node) == "recurrent_cell"
     arguments: Any = (*node.args[stands:], None, None)
     kind = str(node.args[0]) if stands else op_name(node).removesuffix("_cell")
@@ -120,7 +120,7 @@ def write_cell(write: Unroller, node: fx.Node) -> State:
 
 
 def write_layers(write: Unroller, node: fx.Node) -> State:
-    """`passes.stand_ins.recurrent`"""
+    """`passes.capture.stand_ins.recurrent`"""
     arguments: Any = node.args
     kind, x, state, weights, lengths, steps, biases, layers, dropout, bidirectional, batch_first = arguments
     write.begin(node, node.name.replace("recurrent", kind))
@@ -220,14 +220,14 @@ def by_step(write: Unroller, x: Value, steps: int, dim: int = 0) -> list[Value]:
 
 
 def write_packed(write: Unroller, node: fx.Node) -> State:
-    """`passes.recurrent.packed`"""
+    """`passes.capture.recurrent.packed`"""
     x, lengths = write(node.args)
     steps = x.node.meta["val"].shape[0]
     return [write.pack(x, write.reached(lengths, steps, x), node.meta["val"].shape[0])]
 
 
 def write_unpacked(write: Unroller, node: fx.Node) -> State:
-    """`passes.recurrent.unpacked`"""
+    """`passes.capture.recurrent.unpacked`"""
     data, lengths, steps, padding = write(node.args)
     mask = write.reached(lengths, steps, data)
     y = write.unpack(data, mask)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kfac_fx.blocks.block import statistics_of
 from kfac_fx.blocks.series import longest
-from kfac_fx.passes.approximation import PER_CASE
+from kfac_fx.passes.claiming.approximation import PER_CASE
 from kfac_fx.passes.errors import ModelChangedError, table
 from kfac_fx.passes.ir import SERIES, Program, Registration
 from kfac_fx.recording.recorder import Recorder

@@ -18,8 +18,8 @@ from kfac_fx.captures.frames import Unmet
 from kfac_fx.checks.proof import prove
 from kfac_fx.checks.structure import Structure
 from kfac_fx.checks.wrappers import refuse_without_values
-from kfac_fx.passes.attributes import settings
-from kfac_fx.passes.border import capture_key
+from kfac_fx.passes.capture.attributes import settings
+from kfac_fx.passes.capture.border import capture_key
 from kfac_fx.passes.errors import RegistrationError, UntraceableError
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.pipeline import run

@@ -21,18 +21,18 @@ from kfac_fx.captures.masked_inputs import MaskedInputs
 from kfac_fx.captures.served_reads import ServedReads, refuse_read
 from kfac_fx.losses import LossFunction
 from kfac_fx.losses.registered_losses import WeightedLosses
-from kfac_fx.passes import pytree
-from kfac_fx.passes.attributes import untouched
-from kfac_fx.passes.border import python_random
-from kfac_fx.passes.calls import Lent, mapped
-from kfac_fx.passes.captured import Captured, key_of
+from kfac_fx.passes.capture.attributes import untouched
+from kfac_fx.passes.capture.border import python_random
+from kfac_fx.passes.capture.calls import Lent, mapped
+from kfac_fx.passes.capture.captured import Captured, key_of
+from kfac_fx.passes.capture.watch import custom_functions
 from kfac_fx.passes.divide import Division
 from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import KEPT
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodule_masks import Sizes, padded
 from kfac_fx.passes.submodules import graph_of
-from kfac_fx.passes.watch import custom_functions
 from kfac_fx.recording.emitted import compiled
 from kfac_fx.recording.examples import cut, examples
 from kfac_fx.recording.masks import PaddingMask, along, of_call, real_losses

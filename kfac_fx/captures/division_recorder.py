@@ -12,7 +12,7 @@ from kfac_fx.captures.declared import Declared
 from kfac_fx.captures.divided import DividedRecorder
 from kfac_fx.passes.divide import Division, divide
 from kfac_fx.passes.errors import AmbiguousRegistrationError, UntraceableError
-from kfac_fx.passes.failures import fatal, first_line
+from kfac_fx.passes.graphs.failures import fatal, first_line
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodule_masks import with_masks

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from kfac_fx.passes.calls import Lent, mapped
-from kfac_fx.passes.captured import Captured
-from kfac_fx.passes.hooks import FORWARD_HOOKS, hooked_by_user
+from kfac_fx.passes.capture.calls import Lent, mapped
+from kfac_fx.passes.capture.captured import Captured
+from kfac_fx.passes.capture.hooks import FORWARD_HOOKS, hooked_by_user
 
 KINDS: dict[Any, str] = {
     F.cross_entropy: "categorical",

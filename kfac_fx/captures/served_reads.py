@@ -1,4 +1,4 @@
-"""Operations of Python on parameters, run as their graphs; see `passes.reads`."""
+"""Operations of Python on parameters, run as their graphs; see `passes.capture.reads`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from kfac_fx.captures.frames import Frames, Unmet, behind
-from kfac_fx.passes.captured import Captured, key_of_read
+from kfac_fx.passes.capture.captured import Captured, key_of_read
+from kfac_fx.passes.capture.following import Reads, differentiable
+from kfac_fx.passes.capture.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.passes.following import Reads, differentiable
-from kfac_fx.passes.reads import Operation, Read
 
 Serving = Callable[[Sequence[int], tuple[Any, ...], Mapping[str, Any], Any], int]
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.precision import without_cudnn
-from kfac_fx.passes import pytree
-from kfac_fx.passes.attributes import attributes, counts, untouched
+from kfac_fx.passes.capture.attributes import attributes, counts, untouched
+from kfac_fx.passes.capture.watch import custom_functions
+from kfac_fx.passes.capture.writes import parameters_kept
 from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.passes.failures import fatal, first_line
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.graphs.failures import fatal, first_line
 from kfac_fx.passes.ir import UNROLLED, Program
-from kfac_fx.passes.watch import custom_functions
-from kfac_fx.passes.writes import parameters_kept
 from kfac_fx.recording.recorder import Recorder
 
 RELATIVE = 1e-3

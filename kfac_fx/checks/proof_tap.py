@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.failures import fatal, first_line
+from kfac_fx.passes.graphs.failures import fatal, first_line
 from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.pieces import Slope
-from kfac_fx.passes.slopes import DIVIDED, OWN
+from kfac_fx.passes.words.pieces import Slope
+from kfac_fx.passes.words.slopes import DIVIDED, OWN
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.tap import Tap
 from kfac_fx.taps.use_rows import BothRows

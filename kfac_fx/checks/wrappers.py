@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.passes.capture.writes import memory
 from kfac_fx.passes.errors import UntraceableError, table
-from kfac_fx.passes.writes import memory
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

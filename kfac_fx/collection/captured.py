@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from kfac_fx.checks.wrappers import refuse_unfit
+from kfac_fx.passes.capture.flat import PREFIX
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, nearest
-from kfac_fx.passes.flat import PREFIX
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.passes.normalize import normalize

@@ -11,12 +11,12 @@ from torch import Tensor, fx
 
 from kfac_fx.collection.registry import Key
 from kfac_fx.collection.steps import in_time
-from kfac_fx.passes.approximation import PER_CASE, cases_apart
+from kfac_fx.passes.claiming.approximation import PER_CASE, cases_apart
 from kfac_fx.passes.errors import ApproximationError, RegistrationError
 from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, UNCORRELATED, Registration, Sampling, Use
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
+from kfac_fx.passes.words.pieces import Piece
 
 Nodes = Any  # a node, its name, or a sequence of them, one a use
 

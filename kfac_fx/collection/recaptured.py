@@ -9,12 +9,12 @@ from torch import fx, nn
 
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Program, Use
-from kfac_fx.passes.jacobians import KEY as JACOBIAN
 from kfac_fx.passes.losses import case_size
+from kfac_fx.passes.matching.jacobians import KEY as JACOBIAN
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.pieces import Slope
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.unroll import unroll
+from kfac_fx.passes.words.pieces import Slope
 
 
 def recaptured(own: Program, traced: Program, model: nn.Module) -> Program:

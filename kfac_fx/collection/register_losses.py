@@ -14,8 +14,8 @@ from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal, ch
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.losses.registered_losses import RegisteredLoss, RegisteredLosses, evaluated
 from kfac_fx.passes.errors import LossError, RegistrationError, ReuseError
+from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.labels import ancestors
 from kfac_fx.passes.losses import case_size
 from kfac_fx.recording.recorder import Recorder
 

@@ -12,19 +12,19 @@ from kfac_fx.collection.kinds import INDEP, KINDS
 from kfac_fx.collection.register_losses import LossRegistrations
 from kfac_fx.collection.registry import Key
 from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
-from kfac_fx.passes.approximation import cut_sides
-from kfac_fx.passes.cases import with_batch_dim
 from kfac_fx.passes.check import check
+from kfac_fx.passes.claiming.approximation import cut_sides
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
 from kfac_fx.passes.expressions import express
+from kfac_fx.passes.graphs.cases import with_batch_dim
+from kfac_fx.passes.graphs.labels import ancestors, symbolic_sizes
+from kfac_fx.passes.graphs.sizes import in_example
 from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, Program, Registration, Use, where
-from kfac_fx.passes.labels import ancestors, symbolic_sizes
 from kfac_fx.passes.link import link
 from kfac_fx.passes.match import match
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
-from kfac_fx.passes.sizes import in_example
 
 
 class Scan:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kfac_fx.collection.registry import Key
-from kfac_fx.passes.approximation import why_no_series
+from kfac_fx.passes.claiming.approximation import why_no_series
 from kfac_fx.passes.errors import ApproximationError, RegistrationError
+from kfac_fx.passes.graphs.sizes import in_example
 from kfac_fx.passes.ir import Use, where
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.sizes import in_example
 
 
 def in_time(

@@ -17,7 +17,7 @@ from kfac_fx.factors.factor import SIDES, Failures, Side, Stack, batch_values
 from kfac_fx.linalg.matrices import is_finite, mean_eigenvalue, pi_correction
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.matrix import alike, pack_all, stacked, unpack_all
+from kfac_fx.passes.words.matrix import alike, pack_all, stacked, unpack_all
 
 ALL = slice(None)
 A_CASE = ("positions", "pairs")  # numbers a case; the others are means over rows

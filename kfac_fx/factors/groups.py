@@ -1,6 +1,6 @@
 """Groups: Fisher blocks of one matrix shape and one approximation, stacked, so that one operation serves them all.
 
-A block acts on its parameters' matrix W [g, o, i] (`passes.matrix`), group by group, as
+A block acts on its parameters' matrix W [g, o, i] (`passes.words.matrix`), group by group, as
 
     F^p W    = c^p  G_λ^p W A_λ^p                 A_λ = A + λ_A I,  G_λ = G + λ_G I
     L W      = c^½  L_G W L_Aᵀ                    Lᵀ W = c^½ L_Gᵀ W L_A

@@ -5,7 +5,7 @@ a unit matrix, which meets zeros only. Every root of C + λ I is that of its blo
 by block: to a batched product they are as many groups more. The trace behind π and the λ of a side are those of the
 whole side. With k = 1 a side is dense.
 
-`side_blocks` of `passes.approximation` is the rule that says how many blocks there are; a registration holds them.
+`side_blocks` of `passes.claiming.approximation` says how many blocks there are; a registration holds them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from kfac_fx.factors.factor import OUTPUTS, Side
 from kfac_fx.factors.groups import BlockGroup
 from kfac_fx.linalg.matrices import gram
-from kfac_fx.passes.matrix import block_width
+from kfac_fx.passes.words.matrix import block_width
 from kfac_fx.statistics.row_sums import IN_BLOCKS, of_group, statistic
 from kfac_fx.statistics.rows import Rows, homogeneous
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.pieces import Piece, ranges
-from kfac_fx.passes.pieces import whole as without_data
+from kfac_fx.passes.words.pieces import Piece, ranges
+from kfac_fx.passes.words.pieces import whole as without_data
 
 SLAB = re.compile(r"(?P<parameter>.+)\[(?P<before>(?::, ?)*)(?P<start>\d*):(?P<stop>\d*)\]")
 

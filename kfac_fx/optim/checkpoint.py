@@ -12,7 +12,7 @@ from kfac_fx.optim.first_order import new_state
 from kfac_fx.optim.parameter_groups import Group, new_velocity
 from kfac_fx.optim.stepper import Stepper
 from kfac_fx.optim.updater import SCALARS
-from kfac_fx.passes.devices import RandomState
+from kfac_fx.passes.capture.devices import RandomState
 from kfac_fx.passes.errors import table
 
 

@@ -17,11 +17,11 @@ from torch.func import functional_call
 
 from kfac_fx.losses.loss_spec import LossSpec
 from kfac_fx.losses.registered_losses import RegisteredLosses
-from kfac_fx.passes import pytree
-from kfac_fx.passes.devices import accelerators, same_random
+from kfac_fx.passes.capture.devices import accelerators, same_random
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.graphs.labels import symbolic_sizes
+from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.passes.labels import symbolic_sizes
-from kfac_fx.passes.operations import OWN_BACKWARD, is_random, op_name
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import CompiledOrPlain, compiled_function

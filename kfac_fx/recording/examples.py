@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kfac_fx.passes import pytree
+from kfac_fx.passes.graphs import pytree
 
 
 def length(value: Any) -> int | None:

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from kfac_fx.losses import LossFunction
 from kfac_fx.losses.loss_spec import NAMES, LossSpec
 from kfac_fx.losses.registered_losses import RegisteredLosses, WeightedLosses, cases_by_loss
-from kfac_fx.passes import pytree
 from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.graphs import pytree
 from kfac_fx.recording.emitted import Emitted
 from kfac_fx.recording.masks import real_losses
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.losses.sources import Cotangents
-from kfac_fx.passes.failures import fatal, first_line
+from kfac_fx.passes.graphs.failures import fatal, first_line
 
 MEMORY = 1 << 30  # bytes that a chunk of cotangents may take
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Registration, source_line
-from kfac_fx.passes.operations import op_name
 
 
 def dot(registrations: Sequence[Registration], captions: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Rows of the factors of a weight that is a product, from those of the weight; see `passes.products`."""
+"""Rows of the factors of a weight that is a product, from those of the weight; see `passes.matching.products`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.products import KRON_LEFT, KRON_RIGHT, LEFT, RIGHT, TIMES
-from kfac_fx.passes.uses import Factor
+from kfac_fx.passes.matching.products import KRON_LEFT, KRON_RIGHT, LEFT, RIGHT, TIMES
+from kfac_fx.passes.words.uses import Factor
 
 Rows = tuple[Tensor, Tensor]
 Attrs = Mapping[str, Any]

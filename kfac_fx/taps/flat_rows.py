@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.words.matrix import Layout
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.sloped import views
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.passes.ir import Registration, Use
-from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.pieces import Slope
-from kfac_fx.passes.slopes import CENTERED, NORMALIZED, STANDARDIZED, filters, projected, slope
-from kfac_fx.passes.uses import Gain
+from kfac_fx.passes.words.matrix import Layout
+from kfac_fx.passes.words.pieces import Slope
+from kfac_fx.passes.words.slopes import CENTERED, NORMALIZED, STANDARDIZED, filters, projected, slope
+from kfac_fx.passes.words.uses import Gain
 
 Rows = tuple[Tensor, Tensor]
 Attrs = Mapping[str, Any]
@@ -22,7 +22,7 @@ Views = tuple[View, ...]
 
 
 def slopes_of(registration: Registration, use: Use) -> Callable[[Rows, Attrs], Rows] | None:
-    """(rows, gradient rows) of W = f(v) -> those of v, but for the projection of a normalization; see `passes.slopes`.
+    """(rows, gradient rows) of W = f(v) -> those of v, but for the projection of a norm; see `passes.words.slopes`.
 
     Of the gain of normalized filters: what each of them computes without it, and the gradient of its output. None for a
     use without either. What is returned closes over literals and functions only.

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.linalg.matrices import bordered
-from kfac_fx.passes.gathers import ENTRIES, of_table
 from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.linear_maps import MAP, of_elements
-from kfac_fx.passes.pieces import Region
-from kfac_fx.passes.uses import JACOBIAN
+from kfac_fx.passes.matching.gathers import ENTRIES, of_table
+from kfac_fx.passes.matching.linear_maps import MAP, of_elements
+from kfac_fx.passes.words.pieces import Region
+from kfac_fx.passes.words.uses import JACOBIAN
 from kfac_fx.taps.factored import factored
 from kfac_fx.taps.flat_rows import of_cases
 from kfac_fx.taps.sloped import slopes_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ir import Attrs
-from ..matrix import Layout, Shape
+from ..words.matrix import Layout, Shape
 from .linear import along_rows, linear, single
 from .rows import as_rows, written
 

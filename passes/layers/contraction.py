@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ir import Attrs
-from ..matrix import Layout, Shape
+from ..words.matrix import Layout, Shape
 
 
 @dataclass(frozen=True)

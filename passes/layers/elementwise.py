@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from ..matrix import Shape
+from ..words.matrix import Shape
 from .declaration import layer
 from .rows import ELEMENTWISE, by_group, elements, written
 

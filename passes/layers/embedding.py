@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..ir import EVERY_LAYER, Attrs
-from ..matrix import Layout
+from ..words.matrix import Layout
 from .declaration import Example, layer
 from .rows import Written, as_rows, written
 

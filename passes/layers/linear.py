@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from ..matrix import Layout, Shape
+from ..words.matrix import Layout, Shape
 from .declaration import layer
 from .rows import as_rows, by_group, written
 

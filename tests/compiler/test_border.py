@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.passes.border import holds_tensor, python_random
+from kfac_fx.passes.capture.border import holds_tensor, python_random
 from kfac_fx.passes.trace import capture
 from tests.whole.training import differences, step
 

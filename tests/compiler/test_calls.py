@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from kfac_fx.passes.calls import Lent, calls_of, mapped, watched, without_trace
+from kfac_fx.passes.capture.calls import Lent, calls_of, mapped, watched, without_trace
 
 X = torch.ones(2, 3)
 

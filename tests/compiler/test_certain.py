@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
-from kfac_fx.passes.operations import op_name
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import capture
 
 X = torch.randn(5, 3)

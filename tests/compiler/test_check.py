@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kfac_fx import RegistrationError
 from kfac_fx.passes.check import check, check_registration, uses_found, uses_registered
+from kfac_fx.passes.graphs.labels import entries
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.labels import entries
 from kfac_fx.passes.resolve import resolve
 from tests.compiler.toy import Toy, before, found
 

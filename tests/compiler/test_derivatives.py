@@ -14,7 +14,7 @@ import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.captures.divided import DividedRecorder
 from kfac_fx.optim.curvature import load_forward_mode
-from kfac_fx.passes.derivatives import takes_derivatives
+from kfac_fx.passes.capture.derivatives import takes_derivatives
 from kfac_fx.passes.trace import Capture, capture
 from tests.compiler.toy import Toy
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kfac_fx.passes.elements import KEY
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.matching.elements import KEY
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import capture

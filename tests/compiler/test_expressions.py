@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.pieces import Made, ranges, view_of
+from kfac_fx.passes.words.pieces import Made, ranges, view_of
 from tests.compiler.toy import Toy, before
 
 Function = Callable[..., Any]

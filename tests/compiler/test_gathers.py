@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.gathers import ENTRIES, INPUTS, OUTPUTS, of_table
+from kfac_fx.passes.matching.gathers import ENTRIES, INPUTS, OUTPUTS, of_table
 from kfac_fx.passes.resolve import resolve
 from tests.compiler.toy import Toy, before, found
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.inplace import memory, written
-from kfac_fx.passes.labels import Label, labels
+from kfac_fx.passes.graphs.inplace import memory, written
+from kfac_fx.passes.graphs.labels import Label, labels
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, code, node

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.labels import Label, ancestors, labels, parameters_behind, use_edges
+from kfac_fx.passes.graphs.labels import Label, ancestors, labels, parameters_behind, use_edges
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, node
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx.passes import jacobians, linear_maps
-from kfac_fx.passes.linear_maps import by_entry, matrix_of, of_elements
+from kfac_fx.passes.matching import jacobians, linear_maps
+from kfac_fx.passes.matching.linear_maps import by_entry, matrix_of, of_elements
 from tests.compiler.toy import Toy
 
 Function = Callable[[Tensor], Tensor]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.operations import op_name
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, code
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfac_fx.passes.operations import is_random, op_name
+from kfac_fx.passes.graphs.operations import is_random, op_name
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
 from kfac_fx.passes.check import check
-from kfac_fx.passes.labels import Label, labels
-from kfac_fx.passes.operations import op_name
+from kfac_fx.passes.graphs.labels import Label, labels
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, capture
 from tests.compiler.toy import Toy, before, code, found, node
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kfac_fx.passes import pytree
+from kfac_fx.passes.graphs import pytree
 
 
 def test_nested_values_are_flat_lists_of_leaves_and_back() -> None:

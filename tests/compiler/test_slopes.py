@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.slopes import DIVIDED, ELEMENTWISE, OVER, STANDARDIZED, TIMES, UNIT, filters, projected, slope
+from kfac_fx.passes.words.slopes import DIVIDED, ELEMENTWISE, OVER, STANDARDIZED, TIMES, UNIT, filters, projected, slope
 
 POSITIVE = ("log", "log1p", "sqrt", "rsqrt", "reciprocal", "pow")
 SETTINGS: dict[str, tuple[Any, ...]] = {"clamp": (-0.4, 0.5), "pow": (2.5,)}

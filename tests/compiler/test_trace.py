@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
-from kfac_fx.passes.operations import op_name
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, capture
 from tests.compiler.test_attributes import Memory
 from tests.compiler.test_watch import Branches

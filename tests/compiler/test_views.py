@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kfac_fx.passes.operations import op_name
+from kfac_fx.passes.graphs.operations import op_name
+from kfac_fx.passes.graphs.views import bound_parameter
 from kfac_fx.passes.trace import capture
-from kfac_fx.passes.views import bound_parameter
 from tests.compiler.toy import Toy, node
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Options, Pass, Program
 from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.link import link
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.operations import op_name
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import capture

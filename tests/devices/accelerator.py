@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_fx.passes import pytree
+from kfac_fx.passes.graphs import pytree
 
 NAME = "gpu"
 

@@ -10,11 +10,13 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A module may import those of the rows above its own here, and none of its own row.
 FLOORS = [
-    "passes.errors passes.failures",
-    "passes.matrix passes.places",
-    "passes.pieces passes.slopes",
-    "passes.uses",
-    "passes.registration",
+    # A folder of its own has no more than a line on what it holds.
+    "passes.words passes.graphs passes.capture passes.matching passes.claiming",
+    "passes.errors passes.graphs.failures",
+    "passes.words.matrix passes.words.places",
+    "passes.words.pieces passes.words.slopes",
+    "passes.words.uses",
+    "passes.words.registration",
     "passes.ir",
     "passes.layers.declaration",
     "passes.layers.contraction passes.layers.geometry passes.layers.rows",
@@ -22,24 +24,28 @@ FLOORS = [
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
-    "passes.cells passes.certain passes.checkpoints passes.detached passes.devices passes.holder passes.masks "
-    "passes.operations passes.pytree passes.signatures passes.sizes passes.stand_ins passes.writer",
-    "passes.labels passes.recurrent passes.timeline passes.views",
-    "passes.gains passes.linear_maps",
-    "passes.approximation passes.attributes passes.border passes.elements passes.experts passes.gathers "
-    "passes.literals passes.native passes.spelling passes.values passes.watch passes.writes",
-    "passes.function_calls passes.hooks passes.jacobians passes.means passes.products passes.reads",
-    "passes.flattened",
-    "passes.own_backwards passes.parts",
-    "passes.binding passes.calls passes.cases passes.claims passes.cut_plan passes.flat passes.functions "
-    "passes.inplace passes.leftovers",
-    "passes.derivatives passes.following passes.symbolic",
-    "passes.readers",
+    "passes.graphs.cells passes.capture.certain passes.capture.checkpoints passes.capture.detached "
+    "passes.capture.devices passes.graphs.holder passes.graphs.masks passes.graphs.operations passes.graphs.pytree "
+    "passes.graphs.signatures passes.graphs.sizes passes.capture.stand_ins passes.graphs.writer",
+    "passes.graphs.labels passes.capture.recurrent passes.graphs.timeline passes.graphs.views",
+    "passes.claiming.gains passes.matching.linear_maps",
+    "passes.claiming.approximation passes.capture.attributes passes.capture.border passes.matching.elements "
+    "passes.graphs.experts passes.matching.gathers passes.graphs.literals passes.graphs.native "
+    "passes.graphs.spelling passes.matching.values passes.capture.watch passes.capture.writes",
+    "passes.capture.function_calls passes.capture.hooks passes.matching.jacobians passes.matching.means "
+    "passes.matching.products passes.capture.reads",
+    "passes.claiming.flattened",
+    "passes.capture.own_backwards passes.claiming.parts",
+    "passes.matching.binding passes.capture.calls passes.graphs.cases passes.claiming.claims "
+    "passes.claiming.cut_plan passes.capture.flat passes.matching.functions passes.graphs.inplace "
+    "passes.claiming.leftovers",
+    "passes.capture.derivatives passes.capture.following passes.capture.symbolic",
+    "passes.capture.readers",
     # The passes: they meet in the pipeline and talk through the IR.
-    "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut passes.link "
-    "passes.resolve passes.check passes.rewrite passes.submodules passes.padding passes.verify",
+    "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match passes.cut "
+    "passes.link passes.resolve passes.check passes.rewrite passes.submodules passes.padding passes.verify",
     "passes.submodule_masks",
-    "passes.captured passes.pipeline",
+    "passes.capture.captured passes.pipeline",
     "passes.divide",
     "passes",
     # The runtime, folder by folder; a folder of its own has no more than a line on what it holds.
@@ -67,8 +73,8 @@ FLOORS = [
     "kfac_fx.taps.use_rows",
     "kfac_fx.taps.tap",
     "kfac_fx.taps.link",
-    "kfac_fx.recording.backends kfac_fx.recording.examples kfac_fx.recording.masks "
-    "kfac_fx.recording.progress kfac_fx.recording.pullback",
+    "kfac_fx.recording.backends kfac_fx.recording.examples kfac_fx.recording.masks kfac_fx.recording.progress "
+    "kfac_fx.recording.pullback",
     "kfac_fx.recording.emitted kfac_fx.recording.exact",
     "kfac_fx.recording.output_losses",
     "kfac_fx.recording.recorder",
@@ -119,7 +125,7 @@ FLOORS = [
 
 # The numerical runtime knows what a registration is, and nothing else of the compiler.
 NUMERICAL = ("kfac_fx.linalg.", "kfac_fx.losses.", "kfac_fx.statistics.", "kfac_fx.factors.", "kfac_fx.blocks.")
-SHARED_WORDS = {"passes.errors", "passes.matrix", "passes.pieces", "passes.ir"}
+SHARED_WORDS = {"passes.errors", "passes.words.matrix", "passes.words.pieces", "passes.ir"}
 
 # passes/__init__.py imports itself by its installed name, to be one package under both names.
 ALIAS = ("passes", "kfac_fx.passes")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes import jacobians
+from kfac_fx.passes.matching import jacobians
 
 Shapes = dict[str, tuple[int, ...]]
 

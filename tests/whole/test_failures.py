@@ -13,7 +13,7 @@ import kfac_fx
 from kfac_fx import layer
 from kfac_fx.optim import watched
 from kfac_fx.optim.curvature import JacobianProducts
-from kfac_fx.passes.failures import fatal, first_line, out_of_memory
+from kfac_fx.passes.graphs.failures import fatal, first_line, out_of_memory
 from kfac_fx.recording.pullback import Pullback
 
 TOO_MUCH = 1 << 50  # bytes

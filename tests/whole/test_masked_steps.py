@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection, ModelChangedError
-from kfac_fx.passes.sizes import in_example, number
+from kfac_fx.passes.graphs.sizes import in_example, number
 from kfac_fx.statistics.lagged import LAGGED
 from tests.runtime.fisher_cases import sequence_statistics
 

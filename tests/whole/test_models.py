@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from torch import Tensor
 
-from kfac_fx.passes import pytree
+from kfac_fx.passes.graphs import pytree
 from tests.models import CASES, ZOO, Case
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.captures.divided import DividedRecorder
 from kfac_fx.checks.proof import prove
-from kfac_fx.passes import pytree
+from kfac_fx.passes.graphs import pytree
 
 Batch = tuple[Any, ...]
 

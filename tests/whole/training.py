@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes import pytree
+from kfac_fx.passes.graphs import pytree
 
 SEED = 7
 

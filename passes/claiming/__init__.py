@@ -1,0 +1,1 @@
+"""What `cut` and `resolve` are made of: from matches to registrations."""

@@ -1,0 +1,198 @@
+"""What each node depends on, and which parameter, through which views, stands behind it.
+
+    ACT     depends on the values of the model's inputs, or has a row for every case
+    FREE    an activation that is free of the batch: computed by a layer, from parameters and constants only
+    PURE    depends on parameters and constants only
+    CONST   depends on neither (sizes, masks, buffers, anything detached)
+
+An edge from PURE to ACT or FREE is a place where a parameter enters the computation: a use to be explained by a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping
+from enum import IntEnum
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, fx
+
+from ..ir import Program
+from .operations import (
+    DATA_FIRST,
+    EXPANDS,
+    NO_GRADIENT,
+    OWN_BACKWARD,
+    SHAPE_ONLY,
+    SIZED_BY_CASES,
+    no_grad_region,
+    op_name,
+)
+
+Edge = tuple[fx.Node, fx.Node]  # (PURE node, activation that reads it)
+
+
+class Label(IntEnum):
+    """The least of its operands' is an operation's."""
+
+    ACT = 0
+    FREE = 1
+    PURE = 2
+    CONST = 3
+
+    @property
+    def activation(self) -> bool:
+        return self in (Label.ACT, Label.FREE)
+
+
+def labels(
+    graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = (), cases: str | None = None
+) -> dict[fx.Node, Label]:
+    """Label every node.
+
+    Args:
+        pure: placeholders that stand for parameters, as in the form of a layer.
+        cases: the symbolic size of the cases; what has one row a case, such as the zeros that a recurrent net starts
+            from or a class token in front of every sequence, is an activation as any other. Where no sizes are known,
+            an expansion to a size of an activation is taken for such.
+    """
+    names, forced = set(parameters), set(pure)
+    first = {size for node in graph.nodes if node.op == "placeholder" for size in symbolic_sizes(node)[:1]} - {None}
+    label: dict[fx.Node, Label] = {}
+    for node in graph.nodes:
+        if node in forced:
+            label[node] = Label.PURE
+        elif node.op == "placeholder":
+            label[node] = Label.ACT
+        elif node.op == "get_attr":
+            label[node] = Label.PURE if node.target in names else Label.CONST
+        elif (name := op_name(node)) in NO_GRADIENT or no_grad_region(node):
+            acts = name not in SHAPE_ONLY and any(label[n] is Label.ACT for n in node.all_input_nodes)
+            label[node] = Label.ACT if acts else Label.CONST
+        else:
+            label[node] = min((label[n] for n in node.all_input_nodes), default=Label.CONST)
+            if label[node] is Label.PURE and is_layer_of_data(node, label):
+                label[node] = Label.FREE
+        if label[node] is not Label.ACT and node.op != "get_attr" and has_row_a_case(node, label[node], cases, first):
+            label[node] = Label.ACT
+    return label
+
+
+def is_layer_of_data(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
+    """Whether a PURE node applies a layer with parameters to something else: coordinates, a learned table."""
+    if op_name(node) == "learned":
+        return True
+    if op_name(node) == "einsum":
+        return maps_constant(node, label)
+    data = node.args[0] if op_name(node) in DATA_FIRST and node.args else None
+    others = [operand for operand in node.all_input_nodes if operand is not data]
+    return isinstance(data, fx.Node) and any(label[operand] is Label.PURE for operand in others)
+
+
+def maps_constant(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
+    """Whether an einsum is a layer that is applied to a constant: it sums over inputs, and keeps positions."""
+    equation, *operands = node.args
+    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
+        return False
+    terms, _, made = equation.replace(" ", "").partition("->")
+    sides = dict(zip((label[operand] for operand in node.all_input_nodes), terms.split(","), strict=False))
+    data, weight = (set(sides.get(kind, "")) for kind in (Label.CONST, Label.PURE))
+    return bool(data & weight - set(made)) and bool(data & set(made) - weight)
+
+
+def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Container[str | None]) -> bool:
+    """Of what depends on parameters, only an expansion is taken for it: a slice may be as long as there are cases.
+
+    first: the first sizes of the inputs. torch.export does not tie all of them to the cases.
+    """
+    known = cases is not None or SIZED_BY_CASES in node.meta
+    of_cases = node.meta.get(SIZED_BY_CASES, False) or (
+        cases is not None and any(size and re.search(rf"\b{cases}\b", size) for size in symbolic_sizes(node))
+    )
+    if label is Label.CONST or op_name(node) not in EXPANDS:
+        return of_cases and label is Label.CONST
+    if known:
+        return of_cases or (cases is not None and next(iter(symbolic_sizes(node)), None) in first)
+    if "val" in node.meta:  # captured with a single case
+        sizes = node.args[1] if len(node.args) > 1 else ()
+        return isinstance(sizes, (list, tuple)) and sizes[:1] in ([1], (1,))
+    return any(is_size(operand) for operand in node.all_input_nodes[1:])
+
+
+def is_size(node: fx.Node) -> bool:
+    """In a graph without sizes: a size of a tensor."""
+    while op_name(node) == "getitem":
+        node = node.all_input_nodes[0]
+    return op_name(node) in ("size", "shape", "sym_size")
+
+
+def symbolic_sizes(node: fx.Node) -> list[str | None]:
+    """One entry a dimension of the node's tensor, None where the size is a number."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    return [str(size) if isinstance(size, torch.SymInt) else None for size in sizes]
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Whether the node's value can have one: not integers and truth values."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return not isinstance(value, (int, torch.SymInt, torch.SymBool))
+
+
+def differentiated(node: fx.Node) -> list[fx.Node]:
+    """The operands that a gradient can flow to from `node`."""
+    name = op_name(node)
+    if name in NO_GRADIENT or no_grad_region(node) or not has_gradient(node):
+        return []
+    operands = node.all_input_nodes
+    if name == OWN_BACKWARD:
+        return [operand for operand in dict.fromkeys(node.args) if isinstance(operand, fx.Node)]
+    return operands[:1] if name in ("expand_as", "view_as", "type_as") else operands
+
+
+def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx.Node]:
+    """`roots` and every node that a gradient of them reaches, no further than `last`: the graph behind the losses."""
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in last:
+            stack += differentiated(node)
+    return seen
+
+
+def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable[fx.Node]) -> list[Edge]:
+    """Every edge from PURE to an activation behind the outputs, in graph order; an output that is PURE itself is an
+    edge to itself."""
+    outputs = list(outputs)
+    behind = ancestors(outputs)
+    return [(node, node) for node in outputs if label[node] is Label.PURE] + [
+        (operand, node)
+        for node in graph.nodes
+        if label[node].activation and node in behind
+        for operand in differentiated(node)
+        if label[operand] is Label.PURE
+    ]
+
+
+def parameters_behind(
+    node: fx.Node, label: Mapping[fx.Node, Label], pieces: Mapping[fx.Node, Iterable[str]] = MappingProxyType({})
+) -> set[str]:
+    """Canonical names of all parameters a PURE node is computed from; of nodes that are made of pieces, the pieces."""
+    reached = ancestors([node], pieces)
+    names = {str(n.target) for n in reached if n.op == "get_attr" and label[n] is Label.PURE and n not in pieces}
+    return names.union(*(pieces[n] for n in reached if n in pieces))
+
+
+def entries(program: Program) -> dict[Edge, set[str]]:
+    """Every place where parameters enter the graph behind the losses, in graph order, and the parameters behind it."""
+    label = labels(program.graph, program.parameters, cases=program.cases)
+    edges = use_edges(program.graph, label, program.outputs)
+    behind = {pure: parameters_behind(pure, label, program.behind) for pure, _ in edges}
+    return {(pure, act): behind[pure] for pure, act in edges}

@@ -1,0 +1,63 @@
+"""The parameter behind a chain of views, and the layout that these views make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..words.matrix import Layout, Shape, Step
+from .operations import CASTS, PERMUTES, VIEWS, op_name
+
+
+def bound_parameter(node: fx.Node, shapes: Mapping[str, Shape]) -> tuple[str, Layout] | None:
+    """The parameter behind `node` if only invertible views lie between, and the layout they make; else None."""
+    chain: list[fx.Node] = []
+    while node.op != "get_attr":
+        operands = node.all_input_nodes
+        if op_name(node) not in VIEWS or not operands or operands[0] is not node.args[0]:
+            return None
+        chain.append(node)
+        node = operands[0]
+    if node.target not in shapes:
+        return None
+    layout = Layout(shapes[str(node.target)])
+    for view in reversed(chain):
+        step = view_step(view, layout.result)
+        if step is None:
+            return None
+        layout = Layout(layout.shape, (*layout.steps, step)) if step.before != step.after or step.order else layout
+    return str(node.target), layout
+
+
+def view_step(node: fx.Node, before: Shape) -> Step | None:
+    """`node` as a Step on a tensor of shape `before`, found by running it without data; None if it does not keep every
+    element or needs sizes that only the batch knows."""
+    name = op_name(node)
+    if name in CASTS:
+        return Step(before, before)
+    if len(node.all_input_nodes) > 1 or any(isinstance(arg, torch.dtype) for arg in node.args):
+        return None
+    probe = torch.empty(before, device="meta")
+    try:
+        result = run(node, probe)
+    except (RuntimeError, TypeError, IndexError):
+        return None
+    if not isinstance(result, Tensor) or result.numel() != probe.numel():
+        return None
+    if name not in PERMUTES:
+        return Step(before, tuple(result.shape))
+    distinct = torch.empty(tuple(range(2, len(before) + 2)), device="meta")  # every dimension has its own size
+    order = tuple(int(size) - 2 for size in run(node, distinct).shape)
+    return Step(before, tuple(result.shape), order)
+
+
+def run(node: fx.Node, operand: Tensor) -> Any:
+    """Apply `node` to `operand` in the place of its first argument."""
+    args = (operand, *node.args[1:])
+    if node.op == "call_method":
+        return getattr(operand, str(node.target))(*args[1:], **node.kwargs)
+    assert callable(node.target), "bug in kfac_fx: a view that is neither a function nor a method"
+    return node.target(*args, **node.kwargs)

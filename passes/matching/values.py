@@ -1,0 +1,115 @@
+"""Operations on values of expressions; see `expressions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..words.matrix import Shape
+from ..words.pieces import Box, Made, Slab, narrowed, slab_of, view_of, whole
+
+
+def called(node: fx.Node, args: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **node.kwargs)
+    assert callable(node.target), "bug in kfac_fx: an operation that is neither a function nor a method"
+    return node.target(*args, **node.kwargs)
+
+
+def without_data(arguments: Any, known: Mapping[fx.Node, Any]) -> Any:
+    """Arguments with the values of their nodes; those that are tensors have shapes only."""
+
+    def value_of(node: fx.Node) -> Any:
+        value = known[node]
+        return whole(value.shape) if isinstance(value, Made) else value
+
+    return fx.map_arg(arguments, value_of)
+
+
+def is_one_slab(value: Made) -> bool:
+    return len(value.slabs) == 1 and value.slabs[0].shape == value.shape and not value.products
+
+
+def made_of(view: Tensor, slab: Slab) -> Made:
+    """A view of a slab. Raises ValueError where elements are repeated."""
+    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.stride(), strict=True)):
+        raise ValueError
+    return Made(tuple(view.shape), (slab_of(slab.parameter, view, slab.scale, slab.slopes),))
+
+
+def part_of(value: Made, view: Tensor) -> Made | None:
+    """What a view of all of a value, of `whole(value.shape)`, shows; None if it is no box of it."""
+    rest, box = int(view.storage_offset()), list[tuple[int, int]]()
+    kept: list[int] = []
+    for dim, step in enumerate(whole(value.shape).stride()):
+        start, rest = divmod(rest, step)
+        shown = len(kept) < view.dim() and view.stride(len(kept)) == step
+        box.append((start, start + int(view.shape[len(kept)]) if shown else start + 1))
+        kept += [dim] if shown else []
+    if len(kept) < view.dim() or any(stop > size for (_, stop), size in zip(box, value.shape, strict=True)):
+        return None
+    slabs = [slab for slab in (cropped(one, tuple(box), kept) for one in value.slabs) if slab is not None]
+    return Made(tuple(view.shape), tuple(slabs))
+
+
+def cropped(slab: Slab, box: Box, kept: list[int]) -> Slab | None:
+    """What of a slab is in a box, in coordinates of the box's dimensions that are kept; None if nothing is."""
+    for dim, (start, stop) in enumerate(box):
+        first, last = max(start, slab.box[dim][0]), min(stop, slab.box[dim][1])
+        if first >= last:
+            return None
+        slab = narrowed(slab, dim, first, last)
+    inside = tuple((slab.box[dim][0] - box[dim][0], slab.box[dim][1] - box[dim][0]) for dim in kept)
+    return replace(slab, box=inside, strides=tuple(slab.strides[dim] for dim in kept))
+
+
+def scaled(value: Made | None, by: float | None) -> Made | None:
+    if value is None or by is None:
+        return None
+    slabs = tuple(replace(slab, scale=by * slab.scale) for slab in value.slabs)
+    return Made(value.shape, slabs, tuple(replace(one, scale=by * one.scale) for one in value.products))
+
+
+def factor(name: str, node: fx.Node) -> float | None:
+    """Of a product with a number; None for another product."""
+    if name == "neg":
+        return -1.0
+    by = node.args[1]
+    if node.kwargs or not isinstance(by, (int, float)) or by == 0:
+        return None
+    return 1.0 / by if name == "div" else float(by)
+
+
+def unsqueezed(value: Made, dim: int) -> Made:
+    dim = dim % (len(value.shape) + 1)
+    slabs = [view_of(slab).unsqueeze(dim).stride() for slab in value.slabs]
+    boxes = [(*slab.box[:dim], (0, 1), *slab.box[dim:]) for slab in value.slabs]
+    new = [replace(old, box=box, strides=by) for old, box, by in zip(value.slabs, boxes, slabs, strict=True)]
+    return Made((*value.shape[:dim], 1, *value.shape[dim:]), tuple(new))
+
+
+def permuted(slab: Slab, order: Shape) -> Slab:
+    return replace(slab, box=tuple(slab.box[d] for d in order), strides=tuple(slab.strides[d] for d in order))
+
+
+def moved(box: Box, dim: int, by: int) -> Box:
+    start, stop = box[dim]
+    return (*box[:dim], (start + by, stop + by), *box[dim + 1 :])
+
+
+def dims_after(node: fx.Node, dims: int, rest: Any) -> Shape:
+    """The order that a permuting node leaves the dimensions in."""
+    distinct = whole(tuple(range(2, dims + 2)))
+    return tuple(int(size) - 2 for size in called(node, (distinct, *rest)).shape)
+
+
+def basic(index: Any) -> bool:
+    """Whether an index makes a view."""
+    return all(one is None or one is ... or isinstance(one, (int, slice, fx.Node)) for one in as_tuple(index))
+
+
+def as_tuple(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)

@@ -1,0 +1,231 @@
+"""Parts of parameters: slabs that are used apart from each other, and tensors that are put together from several.
+
+q, kv = in_proj_weight.split([e, 2 * e])        two pieces of one parameter
+torch.cat([q_bias, zeros, v_bias])              a tensor made of two parameters and a constant
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .matrix import Layout, Shape
+
+Box = tuple[tuple[int, int], ...]  # of a tensor: (start, stop) along each dimension
+Region = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # of a matrix [g, o, i]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slab of a parameter that is used apart from the rest: to the compiler and to blocks a parameter of its own.
+
+    name: `"attn.in_proj_weight[0:64]"`, `"table[:, 2:5]"`; written once, for Dynamo writes no names of numbers.
+    """
+
+    parameter: str
+    dim: int
+    start: int
+    stop: int
+    name: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        name = f"{self.parameter}[{':, ' * self.dim}{self.start}:{self.stop}]"
+        object.__setattr__(self, "name", name)
+
+    def shape(self, whole: Shape) -> Shape:
+        return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
+
+    def of(self, whole: Tensor, lead: int = 0) -> Tensor:
+        """The slab of a tensor that has the parameter's shape behind `lead` more dimensions; a view."""
+        return whole.narrow(lead + self.dim, self.start, self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """`scale` times some elements of a parameter, in a box of a tensor: (start, stop) along each of its dimensions.
+
+    strides, offset: which elements these are and in what order, as those of a view of the parameter. slopes: functions
+    that were applied to them.
+    """
+
+    box: Box
+    parameter: str
+    strides: Shape
+    offset: int
+    scale: float = 1.0
+    slopes: tuple[Slope, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(stop - start for start, stop in self.box)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """A function on the way from a parameter to its use, that multiplies its gradient; see `passes.words.slopes`.
+
+    operand: its argument, `layout` of the parameter, or a multiple of it and a constant. factor: γ of a normalization;
+    gain: the parameter that it is, in its own order, if it is one. piece: the only one of the parameter that is meant.
+    """
+
+    name: str
+    operand: fx.Node
+    layout: Layout
+    factor: fx.Node | None = None
+    settings: tuple[Any, ...] = ()
+    gain: Slab | None = None
+    piece: Piece | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a factor V of a product meets on the way: "left" C V, "right" V C, "times" V * C, "kron left" V ⊗ C, or
+    "kron right" C ⊗ V. shape: of C as a matrix. turned: it is used transposed."""
+
+    kind: str
+    other: fx.Node
+    shape: Shape
+    turned: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """`scale` times a matrix of `shape` in which a parameter is one factor; see `passes.matching.products`.
+
+    layout: from the parameter to the factor, a matrix. steps: the last, which makes the product, first.
+    """
+
+    parameter: str
+    layout: Layout
+    shape: Shape
+    steps: tuple[Step, ...] = ()
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that is computed from parameters alone by moving elements; where no slab is, it is constant, or a sum of
+    products, a matrix each that is seen in this shape."""
+
+    shape: Shape
+    slabs: tuple[Slab, ...]
+    products: tuple[Product, ...] = ()
+
+
+# --- strides --------------------------------------------------------------------------------------------------------
+
+
+def whole(shape: Shape) -> Tensor:
+    """A parameter without data: views of it say by their strides which of its elements they show."""
+    return torch.empty(shape, device="meta")
+
+
+def view_of(slab: Slab) -> Tensor:
+    """Without data."""
+    sizes = slab.shape
+    reach = slab.offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, slab.strides, strict=True))
+    return whole((reach,)).as_strided(sizes, slab.strides, slab.offset)
+
+
+def slab_of(parameter: str, view: Tensor, scale: float = 1.0, slopes: tuple[Slope, ...] = ()) -> Slab:
+    """All of a tensor."""
+    box = tuple((0, int(size)) for size in view.shape)
+    return Slab(box, parameter, view.stride(), int(view.storage_offset()), scale, slopes)
+
+
+def narrowed(slab: Slab, dim: int, start: int, stop: int) -> Slab:
+    """What of a slab is between these places of its tensor along `dim`."""
+    first, _ = slab.box[dim]
+    box = (*slab.box[:dim], (start, stop), *slab.box[dim + 1 :])
+    return replace(slab, box=box, offset=slab.offset + (start - first) * slab.strides[dim])
+
+
+def viewed(layout: Layout, tensor: Tensor) -> Tensor | None:
+    """The layout of a tensor, or None if it is no view of it."""
+    for step in layout.steps:
+        try:
+            tensor = tensor.permute(step.order) if step.order is not None else tensor.view(step.after)
+        except (RuntimeError, ValueError):  # the latter where a dispatch mode is active
+            return None
+    return tensor
+
+
+def ranges(view: Tensor, shape: Shape) -> dict[int, tuple[int, int]]:
+    """The dimensions along which a view of a parameter of `shape` shows a slab, every element once: (start, stop)."""
+    found: dict[int, tuple[int, int]] = {}
+    for dim, size in enumerate(shape):
+        before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+        kept, rest = divmod(view.numel(), before * after)
+        start, inside = divmod(int(view.storage_offset()), after)
+        if not rest and not inside and kept and start + kept <= size:
+            piece = Piece("", dim, start, start + kept)
+            if layout_in(piece, shape, view) is not None:
+                found[dim] = (start, start + kept)
+    return found
+
+
+def layout_in(piece: Piece, shape: Shape, view: Tensor) -> Layout | None:
+    """From a piece of a parameter of `shape` to a view that shows all of it; None if the view does not.
+
+    Seen as a tensor of its own, the piece has a shorter stride than the parameter in the dimensions before the cut.
+    """
+    if not shape:
+        return Layout(()).reshape(tuple(view.shape)) if view.numel() == 1 else None
+    apart = math.prod(shape[piece.dim :])
+    close = apart // shape[piece.dim] * (piece.stop - piece.start)
+    sizes = tuple(int(size) for size in view.shape)
+    for size, stride in zip(sizes, view.stride(), strict=True):
+        if close < apart and size > 1 and stride % apart and size * stride > close:
+            return None  # runs on behind the cut
+    strides = [stride // apart * close + stride % apart for stride in view.stride()]
+    several = [d for d, size in enumerate(sizes) if size > 1]
+    order = sorted(several, key=lambda d: -strides[d])
+    dense = 1
+    for d in reversed(order):
+        if strides[d] != dense:
+            return None
+        dense *= sizes[d]
+    if dense != math.prod(piece.shape(shape)):
+        return None
+    if order == several:
+        return Layout(piece.shape(shape)).reshape(sizes)
+    split = Layout(piece.shape(shape)).reshape(tuple(sizes[d] for d in order))
+    return split.permute(tuple(order.index(d) for d in several)).reshape(sizes)
+
+
+def axis_along(view: Tensor, shape: Shape, dim: int, length: int) -> tuple[int, int] | None:
+    """The axis of a view on which a slab of `length` along `dim` lies from end to end, and the steps on it that one
+    step along `dim` takes; None if there is none."""
+    stride = math.prod(shape[dim + 1 :])
+    for axis, (size, step) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if step and stride % step == 0 and size == stride // step * length:
+            return axis, stride // step
+    return None
+
+
+def region_in(matrix: Tensor, part: Tensor) -> Region | None:
+    """Where a view lies in a matrix [g, o, i] that is a view of the same tensor; None if it is no box of it."""
+    rest, starts = int(part.storage_offset()), [0, 0, 0]
+    for axis in sorted(range(3), key=matrix.stride, reverse=True):
+        if matrix.shape[axis] > 1:
+            starts[axis], rest = divmod(rest, matrix.stride(axis))
+    if rest:
+        return None
+    for axis, start in enumerate(starts):
+        same = part.shape[axis] == 1 or part.stride(axis) == matrix.stride(axis)
+        if not same or start + part.shape[axis] > matrix.shape[axis]:
+            return None
+    g, o, i = ((start, start + int(size)) for start, size in zip(starts, part.shape, strict=True))
+    return g, o, i
+
+
+def constant_along(view: Tensor, shape: Shape, dim: int, axis: int) -> bool:
+    """Whether a step along an axis of a view leaves the place along `dim` of the parameter as it is."""
+    step, size, inner = view.stride(axis), int(view.shape[axis]), math.prod(shape[dim + 1 :])
+    above = step % (inner * shape[dim]) == 0
+    below = step * size <= inner and inner % (step * size) == 0
+    return size == 1 or above or below
