@@ -11,6 +11,7 @@ Nothing is computed: a part of a parameter is a view of a tensor without data, w
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,12 @@ def express(program: Program) -> Program:
             made[node] = value
         elif any(expressions.label[user].activation for user in readers):
             others.append(node)
-    return program.but(made={**made, **small_functions(program, expressions.label, others)})
+    in_pieces = {slab.parameter for value in made.values() for slab in value.slabs if is_part(slab, program)}
+    return program.but(made={**made, **small_functions(program, expressions.label, others, in_pieces)})
+
+
+def is_part(slab: Slab, program: Program) -> bool:
+    return math.prod(slab.shape) < program.parameters[slab.parameter].numel()
 
 
 class Expressions:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -27,16 +28,18 @@ LARGEST = 1 << 20  # elements of a Jacobian
 KEY = "jacobian"  # in the meta of its node: (the function, which of its arguments)
 
 
-def small_functions(program: Program, label: Mapping[fx.Node, Label], nodes: Iterable[fx.Node]) -> dict[fx.Node, Made]:
+def small_functions(
+    program: Program, label: Mapping[fx.Node, Label], nodes: Iterable[fx.Node], in_pieces: AbstractSet[str]
+) -> dict[fx.Node, Made]:
     """Those of the nodes that are functions of parameters and constants alone, and small, as expressions: a slab for
-    every parameter, all of it."""
+    every parameter, all of it; not where other uses have one of them in pieces."""
     found: dict[fx.Node, Made] = {}
     for node in nodes:
         shape = static_shape(node)
         sizes = {name: tuple(program.parameters[name].shape) for name in sorted(parameters_behind(node, label))}
         if shape is None or not all(0 < math.prod((*shape, *own)) <= LARGEST for own in sizes.values()):
             continue
-        if is_function(node):
+        if in_pieces.isdisjoint(sizes) and is_function(node):
             slopes = {name: Slope(JACOBIAN, node, Layout(own)) for name, own in sizes.items()}
             slabs = [slab_of(name, whole(own), slopes=(slopes[name],)) for name, own in sizes.items()]
             found[node] = Made(shape, tuple(slabs))

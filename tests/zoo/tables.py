@@ -118,6 +118,20 @@ class OtherSizes(nn.Module):
         return y
 
 
+class TokenWithPosition(nn.Module):
+    """The token has a position, too: a slice of the table goes into a function, the rest is a shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.token, self.positions = parameter(1, 1, 4), parameter(1, 6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 5, 3]
+        token = (self.token + self.positions[:, :1]).expand(x.shape[0], -1, -1)
+        y: Tensor = self.head(torch.cat([token, self.embed(x) + self.positions[:, 1:]], dim=1).tanh().mean(1))
+        return y
+
+
 class MadeByNetwork(nn.Module):
     """Biases of attention from the coordinates of positions, by a small network, as in Swin V2."""
 
@@ -249,6 +263,13 @@ CASES = (
             linear("head"),
             *(("scale_and_shift", (name,), 1) for name in ("token", "positions", "grid", "table")),
         ),
+    ),
+    Case(
+        "token_with_position",
+        TokenWithPosition,
+        lambda: batch(3, 5, 3),
+        (linear("embed"), linear("head"), ("scale_and_shift", ("positions[:, 1:6]",), 1)),
+        generic=("token", "positions[:, 0:1]"),
     ),
     Case(
         "table_made_by_a_network",
