@@ -103,7 +103,8 @@ def culprits(program: Program, variables: Iterable[str] | None, found: Edges, re
     asked = {part for name in wanted for part in program.parts(program.aliases.get(name, name))}
     extra = [name for name in by_name if name not in asked]
     if extra:
-        errors.append(f"{len(extra)} registered parameters were not included in the list: {', '.join(extra)}")
+        many = f"{len(extra)} registered parameters were" if len(extra) > 1 else "1 registered parameter was"
+        errors.append(f"{many} not included in the list: {', '.join(extra)}")
     return errors
 
 

@@ -46,8 +46,10 @@ class CapturedModel:
             if names.get(name.name) is not name:
                 raise RegistrationError(f"the node {name.name} is not one of this graph; take it from lc.graph")
             return name
+        if not isinstance(name, str):
+            raise RegistrationError(f"a node of the graph is wanted, from lc.graph or by its name, not {name!r}")
         if name not in names:
-            raise RegistrationError(f"the graph has no node {name!r}.{nearest(str(name), names)}")
+            raise RegistrationError(f"the graph has no node {name!r}.{nearest(name, names)}")
         return names[name]
 
     def calls_of(self, module: str) -> list[list[fx.Node]]:

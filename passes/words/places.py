@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import fx
 
-OWN_FOLDER = str(Path(__file__).parent)
+OWN_FOLDER = str(Path(__file__).parents[1])  # the compiler
 
 
 def where(node: fx.Node) -> str:

@@ -179,7 +179,7 @@ def test_the_check_takes_the_parameters_own_names() -> None:
     program = registered(lambda x, w, v: F.linear(x, w[:2]) + F.linear(x, w[4:]) * v, w=(6, 4), v=(2,))
     check_registration(program, ["w", "v"])
     check_registration(program)
-    with pytest.raises(RegistrationError, match=r"1 registered parameters were not included in the list: v"):
+    with pytest.raises(RegistrationError, match=r"1 registered parameter was not included in the list: v"):
         check_registration(program, ["w"])
     less = program.but(registrations=tuple(one for one in program.registrations if "w[4:6]" not in one.parameters))
     with pytest.raises(RegistrationError, match=r"w\[4:6\] is not registered; it is used in linear_1"):

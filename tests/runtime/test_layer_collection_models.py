@@ -227,7 +227,7 @@ def test_variables_must_be_those_that_are_registered() -> None:
     lc.check_registration(["w"])
     with pytest.raises(RegistrationError, match="b is not registered; it is used in add"):
         kfac_fx.FisherEstimator(lc, variables=["w", "b"])
-    with pytest.raises(RegistrationError, match="1 registered parameters were not included in the list: w"):
+    with pytest.raises(RegistrationError, match="1 registered parameter was not included in the list: w"):
         kfac_fx.FisherEstimator(lc, variables=[])
     est = kfac_fx.FisherEstimator(lc, variables=["w"])
     est.update_covariances(torch.randn(6, 10))

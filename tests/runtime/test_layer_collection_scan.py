@@ -249,7 +249,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         "w has 2 uses in the graph but 1 in its registration",
         "b is not registered; it is used in add",
         "'wb' is not a parameter of the model",
-        "1 registered parameters were not included in the list: v",
+        "1 registered parameter was not included in the list: v",
         "v is registered at mul",
         "the losses do not depend on it",
     ):
