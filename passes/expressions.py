@@ -62,6 +62,7 @@ def express(program: Program) -> Program:
     expressions, behind = Expressions(program), ancestors(program.outputs)
     known, made = expressions.known, dict[fx.Node, Made]()
     others: list[fx.Node] = []
+    in_pieces: set[str] = set()
     for node in program.graph.nodes:
         value = known.get(node)
         pure = value is None and expressions.label[node] is Label.PURE and ELEMENTS not in node.meta
@@ -73,11 +74,12 @@ def express(program: Program) -> Program:
         value = complete(value, node) if isinstance(value, Made) and value.products else value
         if plain or not (read or node in program.outputs):
             continue
+        enters = any(expressions.label[user].activation for user in readers)
         if isinstance(value, Made):
             made[node] = value
-        elif any(expressions.label[user].activation for user in readers):
+            in_pieces |= {slab.parameter for slab in value.slabs if enters and is_part(slab, program)}
+        elif enters:
             others.append(node)
-    in_pieces = {slab.parameter for value in made.values() for slab in value.slabs if is_part(slab, program)}
     return program.but(made={**made, **small_functions(program, expressions.label, others, in_pieces)})
 
 

@@ -39,7 +39,7 @@ def small_functions(
         sizes = {name: tuple(program.parameters[name].shape) for name in sorted(parameters_behind(node, label))}
         if shape is None or not all(0 < math.prod((*shape, *own)) <= LARGEST for own in sizes.values()):
             continue
-        if in_pieces.isdisjoint(sizes) and is_function(node):
+        if in_pieces.isdisjoint(sizes) and node.meta["val"].is_floating_point() and is_function(node):
             slopes = {name: Slope(JACOBIAN, node, Layout(own)) for name, own in sizes.items()}
             slabs = [slab_of(name, whole(own), slopes=(slopes[name],)) for name, own in sizes.items()]
             found[node] = Made(shape, tuple(slabs))
@@ -115,9 +115,14 @@ class Jacobian(nn.Module):
         fixed = [leaf.detach() for leaf in leaves]
         at = fixed[self.number]
 
-        def flat(changed: Tensor) -> Any:
-            values = [*fixed[: self.number], changed.view_as(at), *fixed[self.number + 1 :]]
-            return self.function(*values).reshape(-1)
+        def value(changed: Tensor) -> Any:
+            return self.function(*fixed[: self.number], changed, *fixed[self.number + 1 :]).reshape(-1)
 
-        found: Tensor = torch.func.jacrev(flat)(at.reshape(-1))
-        return found.detach()
+        if torch.compiler.is_compiling():  # autograd's own function cannot be compiled
+            found: Tensor = torch.func.jacrev(value)(at).flatten(1)
+            return found.detach()
+        with torch.enable_grad():  # torch.func refuses to run where hooks look at what is saved for a backward
+            result = value(at.requires_grad_())
+            rows = torch.eye(result.numel(), dtype=result.dtype, device=result.device)
+            (rowwise,) = torch.autograd.grad(result, at, rows, is_grads_batched=True, materialize_grads=True)
+        return rowwise.flatten(1)

@@ -82,7 +82,9 @@ def test_nodes_are_found_by_module(inputs: Any) -> None:
         lc.inputs_of("fc3")
     with pytest.raises(RegistrationError, match=r"the graph has no node 'tan'. Did you mean 'tanh'"):
         lc.node("tan")
-    with pytest.raises(RegistrationError, match="a node of the graph is wanted, from lc.graph or by its name, not None"):
+    with pytest.raises(
+        RegistrationError, match="a node of the graph is wanted, from lc.graph or by its name, not None"
+    ):
         lc.node(None)  # type: ignore[arg-type]
 
 

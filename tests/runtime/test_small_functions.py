@@ -112,6 +112,19 @@ def test_the_jacobian_is_that_of_the_moment() -> None:
     torch.testing.assert_close(estimator.blocks["w",].full_fisher_block(), wanted)
 
 
+def test_hooks_on_saved_tensors_are_no_matter() -> None:
+    """Those of the user's, as of activations that are kept on another device, and those of the exact Fisher."""
+    model, x = toy(branches, w=(3,)), torch.randn(5, 4)
+    net = kfac_fx.compile(model, (x,), loss="normal", strict=True)
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    with torch.autograd.graph.save_on_cpu():
+        estimator.update_covariances(x)
+    block = estimator.blocks["w",]
+    jacobians_of_cases = [torch.func.jacrev(lambda w, c=case: branches(c, w))(model.get_parameter("w")) for case in x]
+    wanted = torch.stack([2 * j.mT @ j for j in jacobians_of_cases]).mean(0)  # of the loss |target - mean|²
+    torch.testing.assert_close(block.full_fisher_block(), wanted)
+
+
 def reasons(function: Function, **shapes: tuple[int, ...]) -> dict[str, str | None]:
     net = kfac_fx.compile(toy(function, **shapes), (torch.rand(5, 4),), loss="normal")
     return {name: one.reason for one in net.registrations if one.generic for name in one.parameters}

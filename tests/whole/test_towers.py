@@ -28,7 +28,7 @@ def _double_precision() -> Iterator[None]:
 
 def twice(x: Tensor, w: Tensor, b: Tensor, odd: Tensor) -> Tensor:
     """A layer applied twice, and a parameter of no layer."""
-    y: Tensor = torch.tanh(torch.tanh(x @ w + b) @ w + b) * torch.cumsum(odd, 0)
+    y: Tensor = torch.atan2(torch.tanh(torch.tanh(x @ w + b) @ w + b), 2 + odd)
     return y
 
 
