@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.checks import proof
+from kfac_fx.passes.matching import jacobians
+from tests.runtime.test_products import dense, recorded
 
 Function = Callable[[Tensor], Tensor]
 ALONE = nn.Parameter(torch.randn(3, 1, dtype=torch.float64))
@@ -92,18 +94,39 @@ OTHERS: list[Function] = [
 ]
 
 
-@pytest.mark.parametrize("function", OTHERS)
-def test_what_is_no_mean_of_filters_is_not_taken_for_one(function: Function) -> None:
-    """By the matcher alone, without the proof."""
+NUMBERS: list[Function] = [lambda v: v / (1 + v.abs()), lambda v: v * v.sigmoid(), lambda v: v * v]  # of every element
+
+
+def behind_other(function: Function) -> tuple[Behind, Tensor]:
     shape = (3, 3) if function is OTHERS[2] else (3, 4)
-    x = torch.randn(5, shape[1], dtype=torch.float64)
-    net = kfac_fx.compile(Behind(function, *shape), (x,), loss="normal", verify=False)
+    return Behind(function, *shape), torch.randn(5, shape[1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("function", OTHERS)
+def test_what_is_no_mean_of_filters_is_not_taken_for_one(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the matcher alone, without the proof, where the function is too large for its Jacobian."""
+    monkeypatch.setattr(jacobians, "LARGEST", 0)
+    model, x = behind_other(function)
+    net = kfac_fx.compile(model, (x,), loss="normal", verify=False)
     assert net.registrations[0].generic
 
 
-@pytest.mark.parametrize("function", [lambda v: v / (1 + v.abs()), lambda v: v * v.sigmoid(), lambda v: v * v])
+@pytest.mark.parametrize("function", NUMBERS)
 @pytest.mark.parametrize("shape", [(1,), (4,)])
-def test_a_number_for_every_element_is_no_number_to_leave_out(function: Function, shape: tuple[int, ...]) -> None:
+def test_a_number_for_every_element_is_no_number_to_leave_out(
+    function: Function, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its change is as large as what would be kept: softsign, or a square."""
+    monkeypatch.setattr(jacobians, "LARGEST", 0)
     net = kfac_fx.compile(Behind(function, *shape), (torch.randn(5, 4, dtype=torch.float64),), loss="normal")
     assert net.registrations[0].generic
+
+
+@pytest.mark.parametrize("function", [*OTHERS, *NUMBERS])
+def test_small_ones_are_exact_by_their_jacobians(function: Function) -> None:
+    """Nothing of them is left out."""
+    torch.manual_seed(0)
+    model, x = behind_other(function) if function in OTHERS else (Behind(function, 4), torch.randn(5, 4).double())
+    block = recorded(model, x).blocks["v",]
+    assert (block.registration.approximation, block.registration.reason) == ("full", None)
+    torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))

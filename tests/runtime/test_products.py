@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import kfac_fx
 from tests.compiler.toy import Toy
@@ -33,14 +33,14 @@ def toy(function: Function, **shapes: tuple[int, ...]) -> Toy:
     return model
 
 
-def recorded(model: Toy, x: Tensor) -> kfac_fx.FisherEstimator:
+def recorded(model: nn.Module, x: Tensor) -> kfac_fx.FisherEstimator:
     """After one batch with the targets zero, so that the loss is the sum of squares."""
     estimator = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x,), loss="normal"), estimation_mode="empirical")
     estimator.update_covariances(x, targets=torch.zeros_like(model(x)))
     return estimator
 
 
-def dense(model: Toy, x: Tensor, block: Any) -> Tensor:
+def dense(model: nn.Module, x: Tensor, block: Any) -> Tensor:
     """In the order of the block's matrix."""
     (name,) = block.parameters
     parameter, matrix = model.get_parameter(name), block.registration.matrix
