@@ -2,7 +2,8 @@
 
     sum over uses of grad_rowsᵀ · rows  ==  the gradient that autograd gives.
 
-It catches a wrong axis, a wrong dilation, a wrong layout and a missed use alike. What fails becomes generic.
+It catches a wrong axis, a wrong dilation, a wrong layout and a missed use alike. What fails becomes generic, as does
+what is called unused, if a gradient reaches it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kfac_fx.taps.sloped import project
 Pairs = Iterator[tuple[Registration, Tensor, Tensor, Tensor]]  # autograd's gradient, the rows', a bound on both norms
 PER_CASE = ("full", "diagonal")
 RELATIVE = 1e-3  # right ones agree to about 1e-6 in float32, wrong ones differ by about 1
+MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
 
 
@@ -63,12 +65,12 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     with full_precision(everything=True):  # rounding to TF32 is as large as what is looked for
         compare(prover, args, kwargs)
         recorder.capture = prover.capture
-        pairs, fisher = gradients(prover, values)
+        pairs, fisher, missed = gradients(prover, values)
         compared = {one.parameters: Comparison.of(*rest) for one, *rest in pairs}
     if not all(one.finite for one in compared.values()) or prover.examples(values) == 0:
         return Verdict(recorder.program, {}, conclusive=False)
     coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
-    failed: dict[tuple[str, ...], str] = {}
+    failed: dict[tuple[str, ...], str] = {(name,): MISSED for name in missed}
     other: dict[tuple[str, ...], tuple[str, str]] = {}  # what fits the rows, and why
     taps, towers = proof_taps(prover), prover.tower_cases(fisher)
 
@@ -98,7 +100,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             f"{many} failed the proof:\n{table(rows)}\n"
             "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
         )
-    return Verdict(demoted(recorder.program, failed, other), failed)
+    return Verdict(demoted(recorder.program, failed, other, missed), failed)
 
 
 def unlike(taps: Sequence[ProofTap]) -> str | None:
@@ -135,21 +137,23 @@ def proof_taps(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
     return {key: [one for one in taps if isinstance(one, ProofTap)] for key, taps in prover.taps.items()}
 
 
-def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[Tensor, ...]]:
-    """For random cotangents, registration by registration, autograd's gradient and the rows' as matrices; and the
-    Fisher's outputs.
+def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[Tensor, ...], list[str]]:
+    """For random cotangents, registration by registration, autograd's gradient and the rows' as matrices; the Fisher's
+    outputs; and what is called unused, but has a gradient.
 
     Beside what a backward needs there is one gradient more, the rows'; of the matrices only those of one registration.
     """
     registrations = [one for one in prover.program.registrations if not one.generic]
+    unused = [prover.program.generic(name, None) for name in prover.program.unused]
     with prover.isolated():
         live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
+        idle = [one for one in unused if live.keys() >= set(one.owners)]  # the others are not in the emitted module
         probes = prover.make_probes(prover.examples(values), next(iter(live.values()), torch.empty(())))
         _, fisher = prover.call(live, prover.copied_buffers(), values, probes)
         generator = torch.Generator().manual_seed(0)
         outputs = [out for out in fisher if out.requires_grad]
         cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out) for out in outputs]
-        names = list(dict.fromkeys(name for one in registrations for name in one.owners))
+        names = list(dict.fromkeys(name for one in (*registrations, *idle) for name in one.owners))
         leaves = [live[name] for name in names] + [probe for one in probes for probe in one.values()]
         recorded = bool(outputs) and bool(leaves)
         taps = [(one, proof_taps(prover)[one.parameters]) for one in registrations if divides(one)]
@@ -175,7 +179,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[T
             bound = (next(statistics).sum() * next(statistics).sum()).sqrt()
             yield one, one.matrix.pack(split(by_name, [one])), got, bound
 
-    return pairs(), fisher
+    return pairs(), fisher, [name for name, slab in split(by_name, idle).items() if bool(slab.any())]
 
 
 def revealing(value: Tensor) -> Tensor:
@@ -188,7 +192,10 @@ def revealing(value: Tensor) -> Tensor:
 
 
 def demoted(
-    program: Program, failed: Mapping[tuple[str, ...], str], other: Mapping[tuple[str, ...], tuple[str, str]]
+    program: Program,
+    failed: Mapping[tuple[str, ...], str],
+    other: Mapping[tuple[str, ...], tuple[str, str]],
+    missed: Sequence[str],
 ) -> Program:
     kept: list[Registration] = []
     for one in program.registrations:
@@ -200,4 +207,6 @@ def demoted(
             kept.append(replace(one, approximation=approximation, reason=why))
         else:
             kept.append(copy.copy(one))
-    return program.but(registrations=tuple(kept))
+    kept += [program.generic(name, MISSED) for name in missed]
+    unused = tuple(name for name in program.unused if name not in missed)
+    return program.but(registrations=tuple(kept), unused=unused)

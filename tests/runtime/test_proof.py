@@ -78,6 +78,42 @@ def test_what_is_wrong_becomes_generic_with_its_reason(declared: Layer, reason: 
     assert {one.reason for one in verdict.program.registrations} == {f"linear: {text}"}
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_called_unused_must_have_no_gradient(strict: bool) -> None:
+    """A third count of uses, by autograd: it does not know the graph that the others read."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.power, self.idle = nn.Linear(3, 3), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = torch.atan2(self.fc(x), self.power)
+            return y
+
+    model = Scaled()
+    traced = capture(model, (X,), options=Options(loss_given=True), layers=LAYERS)
+    program = run(traced.program)
+    assert program.unused == ("idle",)
+    missing = program.but(
+        registrations=tuple(one for one in program.registrations if not one.generic),
+        unused=("power", "idle"),
+        options=Options(loss_given=True, strict=strict),
+    )
+    recorder = Recorder(traced, missing, model, None, {})
+    if strict:
+        with pytest.raises(RegistrationError, match="power *a gradient reaches it, and no use of it was found"):
+            prove(recorder, (X,), {})
+        return
+    verdict = prove(recorder, (X,), {})
+    assert verdict.program.unused == ("idle",)
+    assert [(one.parameters, one.generic) for one in verdict.program.registrations] == [
+        (("fc.weight", "fc.bias"), False),
+        (("power",), True),
+    ]
+    assert verdict.failed["power",] == "a gradient reaches it, and no use of it was found; please report the model"
+
+
 def test_under_strict_every_failure_is_in_one_error() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with pytest.raises(RegistrationError) as failure:
