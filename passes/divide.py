@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .capture.attributes import computed_weight
-from .capture.calls import Call, Watched, mapped, watched, without_trace
+from .capture.calls import IN_TRANSFORM, Call, Watched, mapped, watched, without_trace
 from .capture.captured import Captured, captured_reads, key_of, left_to_python, under
 from .capture.hooks import refuse_users_hooks, without_users_hooks
 from .capture.readers import read_outside
@@ -171,7 +171,7 @@ class Divider:
     def of_calls(self, path: str, module: nn.Module, calls: Sequence[Call]) -> list[Captured]:
         """A capture for every kind of call. Raises UntraceableError."""
         if any(call.transformed for call in calls):
-            raise UntraceableError("it is called inside of torch.func, which differentiates no tap")
+            raise UntraceableError(f"it is called {IN_TRANSFORM}")
         number = len(self.watched.first.get(id(module), []))
         mine = self.earlier(module)
         shapes: dict[Any, set[Any]] = {}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kfac_fx.captures.frames import Frames, Unmet, behind
 from kfac_fx.passes.capture.captured import Captured, key_of_read
-from kfac_fx.passes.capture.following import Reads, differentiable
+from kfac_fx.passes.capture.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.capture.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
 
@@ -57,7 +57,7 @@ class ServedReads(Reads):
         read.written.copy_(output)
         return None if read.function is Tensor.__setitem__ else read.written
 
-    def lost(self, names: Iterable[str]) -> None:
+    def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
         """What was followed may be another value by now: nothing of it is served, so that `refuse_read` finds it."""
         self.unfollowed |= set(names)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..graphs import pytree
 from .attributes import untouched
@@ -24,6 +25,7 @@ from .watch import custom_functions
 from .writes import parameters_kept
 
 FORWARDS = 12  # at most, to reach modules that are drawn at random
+IN_TRANSFORM = "inside of torch.func or torch.autograd.forward_ad, which differentiate no tap"
 IN_VAIN = 4  # of them in a row that reached nothing new: the rest is not reached at random
 
 
@@ -31,7 +33,7 @@ IN_VAIN = 4  # of them in a row that reached nothing new: the rest is not reache
 class Call:
     """What a module was called with, detached, and under which autocast.
 
-    transformed: by torch.func, whose tensors do not live longer than the call; then nothing is kept of them.
+    transformed: inside of `transforms`, whose tensors do not live longer than the call; then nothing is kept of them.
     """
 
     args: tuple[Any, ...]
@@ -79,12 +81,12 @@ def calls_of(
     """One forward: (the calls of every submodule with gradients on and its own parameters, as its forward gets them;
     the submodules that are called, but whose children are also called from outside of them). Modules by their ids."""
     calls: dict[int, list[Call]] = {}
-    lent, above, active = Lent(model), ancestors(model), list[int]()
+    lent, above, active, around = Lent(model), ancestors(model), list[int](), transforms()
     idle: set[tuple[frozenset[int], ...]] = set()  # of every call, by path: the ancestors that are not running
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not lent.others(module):
-            inside = any(transformed(leaf) for leaf in pytree.leaves((args, kwargs)))
+            inside = transforms() > around
             given, named = ((), {}) if inside else (mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs))
             calls.setdefault(id(module), []).append(Call(given, named, autocast(), inside))
             idle.add(tuple(path.difference(active) for path in above[id(module)]))
@@ -118,8 +120,10 @@ def ancestors(model: nn.Module) -> dict[int, list[frozenset[int]]]:
     return found
 
 
-def transformed(value: Any) -> bool:
-    return isinstance(value, Tensor) and torch.func.debug_unwrap(value) is not value
+def transforms() -> int:
+    """How many transformations of torch.func, and levels of forward-mode derivatives, this moment is inside of."""
+    # Private both, for torch has no public way to ask. Tensors do not tell: all that is computed inside is transformed.
+    return torch._C._functorch.get_dynamic_layer_stack_depth() + forward_ad._current_level + 1
 
 
 class Lent:

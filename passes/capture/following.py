@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..graphs import pytree
 from ..graphs.operations import NO_GRADIENT, draws, name_of
+from .calls import IN_TRANSFORM, transforms
 from .devices import autocast
 from .reads import Followed, Given, Named, Read, Size, autocasts_of, can_be_kept, frozen, in_tree, names_of, swapped
 from .writes import written_by
@@ -25,6 +26,7 @@ LIKE = {
     "reshape_as",
     "to",
 }  # look at nothing but the sizes or the type of the second
+NOT_CAPTURED = "in Python that is not captured"
 
 
 class Reads(TorchFunctionMode):
@@ -40,12 +42,13 @@ class Reads(TorchFunctionMode):
         }
         self.cases: int | None = cases
         self.paused: int | bool = False
+        self.around = transforms()
 
     def met(self, read: Read, operation: Callable[[], Any]) -> Any:
         """What the operation returns."""
         return operation()
 
-    def lost(self, names: Iterable[str]) -> None:
+    def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
         """Parameters that are read in another way."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,9 +63,10 @@ class Reads(TorchFunctionMode):
         writes = written_by(func, args, kwargs)
         again = [self.values[id(one)][1] for one in known]  # what a capture would compute once more
         lost = kwargs.get("out") is not None or any(id(one) in self.values for one in writes)
+        inside = transforms() > self.around
         lost |= not all(map(can_be_kept, leaves)) or any(under != autocast() for under in autocasts_of(again))
-        if lost or (len(known) == len(tensors) and draws(name_of(func))):
-            self.lost(names_of(again))
+        if lost or inside or (len(known) == len(tensors) and draws(name_of(func))):
+            self.lost(names_of(again), IN_TRANSFORM if inside else NOT_CAPTURED)
             for one in writes:
                 self.values.pop(id(one), None)
             return func(*args, **kwargs)

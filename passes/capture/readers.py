@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..words.places import OWN_FOLDER
 from .calls import Call, Lent, mapped
 from .devices import autocast
-from .following import Reads, differentiable
+from .following import NOT_CAPTURED, Reads, differentiable
 from .hooks import hooked_by_user
 from .reads import Read
 
@@ -46,8 +46,8 @@ class Readers(Reads):
             found.calls += 1
         return result
 
-    def lost(self, names: Iterable[str]) -> None:
-        self.note(names, f"read at {users_line()}, in Python that is not captured")
+    def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
+        self.note(names, f"read at {users_line()}, {why}")
 
     def note(self, names: Iterable[str], said: str) -> None:
         for name in names:

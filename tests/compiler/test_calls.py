@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.autograd import forward_ad
+from torch.func import functional_call, functionalize, grad, jvp, vmap
 
-from kfac_fx.passes.capture.calls import Lent, calls_of, mapped, watched, without_trace
+from kfac_fx.optim.curvature import load_forward_mode
+from kfac_fx.passes.capture.calls import Lent, calls_of, mapped, transforms, watched, without_trace
 
 X = torch.ones(2, 3)
+load_forward_mode()
 
 
 class Inner(nn.Module):
@@ -65,6 +68,40 @@ def test_calls_without_gradients_are_none() -> None:
 
     model = Outer(use)
     assert names(model, calls_of(model, (X,), {})[0]) == ["inner", "inner.first", "inner.last"]
+
+
+def test_calls_inside_of_torch_func_are_marked_and_keep_nothing() -> None:
+    model = Outer(lambda own, x: own.inner(x) + vmap(lambda row: row * own.other(torch.ones(3)))(x))
+    calls, _ = calls_of(model, (X,), {})
+    ((inner,), (other,)) = calls[id(model.inner)], calls[id(model.other)]
+    assert (inner.transformed, other.transformed, other.args) == (False, True, ())
+
+
+def test_a_forward_that_is_itself_inside_of_torch_func_has_calls() -> None:
+    model = Outer(lambda own, x: own.inner(own.other(x)))
+    found: list[Any] = []
+    vmap(lambda row: found.append(calls_of(model, (X,), {})[0]) or row)(X)
+    assert [call.transformed for (call,) in found[0].values()] == [False] * 4
+
+
+def test_transformations_of_torch_func_and_levels_of_forward_mode_are_counted() -> None:
+    seen: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(transforms())
+        return x.sum()
+
+    vmap(function)(X)
+    grad(function)(X)
+    vmap(grad(function))(X)
+    functionalize(function)(X)
+    with forward_ad.dual_level():
+        function(X)
+    assert seen == [1, 1, 2, 1, 1]
+    jvp(function, (X,), (X,))
+    assert seen.pop() > 0
+    function(X)
+    assert seen.pop() == 0
 
 
 def test_a_call_on_other_parameters_is_none() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import kfac_fx
@@ -19,6 +20,7 @@ from kfac_fx.passes.trace import Capture, capture
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 3)
+INSIDE = "inside of torch.func or torch.autograd.forward_ad, which differentiate no tap"
 load_forward_mode()
 
 
@@ -139,11 +141,19 @@ class Branching(nn.Module):
         return self.head(y) if y.sum() > -1e9 else y  # type: ignore[no-any-return]
 
 
+def by_dual_level(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = function(forward_ad.make_dual(x, torch.ones_like(x)))
+        return forward_ad.unpack_dual(dual).tangent  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     "way",
     [
         lambda net, x: jvp(net, (x,), (torch.ones_like(x),))[1],
         lambda net, x: vmap(grad(lambda row: net(row).square().sum()))(x),
+        lambda net, x: vmap(grad(lambda row: (net(torch.eye(3)) @ row.square()).sum()))(x),
+        by_dual_level,
     ],
 )
 def test_a_submodule_under_torch_func_stays_python_and_says_so(way: Any) -> None:
@@ -151,8 +161,41 @@ def test_a_submodule_under_torch_func_stays_python_and_says_so(way: Any) -> None
     assert isinstance(net.captures.first, DividedRecorder)
     assert {one.parameters for one in net.registrations if not one.generic} == {("head.weight", "head.bias")}
     (reason,) = {one.reason for one in net.registrations if one.parameters == ("net.weight",)}
-    assert reason is not None and ("it is called inside of torch.func" in reason or "in Python" in reason)
-    assert "it is called inside of torch.func, which differentiates no tap" in {one.reason for one in net.program.left}
+    assert reason is not None and reason.startswith("net.weight is read at ") and reason.endswith(INSIDE)
+    assert {one.reason for one in net.program.left if one.subject == "net"} == {f"it is called {INSIDE}"}
+
+
+class Reading(Branching):
+    """Derivatives by the inputs, of what Python makes of a parameter."""
+
+    def __init__(self, way: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__(lambda net, x: net(x) + way(lambda x: self.w * x.square(), x))
+        self.w = nn.Parameter(torch.randn(3))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda read, x: jvp(read, (x,), (torch.ones_like(x),))[1],
+        lambda read, x: vmap(grad(lambda row: read(row).sum()))(x),
+        lambda read, x: grad(lambda x: read(x).sum())(x) + read(x),
+        lambda read, x: vmap(grad(lambda row: (read(torch.ones(3)) * row.square()).sum()))(x),
+        by_dual_level,
+    ],
+)
+def test_what_python_reads_under_torch_func_stays_python_and_says_so(way: Any) -> None:
+    model, y = Reading(way), torch.randn(5, 2)
+    net = kfac_fx.compile(model, (X,), loss="normal")
+    assert {one.parameters for one in net.registrations if not one.generic} == {
+        ("net.weight", "net.bias"),
+        ("head.weight", "head.bias"),
+    }
+    line = Reading.__init__.__code__.co_firstlineno + 1
+    (reason,) = {one.reason for one in net.registrations if one.parameters == ("w",)}
+    assert reason == f"w is read at test_derivatives.py:{line}, {INSIDE}"
+    (wanted,) = torch.autograd.grad(kfac_fx.losses.Normal(model(X), targets=y).evaluate(), model.w)
+    recorded = net.record((X,), {}, mode="empirical", targets=y)
+    torch.testing.assert_close(recorded.statistics[("w",)]["gradient"], wanted)
 
 
 def test_derivatives_of_a_forward_that_cannot_be_captured_are_refused() -> None:

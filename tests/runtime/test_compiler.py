@@ -187,23 +187,23 @@ def test_linked_parameters_in_every_notation(linked: Any) -> None:
 
 
 def test_strict_refuses_what_would_be_generic_at_once_or_at_the_first_step() -> None:
-    class Tempered(nn.Sequential):
+    class Angles(nn.Sequential):
         def __init__(self) -> None:
             super().__init__(nn.Linear(4, 3))
             self.t = nn.Parameter(torch.ones(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.t.cumsum(0)
+            return torch.atan2(super().forward(x), self.t.cumsum(0))
 
-    place = f"mul (test_compiler.py:{Tempered.forward.__code__.co_firstlineno + 1})"
+    place = f"atan2 (test_compiler.py:{Angles.forward.__code__.co_firstlineno + 1})"
     for inputs in ((), (X,)):
         with pytest.raises(RegistrationError) as failure:
-            net_of(Tempered(), *inputs, strict=True)
+            net_of(Angles(), *inputs, strict=True)
         assert str(failure.value).splitlines()[:2] == [
             "1 of 3 trainable parameters are in no structured Fisher block:",
             f"  t  no layer has the form of {place} through cumsum",
         ]
-    assert len(net_of(Tempered(), X, strict=True, approximations={"t": "generic"}).registrations) == 2
+    assert len(net_of(Angles(), X, strict=True, approximations={"t": "generic"}).registrations) == 2
 
 
 def test_the_module_of_a_layer_collection_is_not_copied() -> None:
