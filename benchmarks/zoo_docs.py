@@ -42,8 +42,6 @@ with a batch of {other}:
 
 An element (a tensor) is *structured* if it is in a Fisher block that knows its layer; the rest of what is used is
 *generic*, a diagonal block, with its reason. Full-width models dominate the elements; tensors count all alike.
-The adapters LoHa and LoKr of peft branch on random numbers or bring a backward of their own: nothing of them can be
-captured, and they are compiled with all parameters generic by request.
 """
 
 
