@@ -1,5 +1,6 @@
-"""The same numbers in every run: one seed before each test, and no clock in hypothesis."""
+"""The same in every run, in any order: one seed before each test, nothing compiled yet, and no clock in hypothesis."""
 
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +14,13 @@ hypothesis.settings.load_profile("kfac_fx")
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """torch.compile counts the graphs of a function over all tests of a process, and gives up at the ninth."""
+    if "torch._dynamo" in sys.modules:  # which takes seconds to load
+        torch.compiler.reset()
 
 
 @pytest.fixture
