@@ -1,8 +1,9 @@
 """Compile the models that people use: `python -m benchmarks.zoo`.
 
 Every model is measured in a process of its own with a limit of time, so that one which hangs or crashes costs itself
-only. Results are appended to `benchmarks/results/zoo.jsonl` as they come; a model that is there already is skipped
-unless it is asked for `--again`. `--write-docs` turns the results into `docs/zoo.md`.
+only. Results are appended to `benchmarks/results/zoo.jsonl` as they come, and what was killed goes on where it was: a
+model that is there already is skipped unless it is asked for `--again`, or by the `--status` or the `--commit` of its
+last result. `--merge` adds the results of other files; `--write-docs` turns the results into `docs/zoo.md`.
 
 The models need timm, torchvision, transformers, diffusers and peft; nothing is downloaded, all weights are random.
 """
@@ -18,7 +19,7 @@ import re
 import subprocess
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -127,22 +128,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--library", choices=LIBRARIES, action="append", help="only models of this library")
     parser.add_argument("--only", default="", metavar="PATTERN", help="only models whose library/name matches")
     parser.add_argument("--status", action="append", help="only models whose last result was this")
+    parser.add_argument("--commit", action="append", help="only models whose last result is of this commit of kfac_fx")
     parser.add_argument("--again", action="store_true", help="also those that have a result already")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a model")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", help="add the results of these files, the last counts, and stop"
+    )
     parser.add_argument("--write-docs", action="store_true", help=f"write {DOCS.name} from the results, and stop")
     options = parser.parse_args(arguments)
+    if options.merge:
+        if missing := [str(path) for path in options.merge if not path.exists()]:
+            parser.error(f"there are no results to merge in {', '.join(missing)}")
+        tidy(options.out, *options.merge)
     if options.write_docs:
         write(results(options.out).values(), zoo_measure, "python -m benchmarks.zoo")
+    if options.merge or options.write_docs:
         return
     torch.set_num_threads(1)
     zoo_measure.quiet()
-    known = results(options.out)
     chosen = entries(options.library or LIBRARIES, options.only)
-    if options.status:
-        chosen = [entry for entry in chosen if known.get(entry.key, {}).get("status") in options.status]
-    todo = [entry for entry in chosen if options.again or options.status or entry.key not in known]
+    todo = to_do(chosen, results(options.out), options.status, options.commit, again=options.again)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{len(todo)} of {len(chosen)} models")
     warm()
@@ -156,9 +163,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tidy(options.out)
 
 
-def tidy(path: Path) -> None:
-    """One line a model, in the order of their names."""
-    latest = results(path)
+def to_do(
+    chosen: Sequence[Entry],
+    known: Mapping[str, dict[str, Any]],
+    statuses: Sequence[str] | None,
+    commits: Sequence[str] | None,
+    *,
+    again: bool,
+) -> list[Entry]:
+    """What has no result yet; all of them `again`; or those whose last result has one of these statuses and commits."""
+    if not statuses and not commits:
+        return [entry for entry in chosen if again or entry.key not in known]
+    old = [entry for entry in chosen if entry.key in known]
+    old = [entry for entry in old if not statuses or known[entry.key]["status"] in statuses]
+    return [entry for entry in old if not commits or known[entry.key].get("versions", {}).get("kfac_fx") in commits]
+
+
+def tidy(path: Path, *others: Path) -> None:
+    """One line a model, in the order of their names; what the others say counts more."""
+    latest = {name: line for one in (path, *others) for name, line in results(one).items()}
     text = "".join(json.dumps(latest[key]) + "\n" for key in sorted(latest))
     path.write_text(text, encoding="utf-8")
 

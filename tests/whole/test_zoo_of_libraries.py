@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import zoo_docs, zoo_measure
-from benchmarks.zoo import LIBRARIES, OUT, main, results
+from benchmarks.zoo import LIBRARIES, OUT, main, results, to_do
 from benchmarks.zoo_models.entry import Entry, images, predictions
 from kfac_fx.checks import likeness, proof
 from kfac_fx.passes.errors import UntraceableError
+
+KNOWN = (("toys/one", "works", "1"), ("toys/two", "bug", "2"))
 
 
 class Small(nn.Module):
@@ -104,6 +106,46 @@ def test_the_last_result_of_a_model_counts(tmp_path: Any) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps({"model": "a/b", "status": status}) + "\n" for status in ("bug", "works")))
     assert results(path) == {"a/b": {"model": "a/b", "status": "works"}}
+
+
+def lines(*found: tuple[str, str, str]) -> str:
+    rows = [{"model": name, "status": status, "versions": {"kfac_fx": commit}} for name, status, commit in found]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_results_of_other_files_are_added_and_count_more(tmp_path: Any) -> None:
+    out, others = tmp_path / "out.jsonl", [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    out.write_text(lines(("b", "bug", "1"), ("c", "works", "1")))
+    others[0].write_text(lines(("b", "refused", "2"), ("a", "bug", "2")))
+    others[1].write_text(lines(("a", "works", "3")))
+    main(["--out", str(out), "--merge", *map(str, others)])
+    assert out.read_text() == lines(("a", "works", "3"), ("b", "refused", "2"), ("c", "works", "1"))
+
+
+def test_a_file_that_is_not_there_is_not_merged(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit):
+        main(["--out", str(out), "--merge", str(tmp_path / "absent.jsonl")])
+    assert "no results to merge in" in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "commit", "again", "names"),
+    [
+        (None, None, False, ["new"]),
+        (None, None, True, ["one", "two", "new"]),
+        (["bug"], None, False, ["two"]),
+        (None, ["1"], False, ["one"]),
+        (None, ["1", "2"], False, ["one", "two"]),
+        (["bug"], ["1"], False, []),
+    ],
+)
+def test_what_is_measured_follows_from_the_last_results(
+    status: list[str] | None, commit: list[str] | None, again: bool, names: list[str]
+) -> None:
+    chosen = [Entry("toys", name, Small, images(4), predictions) for name in ("one", "two", "new")]
+    known = {json.loads(row)["model"]: json.loads(row) for row in lines(*KNOWN).splitlines()}
+    assert [entry.name for entry in to_do(chosen, known, status, commit, again=again)] == names
 
 
 def test_the_page_is_made_of_the_results(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
