@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kfac_fx.demo.settings import METHODS
+from kfac_fx.demo.settings import METHODS, Settings
 from kfac_fx.demo.training import Point, Run
 
 Runs = Mapping[str, Run]  # by method
@@ -45,19 +45,19 @@ def results(runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def table(name: str, runs: Runs) -> Table:
-    """One line a method; the mark is the best first-order loss."""
+    """One line a method, the settings below it; the mark is the best first-order loss. Fits in 80 columns."""
     best_method, best = mark(runs)
     title = Text(f"{name}: the mark is {METHODS[best_method]}'s best loss, {best.loss:#.4g}")
-    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
-    for column in ("method", "settings"):
-        shown.add_column(column)
+    settings = Text("\n".join(f"{METHODS[method]}: {written(run.settings)}" for method, run in runs.items()))
+    shown = Table(title=title, caption=settings, title_justify="left", caption_justify="left", box=box.SIMPLE)
+    shown.title_style, shown.caption_style = "bold", "dim"
+    shown.add_column("method")
     for column in ("final loss", "best loss", "steps\nto the mark", "seconds\nto the mark", "ms\na step"):
         shown.add_column(column, justify="right")
     for method, run in runs.items():
         reached, final = run.reached(best.loss), run.final
         shown.add_row(
             METHODS[method],
-            ", ".join(f"{key} {value:g}" for key, value in run.settings.items()),
             f"{final.loss:#.4g}",
             f"{run.best.loss:#.4g}",
             f"{reached.step:,}" if reached else NONE,
@@ -66,6 +66,10 @@ def table(name: str, runs: Runs) -> Table:
             style="bold green" if method == "kfac" else "",
         )
     return shown
+
+
+def written(settings: Settings) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in settings.items())
 
 
 def verdict(name: str, runs: Runs) -> str:

@@ -1,15 +1,17 @@
 """`kfac-fx demo` at small sizes, and the sweep behind its settings."""
 
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import sweep
 from kfac_fx import cli, demo
-from kfac_fx.demo.results import mark, results, verdict
+from kfac_fx.demo.results import mark, results, table, verdict
 from kfac_fx.demo.settings import FEWER, METHODS, SETTINGS, steps_of
 from kfac_fx.demo.tasks import Task, tasks
 from kfac_fx.demo.training import Point, Run, one_thread, train
@@ -150,6 +152,15 @@ def test_a_mark_that_kfac_missed_is_none_and_said() -> None:
     missed, passed = "in 10 steps and 1.0 s", "in 0 steps and 0.0 s"
     expected = f"toy: K-FAC did not reach AdamW's best loss {missed}; AdamW reached K-FAC's {passed}."
     assert verdict("toy", runs) == expected
+
+
+def test_the_table_shows_every_setting_on_a_narrow_terminal() -> None:
+    every = SETTINGS["autoencoder"]
+    out = io.StringIO()
+    console = Console(width=80, file=out)
+    console.print(table("toy", {method: Run(method, every[method], run_of(method, 9, 2).points) for method in METHODS}))
+    shown = out.getvalue()
+    assert "…" not in shown and "\nK-FAC: damping 10, min_damping 1e-05, invert_every 5" in shown
 
 
 def test_the_demo_prints_reports_and_tables_and_writes_its_files(
