@@ -1,6 +1,7 @@
 """K-FAC for PyTorch: a torch.fx compiler that finds every use of every parameter, and the optimizer that it feeds."""
 
 from kfac_fx import fisher_blocks, losses
+from kfac_fx.blocks.spectrum import Spectrum
 from kfac_fx.collection.captured import CapturedModel, capture
 from kfac_fx.collection.registry import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.compiled_module import CompiledModule
@@ -55,6 +56,7 @@ __all__ = [
     "RegistrationError",
     "Report",
     "ReuseError",
+    "Spectrum",
     "TargetsMissing",
     "UntraceableError",
     "as_rows",

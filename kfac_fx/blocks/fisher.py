@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.block import FisherBlock, check_fits, make_groups
+from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.averaged import Vector
 from kfac_fx.factors.factor import Failures
 from kfac_fx.factors.groups import BlockGroup
@@ -92,6 +93,19 @@ class BlockDiagonalFisher(ABC):
         for group in self.groups:
             group.check_updated()
         self._inverter.update()
+
+    @torch.no_grad()
+    def spectrum(self, *, scale: float | Tensor = 1.0, damping: Damping | None = None) -> Spectrum:
+        """s F + δ I by the eigenvectors of the present factors: all powers, determinants, diagonals and samples, for
+        any s and δ. One decomposition of all factors; needs no `update_inverses`, and the damping is not split.
+
+        scale: s; the number of training cases for the precision of a Laplace approximation. damping: δ, see Spectrum;
+        None: λ.
+
+        Raises FactorNotReady before the first update, ApproximationError for series too wide to be dense.
+        """
+        systems = [System.of(group) for group in self.groups]
+        return Spectrum(systems, self._shapes, scale, self.damping.clone() if damping is None else damping)
 
     # --- products ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from kfac_fx.factors.averaged import ALL
 from kfac_fx.factors.groups import BlockGroup
 from kfac_fx.linalg.chain import doublings, inverse_root, least_eigenvalue, root_of
 from kfac_fx.linalg.krylov import inverse_power
-from kfac_fx.linalg.matrices import Root, eigh
+from kfac_fx.linalg.matrices import Root, eigh, rescued_eigh
 from kfac_fx.passes.errors import ApproximationError
 
 DENSE = 1024  # rows of a block of one group whose fractional powers are kept as matrices
@@ -133,6 +133,27 @@ class RootedGroup(BlockGroup):
                 "'kron_indep' for these parameters."
             )
         return found.view(matrix.shape).to(matrix.dtype)
+
+    # --- eigenvectors: of the undamped dense block ------------------------------------------------------------------
+
+    def eigensystem(self) -> tuple[Tensor, list[Tensor]]:
+        """Raises ApproximationError where the dense block is too wide."""
+        groups, outputs, inputs = self.shape
+        if not self.is_dense:
+            raise ApproximationError(
+                f"{self.registrations[0]}: {self.approximation} has no eigenvectors of a structure, and {outputs} * "
+                f"{inputs} parameters are too many for a dense block.\nUse 'kron_indep' for these parameters."
+            )
+        whole = torch.stack([self.dense(index) for index in range(len(self))])
+        shape = (len(self), groups, outputs * inputs, groups, outputs * inputs)
+        blocks = whole.view(shape).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+        values, vectors = rescued_eigh(blocks.flatten(0, 1))
+        return values.clamp(min=0).view(len(self), *self.shape), [vectors.view(blocks.shape)]
+
+    def applied(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool = False) -> Tensor:
+        (vectors,) = operators
+        product = (vectors.mT if transpose else vectors) @ matrix.flatten(2).unsqueeze(-1)
+        return product.view(matrix.shape)
 
     # --- decompositions ---------------------------------------------------------------------------------------------
 

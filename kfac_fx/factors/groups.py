@@ -31,8 +31,10 @@ from kfac_fx.linalg.matrices import (
     is_finite,
     multiply_left,
     multiply_right,
+    rescued_eigh,
     spread,
 )
+from kfac_fx.linalg.precision import full_precision
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 
@@ -67,8 +69,11 @@ class BlockGroup(AveragedBlocks):
     # --- products ---------------------------------------------------------------------------------------------------
 
     def multiply(self, matrix: Tensor, root: Root, transpose: bool = False, members: slice = ALL) -> Tensor:
+        return self.applied(matrix, [operator[members] for operator in self.operators(root)], transpose)
+
+    def applied(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool = False) -> Tensor:
         """X_G W X_Aᵀ, or X_Gᵀ W X_A: [L, g, o, i] -> the same."""
-        left, *right = (operator[members] for operator in self.operators(root))
+        left, *right = operators
         rows = matrix if right else matrix.reshape(matrix.shape[0], 1, -1, 1)
         rows = self.multiply_outputs(rows, left.mT if transpose and not self.left.diagonal else left)
         if right:
@@ -127,6 +132,40 @@ class BlockGroup(AveragedBlocks):
         """The input side [groups, i, i] of one block from its parts, dense."""
         (a,) = parts
         return a
+
+    # --- eigenvectors: F = Q Λ Qᵀ, undamped -------------------------------------------------------------------------
+
+    def eigensystem(self) -> tuple[Tensor, list[Tensor]]:
+        """(Λ of all blocks [L, g, o, i], what Q is made of). NaN for blocks whose factors are not finite."""
+        self.check_updated()
+        with full_precision():
+            found = [self.side_eigensystem(side) for side in self.sides]
+        values, vectors = [one for one, _ in found], [one for _, one in found]
+        left = values[0] * spread(self.positions(), values[0])
+        if self.right is None:
+            return left.view(len(self), *self.shape), vectors
+        return left.unsqueeze(-1) * self.input_eigenvalues(values[1:]).unsqueeze(-2), vectors
+
+    def side_eigensystem(self, side: Side) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [L, groups, d], none negative, and vectors [L, groups, d, d]; ones if diagonal."""
+        value = self.value(side)
+        if side.diagonal:
+            return value.clamp(min=0), torch.ones_like(value)
+        values, vectors = rescued_eigh(value.flatten(0, 1))
+        return values.clamp(min=0).view(value.shape[:-1]), vectors.view(value.shape)
+
+    def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:
+        """Of the input side [L, g, i], from those of its parts."""
+        (a,) = values
+        return a
+
+    def to_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """Qᵀ W: [L, g, o, i] -> the same."""
+        return self.applied(matrix, operators, transpose=True)
+
+    def from_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """Q W. Every entry of Q is a product of one entry of each operator, so their squares make its squares."""
+        return self.applied(matrix, operators)
 
     # --- roots ------------------------------------------------------------------------------------------------------
 

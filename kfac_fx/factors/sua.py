@@ -107,3 +107,40 @@ class UncorrelatedGroup(BlockGroup):
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         identity = torch.eye(self.shape[2], dtype=self.dtype, device=self.device)
         return self.multiply_inputs(identity.expand(self.shape[0], -1, -1), parts)
+
+    # --- eigenvectors: those of Σ at each of K - 1 waves over the places that are orthogonal to e, those of B at e ----
+
+    def eigensystem(self) -> tuple[Tensor, list[Tensor]]:
+        values, vectors = super().eigensystem()
+        return values, [*vectors, waves(self.kernel).to(values)]
+
+    def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:
+        centered, mean = values
+        along, bias = mean.split([self.channels, int(self.bias)], dim=-1)
+        across = centered.unsqueeze(-1).expand(*centered.shape, self.kernel - 1)
+        return torch.cat([torch.cat([along.unsqueeze(-1), across], dim=-1).flatten(-2), bias], dim=-1)
+
+    def to_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        *sides, places = operators
+        patches, bias = self.patches(self.applied(matrix, sides, transpose=True))
+        return torch.cat([(patches @ places).flatten(-2), bias], dim=-1)
+
+    def from_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        left, across, along, places = operators
+        waved, bias = self.patches(self.multiply_outputs(matrix, left))
+        mean = torch.cat([waved[..., 0], bias], dim=-1) @ along.mT
+        weight, bias = mean.split([self.channels, int(self.bias)], dim=-1)
+        centered = torch.einsum("...odk,...cd->...ock", waved[..., 1:], across)
+        patches = torch.cat([weight.unsqueeze(-1), centered], dim=-1) @ places.mT
+        return torch.cat([patches.flatten(-2), bias], dim=-1)
+
+    def patches(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., C K + bias] -> [..., C, K] and [..., bias]."""
+        weight, bias = rows.split([self.channels * self.kernel, int(self.bias)], dim=-1)
+        return weight.unflatten(-1, (self.channels, self.kernel)), bias
+
+
+def waves(size: int) -> Tensor:
+    """An orthonormal basis of K places whose first column is e: cosines, in float64."""
+    place, wave = torch.arange(size, dtype=torch.float64).unsqueeze(-1), torch.arange(size, dtype=torch.float64)
+    return torch.cos(math.pi * (place + 0.5) * wave / size) * ((2 - (wave == 0).double()) / size).sqrt()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kfac_fx.factors.factor import OUTPUTS, Side
 from kfac_fx.factors.groups import BlockGroup
-from kfac_fx.linalg.matrices import gram
+from kfac_fx.linalg.matrices import gram, rescued_eigh
 from kfac_fx.passes.words.matrix import block_width
 from kfac_fx.statistics.row_sums import IN_BLOCKS, of_group, statistic
 from kfac_fx.statistics.rows import Rows, homogeneous
@@ -83,6 +83,20 @@ class WideGroup(BlockGroup):
         stack = self.factors[side.factor]
         traces: Tensor = stack.moment.diagonal(dim1=-2, dim2=-1).sum(-1).unflatten(-1, (-1, blocks)).sum(-1)
         return traces / super().size(side) / stack.total_weight.unsqueeze(-1)
+
+    def side_eigensystem(self, side: Side) -> tuple[Tensor, Tensor]:
+        """What fills up the last block has the largest eigenvalue, so that it comes last there and is cut off."""
+        blocks, width = self.blocks_of(side), super().size(side)
+        if blocks == 1:
+            return super().side_eigensystem(side)
+        value = self.value(side)
+        real = cut(torch.ones(self.shape[0], width, dtype=self.dtype, device=self.device), blocks)
+        diagonal = value.diagonal(dim1=-2, dim2=-1)
+        trace = (diagonal * real).sum(-1, keepdim=True)
+        diagonal.copy_(torch.where(real == 1, diagonal, torch.where(trace > 0, 2 * trace, 1)))
+        values, vectors = rescued_eigh(value.flatten(0, 1))
+        whole = values.clamp(min=0).view(len(self), self.shape[0], -1)
+        return whole[..., :width], vectors.view(value.shape)
 
     def split_damping(self) -> dict[Side, Tensor]:
         whole = super().split_damping()

@@ -178,6 +178,14 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat(values), torch.cat(vectors)
 
 
+def rescued_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`eigh`, again in float64 if it does not come out right; in the matrix's own precision. Waits for the device."""
+    values, vectors = eigh(matrix)
+    if not values.isfinite().all():
+        values, vectors = eigh(matrix.double())
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
 def rescued_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[dict[Root, Tensor], Tensor]:
     """`dense_roots` for matrices that failed in it: with more damping, then in float64. Waits for the device."""
     found = {root: torch.full_like(side, torch.nan) for root in roots}

@@ -34,14 +34,14 @@ def split(whole: Mapping[str, Tensor], registrations: Iterable[Registration], le
 
 
 def joined(
-    parts: Mapping[str, Tensor], registrations: Iterable[Registration], whole: Mapping[str, Tensor]
+    parts: Mapping[str, Tensor], registrations: Iterable[Registration], whole: Mapping[str, Tensor], lead: int = 0
 ) -> dict[str, Tensor]:
     """The inverse of `split`, in the order and the shapes of `whole`; zero where no piece is: nothing reads it."""
     pieces = [piece for one in registrations for piece in one.pieces]
     cut = {piece.parameter for piece in pieces}
     found = {name: torch.zeros_like(tensor) if name in cut else parts[name] for name, tensor in whole.items()}
     for piece in pieces:
-        piece.of(found[piece.parameter]).copy_(parts[piece.name])
+        piece.of(found[piece.parameter], lead).copy_(parts[piece.name])
     return found
 
 

@@ -67,6 +67,7 @@ FLOORS = [
     "kfac_fx.blocks.rooted",
     "kfac_fx.blocks.series",
     "kfac_fx.blocks.block",
+    "kfac_fx.blocks.spectrum",
     "kfac_fx.blocks.fisher",
     "kfac_fx.taps.factored kfac_fx.taps.sloped kfac_fx.taps.subsample",
     "kfac_fx.taps.flat_rows",

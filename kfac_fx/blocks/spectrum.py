@@ -1,0 +1,195 @@
+"""The Fisher by its eigenvectors: s F + δ I for any s and δ, with determinants, diagonals and samples.
+
+All blocks are F = Q Λ Qᵀ, undamped, and so s F + δ I = Q (s Λ + δ) Qᵀ: after one decomposition every power of it, at
+every s and δ, is two rotations and what happens to single numbers between them. δ is added as it is, where
+`BlockDiagonalFisher.multiply` splits it between the sides of a Kronecker product.
+
+With N training cases, losses that are negative log-likelihoods and a Gaussian prior of precision δ, N F + δ I is the
+precision of the Laplace approximation of the posterior (Ritter, Botev & Barber 2018, "A scalable Laplace approximation
+for neural networks"), and its determinant what the marginal likelihood needs (Immer et al. 2021, "Scalable marginal
+likelihood estimation for model selection in deep learning").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from kfac_fx.blocks.block import check_fits
+from kfac_fx.factors.averaged import Vector
+from kfac_fx.factors.groups import BlockGroup
+from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.pieces import joined, split
+from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
+from kfac_fx.passes.ir import Registration
+
+Key = tuple[str, ...]
+Damping = float | Tensor | Mapping[Key, float | Tensor]
+
+
+@dataclass(frozen=True)
+class System:
+    """F = Q Λ Qᵀ of blocks of equal shape. values: [L, g, o, i]."""
+
+    group: BlockGroup
+    values: Tensor
+    operators: Sequence[Tensor]
+
+    @staticmethod
+    def of(group: BlockGroup) -> System:
+        """Raises FactorNotReady if there is nothing to decompose yet; waits for the device."""
+        values, operators = group.eigensystem()
+        finite = values.flatten(1).isfinite().all(1).tolist()
+        if wrong := [str(one) for one, fine in zip(group.registrations, finite, strict=True) if not fine]:
+            raise FactorNotReady(
+                "every batch was skipped as not finite, or no eigenvalues were found, for\n  "
+                + "\n  ".join(wrong)
+                + "\nLook for NaN in inputs, outputs and parameters, and call estimator.update_covariances again."
+            )
+        return System(group, values, operators)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Spectrum:
+    """s F + δ I by blocks, with the factors of the moment when it was made. Vectors are dicts as everywhere.
+
+    scale: s. damping: δ, a number, a 0-d tensor, or one for every block under its key. Results are differentiable in
+    both where they are tensors. Elements of parameters that nothing reads are in no block, and zero in every result.
+
+    `torch.func.vmap` over the methods serves many vectors at once.
+    """
+
+    systems: Sequence[System]
+    shapes: Mapping[str, torch.Size]
+    scale: float | Tensor
+    damping: Damping
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a negative number, RegistrationError for a damping of other blocks."""
+        damping = self.damping
+        each = list(damping.values()) if isinstance(damping, Mapping) else [damping]
+        for name, value in (("scale", self.scale), *(("damping", one) for one in each)):
+            if isinstance(value, (int, float)) and not value >= 0:
+                raise ValueError(f"{name} must not be negative, got {value}.")
+        if isinstance(damping, Mapping) and damping.keys() != set(self.keys):
+            known = [", ".join(key) for key in self.keys]
+            wrong = [
+                (repr(key), "is no block." + nearest(", ".join(key), known)) for key in damping.keys() - {*self.keys}
+            ]
+            wrong += [(repr(key), "is missing") for key in self.keys if key not in damping]
+            raise RegistrationError(f"`damping` does not fit the blocks:\n{table(wrong)}")
+
+    def at(self, *, scale: float | Tensor | None = None, damping: Damping | None = None) -> Spectrum:
+        """The same with another s or δ, without a decomposition."""
+        return replace(
+            self,
+            scale=self.scale if scale is None else scale,
+            damping=self.damping if damping is None else damping,
+        )
+
+    def __repr__(self) -> str:
+        return f"Spectrum(scale={self.scale}, damping={self.damping}, {len(self.keys)} blocks)"
+
+    @property
+    def registrations(self) -> list[Registration]:
+        return [one for system in self.systems for one in system.group.registrations]
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of the blocks."""
+        return [one.parameters for one in self.registrations]
+
+    # --- eigenvalues ------------------------------------------------------------------------------------------------
+
+    def shifted(self, system: System) -> Tensor:
+        """s Λ + δ: [L, g, o, i]."""
+        damping = self.damping
+        if isinstance(damping, Mapping):
+            like = system.values
+            each = [torch.as_tensor(damping[one.parameters]).to(like) for one in system.group.registrations]
+            damping = torch.stack(each).view(-1, 1, 1, 1)
+        return self.scale * system.values + damping
+
+    def eigenvalues(self) -> dict[Key, Tensor]:
+        """Of s F + δ I: [g, o, i] of every block, not in the order of their size."""
+        return {
+            one.parameters: values
+            for system in self.systems
+            for one, values in zip(system.group.registrations, self.shifted(system), strict=True)
+        }
+
+    def log_determinant(self) -> Tensor:
+        """log det(s F + δ I), over all blocks."""
+        return torch.stack([self.shifted(system).log().sum() for system in self.systems]).sum()
+
+    def trace(self, exp: float = 1.0) -> Tensor:
+        """tr (s F + δ I)^exp, over all blocks."""
+        return torch.stack([(self.shifted(system) ** exp).sum() for system in self.systems]).sum()
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def multiply(self, vector: Vector) -> dict[str, Tensor]:
+        """(s F + δ I) v."""
+        return self.multiply_matpower(1.0, vector)
+
+    def multiply_inverse(self, vector: Vector) -> dict[str, Tensor]:
+        """(s F + δ I)⁻¹ v."""
+        return self.multiply_matpower(-1.0, vector)
+
+    def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
+        """(s F + δ I)^exp v, for every exp."""
+        check_fits(vector, self.shapes, alone=True)
+        vector = {name: dense(tensor) for name, tensor in vector.items()}
+        parts = split(vector, self.registrations)
+
+        def product(system: System) -> dict[str, Tensor]:
+            group, operators = system.group, system.operators
+            turned = group.to_eigenbasis(group.pack(parts), operators) * self.shifted(system) ** exp
+            return group.unpack(group.from_eigenbasis(turned, operators), parts)
+
+        return self.of_all(product, vector)
+
+    # --- what has no vector to begin with -----------------------------------------------------------------------------
+
+    def diagonal(self, exp: float = 1.0) -> dict[str, Tensor]:
+        """The diagonal of (s F + δ I)^exp, shaped as the parameters: with -1 the variances of single parameters."""
+
+        def diagonal(system: System) -> dict[str, Tensor]:
+            squares = [operator.square() for operator in system.operators]
+            return self.unpacked(system, system.group.from_eigenbasis(self.shifted(system) ** exp, squares))
+
+        return self.of_all(diagonal)
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """So many draws from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]."""
+
+        def draws(system: System) -> dict[str, Tensor]:
+            values = system.values
+            noise = (
+                torch.randn(count, *values.shape, dtype=values.dtype, device=values.device, generator=generator)
+                * self.shifted(system).rsqrt()
+            )
+            turn = lambda one: self.unpacked(system, system.group.from_eigenbasis(one, system.operators))  # noqa: E731
+            found: dict[str, Tensor] = vmap(turn)(noise)
+            return found
+
+        return self.of_all(draws, lead=(count,))
+
+    def unpacked(self, system: System, matrices: Tensor) -> dict[str, Tensor]:
+        """[L, g, o, i] -> by the registrations' names, in the precision of the factors."""
+        names = [name for one in system.group.registrations for name in one.parameters]
+        return system.group.unpack(matrices, dict.fromkeys(names, matrices))
+
+    def of_all(
+        self, of: Callable[[System], Mapping[str, Tensor]], whole: Vector | None = None, lead: tuple[int, ...] = ()
+    ) -> dict[str, Tensor]:
+        """What the systems have under the registrations' names, by parameter; shaped as `whole` if it is given."""
+        parts = {name: one for system in self.systems for name, one in of(system).items()}
+        if whole is None:
+            like = {piece.parameter: parts[piece.name] for one in self.registrations for piece in one.pieces} | parts
+            whole = {name: like[name].new_zeros(()).expand((*lead, *shape)) for name, shape in self.shapes.items()}
+        return joined(parts, self.registrations, whole, len(lead))

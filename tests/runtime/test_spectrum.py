@@ -1,0 +1,202 @@
+"""The Fisher of a whole model by its eigenvectors: scale, damping, many vectors, and what may not be asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+import kfac_fx
+from kfac_fx import ApproximationError, FactorNotReady, FisherEstimator, NotRegisteredError, RegistrationError, Spectrum
+from kfac_fx.blocks import rooted
+from kfac_fx.blocks.block import make_block
+from kfac_fx.blocks.spectrum import System
+from tests.runtime.fake_net import batch, deep, exact, mixed, noise
+from tests.runtime.fisher_cases import FORMS, draw, register
+
+
+def dense(est: FisherEstimator) -> Tensor:
+    """F of all blocks, in the order of the spectrum's eigenvalues."""
+    full: Tensor = torch.block_diag(*(block.full_fisher_block() for block in est.blocks.values()))
+    return full
+
+
+def test_all_blocks_of_a_model_count() -> None:
+    est = exact(mixed(), batch())
+    spectrum, full = est.spectrum(scale=10, damping=0.5), dense(est)
+    precision = 10 * full + 0.5 * torch.eye(len(full), dtype=full.dtype)
+    torch.testing.assert_close(spectrum.log_determinant(), torch.logdet(precision))
+    torch.testing.assert_close(spectrum.trace(-2), torch.linalg.inv(precision @ precision).trace())
+    assert set(spectrum.eigenvalues()) == set(est.blocks)
+    total = sum(tensor.sum() for tensor in spectrum.diagonal(-1).values())
+    torch.testing.assert_close(total, spectrum.trace(-1))
+    v = noise(est)
+    back = spectrum.multiply_inverse(spectrum.multiply(v))
+    assert list(back) == list(v)
+    for name, tensor in v.items():
+        torch.testing.assert_close(back[name], tensor)
+
+
+def test_damping_is_added_as_it_is_where_the_estimator_splits_it() -> None:
+    est = exact(deep(), batch(), damping=0.3)
+    v = noise(est)
+    whole, split = est.spectrum().multiply(v), est.multiply(v)
+    alone = est.spectrum(damping=0.0).multiply(v)
+    for name, tensor in v.items():
+        torch.testing.assert_close(whole[name], alone[name] + 0.3 * tensor)
+    assert not all(torch.allclose(whole[name], split[name]) for name in v)
+
+
+def test_without_damping_it_is_the_estimator() -> None:
+    est = exact(mixed(), batch(), damping=0.0)
+    v = noise(est)
+    ours, theirs = est.spectrum().multiply(v), est.multiply(v)
+    for name in v:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
+def test_another_scale_and_damping_need_no_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    est = exact(mixed(), batch())
+    spectrum, fresh = est.spectrum(), est.spectrum(scale=7.0, damping=2.0)
+    monkeypatch.setattr(torch.linalg, "eigh", None)
+    moved = spectrum.at(scale=7.0).at(damping=2.0)
+    assert moved.log_determinant() == fresh.log_determinant()
+    assert repr(moved) == "Spectrum(scale=7.0, damping=2.0, 4 blocks)"
+
+
+def test_later_batches_do_not_enter() -> None:
+    net = mixed()
+    est = exact(net, batch())
+    spectrum = est.spectrum(damping=1.0)
+    before = spectrum.log_determinant()
+    est.accumulate(net.record((batch(),), {}, mode="exact"))
+    est.fold()
+    est.damping = 5.0
+    assert spectrum.log_determinant() == before != est.spectrum(damping=1.0).log_determinant()
+
+
+def test_every_block_may_have_a_damping_of_its_own() -> None:
+    est = exact(mixed(), batch())
+    each = {key: 0.1 * (n + 1) for n, key in enumerate(est.blocks)}
+    blocks = [block.full_fisher_block() for block in est.blocks.values()]
+    expected = [
+        torch.logdet(f + own * torch.eye(len(f), dtype=f.dtype)) for f, own in zip(blocks, each.values(), strict=True)
+    ]
+    torch.testing.assert_close(est.spectrum(damping=each).log_determinant(), torch.stack(expected).sum())
+
+
+def test_determinants_are_differentiated_by_scale_and_damping() -> None:
+    est = exact(mixed(), batch())
+    scale, damping = (torch.tensor(one, dtype=torch.float64, requires_grad=True) for one in (6.0, 0.4))
+    spectrum = est.spectrum(scale=scale, damping=damping)
+    by_scale, by_damping = torch.autograd.grad(spectrum.log_determinant(), [scale, damping])
+    torch.testing.assert_close(by_damping, spectrum.trace(-1).detach())
+    inverse = torch.linalg.inv(6 * dense(est) + 0.4 * torch.eye(len(dense(est)), dtype=torch.float64))
+    torch.testing.assert_close(by_scale, (inverse @ dense(est)).trace())
+
+
+def test_many_vectors_go_through_vmap() -> None:
+    est = exact(mixed(), batch())
+    spectrum = est.spectrum(damping=0.1)
+    vectors = [noise(est) for _ in range(3)]
+    together = {name: torch.stack([one[name] for one in vectors]) for name in vectors[0]}
+    product = vmap(spectrum.multiply_inverse)(together)
+    for n, one in enumerate(vectors):
+        for name, expected in spectrum.multiply_inverse(one).items():
+            torch.testing.assert_close(product[name][n], expected)
+
+
+def test_samples_follow_their_generator() -> None:
+    spectrum = exact(mixed(), batch()).spectrum(damping=0.1)
+    first, again = (spectrum.sample(2, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(draws[0], draws[1]) for draws in first.values())
+
+
+class Sliced(nn.Module):
+    """Two of three parts of a projection are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w[0:2].T + (x @ self.w[4:6].T).tanh()
+
+
+def test_pieces_of_a_parameter_are_put_together_again() -> None:
+    model, x = Sliced(), torch.randn(8, 3)
+    est = FisherEstimator(kfac_fx.compile(model, (x,), loss="normal"), seed=0)
+    est.update_covariances(x)
+    assert len(est.blocks) == 2
+    spectrum = est.spectrum(damping=0.1)
+    product, diagonal = spectrum.multiply({"w": torch.ones(6, 3)}), spectrum.diagonal()
+    sample = spectrum.sample(5)["w"]
+    assert sample.shape == (5, 6, 3) and diagonal["w"].shape == (6, 3)
+    for found in (product["w"], diagonal["w"], sample[0]):
+        assert not found[2:4].any() and found[:2].all() and found[4:].all()
+
+
+def test_what_had_no_rows_is_its_damping() -> None:
+    registration, parameters = register(FORMS["linear"], "kron"), FORMS["linear"].parameters
+    block = make_block(registration, parameters=parameters)
+    block.update(
+        {name: torch.zeros_like(one) for name, one in draw(registration, FORMS["linear"], 3).items()}, 3, decay=0.9
+    )
+    spectrum = Spectrum([System.of(block.group)], {n: p.shape for n, p in parameters.items()}, 5.0, 0.25)
+    assert all((one == 0.25).all() for one in spectrum.eigenvalues().values())
+
+
+def test_a_decomposition_that_fails_is_tried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(8, 3)
+    est = FisherEstimator(kfac_fx.compile(nn.Linear(3, 2), (x,), loss="normal"))
+    est.update_covariances(x)
+    expected, eigh = est.spectrum().log_determinant(), torch.linalg.eigh
+
+    def narrow_fails(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        if matrix.dtype is torch.float32:
+            raise torch.linalg.LinAlgError  # type: ignore[attr-defined]
+        return eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", narrow_fails)
+    torch.testing.assert_close(est.spectrum().log_determinant(), expected)
+
+
+def test_series_too_wide_for_a_dense_block_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    registration, parameters = (
+        register(FORMS["linear with bias"], "kron_series_1"),
+        FORMS["linear with bias"].parameters,
+    )
+    block = make_block(registration, parameters=parameters)
+    block.update(draw(registration, FORMS["linear with bias"], 3), 3, decay=0.9)
+    monkeypatch.setattr(rooted, "DENSE", 8)
+    text = r"layer\(weight, bias\): kron_series_1 has no eigenvectors.*3 \* 3 parameters.*\nUse 'kron_indep' for these"
+    with pytest.raises(ApproximationError, match=text):
+        System.of(block.group)
+
+
+def test_factors_that_are_not_there_are_named() -> None:
+    net = mixed()
+    est = FisherEstimator(net)
+    with pytest.raises(FactorNotReady, match=r"read before their first update: call estimator\.update_covariances"):
+        est.spectrum()
+    est.accumulate(net.record((batch() * torch.nan,), {}, mode="exact"))
+    est.fold()
+    with pytest.raises(FactorNotReady, match=r"(?s)every batch was skipped as not finite.*0\.weight.*Look for NaN in"):
+        est.spectrum()
+
+
+def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
+    est = exact(mixed(), batch())
+    with pytest.raises(ValueError, match=r"^damping must not be negative, got -1\.$"):
+        est.spectrum(damping=-1)
+    with pytest.raises(ValueError, match=r"^scale must not be negative, got -2\.0\.$"):
+        est.spectrum().at(scale=-2.0)
+    one = next(iter(est.blocks))
+    with pytest.raises(
+        RegistrationError, match=r"(?s)`damping` does not fit the blocks:.*'0\.weight'.*is no block.*missing"
+    ):
+        est.spectrum(damping={("0.weight",): 1.0, one: 2.0})
+    with pytest.raises(NotRegisteredError, match=r"(?s)does not fit.*missing  0\.weight"):
+        est.spectrum().multiply({})
