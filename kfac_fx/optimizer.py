@@ -102,8 +102,9 @@ class KFAC(Optimizer):
                 backward itself, with the true targets (a different matrix, see Kunstner et al. 2019).
             fraction: the part of every batch that "gradients" records.
             seed: of the sampled targets; None: torch's initial seed. Their stream is the optimizer's own.
-            reduction: "mean" if the training loss is a mean over cases, "sum" if a sum, which "empirical" must know. A
-                "sum" leaves the gradient as many times larger as there are cases, and lr as much smaller.
+            reduction: "mean" if the training loss is a mean over the cases of all micro-batches of a step, "sum" if a
+                sum, which "empirical" must know. A "sum" leaves the gradient as many times larger as there are cases,
+                and lr as much smaller.
             first_order: dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None) for parameters in no block.
             grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients.
             params: parameter groups with their own lr and weight_decay; None: all of the net's in one.

@@ -59,6 +59,7 @@ class Forwards:
     def gradients_zeroed(self) -> None:
         if not self.paused:
             self.used = {}
+            self.seen.gradients_zeroed()
 
     def has_new(self, gradients: Mapping[str, Tensor]) -> bool:
         """Was there a forward since the last step, and a gradient that it did not use?"""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,11 +58,31 @@ class Ride:
     registrations: tuple[Registration, ...]
     generic: Mapping[str, Tensor]  # views of the generic parameters, which keep this forward's gradient
     cases: int
+    backwards: Counter[Key] = field(default_factory=Counter)  # that reached the probes of a registration
 
-    def moments(self, reduction: str = "mean") -> Moments:
+    def __post_init__(self) -> None:
+        for one, probes in zip(self.registrations, self.probes, strict=True):
+            for probe in list(probes.values())[:1]:
+                if probe.requires_grad:
+                    probe.register_hook(partial(counted, self.backwards, one.parameters))
+
+    def check_backwards(self) -> None:
+        """Raises RuntimeError after a second backward of this forward, for squares of gradients do not add up."""
+        if twice := [", ".join(key) for key, times in self.backwards.items() if times > 1]:
+            raise RuntimeError(
+                "the empirical Fisher is recorded in one backward of a forward, and there were "
+                f"{max(self.backwards.values())} of this one. They reached {'; '.join(twice)}.\nAdd the losses up and "
+                'call backward once, or record in a pass of its own: estimation_mode="gradients".'
+            )
+
+    def moments(self, reduction: str = "mean", cases: int | None = None) -> Moments:
         """What the backward recorded, for the gradient of the sum over cases whatever the user's `reduction` was:
-        a gradient that is `cases` times too small gives second moments that are `cases`² times too small."""
-        scale = float(self.cases) if reduction == "mean" else 1.0
+        a gradient that is `cases` times too small gives second moments that are `cases`² times too small.
+
+        cases: of the user's mean, where there are more in it than those of this forward.
+        """
+        self.check_backwards()
+        scale = float(self.cases if cases is None else cases) if reduction == "mean" else 1.0
         statistics: dict[Key, dict[str, Tensor]] = {}
         for one, probes in zip(self.registrations, self.probes, strict=True):
             if one.generic:
@@ -80,6 +102,10 @@ class Ride:
     def gradient(self, name: str) -> Tensor:
         view = self.generic[name]
         return torch.zeros_like(view) if view.grad is None else dense(view.grad)
+
+
+def counted(backwards: Counter[Key], key: Key, gradient: Tensor) -> None:
+    backwards[key] += 1
 
 
 def flat(gradients: Sequence[Tensor]) -> Tensor:

@@ -252,6 +252,52 @@ def test_empirical_statistics_of_micro_batches_count_as_one_batch() -> None:
     torch.testing.assert_close(dict(parts.named_parameters()), dict(whole.named_parameters()))
 
 
+def empirical() -> tuple[CompiledModule, KFAC]:
+    net = compiled_mlp()
+    return net, KFAC(net, lr=0.3, damping=0.1, estimation_mode="empirical")
+
+
+def test_empirical_micro_batches_of_any_sizes_count_as_one_batch() -> None:
+    x, y = batch(0)
+    (whole, one), (parts, other) = empirical(), empirical()
+    F.cross_entropy(whole(x), y).backward()
+    for part in (slice(0, 1), slice(1, 1), slice(1, 6)):
+        (F.cross_entropy(parts(x[part]), y[part], reduction="sum") / 6).backward()
+    for opt in (one, other):
+        opt.step()
+    torch.testing.assert_close(dict(parts.named_parameters()), dict(whole.named_parameters()))
+
+
+def test_gradients_that_were_zeroed_leave_no_empirical_statistics() -> None:
+    x, y = batch(0)
+    (plain, one), (zeroed, other) = empirical(), empirical()
+    F.cross_entropy(zeroed(3 * x), y).backward()
+    F.cross_entropy(plain(x), y).backward()
+    outputs = zeroed(x)
+    other.zero_grad()
+    F.cross_entropy(outputs, y).backward()
+    for opt in (one, other):
+        opt.step()
+    torch.testing.assert_close(dict(zeroed.named_parameters()), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_second_backward_of_a_forward_has_no_empirical_fisher(zeroed: bool) -> None:
+    net, opt = empirical()
+    x, y = batch(0)
+    losses = F.cross_entropy(net(x), y, reduction="none") / 6
+    losses[:3].sum().backward(retain_graph=True)
+    if zeroed:
+        opt.zero_grad()
+    losses[3:].sum().backward()
+    with pytest.raises(
+        RuntimeError,
+        match=r"one backward of a forward, and there were 2 of this one\. They reached .*2\.weight, 2\.bias.*\nAdd the "
+        r'losses up and call backward once, .*: estimation_mode="gradients"\.',
+    ):
+        opt.step()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_empirical_statistics_are_those_of_the_true_targets(reduction: str) -> None:
     net = compiled_mlp()
