@@ -95,7 +95,8 @@ def culprits(program: Program, variables: Iterable[str] | None, found: Edges, re
             errors.append(f"{name!r} is not a parameter of the model.{nearest(name, program.aliases)}")
             continue
         parts = program.parts(program.aliases[name])
-        for name in parts if len(parts) == 1 else [part for part in parts if found[part]]:
+        read = program.owner(parts[0]) in program.python
+        for name in parts if len(parts) == 1 or read else [part for part in parts if found[part]]:
             if name not in by_name:
                 errors.append(f"{name} is not registered{used_in(found[name])}")
             elif not by_name[name].generic and missing(name, found, registered):

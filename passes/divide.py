@@ -26,7 +26,7 @@ from .graphs.operations import op_name
 from .ir import GENERIC, Note, Options, Program, Submodule
 from .normalize import normalize
 from .pipeline import run
-from .submodules import in_model, join
+from .submodules import in_model, join, of_parameters_alone
 from .trace import Capture, capture, named_parameters
 from .unroll import unroll
 
@@ -187,6 +187,8 @@ class Divider:
                 refuse_writes(path, module, call)
             if not any(node.op == "placeholder" for node in traced.program.graph.nodes):
                 raise UntraceableError("it takes no tensors")
+            if of_parameters_alone(traced.program):
+                raise UntraceableError("all that it returns is computed from parameters, which Python is followed with")
             if not self.options.loss_given and any(op_name(node) in LOSSES for node in traced.program.graph.nodes):
                 raise UntraceableError("it computes a loss, whose distribution is looked for between its children")
             mine.append(Captured(Submodule(path, number), module, traced, key, call.autocast))

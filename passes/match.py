@@ -143,7 +143,7 @@ def lay_over(
     if not learned or not form.where(attrs) or reads_itself(binding, label):
         return None
     if binding.free:
-        attrs[CASES] = number_of_cases(root.graph, None)
+        attrs[CASES] = number_of_cases(root, None)
     bound: dict[str, Bound] = {}
     made: dict[str, tuple[Made, Layout]] = {}
     try:

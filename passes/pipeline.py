@@ -14,12 +14,14 @@ from .losses import find_losses
 from .match import match
 from .normalize import normalize
 from .resolve import resolve
-from .submodules import find_outputs, leave_python
+from .submodules import find_outputs, give_lookups, leave_python
 from .unroll import unroll
 from .verify import verify
 
 PIPELINE: tuple[Pass, ...] = (unroll, normalize, find_losses, link, express, match, cut, resolve, check)
-SUBMODULES: tuple[Pass, ...] = (find_outputs, link, express, match, cut, resolve, leave_python, check)  # of joined ones
+SUBMODULES: tuple[Pass, ...] = (  # of joined ones
+    find_outputs, give_lookups, link, express, match, cut, resolve, leave_python, check,
+)  # fmt: skip
 
 
 def run(program: Program, passes: Sequence[Pass] = PIPELINE) -> Program:

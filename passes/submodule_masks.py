@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from .errors import RegistrationError
+from .graphs.cases import NUMBER
 from .graphs.sizes import in_example, shape_of
 from .ir import KEPT, Note, Program, Use
 from .padding import made_of, padding
-from .submodules import NUMBER, graph_of
+from .submodules import graph_of
 from .words.places import where
 
 SITES = "kfac_fx_mask"  # in the meta of a mask's placeholder: (input, dimension) of the cases and of the positions

@@ -12,7 +12,7 @@ is known at run time only: a use is as many as its submodule has calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -20,13 +20,12 @@ from typing import Any
 from torch import fx, nn
 
 from .graphs import pytree
+from .graphs.cases import NUMBER
 from .graphs.holder import attribute, holder
-from .graphs.labels import has_gradient, is_size
-from .graphs.operations import AUTOCAST, EXPANDS, SIZED_BY_CASES, op_name
+from .graphs.labels import Label, has_gradient, is_size, labels, parameters_behind, use_edges
+from .graphs.operations import AUTOCAST, EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
 from .ir import SERIES, Program, Registration, Submodule, Use
 from .matching.elements import KEY
-
-NUMBER = "kfac_fx_submodule"  # in the meta of a node: which submodule it belongs to
 
 
 def in_model(
@@ -148,6 +147,14 @@ def moved(use: Use, nodes: Mapping[fx.Node, fx.Node]) -> Use:
     return replace(use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs)
 
 
+def of_parameters_alone(program: Program) -> bool:
+    """Whether all that a submodule returns is computed from its parameters: Python is followed to where it is used."""
+    label = labels(program.graph, program.parameters, cases=program.cases)
+    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    found = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
+    return bool(found) and all(label[leaf] is Label.PURE for leaf in found)
+
+
 # --- passes ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +163,35 @@ def find_outputs(program: Program) -> Program:
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     returned = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
     return program.but(outputs=tuple(dict.fromkeys(returned)))
+
+
+def give_lookups(program: Program) -> Program:
+    """What a submodule looks up in a table, at places that the batch does not decide, and returns: others use it, too,
+    as T5's first block gives its biases to all blocks. It is one embedding then, free of the batch, and its gradient is
+    the sum of what all send back. A table that is read in other ways, too, stays as it is."""
+    label, names = labels(program.graph, program.parameters), program.parameters
+    found = {lookup: table for node in program.outputs for lookup, table in looked_up(node, label)}
+    for node in found:
+        node.meta[LOOKED_UP] = True
+    label = labels(program.graph, program.parameters)
+    edges = use_edges(program.graph, label, program.outputs)
+    others = set().union(*(parameters_behind(pure, label) for pure, user in edges if user not in found))
+    for node, table in found.items():
+        if table in others or table not in names:
+            del node.meta[LOOKED_UP]
+    return program
+
+
+def looked_up(node: fx.Node, label: Mapping[fx.Node, Label]) -> Iterator[tuple[fx.Node, str]]:
+    """The lookup that a node is made of alone, and its table."""
+    while label[node] is Label.PURE and node.op != "get_attr":
+        operands = [one for one in node.all_input_nodes if label[one] is Label.PURE]
+        if len(operands) != 1:
+            return
+        (operand,) = operands
+        if op_name(node) in LOOKUPS and operand.op == "get_attr":
+            yield node, str(operand.target)
+        node = operand
 
 
 def leave_python(program: Program) -> Program:
@@ -169,12 +205,12 @@ def leave_python(program: Program) -> Program:
             kept += [program.generic(name, "; ".join(reasons)) for name in one.parameters]
         else:
             kept.append(called(program, one))
-    known = {name for one in kept for name in one.owners}
+    known = {name for one in kept for name in one.parameters}
     kept += [
         program.generic(part, f"{name} is {reason}")
         for name, reason in program.python.items()
-        if name not in known
         for part in program.parts(name)
+        if part not in known
     ]
     unused = tuple(name for name in program.unused if program.owner(name) not in program.python)
     return program.but(registrations=tuple(kept), unused=unused)

@@ -22,6 +22,7 @@ from ..ir import Program
 from .operations import (
     DATA_FIRST,
     EXPANDS,
+    LOOKED_UP,
     NO_GRADIENT,
     OWN_BACKWARD,
     SHAPE_ONLY,
@@ -81,7 +82,7 @@ def labels(
 
 def is_layer_of_data(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
     """Whether a PURE node applies a layer with parameters to something else: coordinates, a learned table."""
-    if op_name(node) == "learned":
+    if op_name(node) == "learned" or LOOKED_UP in node.meta:
         return True
     if op_name(node) == "einsum":
         return maps_constant(node, label)

@@ -39,6 +39,8 @@ PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "move
 SIZED_BY_CASES = (
     "sized by cases"  # in the meta of a node of a graph that knows no sizes: whether its own goes with them
 )
+LOOKUPS = {"embedding", "index", "index_select"}
+LOOKED_UP = "looked up"  # in the meta of a node: it is an embedding's whatever becomes of it, as a layer's of data
 VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"}
 
 

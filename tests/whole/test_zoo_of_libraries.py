@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kfac_fx
 from benchmarks import zoo_docs, zoo_measure
 from benchmarks.zoo import LIBRARIES, OUT, main, results, to_do
 from benchmarks.zoo_models.entry import Entry, images, predictions
@@ -88,6 +89,24 @@ def test_rows_of_another_gradient_are_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(proof, "gradients", spoil)
     found = zoo_measure.measure(entry())
     assert found["status"] == "wrong" and "rows of layer.weight, layer.bias" in found["wrong"][0]
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.both[:2].t()) @ self.both[:2] @ self.both[2:].t()
+
+
+def test_the_gradient_of_a_piece_in_no_block_is_found() -> None:
+    program = kfac_fx.compile(Halves(), (torch.randn(3, 4),), loss="normal").program
+    gradient = torch.ones(6, 4)
+    assert len(program.registrations) == 2 and not zoo_measure.outside(program, "both", gradient).any()
+    found = zoo_measure.outside(program.but(registrations=program.registrations[:1]), "both", gradient)
+    assert sorted(found.sum(1).tolist()) in ([0, 0, 4, 4, 4, 4], [0, 0, 0, 0, 4, 4])
+    assert bool(zoo_measure.outside(program.but(registrations=()), "both", gradient).all())
 
 
 def test_what_differs_from_model_to_model_is_no_other_reason() -> None:
