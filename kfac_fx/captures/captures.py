@@ -20,6 +20,7 @@ from kfac_fx.checks.structure import Structure
 from kfac_fx.checks.wrappers import refuse_without_values
 from kfac_fx.passes.capture.attributes import settings
 from kfac_fx.passes.capture.border import capture_key
+from kfac_fx.passes.capture.hooks import called
 from kfac_fx.passes.errors import RegistrationError, UntraceableError
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.pipeline import run
@@ -97,8 +98,12 @@ class Captures:
         return made
 
     def set_as(self, recorder: Recorder) -> bool:
-        """Whether all attributes are what they were when this was captured, but for those that forward itself sets."""
-        return recorder.settings is None or recorder.settings == settings(self.model, recorder.capture.assigned)
+        """Whether all attributes are what they were when this was captured, but for those that forward itself sets; and
+        classes, functions and hooks."""
+        return recorder.settings is None or recorder.settings == self.held(recorder.capture)
+
+    def held(self, traced: Capture) -> tuple[dict[str, Any], dict[str, Any]]:
+        return settings(self.model, traced.assigned), called(self.model)
 
     def run(
         self,
@@ -217,9 +222,8 @@ class Captures:
         return self.emit(traced, self.declared.passes(traced.program))
 
     def emit(self, traced: Capture, program: Program) -> Recorder:
-        held = settings(self.model, traced.assigned)
         loss, backend = self.declared.loss, self.declared.backend
-        return Recorder(traced, program, self.model, loss, needs(program), backend, settings=held)
+        return Recorder(traced, program, self.model, loss, needs(program), backend, settings=self.held(traced))
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         verdict = prove(recorder, args, kwargs) if self.declared.verify else None

@@ -17,14 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from kfac_fx.passes.capture.calls import Lent, mapped
 from kfac_fx.passes.capture.captured import Captured
-from kfac_fx.passes.capture.hooks import FORWARD_HOOKS, hooked_by_user
+from kfac_fx.passes.capture.hooks import BACKWARD_HOOKS, FORWARD_HOOKS, hooked_by_user
 
 KINDS: dict[Any, str] = {
     F.cross_entropy: "categorical",
     F.mse_loss: "normal",
     F.binary_cross_entropy_with_logits: "multi_bernoulli",
 }
-BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")  # of a captured submodule: effects
 
 
 class Unmet(BaseException):
@@ -92,7 +91,7 @@ class Frames:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The submodules call their graphs."""
+        """The submodules call their graphs. Backward hooks of a captured submodule are effects."""
         modules = list({id(one.module): one.module for one in self.captured if not one.is_read}.values())
         names = ("forward", *FORWARD_HOOKS, *BACKWARD_HOOKS)
         before = [{name: one.__dict__[name] for name in names if name in one.__dict__} for one in modules]

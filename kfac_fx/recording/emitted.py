@@ -47,7 +47,7 @@ class Emitted:
     backend: str = "eager"
     make_tap: type[Tap] = Tap
     proven: bool = False
-    settings: Mapping[str, Any] | None = None  # of the model's attributes, that the graph holds for; None: any
+    settings: tuple[Mapping[str, Any], ...] | None = None  # of the model: what the graph holds for; None: any
     emitted: Any = field(init=False)
     taps: dict[Key, list[Tap]] = field(default_factory=dict, init=False)  # one a use, in their order
 

@@ -42,6 +42,8 @@ def plain(value: Any, depth: int = 2) -> Any:
         ) <= FEW else ()
     if isinstance(value, Tensor):
         return Tensor, id(value)
+    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.ndarray):
+        return value.shape, value.tobytes() if value.size <= FEW else id(value)
     inner = fields(value)
     return type(value), id(value), plain(inner, depth - 1) if inner is not None and depth else ()
 

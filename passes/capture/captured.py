@@ -17,6 +17,7 @@ from .attributes import settings
 from .border import call_key
 from .calls import Call
 from .devices import kinds
+from .hooks import called
 from .readers import Found
 from .reads import Operation
 
@@ -51,7 +52,7 @@ class Captured:
 
 
 def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return tuple(settings(module).items()), call_key(args, kwargs)
+    return (*settings(module).items(), *called(module, inside=True).items()), call_key(args, kwargs)
 
 
 def key_of_read(key: Any, inputs: tuple[Any, ...]) -> Any:

@@ -8,8 +8,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -195,20 +197,86 @@ def apart(model: nn.Module, net: Any, x: Tensor) -> list[str]:
     return [name for name, one in pairs if not torch.allclose(found[name], one, rtol=1e-4, atol=1e-5)]
 
 
-CHANGES: list[tuple[Callable[[], nn.Module], Callable[[Any], object]]] = [
-    (Tempered, lambda model: setattr(model, "tau", 0.1)),
-    (Dropping, lambda model: setattr(model.dropout, "p", 0.9)),
-    (Inside, lambda model: setattr(model.inner, "tau", 0.1)),
+class Scheduled(Base):
+    """A temperature in numpy's hands, of which forward takes a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = np.ones(3)
+
+    def between(self, h: Tensor) -> Tensor:
+        return (h / float(self.schedule[1])).tanh()
+
+
+def of_class() -> nn.Module:
+    """A temperature of the class, and a class of its own, for tests to change."""
+    kind = type("OfClass", (Tempered,), {"tau": 1.0})
+    model: nn.Module = kind()
+    del model.tau
+    return model
+
+
+def tenth(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output / 10
+
+
+def of_inputs(module: nn.Module, args: Any) -> Any:
+    return tuple(one / 10 for one in args)
+
+
+CHANGES: list[tuple[str, Callable[[], nn.Module], Callable[[Any], object]]] = [
+    ("a number", Tempered, lambda model: setattr(model, "tau", 0.1)),
+    ("a module's", Dropping, lambda model: setattr(model.dropout, "p", 0.9)),
+    ("a submodule's", Inside, lambda model: setattr(model.inner, "tau", 0.1)),
+    ("an array's", Scheduled, lambda model: model.schedule.fill(0.1)),
+    ("a class's", of_class, lambda model: setattr(type(model), "tau", 0.1)),
+    ("a class's function", of_class, lambda model: setattr(type(model), "between", lambda self, h: h.exp())),
+    ("a hook", Tempered, lambda model: model.first.register_forward_hook(tenth)),
+    ("a hook of the whole", Tempered, lambda model: model.register_forward_hook(tenth)),
+    ("a hook of inputs", Tempered, lambda model: model.last.register_forward_pre_hook(of_inputs)),
+    ("a hook of a submodule", Inside, lambda model: model.inner.register_forward_hook(tenth)),
 ]
 
 
-@pytest.mark.parametrize(("build", "change"), CHANGES, ids=[build.__name__ for build, _ in CHANGES])
+@pytest.mark.parametrize(("build", "change"), [rest for _, *rest in CHANGES], ids=[name for name, *_ in CHANGES])
 def test_an_attribute_that_is_changed_from_outside_is_recorded_as_it_is(build: Any, change: Any) -> None:
     model = build()
     net = kfac_fx.compile(model, (X,), loss="normal")
     assert apart(model, net, X) == []
     change(model)
     assert apart(model, net, OTHER) == []
+
+
+def test_a_forward_that_is_replaced_is_recorded_as_it_is() -> None:
+    model = Tempered()
+    net = kfac_fx.compile(model, (X,), loss="normal")
+    net.record((X,), {})
+    model.first.forward = lambda x: F.linear(x, model.first.weight, model.first.bias).exp()  # type: ignore[method-assign]
+    rows = torch.cat([model.between(model.first(X)), torch.ones(6, 1)], 1).detach()
+    found = net.record((X,), {}).statistics["last.weight", "last.bias"]["A"]
+    torch.testing.assert_close(found, (rows.mT @ rows)[None])
+
+
+def test_a_later_hook_that_changes_gradients_is_refused_as_an_earlier_one() -> None:
+    model = Tempered()
+    net = kfac_fx.compile(model, (X,), loss="normal")
+    model.last.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 10,))
+    with pytest.raises(
+        UntraceableError, match=r"other gradients .* in first\.weight, first\.bias\.\nHooks that change"
+    ):
+        net.record((X,), {})
+
+
+def test_a_hook_that_comes_and_goes_needs_one_capture() -> None:
+    model = Tempered()
+    net = kfac_fx.compile(model, (X,), loss="normal")
+    made = []
+    for _ in range(2):
+        handle = model.first.register_forward_hook(tenth)
+        made.append(net.recorder((X,), {}))
+        handle.remove()
+        made.append(net.recorder((X,), {}))
+    assert made[:2] == made[2:] and made[0] is not made[1]
 
 
 def test_an_attribute_that_is_changed_back_needs_no_capture() -> None:
