@@ -21,7 +21,7 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED, unfolded
 from kfac_fx.statistics.rows import Matrix, canonical
-from kfac_fx.taps.tap import Probes, RealRows, apart
+from kfac_fx.taps.tap import Probes, RealRows, apart, quick
 from kfac_fx.taps.use_rows import BothRows, both_rows
 
 
@@ -131,4 +131,4 @@ def link_function(
                     sums += [None if first else pairs(here, before)]
             return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)
 
-    return LinkFunction
+    return quick(LinkFunction)

@@ -7,7 +7,8 @@ the user's own backward, several cotangents and a compiled graph. A probe that e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ Probes = Mapping[str, Tensor]
 OF_INPUTS = ("count", "A", "A_diag")
 WITHOUT_ROWS = {"count", "A", "G", "G_diag"}  # where A has a shorter way
 RealRows = Callable[[Tensor, Any], Tensor]
+Sums = Callable[[str], Tensor]
+SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], Sums]
 
 
 class Tap(nn.Module):
@@ -52,9 +55,8 @@ class Tap(nn.Module):
             both = with_patch_mask(both)
         axis = (use.batch_dim or 0) if layer.forms[use.form].leading else 0
         short = moment_and_grad_rows(registration, use, layer) if self.sampling is None else None
-        self.function = tap_function(
-            both, self.matrix, bias, use.tower, registration.towers, mask, real, cases, self.sampling, axis, short
-        )
+        sums = sums_of(both, self.matrix, bias, mask, real, self.sampling, axis, short)
+        self.function = tap_function(sums, use.tower, registration.towers, cases)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
@@ -84,27 +86,58 @@ def apart(output: Tensor, *others: Any) -> list[Any]:
     return found[1:]
 
 
-def tap_function(
+def sums_of(
     both: BothRows,
     matrix: Matrix,
     bias: bool,
-    tower: int = 0,
-    towers: int = 1,
-    mask: int | None = None,
-    real: RealRows | None = None,
-    cases: int | None = None,
-    sampling: Parts | None = None,
-    axis: int = 0,
-    short: BothRows | None = None,
+    mask: int | None,
+    real: RealRows | None,
+    sampling: Parts | None,
+    axis: int,
+    short: BothRows | None,
+) -> SumsOf:
+    """(names of the statistics, gradient of the output, input, attributes) -> the function from such a
+    name to the statistic of one use.
+
+    mask: which of the attributes says what rows are no padding, if one does; real: from (output, mask) to rows, if the
+        mask is of something else.
+    sampling: of the rows of input factors; its phases are then the last of the attributes. axis: of the cases in the
+        output.
+    short: A and the gradient rows, where nothing else needs the rows.
+    """
+
+    def of(name: str, rows: Tensor, grad_rows: Tensor, kept: Tensor | None) -> Tensor:
+        return named(name).compute(rows, grad_rows, bias, matrix, kept)
+
+    def sums(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> Sums:
+        values, phases = (values, None) if sampling is None else (values[:-1], values[-1])
+        kept = None if mask is None else values[mask]
+        kept = kept if real is None else real(output_grad, kept)
+        if short is not None and "A" in names and WITHOUT_ROWS.issuperset(names):
+            moment, short_rows = short(output_grad, input)
+            return lambda name: moment if name == "A" else of(name, short_rows, short_rows, kept)
+        some = sample(both, sampling, phases, axis, output_grad, input, values, kept)
+        if some is None:
+            rows, grad_rows = both(output_grad, input, *values)
+            return lambda name: of(name, rows, grad_rows, kept)
+        fewer, mine, scale = some
+        _, all_grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)  # rows of all cases are not wanted
+        return lambda name: (
+            of(name, fewer, fewer, mine) * scale
+            if whole(name) in SAMPLED
+            else of(name, all_grad_rows, all_grad_rows, kept)
+        )
+
+    return sums
+
+
+def tap_function(
+    sums: SumsOf, tower: int = 0, towers: int = 1, cases: int | None = None
 ) -> type[torch.autograd.Function]:
     """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
 
     Its arguments are (output, input, k, k names of statistics, k probes, attributes computed in the graph).
-    mask: which of the attributes says what rows are no padding, if one does; real: from (output, mask) to rows, if the
-        mask is of something else.
     cases: which of the attributes says how many cases share the rows, if they do.
-    sampling: of the rows of input factors; its phases are then the last argument. axis: of the cases in the output.
-    short: A and the gradient rows, where nothing else needs the rows.
     """
 
     def times(name: str, values: list[Any]) -> Any:
@@ -140,36 +173,20 @@ def tap_function(
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
             # Not `detach`, which vmap over several cotangents does not know.
             with torch.no_grad(), full_precision_in_eager():
-                phases = values.pop() if sampling is not None else None
-                kept = None if mask is None else values[mask]
-                kept = kept if real is None else real(output_grad, kept)
-                some = sample(both, sampling, phases, axis, output_grad, input, values, kept)
-                moment: Tensor | None = None
-                if short is not None and "A" in ctx.names and WITHOUT_ROWS.issuperset(ctx.names):
-                    moment, grad_rows = short(output_grad, input)
-                    rows = grad_rows
-                elif some is None:
-                    rows, grad_rows = both(output_grad, input, *values)
-                else:  # rows of all cases are not wanted
-                    _, grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)
-                    rows = grad_rows
-                given = (rows, grad_rows, bias, matrix, kept)
-
-                def computed(name: str) -> Tensor:
-                    if name == "A" and moment is not None:
-                        return moment
-                    if some is None or whole(name) not in SAMPLED:
-                        return named(name).compute(*given)
-                    fewer, mine, scale = some
-                    return named(name).compute(fewer, fewer, bias, matrix, mine) * scale
-
-                sums = [
+                computed = sums(ctx.names, output_grad, input, values)
+                probe_grads = [
                     placed(name, computed(name), shape) * times(name, values) if want else None
                     for name, shape, want in zip(ctx.names, ctx.shapes, wanted, strict=True)
                 ]
-            return (output_grad, None, None, *(None for _ in ctx.names), *sums, *(None for _ in ctx.sizes))
+            return (output_grad, None, None, *(None for _ in ctx.names), *probe_grads, *(None for _ in ctx.sizes))
 
-    return TapFunction
+    return quick(TapFunction)
+
+
+def quick(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """At every call torch asks for the signature of `forward`; finding it takes as long as all else that a tap does."""
+    function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
+    return function
 
 
 def make_probes(registration: Registration, names: tuple[str, ...], cases: int, like: Tensor) -> dict[str, Tensor]:

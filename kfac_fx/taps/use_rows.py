@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -13,62 +14,63 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matching.gathers import ENTRIES, of_table
 from kfac_fx.passes.matching.linear_maps import MAP, of_elements
 from kfac_fx.passes.words.pieces import Region
-from kfac_fx.passes.words.uses import JACOBIAN
 from kfac_fx.taps.factored import factored
 from kfac_fx.taps.flat_rows import of_cases
 from kfac_fx.taps.sloped import slopes_of
 
-BothRows = Callable[..., tuple[Tensor, Tensor]]
+Rows = tuple[Tensor, Tensor]  # and gradient rows
+BothRows = Callable[..., Rows]
+Step = Callable[[Rows, Mapping[str, Any]], Rows]
+UNSCALED = (1.0, 1.0)
 
 
 def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     """The function of one use: (gradient of the output, input, tensor attributes) -> (rows, gradient rows), with sides
     changed for a transposed use. It closes over functions and literals only, so that a compiled graph can hold it."""
-    assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
-    form = layer.forms[use.form]
+    form, steps = layer.forms[use.form], tuple(steps_of(registration, use))
     make_rows, make_grad_rows = form.rows, form.grad_rows
     if registration.approximation in UNCORRELATED:
         assert form.pixels is not None, f"bug in kfac_fx: {registration} has no pixels"
         make_rows = form.pixels
     literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
     names = tuple(tensor_attrs(use))
-    batch_dim, free = (use.batch_dim or 0) if form.leading else 0, use.free
-    weightless, transposed = registration.matrix.weight is None, use.transposed
-    region, (by, grad_by), sloped = use.region, scales(use), slopes_of(registration, use)
-    gathered, mapped = use.gathered, use.mapped
-    factor = None if use.factor is None else factored(use.factor)
-    whole = None if use.flat is None else of_cases(use.flat)
+    batch_dim = (use.batch_dim or 0) if form.leading else 0
 
-    def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> Rows:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
-        if batch_dim:
-            output_grad = output_grad.movedim(batch_dim, 0)
-            if input.dim() > batch_dim:
-                input = input.movedim(batch_dim, 0)
-        rows, grad_rows = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
-        if gathered is not None:
-            rows, grad_rows = of_table(rows, grad_rows, attrs[ENTRIES], gathered)
-        if mapped is not None:
-            rows, grad_rows = of_elements(rows, grad_rows, attrs[MAP], mapped)
-        if region is not None:
-            rows, grad_rows = within(rows, grad_rows, region)
-        if grad_by != 1.0:
-            grad_rows = grad_rows * grad_by
-        if by != 1.0:
-            rows = rows * by
-        if factor is not None:
-            rows, grad_rows = factor((rows, grad_rows), attrs)
-        if sloped is not None:
-            rows, grad_rows = sloped((rows, grad_rows), attrs)
-        if weightless:
-            rows = (rows if rows.is_floating_point() else grad_rows)[..., :0]
-        if free:
-            rows, grad_rows = shared_by_cases(rows, grad_rows)
-        if whole is not None:
-            return whole(rows, grad_rows, attrs.get(JACOBIAN))
-        return (grad_rows, rows) if transposed else (rows, grad_rows)
+        input, output_grad = (cases_first(one, batch_dim) for one in (input, output_grad))
+        found = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
+        for step in steps:
+            found = step(found, attrs)
+        return found
 
     return both
+
+
+def steps_of(registration: Registration, use: Use) -> Iterator[Step]:
+    """What is done to the rows of the layer, in this order: they are those of the tensor in the use, and become those
+    of the registration's matrix."""
+    assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
+    if (gathered := use.gathered) is not None:
+        yield lambda both, attrs: of_table(*both, attrs[ENTRIES], gathered)
+    if (mapped := use.mapped) is not None:
+        yield lambda both, attrs: of_elements(*both, attrs[MAP], mapped)
+    if (region := use.region) is not None:
+        yield lambda both, attrs: within(*both, region)
+    if (by := scales(use)) != UNSCALED:
+        yield lambda both, attrs: scaled(both, by)
+    if use.factor is not None:
+        yield factored(use.factor)
+    if (sloped := slopes_of(registration, use)) is not None:
+        yield sloped
+    if registration.matrix.weight is None:
+        yield lambda both, attrs: without_inputs(*both)
+    if use.free:
+        yield lambda both, attrs: shared_by_cases(*both)
+    if use.flat is not None:
+        yield of_cases(use.flat)
+    elif use.transposed:
+        yield lambda both, attrs: (both[1], both[0])
 
 
 def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> BothRows | None:
@@ -76,16 +78,14 @@ def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> 
     layer declares a second moment and nothing else is done to the rows. None elsewhere."""
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
     form, (by, grad_by) = layer.forms[use.form], scales(use)
-    whole = use.region is None and by == 1.0 and slopes_of(registration, use) is None and not tensor_attrs(use)
-    plain = not (
-        use.free or use.transposed or use.flat or registration.approximation in UNCORRELATED or registration.patch_mask
-    )
-    if form.second_moment is None or registration.matrix.weight is None or not (whole and plain):
+    steps = len(list(steps_of(registration, use))) - ((by, grad_by) != UNSCALED)
+    special = registration.approximation in UNCORRELATED or registration.patch_mask is not None or tensor_attrs(use)
+    if form.second_moment is None or steps or by != 1.0 or special:
         return None
     find, make_grad_rows, attrs = form.second_moment, form.grad_rows, dict(use.attrs)
     bias = registration.rows[1]
 
-    def found(output_grad: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    def found(output_grad: Tensor, input: Tensor) -> Rows:
         grad_rows = make_grad_rows(output_grad, attrs)
         with torch.autocast(input.device.type, enabled=False):
             body, total = find(input.to(torch.promote_types(input.dtype, torch.float32)), attrs)
@@ -95,7 +95,12 @@ def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> 
     return found
 
 
-def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> tuple[Tensor, Tensor]:
+def cases_first(tensor: Tensor, batch_dim: int) -> Tensor:
+    """One without that dimension is the same for all cases."""
+    return tensor.movedim(batch_dim, 0) if 0 < batch_dim < tensor.dim() else tensor
+
+
+def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> Rows:
     """[1, M, ...] both: what does not see the batch has positions only."""
     rows = rows.expand(grad_rows.shape[0], *rows.shape[1:])
     return rows.flatten(0, 1).unsqueeze(0), grad_rows.flatten(0, 1).unsqueeze(0)
@@ -104,7 +109,7 @@ def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> tuple[Tensor, Tensor]:
 def with_patch_mask(both: BothRows) -> BothRows:
     """With rows that are multiplied with the last of the attributes."""
 
-    def masked(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def masked(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> Rows:
         rows, grad_rows = both(output_grad, input, *tensors[:-1])
         return rows * tensors[-1].to(rows), grad_rows
 
@@ -119,7 +124,17 @@ def scales(use: Use) -> tuple[float, float]:
     return roles.get("weight", bias) / bias, bias
 
 
-def within(rows: Tensor, grad_rows: Tensor, region: Region) -> tuple[Tensor, Tensor]:
+def scaled(both: Rows, by: tuple[float, float]) -> Rows:
+    rows, grad_rows = (one if scale == 1.0 else one * scale for one, scale in zip(both, by, strict=True))
+    return rows, grad_rows
+
+
+def without_inputs(rows: Tensor, grad_rows: Tensor) -> Rows:
+    """Of a bias alone: [N, S, 0], or [N, S, g, 0]."""
+    return (rows if rows.is_floating_point() else grad_rows)[..., :0], grad_rows
+
+
+def within(rows: Tensor, grad_rows: Tensor, region: Region) -> Rows:
     """What of the rows belongs to a part of the matrix: its groups and inputs, and its groups and outputs."""
     groups, outputs, inputs = (slice(*ends) for ends in region)
     grad_rows = grad_rows[:, :, groups, outputs] if grad_rows.dim() == 4 else grad_rows[..., outputs]
