@@ -86,7 +86,7 @@ class KFAC(Optimizer):
             net: what `kfac_fx.compile` returned, captured already.
             lr: learning rate; None exactly for the "qmodel" types.
             damping: λ of F + λ I; scales with the loss. With `adapt_damping`, where it starts.
-            momentum: None exactly for "qmodel".
+            momentum: None exactly for "qmodel". Of "regular" and "adam" an option of groups, which schedulers may set.
             cov_ema_decay: of the factors, a step: `cov_update_every` steps at once decay by its power.
             cov_update_every, invert_every: in steps.
             num_burnin_steps: the first steps only average statistics, and are not counted.
@@ -107,7 +107,7 @@ class KFAC(Optimizer):
                 and lr as much smaller.
             first_order: dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None) for parameters in no block.
             grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients.
-            params: parameter groups with their own lr and weight_decay; None: all of the net's in one.
+            params: parameter groups with their own lr, momentum and weight_decay; None: all of the net's in one.
             process_group: of DistributedDataParallel, which averages the gradients; None: the default one, if any.
 
         Raises ValueError for options that do not exist or do not fit each other, AlreadyAttachedError for a second
@@ -120,7 +120,7 @@ class KFAC(Optimizer):
         self.registered = frozenset(name for one in self.net.registrations for name in one.owners)
         super().__init__(
             [{"params": list(self.names)}] if params is None else params,
-            {"lr": self.options.group_lr, "weight_decay": weight_decay},
+            self.options.of_groups | {"weight_decay": weight_decay},
         )
         example = next(iter(self.names))
         precision = torch.promote_types(example.dtype.to_real(), torch.float32)
@@ -149,7 +149,7 @@ class KFAC(Optimizer):
 
         Raises ValueError for parameters that are not the compiled module's.
         """
-        for part in split_group(param_group, self.names, self.registered, self.options.first_order):
+        for part in split_group(param_group, self.names, self.registered, self.options.first_order, self.defaults):
             super().add_param_group(part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

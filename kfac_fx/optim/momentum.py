@@ -37,20 +37,19 @@ class MomentumRule:
     a whole (no second moments; the name is TF K-FAC's). norm_constraint: see `clipped`; None for none."""
 
     kind: str
-    momentum: float
     norm_constraint: float | None
 
     def __call__(
-        self, g: Tensor, v: Tensor, precondition: Callable[[Tensor], Tensor], lr: Tensor
+        self, g: Tensor, v: Tensor, momentum: Tensor, precondition: Callable[[Tensor], Tensor], lr: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(the new v, Δ): v <- momentum v + κ P g, Δ = v; or v <- momentum v + g, Δ = κ P v.
 
-        precondition: makes a new vector, which is written to.
+        momentum, lr: 0-dim, or [P]. precondition: makes a new vector, which is written to.
         """
         if self.kind == "adam":
-            v = torch.add(g, v, alpha=self.momentum)
+            v = torch.addcmul(g, v, momentum)
             return v, self.clipped(v, precondition(v), lr)
-        v = self.clipped(g, precondition(g), lr).add_(v, alpha=self.momentum)
+        v = self.clipped(g, precondition(g), lr).addcmul_(v, momentum)
         return v, v
 
     def clipped(self, a: Tensor, preconditioned: Tensor, lr: Tensor) -> Tensor:

@@ -49,6 +49,12 @@ class Options:
         return self.momentum_type.startswith("qmodel")
 
     @property
+    def of_groups(self) -> dict[str, Any]:
+        """What parameter groups start with, besides weight_decay. A quadratic model has one momentum for all."""
+        momentum = {} if self.quadratic else {"momentum": self.momentum}
+        return {"lr": self.group_lr, **momentum}
+
+    @property
     def riding(self) -> bool:
         """Do the statistics come from the user's own backward?"""
         return self.estimation_mode == "empirical"
@@ -104,7 +110,7 @@ def read_options(
     check_counts(0, num_burnin_steps=num_burnin_steps)
     check_positive(damping=damping, precon_damping_mult=precon_damping_mult, norm_constraint=norm_constraint)
     check_positive(damping_adaptation_decay=damping_adaptation_decay)
-    check_not_negative(weight_decay=weight_decay, min_damping=min_damping, l2_reg=l2_reg, lr=lr)
+    check_not_negative(weight_decay=weight_decay, min_damping=min_damping, l2_reg=l2_reg, lr=lr, momentum=momentum)
     if not 0 <= cov_ema_decay <= 1:
         raise ValueError(f"cov_ema_decay is {cov_ema_decay!r}; it must be between 0 and 1")
     if damping_increase_rho_threshold > damping_decrease_rho_threshold:

@@ -13,14 +13,15 @@ from kfac_fx.linalg.flat import Flat, Tensors
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.losses.loss_function import LossFunction, precise
 from kfac_fx.optim.first_order import FirstOrder, new_state
-from kfac_fx.optim.options import OPTIONS
+from kfac_fx.optim.options import OPTIONS, check_not_negative
 from kfac_fx.optim.update import Work
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Moments, Ride
 
 Group = dict[str, Any]
-OF_ALL_GROUPS = frozenset(OPTIONS) - {"lr", "weight_decay", "first_order"}  # the last one says which rule a group has
+OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its own, as numbers
+OF_ALL_GROUPS = frozenset(OPTIONS) - {"first_order"}  # which says what rule a group has
 
 
 class CompiledNet(Protocol):
@@ -67,18 +68,25 @@ def checked_net(net: Any) -> CompiledNet:
 
 
 def split_group(
-    group: Mapping[str, Any], names: Mapping[nn.Parameter, str], registered: Collection[str], first_order: FirstOrder
+    group: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
+    registered: Collection[str],
+    first_order: FirstOrder,
+    own: Collection[str],
 ) -> list[Group]:
     """A group as the user wrote it -> that of the parameters in Fisher blocks, and that of the others.
 
+    own: the options that groups have.
+
     Raises ValueError for a parameter that is not the compiled module's, and for an option that groups have not.
     """
-    if common := {name: group[name] for name in group if name in OF_ALL_GROUPS}:
+    if common := {name: group[name] for name in group if name in OF_ALL_GROUPS and name not in own}:
         written = ", ".join(f"{name}={value!r}" for name, value in common.items())
         raise ValueError(
-            "a parameter group has its own lr and weight_decay, and shares all other options with the rest: "
+            f"a parameter group has its own {', '.join(own)}, and shares all other options with the rest: "
             f"KFAC(..., {written}), and not {', '.join(common)} in a group"
         )
+    check_not_negative(**{name: group[name] for name in own if name in group})
     given: Any = group["params"]
     members: list[Any] = [
         one[1] if isinstance(one, tuple) else one for one in ([given] if isinstance(given, Tensor) else given)
@@ -126,27 +134,27 @@ class State:
 class Members:
     """The parameters of all groups by name, with their group's scalars on the device.
 
-    first_order: the names that the first-order rule moves; the others are in Fisher blocks.
+    first_order: the names that the first-order rule moves; the others are in Fisher blocks. scalars: by the names of
+    `OF_GROUPS` that the groups have. decaying: what has a weight decay other than 0.
     """
 
+    scalars: dict[str, Tensors]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     first_order: set[str] = field(default_factory=set)
-    lr: Tensors = field(default_factory=dict)
-    weight_decay: Tensors = field(default_factory=dict)
     decaying: set[str] = field(default_factory=set)
     kept: dict[bool, State] = field(default_factory=dict)
 
     @staticmethod
-    def of(groups: Iterable[Group], names: Mapping[nn.Parameter, str], scalar: Tensor) -> Members:
+    def of(groups: Sequence[Group], names: Mapping[nn.Parameter, str], scalar: Tensor) -> Members:
         """scalar: a tensor of the dtype and on the device that scalars shall have."""
-        members = Members()
+        members = Members({key: {} for key in OF_GROUPS if all(key in group for group in groups)})
         for group in groups:
-            lr, decay = torch.empty_like(scalar), torch.empty_like(scalar)
-            for parameter in group["params"]:
-                name = names[parameter]
-                members.parameters[name], members.lr[name], members.weight_decay[name] = parameter, lr, decay
-                if group["first_order"]:
-                    members.first_order.add(name)
+            mine = [names[parameter] for parameter in group["params"]]
+            members.parameters |= zip(mine, group["params"], strict=True)
+            for by_name in members.scalars.values():
+                by_name |= dict.fromkeys(mine, torch.empty_like(scalar))
+            if group["first_order"]:
+                members.first_order.update(mine)
         return members
 
     def refresh(self, groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> None:
@@ -155,7 +163,7 @@ class Members:
         for group in groups:
             if group["params"]:
                 name = names[group["params"][0]]
-                for scalars, key in ((self.lr, "lr"), (self.weight_decay, "weight_decay")):
+                for key, scalars in self.scalars.items():
                     value = group[key]
                     scalars[name].copy_(value) if isinstance(value, Tensor) else scalars[name].fill_(value)
                 if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
@@ -182,8 +190,9 @@ class Members:
             parameters,
             flat.joined(gradients, out=state.g),
             state.vectors,
-            flat.spread(self.lr),
-            flat.spread(self.weight_decay) if decays else None,
+            flat.spread(self.scalars["lr"]),
+            flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
+            flat.spread(self.scalars["weight_decay"]) if decays else None,
         )
 
     def state(self, outside: bool, flat: Flat, parameters: Tensors, states: MutableMapping[Any, Any]) -> State:

@@ -21,8 +21,8 @@ class Work:
     """What an update is made of: vectors [P] over the parameters that have a gradient, in the order of `flat`.
 
     parameters: by name. g: the gradient, in float32 at least. state: what is kept between steps, written in place. lr,
-    weight_decay: 0-dim tensors or, where groups differ, [P], so that a compiled update is not specialized to their
-    values; None: no decay anywhere.
+    momentum, weight_decay: 0-dim tensors or, where groups differ, [P], so that a compiled update is not specialized to
+    their values; None: no decay anywhere, and a momentum that is no option of groups.
     """
 
     flat: Flat
@@ -30,6 +30,7 @@ class Work:
     g: Tensor
     state: Tensors
     lr: Tensor
+    momentum: Tensor | None
     weight_decay: Tensor | None
 
     def displacement(self, update: Tensor) -> Tensor:
@@ -72,7 +73,8 @@ def propose_first_order(rule: FirstOrder, work: Work) -> Proposal:
 
 
 def propose(rule: MomentumRule, work: Work, precondition: Preconditioner) -> Proposal:
-    velocity, update = rule(work.g, work.state["velocity"], precondition, work.lr)
+    assert work.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
+    velocity, update = rule(work.g, work.state["velocity"], work.momentum, precondition, work.lr)
     return Proposal(work.displacement(update), {"velocity": velocity})
 
 

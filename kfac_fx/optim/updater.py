@@ -49,7 +49,7 @@ class Updater:
         )
         self.replicas = estimator.replicas or Replicas()
         self.multiply_jacobian = JacobianProducts()
-        self.rule = MomentumRule(options.momentum_type, options.momentum, options.norm_constraint)
+        self.rule = MomentumRule(options.momentum_type, options.norm_constraint)
         self.advance = compiled_function(advance, net.backend)
         self.advance_first_order = compiled_function(advance_first_order, net.backend)
         self.multiply_inverse = compiled_function(estimator.multiply_inverse, net.backend)

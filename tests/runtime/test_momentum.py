@@ -18,7 +18,7 @@ LR = torch.tensor(0.1)
 
 @pytest.mark.parametrize(("constraint", "kappa"), [(None, 1.0), (10.0, 1.0), (0.5, 0.536056)])
 def test_golden_clipping_of_the_fisher_norm(constraint: float | None, kappa: float) -> None:
-    u = MomentumRule("regular", 0.0, constraint).clipped(G, PG, LR)
+    u = MomentumRule("regular", constraint).clipped(G, PG, LR)
     torch.testing.assert_close(u, kappa * PG)
     if constraint == 0.5:  # the squared Fisher norm of the clipped step is the constraint itself
         assert kappa == pytest.approx(math.sqrt(constraint / (0.01 * SQUARED_NORM)), abs=1e-6)
@@ -27,13 +27,13 @@ def test_golden_clipping_of_the_fisher_norm(constraint: float | None, kappa: flo
 
 def test_the_constraint_weighs_every_parameter_with_its_own_learning_rate() -> None:
     lr = torch.tensor([0.1, 0.0]).repeat_interleave(4)
-    u = MomentumRule("regular", 0.0, 0.25).clipped(G, PG, lr)
+    u = MomentumRule("regular", 0.25).clipped(G, PG, lr)
     norm = 0.01 * (G[:4] * PG[:4]).sum().item()
     torch.testing.assert_close(u[4:], math.sqrt(0.25 / norm) * PG[4:])
 
 
 def test_a_zero_gradient_is_not_clipped_to_nan() -> None:
-    u = MomentumRule("regular", 0.0, 0.5).clipped(ZERO, ZERO, LR)
+    u = MomentumRule("regular", 0.5).clipped(ZERO, ZERO, LR)
     assert not u.any()
 
 
@@ -41,12 +41,13 @@ def test_momentum_before_and_after_the_preconditioner() -> None:
     def halve(vector: Tensor) -> Tensor:
         return vector / 2
 
-    v, update = MomentumRule("regular", 0.9, None)(G, PG, halve, LR)
-    torch.testing.assert_close(v, 0.9 * PG + G / 2)
-    assert update is v
-    v, update = MomentumRule("adam", 0.9, None)(G, PG, halve, LR)
-    torch.testing.assert_close(v, 0.9 * PG + G)
-    torch.testing.assert_close(update, v / 2)
+    for momentum in (torch.tensor(0.9), torch.tensor([0.9, 0.5]).repeat_interleave(4)):
+        v, update = MomentumRule("regular", None)(G, PG, momentum, halve, LR)
+        torch.testing.assert_close(v, momentum * PG + G / 2)
+        assert update is v
+        v, update = MomentumRule("adam", None)(G, PG, momentum, halve, LR)
+        torch.testing.assert_close(v, momentum * PG + G)
+        torch.testing.assert_close(update, v / 2)
 
 
 def test_the_preconditioner_sees_zeros_where_there_is_no_gradient() -> None:

@@ -106,9 +106,19 @@ def test_the_predicted_change_knows_groups_and_weight_decay(options: dict[str, A
 def test_an_option_of_the_whole_optimizer_is_none_of_a_group() -> None:
     net = compile(mlp(), loss="categorical")
     groups = [{"params": list(net.parameters()), "damping": 3.0, "momentum": 0.5, "name": "all"}]
-    text = r"KFAC\(..., damping=3.0, momentum=0.5\), and not damping, momentum in a group"
+    text = r"its own lr, momentum, weight_decay, and shares .* KFAC\(..., damping=3.0\), and not damping in a group"
     with pytest.raises(ValueError, match=text):
         KFAC(net, lr=0.1, damping=0.1, params=groups)
+    text = r"its own lr, weight_decay, .* KFAC\(..., damping=3.0, momentum=0.5\), and not damping, momentum in a group"
+    with pytest.raises(ValueError, match=text):
+        KFAC(net, damping=0.1, params=groups, momentum=None, momentum_type="qmodel")
+
+
+@pytest.mark.parametrize("option", ["lr", "momentum", "weight_decay"])
+def test_an_option_of_a_group_is_not_negative(option: str) -> None:
+    net = compile(mlp(), loss="categorical")
+    with pytest.raises(ValueError, match=f"{option} is -0.1; it must not be negative"):
+        KFAC(net, lr=0.1, damping=0.1, params=[{"params": list(net.parameters()), option: -0.1}])
 
 
 def test_a_parameter_group_may_come_later() -> None:
@@ -159,9 +169,30 @@ def test_a_step_is_as_long_as_the_scheduler_says(make: Callable[[KFAC], Any]) ->
         scheduler.step()
 
 
-def test_momentum_is_no_option_that_a_scheduler_cycles() -> None:
+@pytest.mark.parametrize("momentum_type", ["regular", "adam"])
+def test_a_velocity_lasts_as_long_as_the_scheduler_says(momentum_type: str) -> None:
+    net, opt = made(momentum_type=momentum_type)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, 0.3, total_steps=9)
+    v = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    seen = []
+    for number in range(4):
+        opt.zero_grad()
+        backward(net, number)
+        opt.step()
+        g = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+        added = opt.estimator.multiply_inverse(g) if momentum_type == "regular" else g
+        seen.append(opt.param_groups[0]["momentum"])
+        v = {name: seen[-1] * one + added[name] for name, one in v.items()}
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(opt.state[p]["velocity"], v[name])
+        scheduler.step()
+    assert seen[0] == 0.95 and len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("kind", ["qmodel", "qmodel_fixedmu"])
+def test_a_momentum_of_the_quadratic_model_is_no_option_that_a_scheduler_cycles(kind: str) -> None:
     with pytest.raises(ValueError, match="cycle_momentum"):
-        torch.optim.lr_scheduler.OneCycleLR(made()[1], 0.3, total_steps=9)
+        torch.optim.lr_scheduler.OneCycleLR(made(**KINDS[kind])[1], 0.3, total_steps=9)
 
 
 def test_training_the_original_model_is_explained() -> None:
@@ -256,6 +287,8 @@ def test_a_compiled_step_is_the_eager_step(options: dict[str, Any]) -> None:
             train(other, compiled, range(number, number + 1))
         scheduler.step()
         same.step()
+        for group in (*opt.param_groups, *compiled.param_groups):
+            group |= {"momentum": 0.9 * group["momentum"]} if "momentum" in group else {}
     torch.testing.assert_close(values(other), values(net))
 
 

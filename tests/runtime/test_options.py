@@ -66,6 +66,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "min damping": ({"min_damping": -0.1}, r"min_damping is -0\.1; it must not be negative"),
     "l2": ({"l2_reg": float("nan")}, r"l2_reg is nan; it must not be negative"),
     "lr": ({"lr": -1.0}, r"lr is -1\.0; it must not be negative"),
+    "momentum": ({"momentum": -0.9}, r"momentum is -0\.9; it must not be negative"),
     "ema decay": ({"cov_ema_decay": 1.5}, r"cov_ema_decay is 1\.5; it must be between 0 and 1"),
     "thresholds": (
         {"damping_increase_rho_threshold": 0.8},

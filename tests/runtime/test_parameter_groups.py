@@ -15,7 +15,7 @@ def members(decay: float = 0.0, first_order: bool = False) -> tuple[Members, lis
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(4))]
     groups = [
-        {"params": [one], "lr": lr, "weight_decay": decay, "first_order": first_order}
+        {"params": [one], "lr": lr, "momentum": 0.9, "weight_decay": decay, "first_order": first_order}
         for one, lr in zip(parameters, (0.1, 0.2), strict=True)
     ]
     names = dict(zip(parameters, ("weight", "bias"), strict=True))
