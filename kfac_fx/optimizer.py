@@ -106,7 +106,8 @@ class KFAC(Optimizer):
                 sum, which "empirical" must know. A "sum" leaves the gradient as many times larger as there are cases,
                 and lr as much smaller.
             first_order: dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None) for parameters in no block.
-            grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients.
+            grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients. It hands a closure on by
+                position, `scaler.step(optimizer, closure)`, after a backward of one's own, and takes none by name.
             params: parameter groups with their own lr, momentum and weight_decay; None: all of the net's in one.
             process_group: of DistributedDataParallel, which averages the gradients; None: the default one, if any.
 

@@ -71,6 +71,8 @@ class Forwards:
         if self.paused:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
+        if (seen.rides or seen.watched) and all(one.grad is None for _, one in self.net.named_parameters()):
+            seen.gradients_zeroed()
         if (schedule.adapting and not seen.forwards) or not self.checked:
             self.before = RandomState.now(self.devices)
             seen.start = seen.start or self.before
@@ -101,5 +103,12 @@ class Forwards:
         """At the first step with gradients, where the host waits to know. Warns with LossScaleWarning."""
         value = None if loss is None else float(loss)
         self.unwatched = not self.seen.watched
-        check(self.seen.watched, reduction=self.schedule.options.reduction, loss_scale=loss_scale, value=value)
+        options = self.schedule.options
+        check(
+            self.seen.watched,
+            reduction=options.reduction,
+            loss_scale=loss_scale,
+            value=value,
+            riding=options.riding,
+        )
         self.checked, self.before = True, None

@@ -107,6 +107,7 @@ FLOORS = [
     # The optimizer.
     "kfac_fx.optim.closure kfac_fx.optim.curvature kfac_fx.optim.damping kfac_fx.optim.first_order "
     "kfac_fx.optim.quadratic kfac_fx.optim.watched",
+    "kfac_fx.optim.loss_factors",
     "kfac_fx.optim.loss_scale kfac_fx.optim.micro_batches kfac_fx.optim.momentum kfac_fx.optim.options",
     "kfac_fx.optim.schedule kfac_fx.optim.uncovered kfac_fx.optim.update",
     "kfac_fx.optim.parameter_groups",

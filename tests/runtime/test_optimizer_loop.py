@@ -14,7 +14,7 @@ from kfac_fx.compiler import compile
 from kfac_fx.losses import Categorical
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
-from tests.runtime.slow_kfac import batch, mlp
+from tests.runtime.slow_kfac import batch, loss_of, mlp
 from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, made, train, values
 
 # --- what a loop does with an optimizer -------------------------------------------------------------------------------
@@ -40,6 +40,42 @@ def test_a_grad_scaler_changes_nothing_but_the_scale(momentum_type: str, estimat
         scaler.update()
     assert scaler.get_scale() > 64.0
     torch.testing.assert_close(values(net), values(plain))
+
+
+@pytest.mark.parametrize("options", [QUADRATIC, {}], ids=["qmodel", "regular"])
+def test_a_grad_scaler_hands_a_closure_on(options: dict[str, Any]) -> None:
+    adapting = {**options, "adapt_damping": True, "damping_adaptation_interval": 2}
+    plain, opt = made(**adapting)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    net, scaled = made(grad_scaler=scaler, **adapting)
+    train(plain, opt, range(4))
+    for number in range(4):
+        scaled.zero_grad()
+        x, y = batch(number)
+        scaler.scale(F.cross_entropy(net(x), y)).backward()
+        scaler.step(scaled, loss_of(net, x, y))
+        scaler.update()
+    assert scaler.get_scale() > 64.0 and opt.rho.isfinite()
+    torch.testing.assert_close(values(net), values(plain))
+    torch.testing.assert_close(scaled.damping, opt.damping)
+
+
+@pytest.mark.parametrize("zero_grad", ["of the optimizer", "of the net"])
+@pytest.mark.parametrize("approximations", [None, {"*": "generic"}], ids=["layers", "generic"])
+def test_a_step_that_is_left_out_leaves_no_statistics_of_the_backward(
+    zero_grad: str, approximations: dict[str, str] | None
+) -> None:
+    """Its ride is no micro-batch of the next step, whose statistics would be those of a gradient twice as long."""
+    found = []
+    for numbers in ([0, 1], [1]):
+        net = compile(mlp(), loss="categorical", approximations=approximations)
+        opt = KFAC(net, lr=0.3, damping=0.1, estimation_mode="empirical")
+        for number in numbers:
+            (opt if zero_grad == "of the optimizer" else net).zero_grad()
+            backward(net, number)
+        opt.step()
+        found.append({str(key): block.full_fisher_block() for key, block in opt.estimator.blocks.items()})
+    torch.testing.assert_close(*found)
 
 
 def test_a_step_that_the_grad_scaler_skips_changes_nothing() -> None:

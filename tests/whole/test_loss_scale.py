@@ -120,7 +120,16 @@ def times(factor: str, name: str, reduction: str = "mean", cases: int = 8) -> st
 REGISTER = "register it as loss=lambda outputs: ({}, kfac_fx.losses.{}(outputs{}))."
 ELEMENTS = "it is a mean over the 4 elements of a case, too: sum over them, or "
 SUM = "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')."
+SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a scaler that nobody told a ride of": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(2.0**16), "estimation_mode": "empirical"},
+        times("6.554e+04", "Categorical") + SCALER + REGISTER.format("6.554e+04", "Categorical", ""),
+    ),
+    "a factor that is as likely a small scaler's": (
+        {"loss": "categorical", "targets": CLASSES, "trained": ce(64.0)},
+        times("64", "Categorical") + SCALER + REGISTER.format(64, "Categorical", ""),
+    ),
     "a sum": (
         {"loss": "categorical", "targets": CLASSES, "trained": ce(reduction="sum")},
         times("8", "Categorical") + SUM,
