@@ -1,8 +1,12 @@
 """What a K-FAC step costs: `python -m benchmarks.step_time`.
 
-CPU time of one thread, medians over interleaved rounds, as multiples of the same model's SGD step, beside the floor of
-the cost model: a layer with n rows costs 6 n i o flops forward and backward, its statistics n (i² + o²) with symmetric
-products and twice that as plain products, preconditioning 2 i o (i + o) a step, an inverse about d³ a refresh.
+CPU time of one thread, medians over interleaved rounds, as multiples of the same model's SGD step (under the same
+compiler), beside the floor of the cost model: a layer with n rows costs 6 n i o flops forward and backward, its
+statistics n (i² + o²) with symmetric products and twice that as plain products, preconditioning 2 i o (i + o) a step,
+an inverse about d³ a refresh.
+
+With `--device cuda` a time is the clock's, from an idle device to an idle device. The results of the CPU are kept in
+step_time.json, those of another device or backend beside it.
 """
 
 from __future__ import annotations
@@ -24,11 +28,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.recording.backends import compiled_model
 
 OUT = Path(__file__).parent / "results" / "step_time.json"
 NEVER = 1_000_000
+WARMUP = 3
 SCHEDULES = ((1, 10), (10, 100))  # (statistics every, inverses every)
 Batch = tuple[Tensor, Tensor]
+Make = Callable[[], tuple[nn.Module, Batch, str]]  # the model, its batch, its distribution
 
 
 def autoencoder(batch: int = 512, half: Sequence[int] = (784, 1000, 500, 250, 30)) -> tuple[nn.Module, Batch, str]:
@@ -71,7 +78,7 @@ def resnet8(batch: int = 128) -> tuple[nn.Module, Batch, str]:
     return model, (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))), "categorical"
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Batch, str]]] = {"autoencoder": autoencoder, "resnet8": resnet8}
+MODELS: dict[str, Make] = {"autoencoder": autoencoder, "resnet8": resnet8}
 QUICK = {"quick": partial(autoencoder, 8, (12, 8, 4))}  # shows that everything runs, and measures nothing
 
 
@@ -81,21 +88,25 @@ def loss_of(kind: str, output: Tensor, target: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(output, target, reduction="sum") / len(output)
 
 
-def stepper(
-    make: Callable[[], tuple[nn.Module, Batch, str]], optimizer: str, backend: str, **options: Any
-) -> Callable[[], None]:
-    """One training step of a fresh model, from the same start."""
+def on(device: torch.device, make: Make) -> tuple[nn.Module, Batch, str]:
+    """The same numbers on every device."""
     torch.manual_seed(0)
     model, (x, y), kind = make()
-    run: nn.Module = model
+    return model.to(device), (x.to(device), y.to(device)), kind
+
+
+def stepper(make: Make, optimizer: str, backend: str, device: torch.device, **options: Any) -> Callable[[], None]:
+    """One training step of a fresh model, from the same start."""
+    model, (x, y), kind = on(device, make)
+    run: Callable[..., Any] = model if backend == "eager" else compiled_model(model, backend)
     opt: torch.optim.Optimizer
     if optimizer == "sgd":
         opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     elif optimizer == "adamw":
         opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
     else:
-        run = kfac_fx.compile(model, (x,), loss=kind, backend=backend)
-        opt = kfac_fx.KFAC(run, **{"lr": 1e-4, "damping": 1.0, **options})
+        run = net = kfac_fx.compile(model, (x,), loss=kind, backend=backend)
+        opt = kfac_fx.KFAC(net, **{"lr": 1e-4, "damping": 1.0, **options})
 
     def step() -> None:
         opt.zero_grad()
@@ -105,37 +116,46 @@ def stepper(
     return step
 
 
-def phases(make: Callable[[], tuple[nn.Module, Batch, str]], backend: str) -> dict[str, Callable[[], None]]:
+def phases(make: Make, backend: str, device: torch.device) -> dict[str, Callable[[], None]]:
     """Steps that differ by one kind of work each."""
+    step = partial(stepper, make, backend=backend, device=device)
     plain = {"cov_update_every": NEVER, "invert_every": NEVER}
     recording = {**plain, "cov_update_every": 1}
     return {
-        "sgd": stepper(make, "sgd", backend),
-        "adamw": stepper(make, "adamw", backend),
-        "plain": stepper(make, "kfac", backend, **plain),
-        "inverse": stepper(make, "kfac", backend, **{**plain, "invert_every": 1}),
-        "sampled": stepper(make, "kfac", backend, **recording),
-        "sampled 1/4": stepper(make, "kfac", backend, fraction=0.25, **recording),
-        "empirical": stepper(make, "kfac", backend, estimation_mode="empirical", **recording),
-        "qmodel": stepper(make, "kfac", backend, lr=None, momentum=None, momentum_type="qmodel", **plain),
+        "sgd": step("sgd"),
+        "adamw": step("adamw"),
+        "plain": step("kfac", **plain),
+        "inverse": step("kfac", **{**plain, "invert_every": 1}),
+        "sampled": step("kfac", **recording),
+        "sampled 1/4": step("kfac", fraction=0.25, **recording),
+        "empirical": step("kfac", estimation_mode="empirical", **recording),
+        "qmodel": step("kfac", lr=None, momentum=None, momentum_type="qmodel", **plain),
     }
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median CPU seconds of each step; one of each in every round, so that the machine's moods hit all alike."""
+def clock(device: torch.device) -> float:
+    """Seconds: of the CPU's work or, where another device works, of the world when it has done all it was given."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def measure(steps: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of each step; one of each in every round, so that the machine's moods hit all alike."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():  # compilation, first factors and inverses
-        step()
-        step()
+    for step in steps.values():  # compilation, first factors and inverses, a CUDA graph's warming up and capture
+        for _ in range(WARMUP):
+            step()
     for _ in range(rounds):
         for name, step in steps.items():
-            start = time.process_time()
+            start = clock(device)
             step()
-            times[name].append(time.process_time() - start)
+            times[name].append(clock(device) - start)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def floor(make: Callable[[], tuple[nn.Module, Batch, str]], every: tuple[int, int], symmetric: bool) -> float:
+def floor(make: Make, every: tuple[int, int], symmetric: bool) -> float:
     """The cost model's ratio to the SGD step, with statistics that ride on the training backward."""
     torch.manual_seed(0)
     model, (x, _), kind = make()
@@ -162,10 +182,11 @@ def ratios(times: dict[str, float], every: tuple[int, int]) -> dict[str, float]:
     }
 
 
-def run(models: Mapping[str, Callable[[], Any]], rounds: int, backend: str) -> dict[str, Any]:
+def run(models: Mapping[str, Make], rounds: int, backend: str, device: torch.device) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, make in models.items():
-        times = measure(phases(make, backend), rounds)
+        torch.compiler.reset()  # torch.compile takes eight models of a class, and leaves the ninth as it is
+        times = measure(phases(make, backend, device), rounds, device)
         cycles = {
             f"{a},{b}": {
                 **ratios(times, (a, b)),
@@ -196,23 +217,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--backend", default="eager")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--out", type=Path, help="default: named after the device and the backend")
     parser.add_argument("--quick", action="store_true", help="a toy, once; nothing is written")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    backend, device = chosen.backend, chosen.device
     if chosen.quick:
-        show(run(QUICK, 1, chosen.backend), Console())
+        show(run(QUICK, 1, backend, device), Console())
         return
-    results = run({name: MODELS[name] for name in chosen.models}, chosen.rounds, chosen.backend)
+    results = run({name: MODELS[name] for name in chosen.models}, chosen.rounds, backend, device)
     show(results, Console())
     record = {
-        "command": f"python -m benchmarks.step_time --rounds {chosen.rounds} --backend {chosen.backend}",
+        "command": f"python -m benchmarks.step_time --rounds {chosen.rounds} --backend {backend} --device {device}",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "results": results,
     }
-    chosen.out.parent.mkdir(exist_ok=True)
-    chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+    others = [name for name, usual in ((device.type, "cpu"), (backend, "eager")) if name != usual]
+    out = chosen.out or OUT.with_stem("_".join([OUT.stem, *others]))
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

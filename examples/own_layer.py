@@ -28,7 +28,7 @@ class Circulant(nn.Module):
 
 def rotations(x: Tensor, attrs: Any) -> Tensor:
     """[N, d] -> [N, d, d]: position k sees x[(k - j) mod d] at the weight's place j."""
-    place = torch.arange(x.shape[-1])
+    place = torch.arange(x.shape[-1], device=x.device)
     return x[:, (place[:, None] - place[None, :]) % x.shape[-1]]
 
 

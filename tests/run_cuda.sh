@@ -15,4 +15,4 @@ if not torch.cuda.is_available():
 print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
 CHECK
 "$python" -m pytest -q -m cuda "$@"
-"$python" -m kfac_fx.cli demo
+"$python" -m kfac_fx.cli demo --device cuda

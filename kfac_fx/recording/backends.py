@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
+COPIES = itertools.count(1)
 
 
 def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -16,8 +19,20 @@ def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..
     if backend == "eager":
         return function
     if backend == "cudagraphs":
-        return torch.compile(function, fullgraph=True, mode="reduce-overhead")
-    return torch.compile(function, fullgraph=True, backend=backend)
+        return torch.compile(with_own_code(function), fullgraph=True, mode="reduce-overhead")
+    return torch.compile(with_own_code(function), fullgraph=True, backend=backend)
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy for torch.compile, which counts graphs by code objects and gives up at the ninth: every net, capture and
+    optimizer brings functions of the same code."""
+    if isinstance(function, MethodType):
+        return MethodType(with_own_code(function.__func__), function.__self__)
+    assert isinstance(function, FunctionType), f"bug in kfac_fx: {function} is to be compiled and has no code"
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(COPIES)}")
+    copy = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class CompiledOrPlain:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.linalg.precision import full_precision
+from tests.cuda.said_by_torch import SAID_BY_TORCH
 from tests.models import CASES, ZOO, Case
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # inductor's advice, where factors need them off
+    *(pytest.mark.filterwarnings(f"ignore:{words}") for words in SAID_BY_TORCH),
 ]
 COMPILED = ("mlp", "resnet18", "gpt_tied", "encoder_batch_first", "separable")
 
@@ -48,6 +50,11 @@ def labels_for(net: kfac_fx.CompiledModule, args: tuple[Any, ...], kwargs: dict[
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_statistics_are_those_of_the_cpu(case: Case) -> None:
+    with full_precision(everything=True):  # cuDNN's own choice for convolutions is TF32
+        compare_with_the_cpu(case)
+
+
+def compare_with_the_cpu(case: Case) -> None:
     torch.manual_seed(0)
     model = without_dropout(case.make())
     args, kwargs = case.inputs(), dict(case.keywords())

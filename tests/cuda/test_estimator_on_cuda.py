@@ -11,11 +11,13 @@ import torch
 
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import Root
+from tests.cuda.said_by_torch import SAID_BY_TORCH
 from tests.runtime.fake_net import EXACT, FakeNet, deep, mixed, noise
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *(pytest.mark.filterwarnings(f"ignore:{words}") for words in SAID_BY_TORCH),
 ]
 
 

@@ -95,7 +95,7 @@ class FakeNet:
     def roots(self, outputs: Tensor) -> Tensor:
         """B of every case: [N, outputs, k]."""
         if self.loss == "squared error":
-            return torch.eye(outputs.shape[1], dtype=outputs.dtype).expand(len(outputs), -1, -1)
+            return torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device).expand(len(outputs), -1, -1)
         p = outputs.softmax(-1)
         return torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
 

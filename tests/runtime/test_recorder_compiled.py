@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile as compiled
+from kfac_fx.recording.backends import compiled_function
 from tests.runtime.recorded_by_hand import generator
 
 
@@ -57,3 +60,25 @@ def test_a_compiled_ride_equals_an_eager_one(backend: str) -> None:
     for ours, theirs in zip(eager.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(eager.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_any_number_of_nets_is_compiled_in_one_process() -> None:
+    """torch.compile counts graphs by code objects, and gives up at the ninth; ours have code of their own."""
+
+    class Scaled:
+        def __init__(self, factor: int) -> None:
+            self.factor = factor
+
+        def method(self, x: Tensor, *, more: float = 1.0) -> Tensor:
+            return self.factor * x + more
+
+    def function_of(factor: int) -> Callable[[Tensor], Tensor]:
+        def function(x: Tensor, more: float = 1.0) -> Tensor:
+            return factor * x + more
+
+        return function
+
+    x = torch.ones(2)
+    for factor in range(2, 13):
+        for one in (function_of(factor), Scaled(factor).method):
+            assert torch.equal(compiled_function(one, "aot_eager")(x), factor * x + 1)

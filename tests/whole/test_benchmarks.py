@@ -20,6 +20,14 @@ def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(capsys: p
     assert before == [path.read_bytes() if path.exists() else None for path in (step_time.OUT, scale.OUT)]
 
 
+def test_a_device_is_timed_by_the_clock_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", asked.append)
+    device = torch.device("cuda")
+    times = step_time.measure({"nothing": lambda: None}, rounds=2, device=device)
+    assert asked == [device] * 4 and 0 < times["nothing"] < 1
+
+
 def test_the_mean_step_of_a_cycle_is_made_of_its_phases() -> None:
     times = {"sgd": 1.0, "adamw": 1.1, "plain": 2.0, "inverse": 12.0, "sampled": 4.0, "sampled 1/4": 3.0}
     ratios = step_time.ratios({**times, "empirical": 3.5}, (1, 10))
