@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..graphs.inplace import memory
 from ..graphs.labels import Label, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import Program
@@ -58,11 +59,12 @@ def static_shape(node: fx.Node) -> Shape | None:
 
 
 def is_function(node: fx.Node) -> bool:
-    """Whether nothing but parameters and constants goes into it, and nothing but its value comes out."""
+    """Whether nothing but parameters and constants goes into it, and nothing but its value comes out: what is written
+    in place is memory that is made on the way, and made again where the function is run."""
     inside = [one for one in behind(node) if one.op != "get_attr"]
     plain = all(one.op in ("call_function", "call_method") for one in inside)
     return plain and not any(
-        changes_memory(one) or is_random(one) or op_name(one) == "written" or op_name(one).startswith("wrap_with")
+        is_random(one) or op_name(one).startswith("wrap_with") or (changes_memory(one) and memory(one).op == "get_attr")
         for one in inside
     )
 

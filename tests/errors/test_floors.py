@@ -28,7 +28,7 @@ FLOORS = [
     "passes.capture.devices passes.graphs.holder passes.graphs.masks passes.graphs.operations passes.graphs.pytree "
     "passes.graphs.signatures passes.graphs.sizes passes.capture.stand_ins passes.graphs.writer",
     "passes.graphs.labels passes.capture.recurrent passes.graphs.timeline passes.graphs.views",
-    "passes.claiming.gains passes.matching.linear_maps",
+    "passes.claiming.gains passes.graphs.inplace passes.matching.linear_maps",
     "passes.claiming.approximation passes.capture.attributes passes.capture.border passes.matching.elements "
     "passes.graphs.experts passes.matching.gathers passes.graphs.literals passes.graphs.native "
     "passes.graphs.spelling passes.matching.values passes.capture.watch passes.capture.writes",
@@ -37,8 +37,7 @@ FLOORS = [
     "passes.claiming.flattened",
     "passes.capture.own_backwards passes.claiming.parts",
     "passes.matching.binding passes.capture.calls passes.graphs.cases passes.claiming.claims "
-    "passes.claiming.cut_plan passes.capture.flat passes.matching.functions passes.graphs.inplace "
-    "passes.claiming.leftovers",
+    "passes.claiming.cut_plan passes.capture.flat passes.matching.functions passes.claiming.leftovers",
     "passes.capture.derivatives passes.capture.following passes.capture.symbolic",
     "passes.capture.readers",
     # The passes: they meet in the pipeline and talk through the IR.

@@ -31,6 +31,27 @@ def branches(x: Tensor, w: Tensor) -> Tensor:
     return share[0] * x + share[1] * torch.tanh(x) + torch.sin(x) * share[2]
 
 
+def rotated(x: Tensor, q: Tensor) -> Tensor:
+    """By Cayley's map of a skew matrix as a series, written into memory of its own (OFT, Qiu et al. 2023)."""
+    rows, columns = torch.triu_indices(4, 4, 1)
+    upper = torch.zeros(4, 4)
+    upper[rows, columns] = q
+    skew = upper - upper.T
+    series, power = torch.eye(4), skew
+    for _ in range(3):
+        series.add_(power, alpha=2.0)
+        power = power @ skew
+    series[0] *= 2
+    return x @ series.add_(power)
+
+
+def by_frequencies(x: Tensor, s: Tensor) -> Tensor:
+    """FourierFT (Gao et al. 2024)."""
+    spectrum = torch.zeros(3, 4)
+    spectrum[torch.tensor([0, 2, 1]), torch.tensor([1, 0, 3])] = s
+    return F.linear(x, torch.fft.ifft2(spectrum).real * 5)
+
+
 EXACT: list[tuple[Function, dict[str, tuple[int, ...]], int]] = [
     (differential, {"q": (3,), "k": (3,), "p": (2,)}, 1),
     (branches, {"w": (3,)}, 3),
@@ -40,6 +61,9 @@ EXACT: list[tuple[Function, dict[str, tuple[int, ...]], int]] = [
     (lambda x, g: F.linear(x, torch.arange(12.0).view(3, 4), g.softmax(0)), {"g": (3,)}, 1),
     (lambda x, g: F.conv1d(x.mT, g.softmax(2) / 2).mT, {"g": (2, 4, 2)}, 1),
     (lambda x, g: x / g.norm(), {"g": (4,)}, 1),
+    # in place
+    (rotated, {"q": (6,)}, 1),
+    (by_frequencies, {"s": (3,)}, 1),
     # quotients
     (lambda x, g: x / g, {"g": (4,)}, 1),
     (lambda x, g: x / (1 + 2 * g.exp()), {"g": (4,)}, 1),
@@ -150,6 +174,23 @@ def test_random_numbers_sizes_of_the_batch_and_powers_are_generic(function: Func
     assert reason is not None and "no layer has the form of" in reason
 
 
+def test_what_is_written_into_a_buffer_on_the_way_is_generic() -> None:
+    """A second run of the function would write it again."""
+
+    class Fading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.g = nn.Parameter(torch.randn(4))
+            self.register_buffer("share", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.g * self.get_buffer("share").mul_(0.9)).softmax(0)
+
+    net = kfac_fx.compile(Fading(), (torch.randn(5, 4),), loss="normal")
+    (one,) = net.registrations
+    assert one.generic and "no layer has the form of mul" in str(one.reason)
+
+
 def test_a_weight_that_a_function_reads_too_is_generic_with_both_uses_in_the_reason() -> None:
     model = toy(lambda x, w: F.linear(x, w) * w.norm(), w=(3, 4))
     net = kfac_fx.compile(model, (torch.randn(5, 4),), loss="normal")
@@ -203,8 +244,11 @@ def test_the_quadratic_model_goes_through() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap
-def test_a_compiled_graph_records_alike() -> None:
-    model, x = toy(differential, q=(3,), k=(3,), p=(2,)), torch.randn(5, 3, 4)
+@pytest.mark.parametrize(
+    ("function", "shapes"), [(differential, {"q": (3,), "k": (3,), "p": (2,)}), (rotated, {"q": (6,)})]
+)
+def test_a_compiled_graph_records_alike(function: Function, shapes: Any) -> None:
+    model, x = toy(function, **shapes), torch.randn(5, 3, 4)
     found = []
     for backend in ("eager", "aot_eager"):
         net = kfac_fx.compile(copy.deepcopy(model), (x,), loss="normal", backend=backend)
