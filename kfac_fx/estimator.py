@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.blocks.fisher import BlockDiagonalFisher
+from kfac_fx.checks.wrappers import refuse_unregistered, refuse_untrained
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.factor import additive
@@ -91,9 +92,11 @@ class FisherEstimator(BlockDiagonalFisher):
             process_group: of torch.distributed, `group.WORLD` for all: the processes whose batches are parts of one,
                 all of which call `update_covariances`; None: this process alone.
 
-        Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables`.
+        Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables` and for
+        a model of which nothing is trained.
         """
         check_mode(estimation_mode)
+        refuse_untrained((net.model if isinstance(net, LayerCollection) else net).named_parameters())
         if isinstance(net, LayerCollection):
             net.estimator, net, variables = self, compiled_collection(net, variables), None
         if not 0 <= cov_ema_decay <= 1:
@@ -128,10 +131,11 @@ class FisherEstimator(BlockDiagonalFisher):
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
         registrations, parameters = self.net.registrations, dict(self.net.named_parameters())
-        if self.variables is None:
-            return registrations, parameters
-        check_variables(self.variables, registrations)
-        return tuple(one for one in registrations if one.owners[0] in self.variables), parameters
+        if self.variables is not None:
+            check_variables(self.variables, registrations)
+            registrations = tuple(one for one in registrations if one.owners[0] in self.variables)
+        refuse_unregistered(registrations, parameters.items())
+        return registrations, parameters
 
     def update_covariances(self, *inputs: Any, targets: Any = None, should_decay: bool = True, **kwargs: Any) -> None:
         """Record one batch and average it into all factors.

@@ -12,6 +12,7 @@ from kfac_fx.collection.declared_block import Nodes
 from kfac_fx.collection.registered_block import FisherBlock as FisherBlock
 from kfac_fx.collection.registered_block import flattened
 from kfac_fx.factors.factor import additive
+from kfac_fx.linalg.pieces import split
 from kfac_fx.passes.ir import GENERIC, Registration
 from kfac_fx.passes.layers import LAYERS
 
@@ -71,7 +72,16 @@ class NaiveFB(FisherBlock):
     def instantiate_factors(
         self, grads_list: Sequence[Any], damping: float | Tensor, inputs: Sequence[Any] = (), cases: int | None = None
     ) -> None:
-        """grads_list: for every source the gradients of the parameters, of the loss summed over `cases` cases."""
+        """grads_list: for every source the gradients of the parameters, of the loss summed over `cases` cases. Raises
+        ValueError without `cases`, and for tensors of other shapes."""
+        parameters = split(self.layer_collection.parameters, [self.registration])
+        wanted = [list(parameters[name].shape) for name in self.params]
+        for n, grads in enumerate(grads_list):
+            if (found := [list(grad.shape) for grad in flattened(grads)]) != wanted:
+                raise ValueError(
+                    f"grads_list[{n}] of {self} has tensors of shapes {found}, and the parameters have {wanted}: write "
+                    "instantiate_factors([[gradient]], damping, cases=...) for one source and one parameter"
+                )
         flat = [torch.cat([grad.flatten() for grad in flattened(grads)]) for grads in grads_list]
         if cases is None:
             raise ValueError(f"{self}: how many cases were summed over is not in a parameter's gradient; pass cases=")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from kfac_fx.checks.wrappers import refuse_unregistered, refuse_untrained
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.checkpoint import check, restore, saved
@@ -111,11 +112,13 @@ class KFAC(Optimizer):
             params: parameter groups with their own lr, momentum and weight_decay; None: all of the net's in one.
             process_group: of DistributedDataParallel, which averages the gradients; None: the default one, if any.
 
-        Raises ValueError for options that do not exist or do not fit each other, AlreadyAttachedError for a second
-        optimizer on one net.
+        Raises ValueError for options that do not exist or do not fit each other, RegistrationError for a net without a
+        Fisher block, AlreadyAttachedError for a second optimizer on one net.
         """
         arguments = locals()
         self.net = checked_net(net)
+        refuse_untrained(self.net.named_parameters())
+        refuse_unregistered(self.net.registrations, self.net.named_parameters())
         self.options = read_options(**{name: arguments[name] for name in OPTIONS})
         self.names = {parameter: name for name, parameter in self.net.named_parameters()}
         self.registered = frozenset(name for one in self.net.registrations for name in one.owners)

@@ -68,7 +68,7 @@ def divide(
     """
     seen = watched(model, args, kwargs)
     divider = Divider(seen, options, layers, known)
-    divider.left.append((model, Note(type(model).__name__, in_short(error))))
+    divider.left.append((model, Note(type(model).__name__, in_short(error, model))))
     for name, child in model.named_children():
         divider.descend(name, child)
     parameters, aliases = named_parameters(model)
@@ -164,7 +164,7 @@ class Divider:
                 self.captured += self.of_calls(path, module, calls) if calls else known or self.no_calls(path, module)
                 return
         except UntraceableError as error:
-            self.left.append((module, Note(path, in_short(error))))
+            self.left.append((module, Note(path, in_short(error, module))))
         for name, child in module.named_children():
             self.descend(f"{path}.{name}", child)
 
@@ -239,8 +239,12 @@ def sizes(call: Call) -> Any:
     return tuple(leaf.shape for leaf in pytree.leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor))
 
 
-def in_short(error: UntraceableError) -> str:
-    """One sentence of an error that `passes.capture.watch.untraceable` made, or the first line of another."""
+def in_short(error: UntraceableError, module: nn.Module) -> str:
+    """One sentence of an error that `passes.capture.watch.untraceable` made, or the first line of another, of which the
+    module, that the note names, is "it"."""
     first, *rest = str(error).splitlines()
     _, gave_up, place = first.partition("; torch gave up in ")
-    return f"torch gave up in {place.rstrip(':')}: {rest[0].strip()}" if gave_up and rest else first
+    if gave_up and rest:
+        return f"torch gave up in {place.rstrip(':')}: {rest[0].strip()}"
+    name, said = f"{type(module).__name__} ", first
+    return f"it {said.removeprefix(name)}" if said.startswith(name) else said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.passes.capture.writes import memory
-from kfac_fx.passes.errors import UntraceableError, table
+from kfac_fx.passes.errors import RegistrationError, UntraceableError, table
+from kfac_fx.passes.ir import Registration
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -67,6 +68,28 @@ def refuse_without_values(model: nn.Module, verify: bool) -> None:
             f"{', '.join(names)}.\n"
             "Give them values first, as with model.to_empty(device=...) and load_state_dict; or compile without "
             "example inputs, or with verify=False, for the report alone."
+        )
+
+
+def refuse_untrained(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises RegistrationError if none of the named parameters of a compiled module is trained: it has no Fisher."""
+    known = dict(named)
+    if not any(one.requires_grad for one in known.values()):
+        what = f"all {len(known):,} are frozen, with requires_grad=False" if known else "the model has none"
+        raise RegistrationError(
+            f"the Fisher is of trained parameters, and there are none: {what}.\n"
+            "Unfreeze what is to be trained, as with model.requires_grad_(True), and call kfac_fx.compile then."
+        )
+
+
+def refuse_unregistered(registrations: Sequence[Registration], named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises RegistrationError if there is no registration to make a Fisher block of."""
+    if not registrations:
+        trained = ", ".join(name for name, one in named if one.requires_grad)
+        raise RegistrationError(
+            f"there is no Fisher block: none of the trained parameters is registered, as the losses depend on none or "
+            f"`variables` names none: {trained}.\n"
+            "print(net.report) says what became of each; let forward return what is computed from them."
         )
 
 

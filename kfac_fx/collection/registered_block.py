@@ -43,21 +43,31 @@ class FisherBlock(DeclaredBlock):
             damping: λ of F + λ I.
             inputs: for every tower (and use) the value of the layer's input.
             cases: of the batch; None: the first dimension of the outputs, over all towers.
+
+        Raises ValueError for tensors in the place of lists, and for tensors that are not of the block's uses.
         """
         registration = self.registration
+        if isinstance(grads_list, Tensor) or not len(grads_list):
+            raise ValueError(f"grads_list of {self} must hold a list for every source; {NESTED}")
+        values = self.flat(inputs, "inputs")
         sums = [
-            summed(registration, self.flat(grads), self.flat(inputs), self.layer_collection.layers)
-            for grads in grads_list
+            summed(registration, self.flat(grads, f"grads_list[{n}]"), values, self.layer_collection.layers)
+            for n, grads in enumerate(grads_list)
         ]
         first = [next(iter(flattened(tower))) for tower in grads_list[0]]
         counted = sum(grad.shape[0] // (self.num_uses or 1) for grad in first)
         self.take(joined(sums), cases or counted, damping)
 
-    def flat(self, tensors: Sequence[Any]) -> list[Tensor]:
+    def flat(self, tensors: Sequence[Any], said: str) -> list[Tensor]:
         """One a use, in the order of the uses. Raises ValueError for another number."""
+        if isinstance(tensors, Tensor):
+            raise ValueError(
+                f"{said} of {self} is one tensor, in the place of a list with one for every tower; {NESTED}"
+            )
         found = [tensor for tower in tensors for tensor in flattened(tower)]
         if len(found) != (uses := sum(map(len, self.towers))):
-            raise ValueError(f"{self} has {uses} uses in its towers, and got {len(found)} tensors")
+            several = "1 use" if uses == 1 else f"{uses} uses"
+            raise ValueError(f"{self} has {several} in its towers, and {said} has {len(found)} tensors; {NESTED}")
         return found
 
     def take(self, sums: dict[str, Tensor], cases: int, damping: float | Tensor) -> None:
@@ -148,6 +158,9 @@ class FisherBlock(DeclaredBlock):
                 f"{self} does not keep what {method} needs: call {REGISTERED_BY[method]} before"
             ) from error
         return found
+
+
+NESTED = "write instantiate_factors([[gradient]], damping, [input]) for one source, one tower and one use"
 
 
 def flattened(value: Any) -> list[Tensor]:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.block import statistics_of
-from kfac_fx.passes.ir import Registration
+from kfac_fx.checks.proof_tap import check_shapes
+from kfac_fx.passes.graphs.failures import fatal, first_line
+from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.statistics.lagged import LAGGED, unfolded
 from kfac_fx.statistics.row_sums import named, whole
@@ -26,7 +28,7 @@ def summed(
     matrix, bias = registration.rows
     names = statistics_of(registration)
     for use, grad, value in zip(registration.uses, grads, inputs, strict=True):
-        rows, grad_rows = both_rows(registration, use, layers[use.layer])(grad, value)
+        rows, grad_rows = rows_of(registration, use, layers[use.layer], grad, value)
         towers[use.tower].append(canonical(rows, grad_rows, bias, matrix))
         for name in names:
             if name not in LAGGED:
@@ -45,6 +47,23 @@ def summed(
         if name in LAGGED
     }
     return sums | lagged
+
+
+def rows_of(registration: Registration, use: Use, layer: Layer, grad: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Raises ValueError for tensors that are not those of this use."""
+    (g, o, i), bias = registration.rows
+    try:
+        rows, grad_rows = both_rows(registration, use, layer)(grad, value)
+        if registration.approximation not in UNCORRELATED:  # pixels are not as many as output positions
+            check_shapes(rows, grad_rows, (g, o, i - bias))
+    except (RuntimeError, ValueError, IndexError) as error:
+        if fatal(error):
+            raise
+        raise ValueError(
+            f"{registration} at {where(use.output)}: an input of shape {list(value.shape)} and an output's gradient of "
+            f"shape {list(grad.shape)} are not of one {use.layer}: {first_line(error)}"
+        ) from error
+    return rows, grad_rows
 
 
 def parts(total: Mapping[tuple[str, int], Tensor], name: str) -> Tensor:

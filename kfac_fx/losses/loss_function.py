@@ -56,8 +56,9 @@ class LossFunction(ABC):
         if self.targets is None:
             name = type(self).__name__
             raise TargetsMissing(
-                f"the {name} loss was built without targets: pass {name}(..., targets=y) with y {self.targets_like}, "
-                "or use an estimation mode that samples them, such as 'gradients'"
+                f"a {name} loss of inputs {list(self.inputs.shape)} is evaluated and has no targets: build it as "
+                f"{name}(..., targets=y), or call loss.with_targets(y), with y {self.targets_like}; or draw them with "
+                "loss.evaluate_on_sample()"
             )
         expected = self._target_shape()
         if self.targets.shape != expected:

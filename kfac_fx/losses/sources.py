@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.losses.loss_function import LossFunction
-from kfac_fx.passes.errors import nearest
+from kfac_fx.passes.errors import TargetsMissing, nearest, table
 
 MODES = ("gradients", "empirical", "curvature_prop", "curvature_prop_GGN", "exact", "exact_GGN")
 Losses = Sequence[tuple[float, LossFunction]]
@@ -45,12 +45,27 @@ def one_source(mode: str, losses: Losses, leaves: Sequence[Tensor], generator: t
             for c, loss in losses
         ]
         return pulled_back([inputs for inputs, _ in made], [vector for _, vector in made], leaves)
+    if mode == "empirical":
+        check_targets([loss for _, loss in losses])
     total = sum(
         c * loss.evaluate() if mode == "empirical" else math.sqrt(c) * loss.evaluate_on_sample(generator)
         for c, loss in losses
     )
     assert isinstance(total, Tensor), "bug in kfac_fx: a Fisher without losses"
     return pulled_back([total], [torch.ones_like(total)], leaves)
+
+
+def check_targets(losses: Sequence[LossFunction]) -> None:
+    """Raises TargetsMissing, with all losses that have none."""
+    missing = [loss for loss in losses if loss.targets is None]
+    if missing:
+        rows = [(f"{type(one).__name__} of {list(one.inputs.shape)}", f"wants {one.targets_like}") for one in missing]
+        raise TargetsMissing(
+            f"estimation_mode='empirical' takes the true targets, and {len(missing)} of {len(losses)} losses have "
+            f"none:\n{table(rows)}\n"
+            "Hand them over, for several losses in a tuple, as in estimator.update_covariances(x, targets=y) or "
+            "net.record((x,), {}, mode='empirical', targets=y); or let them be sampled, with 'gradients'."
+        )
 
 
 def number_of_sources(losses: Losses, mode: str, by_case: bool = False) -> int:

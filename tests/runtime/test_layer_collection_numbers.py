@@ -330,8 +330,39 @@ def test_sources_add_up_and_inputs_count_once() -> None:
     block.instantiate_factors([[d[0]], [d[1]]], 0.0, [x])
     a, g = x.mT @ x / 5, (d[0].mT @ d[0] + d[1].mT @ d[1]) / 5
     torch.testing.assert_close(block.full_fisher_block(), torch.kron(g, a))
-    with pytest.raises(ValueError, match="has 1 uses in its towers, and got 2 tensors"):
+    with pytest.raises(ValueError, match="has 1 use in its towers, and inputs has 2 tensors"):
         block.instantiate_factors([[d[0]]], 0.0, [x, x])
+
+
+def test_tensors_in_the_place_of_lists_are_told_from_other_numbers_of_them() -> None:
+    lc = collection(lambda x, w: F.linear(x, w), w=(3, 2))
+    block = lc.register_fully_connected("w", None, "linear")
+    x, d = torch.randn(5, 2), torch.randn(5, 3)
+    nested = r"; write instantiate_factors\(\[\[gradient\]\], damping, \[input\]\) for one source"
+    one = r" of FullyConnectedKFACBasicFB\(w, .* is one tensor, in the place of a list with one for every tower"
+    for grads, inputs, text in (
+        (d, [x], "grads_list of .* must hold a list for every source" + nested),
+        ([], [x], "grads_list of .* must hold a list for every source" + nested),
+        ([d], [x], r"^grads_list\[0\]" + one + nested),
+        ([[d]], x, "^inputs" + one + nested),
+        ([[d]], [], "has 1 use in its towers, and inputs has 0 tensors" + nested),
+    ):
+        with pytest.raises(ValueError, match=text):
+            block.instantiate_factors(grads, 0.0, inputs)
+
+
+def test_tensors_that_are_not_of_the_use_are_refused() -> None:
+    lc = collection(lambda x, w: F.linear(x, w), w=(3, 2))
+    block = lc.register_fully_connected("w", None, "linear")
+    place = r"linear\(w\) at linear.*: an input of shape \[{}, 2\] and an output's gradient of shape \[{}, {}\] are not"
+    for cases, rows, outputs in ((5, 4, 3), (5, 5, 2), (1, 5, 4)):
+        with pytest.raises(ValueError, match=place.format(cases, rows, outputs)):
+            block.instantiate_factors([[torch.randn(rows, outputs)]], 0.0, [torch.randn(cases, 2)])
+    generic = collection(lambda x, w: F.linear(x, w), w=(3, 2)).register_generic("w")
+    with pytest.raises(
+        ValueError, match=r"grads_list\[0\] of .* tensors of shapes \[\[2, 3\]\], and .* have \[\[3, 2\]\]"
+    ):
+        generic.instantiate_factors([[torch.randn(2, 3)]], 0.0, cases=5)
 
 
 @pytest.mark.parametrize(("approx", "kind"), [("full", ScaleAndShiftFullFB), ("diagonal", ScaleAndShiftDiagonalFB)])

@@ -11,9 +11,48 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.passes.errors import RegistrationError
 from tests.whole.training import differences, step
 
 X = torch.randn(6, 4)
+
+
+class Beside(nn.Module):
+    """A trained parameter that nothing is computed from, beside a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.beside = nn.Linear(4, 3).requires_grad_(False), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            nn.Linear(4, 3).requires_grad_(False),
+            r"trained parameters, and there are none: all 2 are frozen, .*\nUnfreeze",
+        ),
+        (nn.ReLU(), "trained parameters, and there are none: the model has none"),
+        (Beside(), r"there is no Fisher block: none of the trained .*: beside\.\nprint\(net\.report\)"),
+    ],
+    ids=["frozen", "without parameters", "unused"],
+)
+def test_a_model_of_which_nothing_is_trained_has_no_fisher(model: nn.Module, text: str) -> None:
+    net = kfac_fx.compile(model, (X,), loss="categorical")
+    with pytest.raises(RegistrationError, match=text):
+        kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    with pytest.raises(RegistrationError, match=text):
+        kfac_fx.FisherEstimator(net).update_covariances(X)
+
+
+def test_a_collection_of_a_frozen_model_has_no_fisher() -> None:
+    lc = kfac_fx.LayerCollection(kfac_fx.capture(nn.Linear(4, 3).requires_grad_(False), (X,)))
+    with pytest.raises(RegistrationError, match="all 2 are frozen"):
+        kfac_fx.FisherEstimator(lc)
 
 
 def mlp() -> nn.Sequential:

@@ -250,7 +250,8 @@ def test_a_backward_that_is_declared_plain_and_is_not_is_refused_by_its_gradient
     net = kfac_fx.compile(OfLinear(Lie), (X,), loss="categorical")
     assert not net.recorder((X,), {}).whole
     (said, *_) = net.program.left
-    assert said.reason == "OfLinear has other gradients than its graph, in inner.weight, inner.bias."
+    assert said.subject == "OfLinear"
+    assert said.reason == "it has other gradients than its graph, in inner.weight, inner.bias."
     assert {one.parameters for one in net.registrations if one.generic} == {("inner.weight",), ("inner.bias",)}
 
 
