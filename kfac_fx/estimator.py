@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.blocks.fisher import BlockDiagonalFisher
-from kfac_fx.checks.wrappers import refuse_unregistered, refuse_untrained
+from kfac_fx.checks.wrappers import refuse_untrained, refuse_without_blocks
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.factor import additive
@@ -134,7 +134,7 @@ class FisherEstimator(BlockDiagonalFisher):
         if self.variables is not None:
             check_variables(self.variables, registrations)
             registrations = tuple(one for one in registrations if one.owners[0] in self.variables)
-        refuse_unregistered(registrations, parameters.items())
+        refuse_without_blocks(registrations, parameters.items())
         return registrations, parameters
 
     def update_covariances(self, *inputs: Any, targets: Any = None, should_decay: bool = True, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kfac_fx.checks.wrappers import refuse_unregistered, refuse_untrained
+from kfac_fx.checks.wrappers import refuse_without_blocks
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.checkpoint import check, restore, saved
@@ -37,12 +37,12 @@ class KFAC(Optimizer):
     4. if due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
 
     Where the gradients or the update are not finite, nothing changes, and `skipped` counts it on the device; the host
-    never waits for that, except at the very first step, which is taken again.
-    Parameters without a gradient stand still, and count as a zero gradient in their Fisher block; a step without any
-    gradient does nothing. Parameters in no Fisher block follow AdamW, in a parameter group of their own.
-    The forwards in training mode between two steps are the micro-batches of a step; their statistics, and the quadratic
-    model, are averaged by cases. The step's gradient should be that of the mean loss over all of them;
-    the first step warns (LossScaleWarning) where it sees a multiple of the registered loss.
+    never waits for that, except at the very first step, which is taken again. Parameters without a gradient stand
+    still, and count as a zero gradient in their Fisher block; a step without any gradient does nothing. Parameters in
+    no Fisher block follow AdamW, in a parameter group of their own. The forwards in training mode between two steps are
+    the micro-batches of a step; their statistics, and the quadratic model, are averaged by cases. The step's gradient
+    should be that of the mean loss over all of them; the first step warns (LossScaleWarning) where it sees a multiple
+    of the registered loss.
 
     Attributes, 0-dim tensors on the device: damping (settable), skipped, rho, predicted_change (of the loss, at the
     last step that needed it), qmodel_learning_rate, qmodel_momentum. counter: steps taken. estimator: the
@@ -112,13 +112,12 @@ class KFAC(Optimizer):
             params: parameter groups with their own lr, momentum and weight_decay; None: all of the net's in one.
             process_group: of DistributedDataParallel, which averages the gradients; None: the default one, if any.
 
-        Raises ValueError for options that do not exist or do not fit each other, RegistrationError for a net without a
-        Fisher block, AlreadyAttachedError for a second optimizer on one net.
+        Raises ValueError for options that do not exist or do not fit, RegistrationError for a net without Fisher
+        blocks, AlreadyAttachedError for a second optimizer on one net.
         """
         arguments = locals()
         self.net = checked_net(net)
-        refuse_untrained(self.net.named_parameters())
-        refuse_unregistered(self.net.registrations, self.net.named_parameters())
+        refuse_without_blocks(self.net.registrations, self.net.named_parameters())
         self.options = read_options(**{name: arguments[name] for name in OPTIONS})
         self.names = {parameter: name for name, parameter in self.net.named_parameters()}
         self.registered = frozenset(name for one in self.net.registrations for name in one.owners)

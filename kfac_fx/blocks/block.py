@@ -5,6 +5,7 @@ No block knows any layer: a registration says what its matrix is and how it is a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,8 +50,36 @@ def form_of(registration: Registration, parameters: Vector) -> Form:
     return FlatForm({name: parameters[name].shape for name in registration.parameters})
 
 
-class FisherBlock:
-    """One block of a group of equals. Vectors are dicts of tensors shaped as the parameters, by name.
+class Operator(ABC):
+    """F + λ I, of one block or of all. Vectors are dicts of tensors shaped as the parameters, by name.
+
+    Powers other than 1 are those of the last `update_inverses`, with the damping of that time; the power 1 takes the
+    present factors and damping. Products raise NotRegisteredError, a KeyError, for a root that is not kept and for a
+    vector that does not fit, and FactorNotReady before the first update.
+    """
+
+    @abstractmethod
+    def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]: ...
+
+    def multiply(self, vector: Vector) -> dict[str, Tensor]:
+        """(F + λ I) v with the present factors."""
+        return self._multiply(vector, 1.0)
+
+    def multiply_inverse(self, vector: Vector) -> dict[str, Tensor]:
+        """(F + λ I)⁻¹ v."""
+        return self._multiply(vector, -1.0)
+
+    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
+        """L v or Lᵀ v with L Lᵀ = F + λ I; of series L is not triangular."""
+        return self._multiply(vector, "cholesky", transpose)
+
+    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
+        """L⁻¹ v or L⁻ᵀ v; L⁻ᵀ of white noise has the covariance (F + λ I)⁻¹."""
+        return self._multiply(vector, "cholesky_inverse", transpose)
+
+
+class FisherBlock(Operator):
+    """One block of a group of equals.
 
     factors: "A", "G" and "positions" of a Kronecker product, else "F"; scale and shapes: `kfac_fx.factors.factor`.
     statistics: what a recorder must sum for it (`kfac_fx.statistics.row_sums`); () if it needs the gradient.
@@ -83,22 +112,9 @@ class FisherBlock:
 
     # --- products: those of `kfac_fx.factors.groups` ------------------------------------------------------------------
 
-    def multiply(self, vector: Vector) -> dict[str, Tensor]:
-        """The damped block, with its present factors."""
-        return self.multiply_matpower(vector, 1)
-
-    def multiply_inverse(self, vector: Vector) -> dict[str, Tensor]:
-        return self.multiply_matpower(vector, -1)
-
     def multiply_matpower(self, vector: Vector, exp: float) -> dict[str, Tensor]:
-        """Raises NotRegisteredError for a power that is not kept, FactorNotReady before the first update."""
+        """(F + λ I)^exp v. Raises NotRegisteredError for a power that is not kept."""
         return self._multiply(vector, float(exp))
-
-    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
-        return self._multiply(vector, "cholesky", transpose)
-
-    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
-        return self._multiply(vector, "cholesky_inverse", transpose)
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:

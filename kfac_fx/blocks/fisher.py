@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import FisherBlock, check_fits, make_groups
+from kfac_fx.blocks.block import FisherBlock, Operator, check_fits, make_groups
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.averaged import Vector
 from kfac_fx.factors.factor import Failures
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
     inverses: int
 
 
-class BlockDiagonalFisher(ABC):
+class BlockDiagonalFisher(Operator):
     """F + λ I, by blocks. Vectors are dicts of tensors shaped as the parameters, by name, over all of `parameters`;
     sparse ones are taken, and products are dense.
 
@@ -109,25 +109,9 @@ class BlockDiagonalFisher(ABC):
 
     # --- products ---------------------------------------------------------------------------------------------------
 
-    def multiply(self, vector: Vector) -> dict[str, Tensor]:
-        """(F + λ I) v with the present factors."""
-        return self._multiply(vector, 1.0)
-
-    def multiply_inverse(self, vector: Vector) -> dict[str, Tensor]:
-        """(F + λ I)⁻¹ v."""
-        return self._multiply(vector, -1.0)
-
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
-        """(F + λ I)^exp v; exp must be 1 or among `exps`, else NotRegisteredError, a KeyError."""
+        """(F + λ I)^exp v; exp must be 1 or among `exps`, else NotRegisteredError."""
         return self._multiply(vector, float(exp))
-
-    def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
-        """L v or Lᵀ v with L Lᵀ = F + λ I; of series L is not triangular."""
-        return self._multiply(vector, "cholesky", transpose)
-
-    def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
-        """L⁻¹ v or L⁻ᵀ v; L⁻ᵀ of white noise has the covariance (F + λ I)⁻¹."""
-        return self._multiply(vector, "cholesky_inverse", transpose)
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ class Structure:
 
     def check(self) -> None:
         """Raises ModelChangedError with the names of all that was replaced, added or removed."""
-        if all(same_objects(holder, held) for holder, held in zip(self.holders, self.held, strict=True)):
+        if all(map(same_objects, self.holders, self.held)):
             return
         now = named(self.model)
         changed = [name for name in dict.fromkeys((*self.named, *now)) if self.named.get(name) is not now.get(name)]
@@ -34,7 +35,7 @@ class Structure:
 
 
 def same_objects(holder: dict[str, Any], held: dict[str, Any]) -> bool:
-    return len(holder) == len(held) and all(holder.get(name) is one for name, one in held.items())
+    return len(holder) == len(held) and all(map(is_, map(holder.get, held), held.values()))
 
 
 def named(model: nn.Module) -> dict[str, Any]:

@@ -82,9 +82,10 @@ def refuse_untrained(named: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def refuse_unregistered(registrations: Sequence[Registration], named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_without_blocks(registrations: Sequence[Registration], named: Iterable[tuple[str, Tensor]]) -> None:
     """Raises RegistrationError if there is no registration to make a Fisher block of."""
     if not registrations:
+        refuse_untrained(named := list(named))
         trained = ", ".join(name for name, one in named if one.requires_grad)
         raise RegistrationError(
             f"there is no Fisher block: none of the trained parameters is registered, as the losses depend on none or "

@@ -1,4 +1,4 @@
-"""The register functions of a `LayerCollection` for predictive distributions, and the losses on a batch."""
+"""The register functions of a `LayerCollection` for predictive distributions."""
 
 from __future__ import annotations
 
@@ -7,32 +7,25 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from kfac_fx.collection.collection import BaseCollection
+from kfac_fx.collection.collected_losses import CollectedLosses
 from kfac_fx.collection.find_use import listed
-from kfac_fx.collection.registry import AUTO_REUSE, VARIABLE_SCOPE, resolved
+from kfac_fx.collection.registry import AUTO_REUSE, VARIABLE_SCOPE, Reuse, resolved
 from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal, check_variance
 from kfac_fx.losses.loss_function import LossFunction
-from kfac_fx.losses.registered_losses import RegisteredLoss, RegisteredLosses, evaluated
-from kfac_fx.passes.errors import LossError, RegistrationError, ReuseError
-from kfac_fx.passes.graphs.labels import ancestors
-from kfac_fx.passes.ir import Program
-from kfac_fx.passes.losses import case_size
-from kfac_fx.recording.recorder import Recorder
+from kfac_fx.losses.registered_losses import RegisteredLoss
+from kfac_fx.passes.errors import RegistrationError, ReuseError
 
-Reuse = bool | str | None
 Node = fx.Node | str
 Targets = Tensor | Node | None
 
 
-class LossRegistrations(BaseCollection):
+class LossRegistrations(CollectedLosses):
     """Distributions are registered on the nodes that are their parameters. The first dimension counts cases.
 
     Arguments of all: seed (of samples, for debugging), targets (a tensor, or a node if the model gets them as an input;
     None if nothing needs them), name, coeff (multiplies the loss and the Fisher), and reuse: True adds a tower to the
     loss of this name. Raises ReuseError, a KeyError, if there is none, or if there is one and reuse is False.
     """
-
-    _losses: list[RegisteredLoss]
 
     def register_categorical_predictive_distribution(
         self,
@@ -149,94 +142,6 @@ class LossRegistrations(BaseCollection):
         made = RegisteredLoss(name, kind, nodes, loss, target, float(coeff), seed)
         self._losses.append(made)
         return made
-
-    # --- what is registered -----------------------------------------------------------------------------------------
-
-    @property
-    def registered_losses(self) -> RegisteredLosses:
-        return RegisteredLosses(tuple(self._losses))
-
-    @property
-    def losses(self) -> tuple[RegisteredLoss, ...]:
-        """All towers of all losses; the loss to be minimized is their sum."""
-        return tuple(self._losses)
-
-    @property
-    def towers_by_loss(self) -> tuple[tuple[RegisteredLoss, ...], ...]:
-        return tuple(self.registered_losses.by_name.values())
-
-    @property
-    def loss_coeffs(self) -> dict[RegisteredLoss, float]:
-        return {one: one.coeff for one in self._losses}
-
-    @property
-    def loss_colocation_ops(self) -> dict[RegisteredLoss, tuple[fx.Node, ...]]:
-        """The nodes that a loss is a function of."""
-        return {one: one.inputs for one in self._losses}
-
-    def create_subgraph(self) -> frozenset[fx.Node]:
-        """The nodes behind the inputs of the losses. Raises LossError if there are none."""
-        if not self._losses:
-            raise LossError("Must have at least one registered loss: the Fisher is that of an output distribution")
-        return frozenset(ancestors(self.registered_losses.nodes))
-
-    @property
-    def subgraph(self) -> frozenset[fx.Node]:
-        return self.create_subgraph()
-
-    # --- on a batch -------------------------------------------------------------------------------------------------
-
-    @property
-    def bare_program(self) -> Program:
-        """The graph with the outputs of the losses, and no registrations."""
-        outputs = self.registered_losses.nodes
-        return self.captured.program.but(outputs=outputs, cases=case_size(self.graph, outputs))
-
-    def scope(self, *names: str) -> Program:
-        whole = super().scope(*names)
-        return self.bare_program.but(options=whole.options) if self._losses else whole
-
-    def eval_losses(
-        self,
-        *inputs: Any,
-        targets: Any = None,
-        target_mode: str = "data",
-        coeff_mode: str = "regular",
-        **kwargs: Any,
-    ) -> list[Tensor]:
-        """Every tower of every loss, differentiable, summed over its cases, on a batch or the captured example.
-
-        Args:
-            targets: one a tower, in a tuple; None: those registered.
-            target_mode: "data" or "sample". coeff_mode: "regular", "sqrt" or "off".
-
-        Raises LossError without losses or without inputs, TargetsMissing, ValueError for another mode.
-        """
-        self.create_subgraph()
-        captured = self.captured
-        given = captured.args if not inputs and not kwargs else inputs
-        if given is None and not captured.kwargs:
-            raise LossError(
-                "the model was captured without an example, so that a batch must be given: lc.total_loss(x)"
-            )
-        recorder = Recorder(captured.capture, self.bare_program, captured.model, self.registered_losses, {})
-        values = captured.capture.flatten(given or (), kwargs or captured.kwargs)
-        _, fisher = recorder.outputs(recorder.live_parameters(), values)
-        if target_mode == "data" and targets is None:
-            targets = recorder.graph_targets(values)
-        return evaluated(self.registered_losses.on(fisher, targets), target_mode, coeff_mode)
-
-    def eval_losses_on_samples(self, *inputs: Any, coeff_mode: str = "regular", **kwargs: Any) -> list[Tensor]:
-        """As `eval_losses`, with targets drawn from the predictive distributions."""
-        return self.eval_losses(*inputs, target_mode="sample", coeff_mode=coeff_mode, **kwargs)
-
-    def total_loss(self, *inputs: Any, targets: Any = None, coeff_mode: str = "regular", **kwargs: Any) -> Tensor:
-        found = self.eval_losses(*inputs, targets=targets, coeff_mode=coeff_mode, **kwargs)
-        return sum(found[1:], found[0])
-
-    def total_sampled_loss(self, *inputs: Any, coeff_mode: str = "regular", **kwargs: Any) -> Tensor:
-        found = self.eval_losses_on_samples(*inputs, coeff_mode=coeff_mode, **kwargs)
-        return sum(found[1:], found[0])
 
 
 def of_variance(var: float) -> Callable[[Tensor], LossFunction]:

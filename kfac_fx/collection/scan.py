@@ -8,8 +8,8 @@ from math import prod
 
 from torch import fx
 
+from kfac_fx.collection.collected_losses import CollectedLosses
 from kfac_fx.collection.kinds import INDEP, KINDS
-from kfac_fx.collection.register_losses import LossRegistrations
 from kfac_fx.collection.registry import Key
 from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
 from kfac_fx.passes.check import check
@@ -33,7 +33,7 @@ class Scan:
     wanted: names of parameters, or of pieces. owners: the parameters that have something left to register.
     """
 
-    def __init__(self, collection: LossRegistrations, wanted: Sequence[str], batch_size: int | None) -> None:
+    def __init__(self, collection: CollectedLosses, wanted: Sequence[str], batch_size: int | None) -> None:
         self.collection, self.batch_size = collection, batch_size
         self.taken, self.owner = collection.registered_variables, collection.fisher_blocks.owner
         self.wanted = frozenset(
@@ -174,7 +174,7 @@ class Scan:
 
 
 def block_of(
-    collection: LossRegistrations, one: Registration, towers: Sequence[tuple[Use, ...]], num_uses: int | None = None
+    collection: CollectedLosses, one: Registration, towers: Sequence[tuple[Use, ...]], num_uses: int | None = None
 ) -> FisherBlock:
     """The block of a registration that the compiler made."""
     multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1

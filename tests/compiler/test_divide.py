@@ -112,7 +112,7 @@ def test_a_submodule_under_two_names_is_captured_once() -> None:
 REASONS: dict[str, tuple[nn.Module, str]] = {
     "a backward of its own": (
         Named(lambda own, x: Dirty.apply(own.inner(x)), inner=linear()),  # type: ignore[no-untyped-call]
-        "Named applies Dirty (test_own_backwards.py), an autograd.Function that writes into its arguments; so it is no "
+        "it applies Dirty (test_own_backwards.py), an autograd.Function that writes into its arguments; so it is no "
         "operation of a graph.",
     ),
     "state": (
