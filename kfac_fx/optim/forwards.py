@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -36,17 +37,30 @@ class Forwards:
         self.devices = devices
         self.seen = MicroBatches()
         self.paused = self.checked = self.unwatched = False
+        self.unrecorded = 0
         self.before: RandomState | None = None
         self.used: dict[str, weakref.ref[Tensor]] = {}
 
     def fallbacks(self) -> list[str]:
         """What was not looked at, and why."""
-        if not self.unwatched:
-            return []
-        return [
+        unwatched = (
             "whether the training loss is the registered one was not checked: the first step's forward had no outputs "
             "of the Fisher to watch, or no memory for it"
-        ]
+        )
+        stale = f"statistics were due at {self.unrecorded} steps that no forward came before"
+        return [unwatched] * self.unwatched + [stale] * bool(self.unrecorded)
+
+    def note_unrecorded(self) -> None:
+        """Of a step with statistics due; warns at the first."""
+        self.unrecorded += 1
+        if self.unrecorded == 1:
+            warnings.warn(
+                "a step takes factors of earlier batches, though statistics are due: no forward was recorded before it."
+                "\nCall the compiled module, net(x) and not the model it was made of, after net.train() and with "
+                "gradients enabled. net.report counts such steps.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def forget(self) -> None:
         """What happened since the last step."""

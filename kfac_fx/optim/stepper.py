@@ -71,6 +71,9 @@ class Stepper:
             ok = ok & loss.isfinite()
         for moments in seen.moments(self.options.reduction, loss_scale):
             self.estimator.accumulate(moments)
+        stale = schedule.recording and schedule.counter > 0 and not seen.forwards
+        if stale and not self.options.quadratic:  # whose model needs the batch, too: an error
+            self.forwards.note_unrecorded()
         recorded = self.estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
         if schedule.burning_in:
             schedule.burned_in += recorded

@@ -266,6 +266,27 @@ def test_evaluation_forwards_are_not_recorded() -> None:
     assert_same(values(net), values(other))
 
 
+@pytest.mark.parametrize("estimation_mode", ["gradients", "empirical"])
+def test_steps_without_the_statistics_that_are_due_are_warned_of_once_and_counted(estimation_mode: str) -> None:
+    net = compile(mlp(), loss="categorical")
+    opt = KFAC(net, lr=0.1, damping=0.1, cov_update_every=2, estimation_mode=estimation_mode)
+    x, y = batch(0)
+
+    def step(forward: Callable[..., torch.Tensor]) -> None:
+        opt.zero_grad()
+        F.cross_entropy(forward(x), y).backward()
+        opt.step()
+
+    for forward in (net, net.model):  # at the second none are due
+        step(forward)
+    with pytest.warns(RuntimeWarning, match=r"factors of earlier batches, .*\n.*net\(x\).*after net\.train\(\)"):
+        step(net.model)
+    net.eval()
+    for _ in range(2):
+        step(net)
+    assert opt.fallbacks() == ["statistics were due at 2 steps that no forward came before"]
+
+
 def test_the_step_drops_its_batch() -> None:
     net, opt = made(**QUADRATIC)
     backward(net, 0)
