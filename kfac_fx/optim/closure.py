@@ -46,22 +46,20 @@ def checked(loss: Tensor | float | None) -> Tensor | float:
     return loss
 
 
-def evaluate(closure: Closure, *, with_backward: bool) -> Tensor | float:
-    """The loss alone. with_backward: the closure is known to call backward, so it runs with gradients on.
+def evaluate(closure: Closure, *, with_backward: bool, graph: bool = False) -> Tensor | float:
+    """The loss alone. with_backward: the closure is known to call backward; graph: it needs gradients to be on, as a
+    forward that takes derivatives by its inputs does. Both run with gradients on, all others without."""
+    with torch.set_grad_enabled(with_backward or graph):
+        return checked(closure())
 
-    Raises RuntimeError if it calls backward unexpectedly.
-    """
-    if with_backward:
-        with torch.enable_grad():
-            return checked(closure())
-    try:
-        with torch.no_grad():
-            return checked(closure())
-    except RuntimeError as error:
-        if "does not require grad" not in str(error):
-            raise
-        raise RuntimeError(
-            "the closure calls backward, but this step had its gradients already, so it was asked for the loss alone. "
-            "Either call backward before step() and return the loss without backward in the closure, or do "
-            "everything in the closure: zero_grad(), forward, backward, return the loss"
-        ) from error
+
+def lacks_graph(error: RuntimeError) -> bool:
+    """Whether this is what torch says where something is differentiated, and gradients are off."""
+    return "does not require grad" in str(error)
+
+
+UNEXPECTED_BACKWARD = (
+    "the closure calls backward, but this step had its gradients already, so it was asked for the loss alone. "
+    "Either call backward before step() and return the loss without backward in the closure, or do "
+    "everything in the closure: zero_grad(), forward, backward, return the loss"
+)

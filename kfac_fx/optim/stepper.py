@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.closure import Closure, evaluate, without_a_trace
+from kfac_fx.optim.closure import UNEXPECTED_BACKWARD, Closure, evaluate, lacks_graph, without_a_trace
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.parameter_groups import CompiledNet, Group, Members
 from kfac_fx.optim.schedule import Schedule
@@ -26,7 +26,8 @@ class Stepper:
 
     names, registered: of the parameters, and of those in Fisher blocks. scalar: a zero of the dtype and on the device
     of all scalars. skipped: steps that were not made, counted on the device. late: the random state before the forward
-    of a step whose loss is still to be measured. members: of the parameter groups; None to look at these anew.
+    of a step whose loss is still to be measured. members: of the parameter groups; None to look at these anew. graph:
+    the closure takes derivatives, so it is asked for the loss with gradients on.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Stepper:
         self.skipped = torch.zeros((), dtype=torch.int64, device=scalar.device)
         self.late: RandomState | None = None
         self.members: Members | None = None
+        self.graph = False
 
     def take(
         self,
@@ -142,11 +144,23 @@ class Stepper:
             ) from error
 
     def ask(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor:
-        """The loss at the present parameters."""
+        """The loss at the present parameters. Gradients are on only where the closure differentiates."""
+        try:
+            loss = self.asked(closure, with_backward, start)
+        except RuntimeError as error:
+            if with_backward or self.graph or not lacks_graph(error):
+                raise
+            self.graph = True
+            loss = self.asked(closure, with_backward, start)
+        return self.updater.replicas.mean(loss.detach())
+
+    def asked(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor:
         self.forwards.paused = True
         try:
             with without_a_trace(self.net.buffers(), self.names, self.forwards.devices, start):
-                loss = self.scalar + evaluate(closure, with_backward=with_backward)
+                loss = self.scalar + evaluate(closure, with_backward=with_backward, graph=self.graph)
+                if not with_backward and any(parameter.grad is not None for parameter in self.names):
+                    raise RuntimeError(UNEXPECTED_BACKWARD)
         finally:
             self.forwards.paused = False
-        return self.updater.replicas.mean(loss.detach())
+        return loss

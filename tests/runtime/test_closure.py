@@ -141,6 +141,55 @@ def test_a_backward_where_only_the_loss_was_asked_for_is_explained() -> None:
         opt.step(closure)
 
 
+class Slope(nn.Module):
+    """du/dx of a network, as a differential equation has it; draws a number, as dropout would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.u(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("inside", [True, False])  # does the closure call backward?
+def test_the_loss_of_a_forward_that_takes_derivatives_is_measured(inside: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 1, dtype=torch.float64)
+    net = compile(Slope(), (x,), loss="normal")
+    opt = KFAC(net, lr=0.1, damping=0.1, momentum=0.0, adapt_damping=True, damping_adaptation_interval=1, seed=0)
+    noise: list[Tensor] = []
+
+    def loss() -> Tensor:
+        noise.append(torch.rand(()))
+        return (net(x) - 1).square().sum(1).mean()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        found = loss()
+        found.backward()
+        return found
+
+    for step in range(2):
+        before = loss()
+        first = len(noise)
+        if not inside:
+            opt.zero_grad()
+            before = loss()
+            before.backward()
+        gradients = [p.grad for p in net.parameters()]
+        random = torch.get_rng_state()
+        opt.step(closure if inside else loss)
+        if not inside:
+            assert torch.equal(torch.get_rng_state(), random)
+            assert all(p.grad is gradient for p, gradient in zip(net.parameters(), gradients, strict=True))
+            # The first question finds that gradients are needed, and is asked again with the same random numbers.
+            assert len(noise) - first == (4 if step == 0 else 3)
+            assert len(set(map(float, noise[first + 1 :]))) == 1
+        torch.testing.assert_close(opt.rho, (loss().detach() - before.detach()) / opt.predicted_change)
+
+
 def test_other_errors_of_a_closure_come_through() -> None:
     def closure() -> Tensor:
         raise RuntimeError("mine")
