@@ -107,8 +107,7 @@ class KFAC(Optimizer):
                 sum, which "empirical" must know. A "sum" leaves the gradient as many times larger as there are cases,
                 and lr as much smaller.
             first_order: dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None) for parameters in no block.
-            grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients. It hands a closure on by
-                position, `scaler.step(optimizer, closure)`, after a backward of one's own, and takes none by name.
+            grad_scaler: the GradScaler in use, for "empirical", which sees scaled gradients.
             params: parameter groups with their own lr, momentum and weight_decay; None: all of the net's in one.
             process_group: of DistributedDataParallel, which averages the gradients; None: the default one, if any.
 
@@ -174,7 +173,7 @@ class KFAC(Optimizer):
                 too (zero_grad, forward, backward): it is asked for them first, unless a forward of the net and
                 gradients that no step has used are there already. When the damping is adapted it is asked for the loss
                 at the new parameters, without a trace in buffers, gradients or random streams, and from the random
-                state of the step's first forward.
+                state of the step's first forward. `scaler.step(optimizer, closure)` takes it by position only.
             loss: that of the batch, if the caller has it: a loss that is not finite skips the step, and adapting the
                 damping need not compute it again.
             previous: returns the loss of the last step's batch, without `update_damping_immediately`.
