@@ -81,24 +81,36 @@ def check(watched: Sequence[Watched], *, reduction: str, loss_scale: float, valu
         return
     if not each or any(len(found) != len(each[0]) for found in each):
         return
+    autocast = any(one.autocast for one in used)
     lines = []
     for of_loss in zip(*each, strict=True):
         cases = sum(one.cases for one in of_loss)
-        scales = [one.factor / loss_scale * cases / one.cases for one in of_loss]
-        if reduction == "sum":
-            scales = [scale / cases for scale in scales]
-        factor = sum(scales) / len(scales)
-        if any(abs(scale - factor) > TOLERANCE * factor for scale in scales):
+        factor = factor_of_step(of_loss, cases, reduction, loss_scale)
+        if factor is None or is_right(factor, of_loss):
             continue
-        first = of_loss[0]
-        right = (1.0, 1.0 / first.counted) if len(of_loss) == 1 else (1.0,)
-        divided = not riding and is_loss_scale(factor, any(one.autocast for one in used))
-        if divided and abs(factor - cases) > TOLERANCE * cases:
-            continue
-        if all(abs(factor - one) > TOLERANCE * one for one in right):
-            lines.append(said(factor, first, cases, len(of_loss), reduction))
+        divided = not riding and is_loss_scale(factor, autocast)
+        if not divided or near(factor, cases):
+            lines.append(said(factor, of_loss[0], cases, len(of_loss), reduction))
     if lines:
         warnings.warn(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])), stacklevel=8)
+
+
+def factor_of_step(of_loss: Sequence[Found], cases: int, reduction: str, loss_scale: float) -> float | None:
+    """Of one loss in all forwards of a step, as a multiple of its mean, or sum, over all cases; None if they differ."""
+    scales = [one.factor / loss_scale * cases / one.cases for one in of_loss]
+    if reduction == "sum":
+        scales = [scale / cases for scale in scales]
+    factor = sum(scales) / len(scales)
+    return factor if all(near(scale, factor) for scale in scales) else None
+
+
+def is_right(factor: float, of_loss: Sequence[Found]) -> bool:
+    """Cases without a target count, or do not."""
+    return near(factor, 1.0) or (len(of_loss) == 1 and near(factor, 1.0 / of_loss[0].counted))
+
+
+def near(one: float, other: float) -> bool:
+    return abs(one - other) <= TOLERANCE * other
 
 
 def is_loss_scale(factor: float, autocast: bool) -> bool:
@@ -148,7 +160,7 @@ def said(factor: float, found: Found, cases: int, forwards: int, reduction: str)
         (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
         (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {registered}"),
     ]
-    usual = next((text for one, text in known if abs(factor - one) <= TOLERANCE * one), None)
+    usual = next((text for one, text in known if near(factor, one)), None)
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else "
     other = (scaler if is_power_of_two(factor) and factor >= SCALER else "") + f"take the factor out, or {registered}"
     return f"{told}; {usual or other}."

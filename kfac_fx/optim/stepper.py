@@ -20,6 +20,8 @@ from kfac_fx.optim.updater import Updater
 from kfac_fx.passes.capture.devices import RandomState
 from kfac_fx.passes.errors import FactorNotReady
 
+Works = tuple[Work | None, Work | None]  # what K-FAC moves, and what the first-order rule moves
+
 
 class Stepper:
     """Takes the steps of one optimizer.
@@ -64,18 +66,13 @@ class Stepper:
         if works == (None, None) and not schedule.burning_in:
             return
         schedule.check_losses(closure, loss, previous)
-        loss_scale = self.loss_scale(loss, works)
-        ok = torch.ones_like(self.skipped, dtype=torch.bool)
-        for one in works:
-            ok = ok if one is None else ok & is_finite(one.g)
-        if loss is not None:
-            loss = self.updater.replicas.mean(self.scalar + loss)
-            ok = ok & loss.isfinite()
-        for moments in seen.moments(self.options.reduction, loss_scale):
+        for moments in seen.moments(self.options.reduction, self.loss_scale(loss, works)):
             self.estimator.accumulate(moments)
         stale = schedule.recording and schedule.counter > 0 and not seen.forwards
         if stale and not self.options.quadratic:  # whose model needs the batch, too: an error
             self.forwards.note_unrecorded()
+        loss = None if loss is None else self.updater.replicas.mean(self.scalar + loss)
+        ok = self.finite(works, loss)
         recorded = self.estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
         if schedule.burning_in:
             schedule.burned_in += recorded
@@ -85,7 +82,7 @@ class Stepper:
             self.skipped += 1
             return
         if schedule.adapting_late:
-            assert previous is not None
+            assert previous is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
             self.updater.adapt(self.ask(previous, by_closure, self.late))
             self.late = None
         if schedule.inverting:
@@ -93,28 +90,46 @@ class Stepper:
         if schedule.counter == 0 and self.options.fraction == 1.0:  # of a part, experts may have no rows
             parts = [one.flat.parts(one.g) for one in works if one is not None]
             check_coverage(self.estimator, {n: g for own in parts for n, g in own.items()})
-        absent = self.absent(work)
         if schedule.adapting:
-            start = seen.start
-            if loss is None:
-                assert closure is not None
-                loss = self.ask(closure, by_closure, start)
-            now = self.options.update_damping_immediately
-            ask = partial(self.ask, closure, by_closure, start) if now and closure is not None else None
-            self.late = None if now else start
-            ok = self.updater.measured_update(work, absent, first_order, seen.calls, ok, loss, ask)
+            ok = self.measured_update(work, first_order, closure, loss, by_closure, ok)
         else:
-            ok = self.updater.update(work, absent, first_order, seen.calls, ok)
+            ok = self.updater.update(work, self.absent(work), first_order, seen.calls, ok)
         self.skipped += ~ok
         schedule.counter += 1
 
-    def works(self, groups: Sequence[Group], states: MutableMapping[Any, Any]) -> tuple[Work | None, Work | None]:
+    def finite(self, works: Works, loss: Tensor | None) -> Tensor:
+        """Whether the gradients are, and the loss: a 0-dim bool, which the host does not wait for."""
+        ok = torch.ones_like(self.skipped, dtype=torch.bool)
+        for one in works:
+            ok = ok if one is None else ok & is_finite(one.g)
+        return ok if loss is None else ok & loss.isfinite()
+
+    def measured_update(
+        self,
+        work: Work | None,
+        first_order: Work | None,
+        closure: Closure | None,
+        loss: Tensor | None,
+        by_closure: bool,
+        ok: Tensor,
+    ) -> Tensor:
+        """The update of a step whose loss is measured before it and, now or in the next step, after it."""
+        start, now = self.forwards.seen.start, self.options.update_damping_immediately
+        if loss is None:
+            assert closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
+            loss = self.ask(closure, by_closure, start)
+        ask = partial(self.ask, closure, by_closure, start) if now and closure is not None else None
+        self.late = None if now else start
+        calls = self.forwards.seen.calls
+        return self.updater.measured_update(work, self.absent(work), first_order, calls, ok, loss, ask)
+
+    def works(self, groups: Sequence[Group], states: MutableMapping[Any, Any]) -> Works:
         if self.members is None or len(self.members.parameters) != sum(len(group["params"]) for group in groups):
             self.members = Members.of(groups, self.names, self.scalar)
         self.members.refresh(groups, self.names)
         return self.members.works(states)
 
-    def loss_scale(self, loss: Tensor | float | None, works: tuple[Work | None, Work | None]) -> float:
+    def loss_scale(self, loss: Tensor | float | None, works: Works) -> float:
         """The GradScaler's, where it is needed: the host waits for it. The first gradients show that of the loss."""
         first = works != (None, None) and not self.forwards.checked
         scale = 1.0
