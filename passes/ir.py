@@ -206,7 +206,9 @@ class Program:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.graph.nodes)} nodes, {len(self.parameters)} parameters"]
+        """The graph as Python, then what the passes have found in it."""
+        lines = [self.graph.python_code("self").src.strip(), ""]
+        lines += [f"{len(self.graph.nodes)} nodes, {len(self.parameters)} parameters"]
         lines += [f"match         {use} at {where(use.output)}" for use in self.matches]
         lines += [f"registration  {r} {r.approximation}, {len(r.uses)} uses" for r in self.registrations]
         lines += [f"dropped       {note.subject}: {note.reason}" for note in self.dropped]

@@ -25,7 +25,7 @@ ONE_GRAPH = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CapturedModel:
     """A captured model. program: its normalized graph, before any pass looked for layers; args, kwargs: the example."""
 
@@ -34,6 +34,10 @@ class CapturedModel:
     program: Program
     args: tuple[Any, ...] | None
     kwargs: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        """The graph as Python, with the names that `node` knows."""
+        return f"kfac_fx.capture({type(self.model).__name__}):\n{self.program}"
 
     @property
     def graph(self) -> fx.Graph:

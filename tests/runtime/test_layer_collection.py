@@ -88,6 +88,13 @@ def test_nodes_are_found_by_module(inputs: Any) -> None:
         lc.node(None)  # type: ignore[arg-type]
 
 
+def test_a_captured_model_prints_the_graph_whose_nodes_it_names() -> None:
+    captured = kfac_fx.capture(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), (torch.randn(4, 3),))
+    said = repr(captured)
+    assert said.startswith("kfac_fx.capture(Sequential):\ndef forward(self, input):")
+    assert f"{captured.node('tanh').name} = torch.tanh(linear)" in said
+
+
 def test_a_module_with_several_inputs_and_a_node_of_another_graph_are_refused() -> None:
     class Both(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
