@@ -60,11 +60,14 @@ def static_shape(node: fx.Node) -> Shape | None:
 
 def is_function(node: fx.Node) -> bool:
     """Whether nothing but parameters and constants goes into it, and nothing but its value comes out: what is written
-    in place is memory that is made on the way, and made again where the function is run."""
+    in place is memory that is made on the way, and made again where the function is run. Inside of torch.func.vmap a
+    function has a value for every one that is mapped over, and no Jacobian of its own."""
     inside = [one for one in behind(node) if one.op != "get_attr"]
     plain = all(one.op in ("call_function", "call_method") for one in inside)
     return plain and not any(
-        is_random(one) or op_name(one).startswith("wrap_with") or (changes_memory(one) and memory(one).op == "get_attr")
+        is_random(one)
+        or op_name(one).startswith(("wrap_with", "_add_batch_dim"))
+        or (changes_memory(one) and memory(one).op == "get_attr")
         for one in inside
     )
 

@@ -150,6 +150,7 @@ def test_pieces_that_are_none_or_taken_are_refused() -> None:
     lc = with_loss(Halves())
     register = lc.register_fully_connected
     raises(RegistrationError, r"'w\[0:9\]': w has shape \[5, 3\]", register, "w[0:9]", None, "linear")
+    raises(RegistrationError, r"'w\[:, :, 0:1\]': w has shape \[5, 3\]", register, "w[:, :, 0:1]", None, "linear")
     text = r"w\[0:3\] cannot be registered by itself: in the graph's uses w comes as w\[0:2\], w\[2:5\]"
     raises(RegistrationError, text, register, "w[0:3]", None, "linear")
     raises(RegistrationError, r"w\[:, 0:1\] cannot be registered by itself", lc.register_generic, "w[:, 0:1]")

@@ -36,6 +36,27 @@ def factor_matrix(loss: LossFunction) -> Tensor:
     return torch.stack([loss.multiply_fisher_factor(e).flatten() for e in basis], dim=1)
 
 
+TARGETS: dict[str, tuple[Callable[[Tensor], LossFunction], Tensor]] = {
+    "categorical": (Categorical, torch.tensor([[1, 0, 3], [2, -100, 1]])),
+    "onehot": (OnehotCategorical, F.one_hot(torch.tensor([[1, 0, 3], [2, 2, 1]]), 4).double()),
+    "multi_bernoulli": (MultiBernoulli, (random(2, 3, 4, seed=1) > 0).double()),
+    "normal_mean_variance": (
+        lambda x: NormalMeanVariance(*x.exp().chunk(2, -1)),
+        random(2, 3, 2, seed=1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "targets"), TARGETS.values(), ids=TARGETS)
+def test_the_targets_behind_a_gradient_are_those_it_is_of(
+    make: Callable[[Tensor], LossFunction], targets: Tensor
+) -> None:
+    loss = make(random(2, 3, 4))
+    loss.inputs.requires_grad_()
+    (gradient,) = torch.autograd.grad(0.3 * loss.with_targets(targets).evaluate(), loss.inputs)
+    torch.testing.assert_close(loss.targets_behind(gradient), targets)
+
+
 def test_golden_categorical() -> None:
     loss = Categorical(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), targets=torch.tensor([0, 1]))
     assert loss.evaluate().item() == pytest.approx(1.6265233, abs=1e-6)

@@ -13,7 +13,7 @@ from kfac_fx.factors.inverses import Inverter
 from kfac_fx.linalg.chain import doublings, fejer, resolvent, rounds, triangle
 from kfac_fx.linalg.krylov import inverse_power
 from kfac_fx.linalg.matrices import Root
-from kfac_fx.passes.errors import ApproximationError
+from kfac_fx.passes.errors import ApproximationError, FactorNotReady
 from kfac_fx.passes.ir import SERIES, Registration
 from kfac_fx.passes.words.matrix import MatrixForm
 from kfac_fx.statistics.lagged import LAGGED
@@ -105,6 +105,13 @@ def test_without_damping_it_is_its_full_block(approximation: str) -> None:
     full = block.full_fisher_block()
     torch.testing.assert_close(full, dense_block(block, 0.0, 4), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(flat(block, block.multiply(vector)), full @ flat(block, vector), rtol=1e-10, atol=1e-10)
+
+
+def test_it_is_not_ready_before_its_first_update() -> None:
+    block = make_block(registered("kron_series_1", 3), parameters=FORM.parameters, damping=0.1)
+    for early in (block.full_fisher_block, lambda: block.multiply(draw_vector())):
+        with pytest.raises(FactorNotReady, match=r"factors of linear\(weight, bias\) read before their first update"):
+            early()
 
 
 def test_the_covariance_behind_it_is_a_chain() -> None:
