@@ -137,10 +137,14 @@ class FisherEstimator(BlockDiagonalFisher):
         refuse_without_blocks(registrations, parameters.items())
         return registrations, parameters
 
-    def update_covariances(self, *inputs: Any, targets: Any = None, should_decay: bool = True, **kwargs: Any) -> None:
+    def update_covariances(
+        self, *inputs: Any, targets: Any = None, should_decay: bool = True, fold: bool = True, **kwargs: Any
+    ) -> None:
         """Record one batch and average it into all factors.
 
         should_decay: False gives the past its full weight (a plain average over batches, for a burn-in).
+        fold: False keeps the batch for the next `fold()`, which takes all that was kept as one batch: over a whole
+            DataLoader a mean in which every case counts as much, whatever the size of its batch.
         """
         moments = self.net.record(
             inputs,
@@ -152,7 +156,8 @@ class FisherEstimator(BlockDiagonalFisher):
             **self._options,
         )
         self.accumulate(moments)
-        self.fold(decay=None if should_decay else 1.0)
+        if fold:
+            self.fold(decay=None if should_decay else 1.0)
 
     @torch.no_grad()
     def accumulate(self, moments: Moments) -> None:

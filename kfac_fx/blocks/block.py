@@ -155,8 +155,10 @@ def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool 
         return
     lines = ["the vector does not fit the registered parameters:"]
     lines += [f"  missing  {name}" for name in missing]
-    lines += [f"  unknown  {name}.{nearest(name, missing)}" for name in unknown]
+    lines += [f"  unknown  {name}{f'.{guess}' if (guess := nearest(name, missing)) else ''}" for name in unknown]
     lines += [f"  {name} is {list(vector[name].shape)}, and the parameter {list(shapes[name])}" for name in other]
+    if unknown:  # frozen parameters, or those that `variables` leaves out
+        lines.append("A vector has the parameters that are estimated, and no others: estimator.parameters.")
     raise NotRegisteredError("\n".join(lines))
 
 

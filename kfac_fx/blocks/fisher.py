@@ -12,7 +12,7 @@ from torch import Tensor
 from kfac_fx.blocks.block import FisherBlock, Operator, check_fits, make_groups
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.averaged import Vector
-from kfac_fx.factors.factor import Failures
+from kfac_fx.factors.factor import Failures, NotRegisteredError
 from kfac_fx.factors.groups import BlockGroup
 from kfac_fx.factors.inverses import Inverter
 from kfac_fx.linalg.matrices import Root, dense
@@ -27,6 +27,20 @@ class Memory(NamedTuple):
 
     factors: int
     inverses: int
+
+
+class Blocks(dict[Key, FisherBlock]):
+    """By the names of their parameters, in the order of the registrations."""
+
+    def __missing__(self, key: object) -> FisherBlock:
+        """Raises NotRegisteredError, a KeyError, with the keys that may have been meant."""
+        wanted = {key} if isinstance(key, str) else set(key) if isinstance(key, tuple) else set()
+        meant = [one for one in self if wanted.intersection(name for n in one for name in (n, n.rpartition(".")[0]))]
+        shown = [f"  {one!r}" for one in (meant or list(self))[:8]]
+        raise NotRegisteredError(
+            f"there is no block {key!r}: a key is the tuple of all parameters of a block, in their order, as in\n"
+            + "\n".join(shown)
+        )
 
 
 class BlockDiagonalFisher(Operator):
@@ -52,7 +66,7 @@ class BlockDiagonalFisher(Operator):
         self._groups = make_groups(registrations, parameters, roots=self.roots, damping=self._damping)
         made = [FisherBlock(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in made}
-        self._blocks = {one.parameters: by_key[one.parameters] for one in registrations}
+        self._blocks = Blocks((one.parameters, by_key[one.parameters]) for one in registrations)
         names = dict.fromkeys(name for one in registrations for name in one.owners)
         self._shapes = {name: parameters[name].shape for name in names}
         self._inverter = Inverter(self._groups, self.roots)
@@ -66,7 +80,7 @@ class BlockDiagonalFisher(Operator):
         return self._groups
 
     @property
-    def blocks(self) -> dict[Key, FisherBlock]:
+    def blocks(self) -> Blocks:
         """By the names of their parameters, in the order of the registrations."""
         if self._registrations is None:
             self.build()

@@ -152,8 +152,9 @@ class RootedGroup(BlockGroup):
 
     def applied(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool = False) -> Tensor:
         (vectors,) = operators
-        product = (vectors.mT if transpose else vectors) @ matrix.flatten(2).unsqueeze(-1)
-        return product.view(matrix.shape)
+        columns = matrix.reshape(-1, *vectors.shape[:-1]).movedim(0, -1)
+        product = (vectors.mT if transpose else vectors) @ columns
+        return product.movedim(-1, 0).reshape(matrix.shape)
 
     # --- decompositions ---------------------------------------------------------------------------------------------
 

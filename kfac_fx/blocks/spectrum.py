@@ -12,6 +12,7 @@ likelihood estimation for model selection in deep learning").
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,12 +56,13 @@ class System:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Spectrum:
-    """s F + δ I by blocks, with the factors of the moment when it was made. Vectors are dicts as everywhere.
+    """s F + δ I by blocks, with the factors of the moment when it was made.
+
+    Vectors are dicts as everywhere; many at once have the same dimensions more in front of every tensor, as Jacobians
+    have: [cases, outputs, *shape].
 
     scale: s. damping: δ, a number, a 0-d tensor, or one for every block under its key. Results are differentiable in
     both where they are tensors. Elements of parameters that nothing reads are in no block, and zero in every result.
-
-    `torch.func.vmap` over the methods serves many vectors at once.
     """
 
     systems: Sequence[System]
@@ -142,16 +144,25 @@ class Spectrum:
 
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """(s F + δ I)^exp v, for every exp."""
-        check_fits(vector, self.shapes, alone=True)
-        vector = {name: dense(tensor) for name, tensor in vector.items()}
-        parts = split(vector, self.registrations)
+        lead = self.lead(vector)
+        check_fits(vector, {name: (*lead, *shape) for name, shape in self.shapes.items()}, alone=True)
+        many = {n: dense(one).reshape(math.prod(lead), *self.shapes[n]) for n, one in vector.items()}
+        parts = split(many, self.registrations, 1)
 
         def product(system: System) -> dict[str, Tensor]:
             group, operators = system.group, system.operators
-            turned = group.to_eigenbasis(group.pack(parts), operators) * self.shifted(system) ** exp
-            return group.unpack(group.from_eigenbasis(turned, operators), parts)
+            turned = group.to_eigenbasis(vmap(group.pack)(parts), operators) * self.shifted(system) ** exp
+            found: dict[str, Tensor] = vmap(group.unpack)(group.from_eigenbasis(turned, operators), parts)
+            return found
 
-        return self.of_all(product, vector)
+        found = self.of_all(product, (math.prod(lead),))
+        return {name: found[name].reshape(one.shape) for name, one in vector.items()}
+
+    def lead(self, vector: Vector) -> tuple[int, ...]:
+        """The dimensions in front of those of the parameters."""
+        known = [name for name in self.shapes if name in vector] if isinstance(vector, Mapping) else []
+        more = vector[known[0]].dim() - len(self.shapes[known[0]]) if known else 0
+        return tuple(vector[known[0]].shape[: max(0, more)]) if known else ()
 
     # --- what has no vector to begin with -----------------------------------------------------------------------------
 
@@ -167,29 +178,26 @@ class Spectrum:
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """So many draws from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]."""
 
-        def draws(system: System) -> dict[str, Tensor]:
+        def drawn(system: System) -> dict[str, Tensor]:
             values = system.values
             noise = (
                 torch.randn(count, *values.shape, dtype=values.dtype, device=values.device, generator=generator)
                 * self.shifted(system).rsqrt()
             )
-            turn = lambda one: self.unpacked(system, system.group.from_eigenbasis(one, system.operators))  # noqa: E731
-            found: dict[str, Tensor] = vmap(turn)(noise)
+            turned = system.group.from_eigenbasis(noise, system.operators)
+            found: dict[str, Tensor] = vmap(lambda one: self.unpacked(system, one))(turned)
             return found
 
-        return self.of_all(draws, lead=(count,))
+        return self.of_all(drawn, lead=(count,))
 
     def unpacked(self, system: System, matrices: Tensor) -> dict[str, Tensor]:
         """[L, g, o, i] -> by the registrations' names, in the precision of the factors."""
         names = [name for one in system.group.registrations for name in one.parameters]
         return system.group.unpack(matrices, dict.fromkeys(names, matrices))
 
-    def of_all(
-        self, of: Callable[[System], Mapping[str, Tensor]], whole: Vector | None = None, lead: tuple[int, ...] = ()
-    ) -> dict[str, Tensor]:
-        """What the systems have under the registrations' names, by parameter; shaped as `whole` if it is given."""
+    def of_all(self, of: Callable[[System], Mapping[str, Tensor]], lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
+        """What the systems have under the registrations' names, by parameter, behind `lead` dimensions."""
         parts = {name: one for system in self.systems for name, one in of(system).items()}
-        if whole is None:
-            like = {piece.parameter: parts[piece.name] for one in self.registrations for piece in one.pieces} | parts
-            whole = {name: like[name].new_zeros(()).expand((*lead, *shape)) for name, shape in self.shapes.items()}
+        like = {piece.parameter: parts[piece.name] for one in self.registrations for piece in one.pieces} | parts
+        whole = {name: like[name].new_zeros(()).expand((*lead, *shape)) for name, shape in self.shapes.items()}
         return joined(parts, self.registrations, whole, len(lead))

@@ -72,14 +72,28 @@ class BlockGroup(AveragedBlocks):
         return self.applied(matrix, [operator[members] for operator in self.operators(root)], transpose)
 
     def applied(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool = False) -> Tensor:
-        """X_G W X_Aᵀ, or X_Gᵀ W X_A: [L, g, o, i] -> the same."""
+        """X_G W X_Aᵀ, or X_Gᵀ W X_A: [L, g, o, i] -> the same; or [B, L, g, o, i], of as many vectors."""
         left, *right = operators
-        rows = matrix if right else matrix.reshape(matrix.shape[0], 1, -1, 1)
-        rows = self.multiply_outputs(rows, left.mT if transpose and not self.left.diagonal else left)
+        rows = matrix if right else matrix.reshape(*matrix.shape[:-3], 1, -1, 1)
+        rows = self.turn_outputs(rows, left.mT if transpose and not self.left.diagonal else left)
         if right:
             as_is = [transpose or side.diagonal for side in self.sides[1:]]
-            rows = self.multiply_inputs(rows, [x if same else x.mT for x, same in zip(right, as_is, strict=True)])
+            rows = self.turn_inputs(rows, [x if same else x.mT for x, same in zip(right, as_is, strict=True)])
         return rows.reshape(matrix.shape)
+
+    def turn_outputs(self, rows: Tensor, operator: Tensor) -> Tensor:
+        """X W of one vector or of B of them, which are more columns to X."""
+        if rows.dim() == 4:
+            return self.multiply_outputs(rows, operator)
+        columns = rows.movedim(0, -1)
+        return self.multiply_outputs(columns.flatten(-2), operator).view(columns.shape).movedim(-1, 0)
+
+    def turn_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
+        """W X of one vector or of B of them, which are more rows to X."""
+        if rows.dim() == 4:
+            return self.multiply_inputs(rows, operators)
+        turned = self.multiply_inputs(rows.movedim(0, 2).flatten(2, 3), operators)
+        return turned.view(*turned.shape[:2], len(rows), -1, turned.shape[-1]).movedim(2, 0)
 
     def multiply_outputs(self, rows: Tensor, operator: Tensor) -> Tensor:
         """X W: [L, g, o, i] -> the same."""
@@ -160,7 +174,7 @@ class BlockGroup(AveragedBlocks):
         return a
 
     def to_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
-        """Qᵀ W: [L, g, o, i] -> the same."""
+        """Qᵀ W: [L, g, o, i] -> the same; or [B, L, g, o, i], of as many vectors."""
         return self.applied(matrix, operators, transpose=True)
 
     def from_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:

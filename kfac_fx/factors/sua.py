@@ -127,7 +127,7 @@ class UncorrelatedGroup(BlockGroup):
 
     def from_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
         left, across, along, places = operators
-        waved, bias = self.patches(self.multiply_outputs(matrix, left))
+        waved, bias = self.patches(self.turn_outputs(matrix, left))
         mean = torch.cat([waved[..., 0], bias], dim=-1) @ along.mT
         weight, bias = mean.split([self.channels, int(self.bias)], dim=-1)
         centered = torch.einsum("...odk,...cd->...ock", waved[..., 1:], across)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors import inverses
+from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.factors.inverses import Inverter
 from kfac_fx.linalg.matrices import rescued_roots
 from kfac_fx.passes.errors import FactorNotReady, ModelChangedError, RegistrationError
@@ -43,6 +44,17 @@ def test_micro_batches_add_up_to_the_whole(make: Callable[[], FakeNet]) -> None:
             torch.testing.assert_close(est.blocks[key].factors[name].value, factor.value)
 
 
+def test_batches_that_are_kept_are_folded_as_one() -> None:
+    net, x = FakeNet(nn.Sequential(nn.Linear(3, 2, bias=False)), {"0": "kron"}), batch(7)
+    est = FisherEstimator(net)
+    for part in x.split(3):
+        est.update_covariances(part, fold=False)
+    with pytest.raises(FactorNotReady):
+        est.update_inverses()
+    est.fold()
+    torch.testing.assert_close(est.blocks[("0.weight",)].factors["A"].value[0], x.mT @ x / 7)
+
+
 def test_accumulating_leaves_the_moments_alone() -> None:
     net, est = deep(), FisherEstimator(deep())
     moments = net.record((batch(),), {}, mode="exact")
@@ -63,6 +75,35 @@ def test_the_past_decays_and_in_burn_in_does_not() -> None:
             est.update_covariances(x, should_decay=should_decay)
         expected = sum(w * m for w, m in zip(weights, moments, strict=True)) / sum(weights)
         torch.testing.assert_close(est.blocks[("0.weight",)].factors["A"].value[0], expected)
+
+
+@pytest.mark.parametrize("key", ["0", "0.weight", ("0.weight",), ("0.bias", "0.weight")])
+def test_a_key_of_no_block_shows_the_one_that_was_meant(key: Any) -> None:
+    with pytest.raises(NotRegisteredError) as failure:
+        FisherEstimator(deep()).blocks[key]
+    assert str(failure.value).splitlines() == [
+        f"there is no block {key!r}: a key is the tuple of all parameters of a block, in their order, as in",
+        "  ('0.weight', '0.bias')",
+    ]
+
+
+def test_a_key_of_nothing_shows_all_that_there_are() -> None:
+    est = FisherEstimator(deep())
+    with pytest.raises(KeyError) as failure:
+        est.blocks[1]  # type: ignore[index]
+    assert len(str(failure.value).splitlines()) == 1 + len(est.blocks)
+    assert ("0.weight",) not in est.blocks
+    assert est.blocks.get(("0.weight",)) is None
+
+
+def test_a_vector_with_parameters_that_are_not_estimated_is_refused() -> None:
+    est = exact(deep(), batch())
+    with pytest.raises(NotRegisteredError) as failure:
+        est.multiply({**noise(est), "frozen": torch.zeros(1)})
+    assert str(failure.value).splitlines()[1:] == [
+        "  unknown  frozen",
+        "A vector has the parameters that are estimated, and no others: estimator.parameters.",
+    ]
 
 
 def test_folding_nothing_changes_nothing() -> None:

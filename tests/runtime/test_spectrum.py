@@ -96,15 +96,17 @@ def test_determinants_are_differentiated_by_scale_and_damping() -> None:
     torch.testing.assert_close(by_scale, (inverse @ dense(est)).trace())
 
 
-def test_many_vectors_go_through_vmap() -> None:
+def test_many_vectors_are_multiplied_at_once() -> None:
     est = exact(mixed(), batch())
     spectrum = est.spectrum(damping=0.1)
-    vectors = [noise(est) for _ in range(3)]
-    together = {name: torch.stack([one[name] for one in vectors]) for name in vectors[0]}
-    product = vmap(spectrum.multiply_inverse)(together)
+    vectors = [noise(est) for _ in range(6)]
+    together = {name: torch.stack([one[name] for one in vectors]).unflatten(0, (2, 3)) for name in vectors[0]}
+    native = spectrum.multiply_inverse(together)
+    mapped = vmap(vmap(spectrum.multiply_inverse))(together)
     for n, one in enumerate(vectors):
         for name, expected in spectrum.multiply_inverse(one).items():
-            torch.testing.assert_close(product[name][n], expected)
+            torch.testing.assert_close(native[name][n // 3, n % 3], expected)
+            torch.testing.assert_close(mapped[name][n // 3, n % 3], expected)
 
 
 def test_samples_follow_their_generator() -> None:
@@ -127,7 +129,7 @@ class Sliced(nn.Module):
 
 def test_pieces_of_a_parameter_are_put_together_again() -> None:
     model, x = Sliced(), torch.randn(8, 3)
-    est = FisherEstimator(kfac_fx.compile(model, (x,), loss="normal"), seed=0)
+    est = FisherEstimator(kfac_fx.compile(model, loss="normal"), seed=0)
     est.update_covariances(x)
     assert len(est.blocks) == 2
     spectrum = est.spectrum(damping=0.1)
@@ -150,7 +152,7 @@ def test_what_had_no_rows_is_its_damping() -> None:
 
 def test_a_decomposition_that_fails_is_tried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 3)
-    est = FisherEstimator(kfac_fx.compile(nn.Linear(3, 2), (x,), loss="normal"))
+    est = FisherEstimator(kfac_fx.compile(nn.Linear(3, 2), loss="normal"))
     est.update_covariances(x)
     expected, eigh = est.spectrum().log_determinant(), torch.linalg.eigh
 
@@ -200,3 +202,9 @@ def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
         est.spectrum(damping={("0.weight",): 1.0, one: 2.0})
     with pytest.raises(NotRegisteredError, match=r"(?s)does not fit.*missing  0\.weight"):
         est.spectrum().multiply({})
+    many = {name: one.expand(5, *one.shape) for name, one in noise(est).items()}
+    many["0.weight"] = many["0.weight"][0]
+    with pytest.raises(NotRegisteredError, match=r"0\.bias is \[5, 4\], and the parameter \[4\]"):
+        est.spectrum().multiply(many)
+    with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, and not a list"):
+        est.spectrum().multiply([torch.ones(1)])  # type: ignore[arg-type]

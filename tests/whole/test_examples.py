@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from examples import influence, own_layer, recurrent, shared_weights
+from examples import influence, laplace, own_layer, recurrent, shared_weights
 
 
 def test_shared_weights_are_registered_once_with_all_their_uses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +29,19 @@ def test_a_layer_of_ones_own_is_structured(capsys: pytest.CaptureFixture[str]) -
 
 def test_influence_points_at_the_wrong_label() -> None:
     assert int(influence.main().argmax()) == 0
+
+
+def test_the_laplace_approximation_knows_where_there_were_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    found = laplace.main(steps=300)
+    alone, last, layers, full = found.values()
+    assert 0.15 < layers.noise < 0.3 and 0.15 < full.noise < 0.3  # the data have 0.2
+    assert alone.errors["beyond"] > 5  # 1 is calibrated
+    for where in laplace.WHERE:
+        assert alone.errors[where] > last.errors[where] > full.errors[where]
+    assert full.errors["data"] > 0.5  # and no more variance than there must be
+    assert [line[: len(name)] for line, name in zip(capsys.readouterr().out.splitlines()[1:], found, strict=True)] == [
+        *found
+    ]
 
 
 def test_three_approximations_read_digits(capsys: pytest.CaptureFixture[str]) -> None:
