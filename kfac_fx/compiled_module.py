@@ -35,6 +35,9 @@ class Listener(Protocol):
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Called after it, with what the user is about to get."""
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Called when the gradients of the module were zeroed."""
+
 
 class CompiledModule(nn.Module):
     """A model that can record its Fisher statistics. Calls, parameters, buffers, state and modes are the model's own.
@@ -206,6 +209,11 @@ class CompiledModule(nn.Module):
         self._wrapper.train(mode)
         self.training = mode
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._listener is not None:
+            self._listener.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.state_dict(*args, **kwargs)

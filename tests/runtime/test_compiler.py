@@ -123,17 +123,20 @@ def test_example_keywords_alone_are_inputs() -> None:
 
 class Silent:
     def __init__(self, answer: Any = None) -> None:
-        self.calls, self.answer = 0, answer
+        self.calls, self.answer, self.zeroed = 0, answer, 0
 
     def on_forward(self, args: Any, kwargs: Any) -> Any:
         self.calls += 1
         return self.answer
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.zeroed += 1
+
     def on_outputs(self, args: Any, kwargs: Any, outputs: Any) -> None:
         self.last = outputs
 
 
-def test_a_listener_hears_training_forwards_only() -> None:
+def test_a_listener_hears_training_forwards_and_zeroed_gradients_only() -> None:
     net = net_of(mlp(), X)
     listener = Silent()
     net.attach(listener)
@@ -142,7 +145,8 @@ def test_a_listener_hears_training_forwards_only() -> None:
         net(X)
     net.plain(X)
     net.eval()(X)
-    assert listener.calls == 1 and listener.last is first
+    net.zero_grad()
+    assert listener.calls == listener.zeroed == 1 and listener.last is first
     net.train()
     net.detach()
     net(X)

@@ -268,13 +268,14 @@ def test_empirical_micro_batches_of_any_sizes_count_as_one_batch() -> None:
     torch.testing.assert_close(dict(parts.named_parameters()), dict(whole.named_parameters()))
 
 
-def test_gradients_that_were_zeroed_leave_no_empirical_statistics() -> None:
+@pytest.mark.parametrize("by_net", [False, True])
+def test_gradients_that_were_zeroed_leave_no_empirical_statistics(by_net: bool) -> None:
     x, y = batch(0)
     (plain, one), (zeroed, other) = empirical(), empirical()
     F.cross_entropy(zeroed(3 * x), y).backward()
     F.cross_entropy(plain(x), y).backward()
     outputs = zeroed(x)
-    other.zero_grad()
+    (zeroed if by_net else other).zero_grad()
     F.cross_entropy(outputs, y).backward()
     for opt in (one, other):
         opt.step()
