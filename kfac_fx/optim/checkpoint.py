@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.optim.first_order import new_state
-from kfac_fx.optim.parameter_groups import Group, new_velocity
+from kfac_fx.optim.parameter_groups import OF_GROUPS, Group, new_velocity
 from kfac_fx.optim.stepper import Stepper
 from kfac_fx.optim.updater import SCALARS
 from kfac_fx.passes.capture.devices import RandomState
@@ -33,6 +33,13 @@ def check(stepper: Stepper, generator: torch.Generator, groups: Sequence[Group],
     if wrong := sorted(own.keys() ^ kept.keys()):
         raise ValueError(f"the 'kfac' entry of the state is of another version: {', '.join(wrong)} on one side only")
     stepper.estimator.check_state(kept["estimator"])
+    for n, both in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
+        own_options, kept_options = (", ".join(key for key in OF_GROUPS if key in group) for group in both)
+        if own_options != kept_options:
+            raise ValueError(
+                f"parameter group {n} of the state has {kept_options}, and this one's has {own_options}: it is that of "
+                "another momentum_type"
+            )
     members = [(parameter, group["first_order"]) for group in groups for parameter in group["params"]]
     rows: list[tuple[str, str]] = []
     for index, values in state_dict["state"].items():

@@ -96,8 +96,8 @@ def sums_of(
     axis: int,
     short: BothRows | None,
 ) -> SumsOf:
-    """(names of the statistics, gradient of the output, input, attributes) -> the function from such a
-    name to the statistic of one use.
+    """(names of the statistics, gradient of the output, input, attributes) -> the function from such a name to the
+    statistic of one use.
 
     mask: which of the attributes says what rows are no padding, if one does; real: from (output, mask) to rows, if the
         mask is of something else.

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from kfac_fx.compiler import compile
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
-from tests.runtime.toy_optimizers import KINDS, assert_same, flat_state, made, train, values
+from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, flat_state, made, train, values
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
@@ -92,6 +92,12 @@ def lose_a_group(state: dict[str, Any]) -> None:
     state["param_groups"].clear()
 
 
+def be_of_another_momentum_type(state: dict[str, Any]) -> None:
+    net, opt = made(**QUADRATIC)
+    train(net, opt, range(2))
+    state |= opt.state_dict()
+
+
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "key": (lose_a_key, r"the 'kfac' entry of the state is of another version: skipped on one side only"),
     "factor": (lose_a_factor, r"the state is of another estimator: 1 names or shapes differ, the first is '0.weight"),
@@ -102,6 +108,11 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         r"  0.bias +has \{'momentum_buffer': \[5\]\}, and needs \{'velocity': \[5\]\}",
     ),
     "parameters": (have_more_parameters, r"the state does not fit 1 of 4 parameters:\n  parameter 17  there are 4"),
+    "momentum type": (
+        be_of_another_momentum_type,
+        "parameter group 0 of the state has lr, weight_decay, and this one's has lr, momentum, weight_decay: it is "
+        "that of another momentum_type",
+    ),
     "group": (lose_a_group, r"different number of parameter groups"),
 }
 
