@@ -86,7 +86,7 @@ class Forwards:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
         if (seen.rides or seen.watched) and all(one.grad is None for _, one in self.net.named_parameters()):
-            seen.gradients_zeroed()
+            seen.gradients_zeroed()  # by the model that the net was made of, or by hand
         if (schedule.adapting and not seen.forwards) or not self.checked:
             self.before = RandomState.now(self.devices)
             seen.start = seen.start or self.before

@@ -60,10 +60,10 @@ def test_a_grad_scaler_hands_a_closure_on(options: dict[str, Any]) -> None:
     torch.testing.assert_close(scaled.damping, opt.damping)
 
 
-@pytest.mark.parametrize("zero_grad", ["of the optimizer", "of the net"])
+@pytest.mark.parametrize("zeroed_by", ["optimizer", "net", "model"])
 @pytest.mark.parametrize("approximations", [None, {"*": "generic"}], ids=["layers", "generic"])
 def test_a_step_that_is_left_out_leaves_no_statistics_of_the_backward(
-    zero_grad: str, approximations: dict[str, str] | None
+    zeroed_by: str, approximations: dict[str, str] | None
 ) -> None:
     """Its ride is no micro-batch of the next step, whose statistics would be those of a gradient twice as long."""
     found = []
@@ -71,7 +71,7 @@ def test_a_step_that_is_left_out_leaves_no_statistics_of_the_backward(
         net = compile(mlp(), loss="categorical", approximations=approximations)
         opt = KFAC(net, lr=0.3, damping=0.1, estimation_mode="empirical")
         for number in numbers:
-            (opt if zero_grad == "of the optimizer" else net).zero_grad()
+            {"optimizer": opt, "net": net, "model": net.model}[zeroed_by].zero_grad()
             backward(net, number)
         opt.step()
         found.append({str(key): block.full_fisher_block() for key, block in opt.estimator.blocks.items()})
