@@ -174,7 +174,7 @@ class Blended(nn.Module):
 
     def forward(self, x: Tensor, single: Tensor) -> Tensor:
         x = torch.where(single[:, 1:, None], self.missing, x)
-        one = torch.ones(1, 1)
+        one = torch.ones(1, 1, device=x.device)
         share = torch.where(single, one, torch.sigmoid(self.mix)[..., None])[:, :-1, None]
         return share * self.space(x) + (1.0 - share) * torch.tanh(self.time(x))
 
