@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import __main__, cost_docs, scale, step_time
+from benchmarks import __main__, agreement, cost_docs, scale, step_time
 
 
 def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,3 +48,23 @@ def test_the_floor_counts_products_of_the_cost_model() -> None:
 
 def test_the_page_of_costs_is_made_of_the_results() -> None:
     assert cost_docs.page() == cost_docs.DOCS.read_text(encoding="utf-8"), "run python -m benchmarks --write-docs"
+
+
+def test_peers_that_are_not_installed_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(agreement, "MODELS", {"MLP": agreement.MODELS["MLP"]})
+    monkeypatch.setattr(agreement, "PEERS", agreement.PEERS[:2])
+    lines = [line for line in agreement.page().splitlines() if line.startswith("| MLP |")]
+    assert len(lines) == 2
+    assert all(line.endswith("| not installed | | |") for line in lines)
+
+
+def test_what_peers_are_compared_with_is_the_dense_fisher() -> None:
+    """Full blocks of a layer that is used twice; a matrix of biases apart, and one of weights alone."""
+    one = agreement.task("one layer twice")
+    truth, mine = agreement.brute(one, empirical=False), agreement.dense(agreement.ours(one, "full"), one)
+    assert agreement.distance(mine, truth) < 1e-12
+    kept = agreement.apart(truth, one)
+    assert torch.equal(kept[:16, :16], truth[:16, :16]) and not kept[:16, 16:20].any() and truth[:16, 16:20].any()
+    kept = agreement.weights(truth, one)
+    assert torch.equal(kept[:16, :16], truth[:16, :16]) and not kept[16:20].any() and not kept[:, 16:20].any()

@@ -1,0 +1,237 @@
+"""The factors of other libraries beside ours: one Fisher, several programs.
+
+    python -m benchmarks.agreement                 # whatever of them is installed
+    python -m benchmarks.agreement --write-docs    # and docs/agreement.md
+
+Each is asked for the Fisher of the same small models in float64, by the approximation that it calls K-FAC, with the
+exact expectation over labels or with the true ones. Where two differ, the dense Fisher by autograd says who is how far
+away. None of them is a dependency:
+
+    pip install curvlinops-for-pytorch nngeometry backpack-for-pytorch laplace-torch asdfghjkl
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, jacrev, vmap
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import kfac_fx
+from benchmarks.agreement_peers import CASES, CLASSES, MODELS, Task, asdl, backpack, curvlinops, nngeometry, task
+
+DOCS = Path(__file__).parents[1] / "docs" / "agreement.md"
+HEAD = f"""# The factors of other libraries
+
+Made by `python -m benchmarks.agreement --write-docs`; none of these libraries is a dependency. Every row is one matrix
+over all parameters of a small model in float64, for {CASES} cases and {CLASSES} classes, exact (summed over all labels)
+or empirical. Distances are norms of differences: of the peer's matrix to ours over the norm of ours, then of the peer's
+and of ours to the diagonal blocks of the dense Fisher by autograd, over its norm. Where two agree, the first is a
+rounding error. With {{versions}}.
+
+"""
+TAIL = """
+Where they do not agree:
+
+- **reduce** (Eschenhagen et al. 2023) is another approximation, for losses that average over positions; ours is expand.
+- **BackPACK, CNN**: convolutions sum gradients over positions first, and then patches too: positions count twice.
+- **asdl, attention**: what is applied at 5 positions is 5 times ours, which is curvlinops's. It has no factor for
+  biases, so that its weights are compared alone.
+- **asdl and curvlinops, one layer twice**: twice ours, exactly. Sums over two calls are divided as if there were one.
+  What is left of ours is what "independent uses" leaves out; full and diagonal blocks leave nothing out.
+- **nngeometry, one layer twice**: full and diagonal blocks, which are to be exact, are not those of the dense Fisher.
+- **nngeometry, full blocks** are a float32's epsilon away: it adds that where it divides.
+"""
+PACKAGES = ("torch", "curvlinops-for-pytorch", "nngeometry", "backpack-for-pytorch", "laplace-torch", "asdfghjkl")
+
+
+# --- matrices over all parameters, in the order of the model ----------------------------------------------------------
+
+
+def ours(task: Task, approximation: str | None = None, empirical: bool = False) -> kfac_fx.Spectrum:
+    approximations = None if approximation is None else {"*": approximation}
+    net = kfac_fx.compile(task.model, (task.x,), loss="categorical", approximations=approximations, strict=True)
+    est = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode="empirical" if empirical else "exact")
+    est.update_covariances(task.x, targets=task.y if empirical else None)
+    return est.spectrum()
+
+
+def dense(spectrum: kfac_fx.Spectrum, task: Task) -> Tensor:
+    """[P, P] of a spectrum."""
+    named = dict(task.model.named_parameters())
+    size = sum(p.numel() for p in named.values())
+    parts = torch.eye(size).double().split([p.numel() for p in named.values()], dim=1)
+    columns = spectrum.multiply(
+        {name: part.view(size, *p.shape) for part, (name, p) in zip(parts, named.items(), strict=True)}
+    )
+    return torch.cat([columns[name].flatten(1) for name in named], dim=1)
+
+
+def brute(task: Task, empirical: bool) -> Tensor:
+    """[P, P]: the dense Fisher, of blocks that share a module."""
+    theta = {name: p.detach() for name, p in task.model.named_parameters()}
+    apply = lambda p, x: functional_call(task.model, p, (x[None],))[0]  # noqa: E731
+    jacobians = vmap(jacrev(apply), (None, 0))(theta, task.x)
+    j = torch.cat([one.flatten(2) for one in jacobians.values()], dim=2)  # [N, C, P]
+    p = task.model(task.x).softmax(-1).detach()
+    if empirical:
+        error = p - F.one_hot(task.y, CLASSES)
+        rows = torch.einsum("nc,ncp->np", error, j)
+        whole = rows.mT @ rows / CASES
+    else:
+        hessian = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+        whole = torch.einsum("ncp,ncd,ndq->pq", j, hessian, j) / CASES
+    owner = [i for i, (name, q) in enumerate(theta.items()) for _ in range(q.numel())]
+    modules = [name.rpartition(".")[0] for name in theta]
+    same = torch.tensor([[modules[a] == modules[b] for b in owner] for a in owner])
+    return torch.where(same, whole, 0)
+
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def apart(matrix: Tensor, task: Task) -> Tensor:
+    """Weights and biases in blocks of their own."""
+    owner = torch.tensor([i for i, p in enumerate(task.model.parameters()) for _ in range(p.numel())])
+    return torch.where(owner.unsqueeze(0) == owner.unsqueeze(1), matrix, 0)
+
+
+def weights(matrix: Tensor, task: Task) -> Tensor:
+    """Without what is of biases."""
+    kept = torch.cat([torch.full((p.numel(),), float(p.dim() > 1)) for p in task.model.parameters()])
+    return matrix * kept * kept.unsqueeze(-1)
+
+
+def attempt(package: str, run: Callable[[], str]) -> str:
+    """The result, or in words why there is none."""
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run()
+    except Exception as error:  # of a peer, on what it does not take
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:60]}".replace("|", "/")
+
+
+class Peer(NamedTuple):
+    what: str
+    name: str
+    package: str
+    matrix: Callable[[Task], Tensor]
+    approximation: str | None = None
+    empirical: bool = False
+    of: Callable[[Tensor, Task], Tensor] = lambda matrix, task: matrix
+
+
+def diagonal(matrix: Tensor, task: Task) -> Tensor:
+    return matrix.diagonal().diag()
+
+
+PEERS = [
+    *(
+        peer
+        for empirical, what in ((False, "Kronecker, exact"), (True, "Kronecker, empirical"))
+        for peer in (
+            Peer(what, "curvlinops, expand", "curvlinops", partial(curvlinops, empirical, "expand"), None, empirical),
+            Peer(what, "curvlinops, reduce", "curvlinops", partial(curvlinops, empirical, "reduce"), None, empirical),
+            Peer(f"{what}, weights", "asdl", "asdl", partial(asdl, empirical), None, empirical, weights),
+        )
+    ),
+    Peer("Kronecker, exact", "nngeometry", "nngeometry", partial(nngeometry, "PMatKFAC")),
+    Peer("Kronecker, exact, biases apart", "BackPACK", "backpack", partial(backpack, "KFLR"), of=apart),
+    Peer("full blocks, exact", "nngeometry", "nngeometry", partial(nngeometry, "PMatBlockDiag"), "full"),
+    Peer("diagonal, exact", "nngeometry", "nngeometry", partial(nngeometry, "PMatDiag"), "diagonal", of=diagonal),
+    Peer("diagonal, exact", "BackPACK", "backpack", partial(backpack, "DiagGGNExact"), "diagonal", of=diagonal),
+]
+
+
+def rows(name: str) -> list[str]:
+    found, mine = [], {}
+    for peer in PEERS:
+        key = peer.approximation, peer.empirical
+        if key not in mine:
+            mine[key] = dense(ours(task(name), *key), task(name))
+
+        def run(peer: Peer = peer, own: Tensor = mine[key]) -> str:
+            one = task(name)  # and another for the peer, which may leave hooks in it
+            own, truth = peer.of(own, one), peer.of(brute(one, peer.empirical), one)
+            theirs = peer.matrix(task(name))
+            return f"{distance(theirs, own):.0e} | {distance(theirs, truth):.2f} | {distance(own, truth):.2f}"
+
+        result = attempt(peer.package, run)
+        found.append(f"| {name} | {peer.what} | {peer.name} | {result}{' |' * (3 - result.count('|'))}")
+    return found
+
+
+def laplace_rows() -> list[str]:
+    """log det(N F + δ I) and the variances of the logits of 2 cases, beside laplace-torch."""
+    one, prior = task("MLP without biases"), 0.7
+    lines = []
+    for structure, approximation in (("kron", None), ("diag", "diagonal")):
+
+        def run(structure: str = structure, approximation: str | None = approximation) -> str:
+            from laplace import Laplace
+            from laplace.curvature import CurvlinopsGGN
+
+            if structure == "diag":  # of curvlinops sampled, of BackPACK exact
+                from laplace.curvature import BackPackGGN as Backend
+            else:
+                Backend = CurvlinopsGGN  # type: ignore[misc, assignment]
+            spectrum = ours(one, approximation).at(scale=CASES, damping=prior)
+            theta = {name: p.detach() for name, p in one.model.named_parameters()}
+            apply = lambda p, x: functional_call(one.model, p, (x[None],))[0]  # noqa: E731
+            rows = spectrum.multiply_matpower(-0.5, vmap(jacrev(apply), (None, 0))(theta, one.x[:2]))
+            flat = torch.cat([row.flatten(2) for row in rows.values()], dim=2)
+            mine = flat @ flat.mT
+            la = Laplace(one.model, "classification", "all", structure, prior_precision=prior, backend=Backend)
+            la.fit(DataLoader(TensorDataset(one.x, one.y), batch_size=CASES))
+            _, theirs = la._glm_predictive_distribution(one.x[:2])
+            determinants = distance(la.log_det_posterior_precision.double(), spectrum.log_determinant())
+            return f"{determinants:.0e} | {distance(theirs, mine):.0e}"
+
+        result = attempt("laplace", run)
+        lines.append(f"| {structure} | {result}{' |' * (2 - result.count('|'))}")
+    return lines
+
+
+def versions() -> str:
+    found = []
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)
+
+
+def page() -> str:
+    columns = "| model | matrix | peer | peer from ours | peer from dense | ours from dense |"
+    lines = [columns, "|---|---|---|---|---|---|", *(line for name in MODELS for line in rows(name))]
+    lines += ["", "laplace-torch, of the MLP without biases:", ""]
+    lines += ["| structure | log-determinant from ours | covariance of logits from ours |", "|---|---|---|"]
+    return HEAD.replace("{versions}", versions()) + "\n".join([*lines, *laplace_rows()]) + "\n" + TAIL
+
+
+def main(arguments: Sequence[str]) -> None:
+    text = page()
+    print(text)
+    if "--write-docs" in arguments:
+        DOCS.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
