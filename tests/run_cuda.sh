@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU: the CUDA tests, then the demo. Uses the active python3, not .venv, because a GPU machine
-# brings its own torch; installs nothing. Arguments go to pytest, e.g. `tests/run_cuda.sh -k optimizer`.
+# Everything that needs a GPU: the CUDA tests, then the demo, whatever became of the tests. Uses the active python3, not
+# .venv, because a GPU machine brings its own torch; installs nothing. Arguments go to pytest: `tests/run_cuda.sh -n 8`,
+# where pytest-xdist is there, compiles for eight tests at once; `-k "not inductor and not cudagraphs"` for none.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -14,5 +15,7 @@ if not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} of {sys.executable} sees no CUDA device")
 print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
 CHECK
-"$python" -m pytest -q -m cuda "$@"
-"$python" -m kfac_fx.cli demo --device cuda
+status=0
+"$python" -m pytest -q -m cuda "$@" || status=$?
+"$python" -m kfac_fx.cli demo --device cuda || status=$?
+exit "$status"
