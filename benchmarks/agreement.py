@@ -25,11 +25,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.func import functional_call, jacrev, vmap
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import kfac_fx
-from benchmarks.agreement_peers import CASES, CLASSES, MODELS, Task, asdl, backpack, curvlinops, nngeometry, task
+from benchmarks.agreement_peers import (
+    CASES,
+    CLASSES,
+    MODELS,
+    Task,
+    asdl,
+    backpack,
+    brute,
+    corrected,
+    curvlinops,
+    gradients,
+    nngeometry,
+    task,
+)
 
 DOCS = Path(__file__).parents[1] / "docs" / "agreement.md"
 HEAD = f"""# The factors of other libraries
@@ -60,11 +72,12 @@ PACKAGES = ("torch", "curvlinops-for-pytorch", "nngeometry", "backpack-for-pytor
 
 
 def ours(task: Task, approximation: str | None = None, empirical: bool = False) -> kfac_fx.Spectrum:
-    approximations = None if approximation is None else {"*": approximation}
+    approximations = {"*": approximation} if approximation in ("full", "diagonal") else None
     net = kfac_fx.compile(task.model, (task.x,), loss="categorical", approximations=approximations, strict=True)
     est = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode="empirical" if empirical else "exact")
     est.update_covariances(task.x, targets=task.y if empirical else None)
-    return est.spectrum()
+    spectrum = est.spectrum()
+    return spectrum.corrected([gradients(task, empirical)]) if approximation == "corrected" else spectrum
 
 
 def dense(spectrum: kfac_fx.Spectrum, task: Task) -> Tensor:
@@ -76,26 +89,6 @@ def dense(spectrum: kfac_fx.Spectrum, task: Task) -> Tensor:
         {name: part.view(size, *p.shape) for part, (name, p) in zip(parts, named.items(), strict=True)}
     )
     return torch.cat([columns[name].flatten(1) for name in named], dim=1)
-
-
-def brute(task: Task, empirical: bool) -> Tensor:
-    """[P, P]: the dense Fisher, of blocks that share a module."""
-    theta = {name: p.detach() for name, p in task.model.named_parameters()}
-    apply = lambda p, x: functional_call(task.model, p, (x[None],))[0]  # noqa: E731
-    jacobians = vmap(jacrev(apply), (None, 0))(theta, task.x)
-    j = torch.cat([one.flatten(2) for one in jacobians.values()], dim=2)  # [N, C, P]
-    p = task.model(task.x).softmax(-1).detach()
-    if empirical:
-        error = p - F.one_hot(task.y, CLASSES)
-        rows = torch.einsum("nc,ncp->np", error, j)
-        whole = rows.mT @ rows / CASES
-    else:
-        hessian = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
-        whole = torch.einsum("ncp,ncd,ndq->pq", j, hessian, j) / CASES
-    owner = [i for i, (name, q) in enumerate(theta.items()) for _ in range(q.numel())]
-    modules = [name.rpartition(".")[0] for name in theta]
-    same = torch.tensor([[modules[a] == modules[b] for b in owner] for a in owner])
-    return torch.where(same, whole, 0)
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
@@ -155,6 +148,8 @@ PEERS = [
     ),
     Peer("Kronecker, exact", "nngeometry", "nngeometry", partial(nngeometry, "PMatKFAC")),
     Peer("Kronecker, exact, biases apart", "BackPACK", "backpack", partial(backpack, "KFLR"), of=apart),
+    Peer("eigenvalues corrected, exact", "curvlinops", "curvlinops", partial(corrected, False), "corrected"),
+    Peer("eigenvalues corrected, empirical", "curvlinops", "curvlinops", partial(corrected, True), "corrected", True),
     Peer("full blocks, exact", "nngeometry", "nngeometry", partial(nngeometry, "PMatBlockDiag"), "full"),
     Peer("diagonal, exact", "nngeometry", "nngeometry", partial(nngeometry, "PMatDiag"), "diagonal", of=diagonal),
     Peer("diagonal, exact", "BackPACK", "backpack", partial(backpack, "DiagGGNExact"), "diagonal", of=diagonal),

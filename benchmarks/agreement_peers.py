@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -69,15 +70,36 @@ class Task(NamedTuple):
     x: Tensor
     y: Tensor
 
-    @property
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
-        return [(self.x, self.y)]
-
 
 def task(name: str) -> Task:
     torch.manual_seed(0)
     make, shape = MODELS[name]
     return Task(name, make().double(), torch.randn(CASES, *shape).double(), torch.randint(CLASSES, (CASES,)))
+
+
+# --- the dense Fisher -------------------------------------------------------------------------------------------------
+
+
+def gradients(task: Task, empirical: bool) -> dict[str, Tensor]:
+    """[N, k, *shape] by parameter, whose second moments are the Fisher: J B with B Bᵀ that of the outputs, or of the
+    true losses."""
+    theta = {name: p.detach() for name, p in task.model.named_parameters()}
+    apply = lambda p, x: functional_call(task.model, p, (x[None],))[0]  # noqa: E731
+    jacobians = vmap(jacrev(apply), (None, 0))(theta, task.x)
+    p = task.model(task.x).softmax(-1).detach()
+    exact = torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
+    roots = (p - F.one_hot(task.y, CLASSES)).unsqueeze(-1) if empirical else exact
+    return {name: torch.einsum("nc...,nck->nk...", one, roots) for name, one in jacobians.items()}
+
+
+def brute(task: Task, empirical: bool) -> Tensor:
+    """[P, P]: the dense Fisher, of blocks that share a module."""
+    rows = torch.cat([one.flatten(2) for one in gradients(task, empirical).values()], dim=2).flatten(0, 1)
+    whole = rows.mT @ rows / CASES
+    owner = [i for i, p in enumerate(task.model.parameters()) for _ in range(p.numel())]
+    modules = [name.rpartition(".")[0] for name, _ in task.model.named_parameters()]
+    same = torch.tensor([[modules[a] == modules[b] for b in owner] for a in owner])
+    return torch.where(same, whole, 0)
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -86,19 +108,28 @@ def task(name: str) -> Task:
 def curvlinops(empirical: bool, kind: str, task: Task) -> Tensor:
     from curvlinops import KFACLinearOperator
 
-    operator = KFACLinearOperator(
+    return of_operator(KFACLinearOperator, empirical, kind, task)
+
+
+def of_operator(made: Any, empirical: bool, kind: str, task: Task) -> Tensor:
+    operator = made(
         task.model,
         nn.CrossEntropyLoss(),
         list(task.model.parameters()),
-        task.batches,
+        [(task.x, task.y)],
         fisher_type="empirical" if empirical else "type-2",
         kfac_approx=kind,
         separate_weight_and_bias=False,
         check_deterministic=False,
     )
-    size = sum(p.numel() for p in task.model.parameters())
-    found: Tensor = operator @ torch.eye(size).double()
+    found: Tensor = operator @ torch.eye(sum(p.numel() for p in task.model.parameters())).double()
     return found
+
+
+def corrected(empirical: bool, task: Task) -> Tensor:
+    from curvlinops import EKFACLinearOperator
+
+    return of_operator(EKFACLinearOperator, empirical, "expand", task)
 
 
 def nngeometry(representation: str, task: Task) -> Tensor:

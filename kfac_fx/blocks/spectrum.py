@@ -13,7 +13,7 @@ likelihood estimation for model selection in deep learning").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,6 +93,30 @@ class Spectrum:
             damping=self.damping if damping is None else damping,
         )
 
+    @torch.no_grad()
+    def corrected(self, gradients: Iterable[Vector]) -> Spectrum:
+        """Λ replaced by what the Fisher has along the same eigenvectors: E[(Qᵀ g)²] of gradients g of single cases
+        (George et al. 2018, "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis").
+
+        gradients: batches of vectors with one dimension more for cases, as `torch.func.vmap` of a gradient makes them,
+            or with two: squares are summed over the second, and the mean is over cases. With √H Jᵀ, whose H is the
+            Hessian of a case's loss by its outputs, the exact Fisher; with gradients of true losses the empirical one.
+
+        Raises ValueError for no cases, NotRegisteredError for vectors that do not fit.
+        """
+        cases, sums = 0, [torch.zeros_like(system.values) for system in self.systems]
+        for batch in gradients:
+            lead, parts = self.many(batch)
+            cases += lead[0] if lead else 0
+            for total, system in zip(sums, self.systems, strict=True):
+                turned = system.group.to_eigenbasis(vmap(system.group.pack)(parts), system.operators)
+                total += turned.square().sum(0)
+        if not cases:
+            raise ValueError("the gradients have no cases: every tensor needs a first dimension that counts them.")
+        return replace(
+            self, systems=[replace(one, values=v / cases) for one, v in zip(self.systems, sums, strict=True)]
+        )
+
     def __repr__(self) -> str:
         return f"Spectrum(scale={self.scale}, damping={self.damping}, {len(self.keys)} blocks)"
 
@@ -144,10 +168,7 @@ class Spectrum:
 
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """(s F + δ I)^exp v, for every exp."""
-        lead = self.lead(vector)
-        check_fits(vector, {name: (*lead, *shape) for name, shape in self.shapes.items()}, alone=True)
-        many = {n: dense(one).reshape(math.prod(lead), *self.shapes[n]) for n, one in vector.items()}
-        parts = split(many, self.registrations, 1)
+        lead, parts = self.many(vector)
 
         def product(system: System) -> dict[str, Tensor]:
             group, operators = system.group, system.operators
@@ -157,6 +178,14 @@ class Spectrum:
 
         found = self.of_all(product, (math.prod(lead),))
         return {name: found[name].reshape(one.shape) for name, one in vector.items()}
+
+    def many(self, vector: Vector) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        """(the dimensions in front of those of the parameters, the vector by the registrations' names with one in their
+        place). Raises NotRegisteredError for a vector that does not fit."""
+        lead = self.lead(vector)
+        check_fits(vector, {name: (*lead, *shape) for name, shape in self.shapes.items()}, alone=True)
+        many = {n: dense(one).reshape(math.prod(lead), *self.shapes[n]) for n, one in vector.items()}
+        return lead, split(many, self.registrations, 1)
 
     def lead(self, vector: Vector) -> tuple[int, ...]:
         """The dimensions in front of those of the parameters."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import functional_call, jacrev, vmap
 
 import kfac_fx
 from kfac_fx import ApproximationError, FactorNotReady, FisherEstimator, NotRegisteredError, RegistrationError, Spectrum
 from kfac_fx.blocks import rooted
 from kfac_fx.blocks.block import make_block
 from kfac_fx.blocks.spectrum import System
-from tests.runtime.fake_net import batch, deep, exact, mixed, noise
+from tests.runtime.fake_net import FakeNet, batch, deep, exact, mixed, noise
 from tests.runtime.fisher_cases import FORMS, draw, register
 
 
@@ -65,6 +68,14 @@ def test_another_scale_and_damping_need_no_decomposition(monkeypatch: pytest.Mon
     assert repr(moved) == "Spectrum(scale=7.0, damping=2.0, 4 blocks)"
 
 
+def test_factors_come_back_from_a_file_of_safetensors(tmp_path: Path) -> None:
+    est = exact(mixed(), batch(), seed=0, damping=0.2)
+    save_file(est.state_dict(), tmp_path / "factors.safetensors")
+    again = FisherEstimator(est.net, seed=1)
+    again.load_state_dict(load_file(tmp_path / "factors.safetensors"))
+    assert again.spectrum().log_determinant() == est.spectrum().log_determinant()
+
+
 def test_later_batches_do_not_enter() -> None:
     net = mixed()
     est = exact(net, batch())
@@ -114,6 +125,47 @@ def test_samples_follow_their_generator() -> None:
     first, again = (spectrum.sample(2, torch.Generator().manual_seed(3)) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(draws[0], draws[1]) for draws in first.values())
+
+
+def rows_of(net: FakeNet, x: Tensor) -> dict[str, Tensor]:
+    """Gradients of every case for every column of B, B Bᵀ the Fisher of its outputs: [N, k, *shape] by parameter."""
+    theta = {name: p.detach() for name, p in net.named_parameters()}
+    jacobians = vmap(jacrev(lambda p, one: functional_call(net.model, p, (one[None],))[0]), (None, 0))(theta, x)
+    roots = net.roots(net.model(x).detach())
+    return {name: torch.einsum("no...,nok->nk...", j, roots) for name, j in jacobians.items()}
+
+
+def test_corrected_eigenvalues_are_the_diagonal_of_the_fisher_along_the_eigenvectors() -> None:
+    net, x = deep(), batch(9)
+    net.loss = "categorical"
+    est, fisher = exact(net, x), net.fisher(x)
+    rows, v = rows_of(net, x), noise(est)
+    batches = [{name: one[part] for name, one in rows.items()} for part in (slice(0, 4), slice(4, 9))]
+    product = est.spectrum(damping=0.0).corrected(batches).multiply(v)
+    for key in list(est.blocks)[:2]:
+        block, full = est.blocks[key], fisher[key]
+        kronecker = block.full_fisher_block()
+        _, vectors = torch.linalg.eigh(kronecker)
+        expected = vectors @ (vectors.mT @ full @ vectors).diagonal().diag() @ vectors.mT
+        mine, vector = (block.group.pack(one, block.member).flatten() for one in (product, v))
+        torch.testing.assert_close(mine, expected @ vector)
+        assert (expected - full).norm() < (kronecker - full).norm()
+
+
+def test_corrected_without_an_approximation_changes_nothing() -> None:
+    """One case makes Kronecker products exact."""
+    net, x = FakeNet(deep().model[:1], {"0": "kron"}), batch(1)
+    spectrum = exact(net, x).spectrum(damping=0.3)
+    corrected = spectrum.corrected([rows_of(net, x)])
+    torch.testing.assert_close(corrected.log_determinant(), spectrum.log_determinant())
+    assert corrected.damping == spectrum.damping
+
+
+def test_corrections_without_cases_are_refused() -> None:
+    est = exact(mixed(), batch())
+    for gradients in ([], [noise(est)]):
+        with pytest.raises(ValueError, match="the gradients have no cases: every tensor needs a first dimension"):
+            est.spectrum().corrected(gradients)
 
 
 class Sliced(nn.Module):
