@@ -15,6 +15,31 @@ def dense(tensor: Tensor) -> Tensor:
 
 # --- products -------------------------------------------------------------------------------------------------------
 
+ALIGNED = 16  # numbers, that fill a line of a CPU's cache, or two
+WORTH_ALIGNING = 256  # columns
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, [..., a, b] and [..., b, c] with the same leading dimensions -> [..., a, c].
+
+    A CPU takes 2/3 of the time where every row of the result begins a line of its cache, and a bias makes sides of odd
+    width; where the rows of the operands begin does not matter. Compilers and autograd know no such results.
+    """
+    columns = right.shape[-1]
+    width = aligned(columns)
+    plain = left.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled()
+    if plain or columns < WORTH_ALIGNING or width == columns:
+        return left @ right
+    result = left.new_empty(*left.shape[:-1], width)[..., :columns]
+    for one, other, place in zip(*(tensor.flatten(0, -3) for tensor in (left, right, result)), strict=True):
+        torch.mm(one, other, out=place)
+    return result
+
+
+def aligned(size: int) -> int:
+    """The next size at which a row is whole lines."""
+    return -(-size // ALIGNED) * ALIGNED
+
 
 def gram(rows: Tensor) -> Tensor:
     """Sum of rows rowsᵀ in every group: [..., g, d] -> [g, d, d]."""
@@ -36,7 +61,7 @@ def by_strips(columns: Tensor, strips: int = 4) -> Tensor:
 
     On a CPU that takes 3/4 of the time; CUDA has more to gain from one large product.
     """
-    width = -(-columns.shape[1] // strips)
+    width = aligned(-(-columns.shape[1] // strips))
     starts = range(0, columns.shape[1], width)
     above = [columns[:, start : start + width] @ columns[:, start:].mT for start in starts]
     strip = [
@@ -75,11 +100,11 @@ def damp(side: Tensor, damping: Tensor, diagonal: bool) -> Tensor:
 
 
 def multiply_left(side: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
-    return side.unsqueeze(-1) * matrix if diagonal else side @ matrix
+    return side.unsqueeze(-1) * matrix if diagonal else product(side, matrix)
 
 
 def multiply_right(matrix: Tensor, side: Tensor, diagonal: bool) -> Tensor:
-    return matrix * side.unsqueeze(-2) if diagonal else matrix @ side
+    return matrix * side.unsqueeze(-2) if diagonal else product(matrix, side)
 
 
 def pi_correction(inputs: Tensor, outputs: Tensor) -> Tensor:

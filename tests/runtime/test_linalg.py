@@ -34,6 +34,25 @@ def spd(batch: int, d: int, dtype: torch.dtype = torch.float64) -> Tensor:
 # --- products -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("columns", [3, linalg.WORTH_ALIGNING, linalg.WORTH_ALIGNING + 1])
+def test_a_product_is_one_whatever_rows_its_result_has(columns: int) -> None:
+    left, right = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(2, 3, 5, columns, dtype=torch.float64)
+    with torch.no_grad():
+        found = linalg.product(left, right)
+    torch.testing.assert_close(found, torch.einsum("lgab,lgbc->lgac", left, right))
+    assert columns < linalg.WORTH_ALIGNING or found.stride(-2) % linalg.ALIGNED == 0
+
+
+def test_a_product_with_wide_rows_has_a_gradient_and_no_graph_break() -> None:
+    left, right = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 3, linalg.WORTH_ALIGNING + 1, requires_grad=True)
+    linalg.product(left, right).sum().backward()
+    assert right.grad is not None
+    torch.testing.assert_close(right.grad, left.sum(-2).unsqueeze(-1).expand_as(right))
+    with torch.no_grad():
+        compiled = torch.compile(linalg.product, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(left, right), left @ right)
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("d", [1, 4])
 def test_gram_sums_outer_products(groups: int, d: int) -> None:
@@ -47,7 +66,7 @@ def test_gram_of_many_columns_is_symmetric_and_the_same(groups: int, d: int) -> 
     rows = torch.randn(5, 2, groups, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = gram(rows)
     torch.testing.assert_close(found, torch.einsum("nsgi,nsgj->gij", rows, rows))
-    width = -(-d // 4)
+    width = linalg.aligned(-(-d // 4))
     assert torch.equal(found[:, width:, :width], found[:, :width, width:].mT)
 
 
