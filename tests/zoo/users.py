@@ -44,7 +44,9 @@ class WaveFunction(nn.Module):
     def forward(self, places: Tensor) -> Tensor:  # [N, 3 electrons, 3]
         r = places.norm(dim=-1, keepdim=True)
         orbitals = self.orbitals(self.electron(torch.cat([places, r], -1))) * torch.exp(-self.width.exp() * r)
-        apart = (places[:, :, None] - places[:, None] + torch.eye(3, device=places.device).unsqueeze(-1)).norm(dim=-1, keepdim=True)
+        apart = (places[:, :, None] - places[:, None] + torch.eye(3, device=places.device).unsqueeze(-1)).norm(
+            dim=-1, keepdim=True
+        )
         y: Tensor = torch.linalg.slogdet(orbitals).logabsdet + self.pairs(apart).sum((1, 2, 3))
         return y
 
