@@ -127,7 +127,7 @@ def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: 
     torch.manual_seed(1)
     its_outputs, its_gradients, _ = likeness.of_graph(prover, values)
     torch.manual_seed(1)
-    pairs, _, _ = proof.gradients(prover, values)
+    pairs, *_ = proof.gradients(prover, values)
     largest = max((float(one.norm()) for one in gradients.values() if one is not None), default=0.0)
     of_outputs = [relative(a, b, 1e-6) for a, b in zip(outputs, its_outputs, strict=True) if isinstance(a, Tensor)]
     of_gradients = {name: relative(one, its_gradients[name], ROUNDING * largest) for name, one in gradients.items()}

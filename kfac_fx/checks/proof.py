@@ -21,13 +21,13 @@ from kfac_fx.checks.proof_tap import ProofTap, divides, gradient_of
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.pieces import split
 from kfac_fx.linalg.precision import full_precision
+from kfac_fx.passes.claiming.approximation import PER_CASE, requested
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import KEPT, SERIES, UNCORRELATED, Program, Registration, Use
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.taps.sloped import project
 
 Pairs = Iterator[tuple[Registration, Tensor, Tensor, Tensor]]  # autograd's gradient, the rows', a bound on both norms
-PER_CASE = ("full", "diagonal")
 RELATIVE = 1e-3  # right ones agree to about 1e-6 in float32, wrong ones differ by about 1
 MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
@@ -65,7 +65,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     with full_precision(everything=True):  # rounding to TF32 is as large as what is looked for
         compare(prover, args, kwargs)
         recorder.capture = prover.capture
-        pairs, fisher, missed = gradients(prover, values)
+        pairs, fisher, missed, mixing = gradients(prover, values)
         compared = {one.parameters: Comparison.of(*rest) for one, *rest in pairs}
     if not all(one.finite for one in compared.values()) or prover.examples(values) == 0:
         return Verdict(recorder.program, {}, conclusive=False)
@@ -91,6 +91,9 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         elif one.approximation in PER_CASE and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
             why = f"cases are merged with positions at its output, so not {one.approximation!r}"
             other[one.parameters] = "kron", why
+        elif one.parameters in mixing:
+            why = f"cases meet between it and the outputs, so {one.approximation!r} leaves out products of two cases"
+            other[one.parameters] = one.approximation, why
         elif one.approximation in SERIES and (mixed := unlike(taps[one.parameters])):
             other[one.parameters] = "kron_indep", f"{mixed}, so not {one.approximation!r}"
     if failed and recorder.program.options.strict:
@@ -137,9 +140,12 @@ def proof_taps(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
     return {key: [one for one in taps if isinstance(one, ProofTap)] for key, taps in prover.taps.items()}
 
 
-def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[Tensor, ...], list[str]]:
+def gradients(
+    prover: Recorder, values: tuple[Any, ...]
+) -> tuple[Pairs, tuple[Tensor, ...], list[str], set[tuple[str, ...]]]:
     """For random cotangents, registration by registration, autograd's gradient and the rows' as matrices; the Fisher's
-    outputs; and what is called unused, but has a gradient.
+    outputs; what is called unused, but has a gradient; and what is to have a block of gradients of cases, and has
+    cases that meet behind it.
 
     Beside what a backward needs there is one gradient more, the rows'; of the matrices only those of one registration.
     """
@@ -157,8 +163,9 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[T
         leaves = [live[name] for name in names] + [probe for one in probes for probe in one.values()]
         recorded = bool(outputs) and bool(leaves)
         taps = [(one, proof_taps(prover)[one.parameters]) for one in registrations if divides(one)]
+        asked = [one for one in registrations if by_case(prover.program, one)]
         grads = (
-            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(taps))
+            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(taps or asked))
             if recorded
             else [None] * len(leaves)
         )
@@ -166,6 +173,7 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[T
             one.parameters: gradient_of(live[one.parameters[0]], [each for tap in some for each in tap.changes])
             for one, some in taps
         }
+        mixing = behind_which_cases_meet(prover, asked, outputs, cotangents, leaves[len(names) :]) if asked else set()
     found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
     by_name = dict(zip(names, found, strict=False))
     statistics = iter(found[len(names) :])
@@ -179,7 +187,29 @@ def gradients(prover: Recorder, values: tuple[Any, ...]) -> tuple[Pairs, tuple[T
             bound = (next(statistics).sum() * next(statistics).sum()).sqrt()
             yield one, one.matrix.pack(split(by_name, [one])), got, bound
 
-    return pairs(), fisher, [name for name, slab in split(by_name, idle).items() if bool(slab.any())]
+    return pairs(), fisher, [name for name, slab in split(by_name, idle).items() if bool(slab.any())], mixing
+
+
+def by_case(program: Program, one: Registration) -> bool:
+    """Whether the user asked for a block made of gradients of cases."""
+    return one.approximation in PER_CASE and bool(requested(program, one.parameters, one.layer) & set(PER_CASE))
+
+
+def behind_which_cases_meet(
+    prover: Recorder,
+    asked: Sequence[Registration],
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    probes: Sequence[Tensor],
+) -> set[tuple[str, ...]]:
+    """Those where the first case's outputs have a gradient for rows of others: batch normalization, contrasts."""
+    taps = proof_taps(prover)
+    for one in asked:
+        for tap in taps[one.parameters]:
+            tap.reached = False
+    first = [torch.cat([one[:1], torch.zeros_like(one[1:])]) if one.dim() else one for one in cotangents]
+    torch.autograd.grad(outputs, probes, first, allow_unused=True, retain_graph=True)
+    return {one.parameters for one in asked if any(tap.reached for tap in taps[one.parameters])}
 
 
 def revealing(value: Tensor) -> Tensor:

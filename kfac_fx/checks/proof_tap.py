@@ -24,6 +24,7 @@ class ProofTap(Tap):
     failure: str | None = None
     changes: list[tuple[Tensor, Tensor]]  # of numbers that weights are divided by: (a number, the gradient for it)
     kind: tuple[Any, ...] = ()  # of its rows: are they ids, and how many
+    reached: bool = False  # whether the last backward sent anything to other cases than the first
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         assert registration.matrix is not None, "bug in kfac_fx: a proof of a generic registration"
@@ -40,6 +41,7 @@ class ProofTap(Tap):
                 rows, grad_rows = both(output_grad, input, *tensors)
                 check_shapes(rows, grad_rows, (g, o, inputs))
                 self.cases.add(grad_rows.shape[0])
+                self.reached = self.reached or reaches_others(rows, grad_rows)
                 if own is not None:
                     n, slope = own
                     (sums,) = matrix.unpack(
@@ -63,6 +65,13 @@ def change(slope: Slope, gradient: Tensor, number: Tensor, value: Tensor) -> tup
     products = slope.layout.apply(gradient) * value / number
     products = -products if slope.name == DIVIDED else products
     return number, products.sum_to_size(number.shape).to(number)
+
+
+def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
+    """Whether the gradient of any case but the first is not zero. Of transposed uses the gradient is in the rows."""
+    sides = [grad_rows] + ([rows] if rows.is_floating_point() and rows.shape[0] == grad_rows.shape[0] else [])
+    both = torch.stack([side.detach()[1:].flatten(1).any(1) for side in sides])
+    return bool(both.all(0).any())
 
 
 def check_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -> None:

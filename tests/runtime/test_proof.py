@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx import RegistrationError
 from kfac_fx.checks.proof import Verdict, prove
 from kfac_fx.checks.proof_tap import check_shapes
@@ -204,3 +205,47 @@ def test_a_head_that_starts_at_zero_hides_nothing() -> None:
     nn.init.zeros_(model[2].weight)
     assert list(proved(model, layers=(declared,)).failed) == [("0.weight", "0.bias"), ("2.weight",)]
     assert not model[2].weight.any()
+
+
+class Tied(nn.Module):
+    """An autoencoder with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).tanh() @ self.first.weight
+
+
+class Contrast(Tied):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        return y @ y.mT
+
+
+MEETING: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "in a norm of the batch": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), "0.weight", "2.weight"
+    ),
+    "in a norm of every case": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)), "", "0.weight"
+    ),
+    "in a contrast": (Contrast, "first.weight", ""),
+    "nowhere, with a weight turned round": (Tied, "", "first.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("approximation", ["full", "diagonal", None])
+@pytest.mark.parametrize(("build", "meeting", "apart"), MEETING.values(), ids=MEETING)
+def test_cases_that_meet_are_told_where_blocks_of_their_gradients_were_asked_for(
+    build: Callable[[], nn.Module], meeting: str, apart: str, approximation: str | None
+) -> None:
+    asked = {} if approximation is None else {"*": approximation}
+    net = kfac_fx.compile(build(), (torch.randn(6, 4),), loss="normal", approximations=asked)
+    reasons = {name: one.reason for one in net.registrations for name in one.owners}
+    said = f"cases meet between it and the outputs, so {approximation!r} leaves out products of two cases"
+    if meeting:
+        assert reasons[meeting] == (said if asked else None)
+    if apart:
+        assert reasons[apart] != said
