@@ -21,11 +21,11 @@ Walk = Callable[[Waits], None]
 
 # Where the host waits on purpose: once, to know what it could not go on without.
 FIRST_STEP = {
-    "loss_scale.py:factors",  # is the trained loss the registered one?
+    "loss_factors.py:factors",  # is the trained loss the registered one?
     "loss_scale.py:axis_of_classes",
-    "loss_scale.py:ratio",
-    "loss_scale.py:counted",
-    "loss_scale.py:factor_of_value",
+    "loss_factors.py:ratio",
+    "loss_factors.py:counted",
+    "loss_factors.py:factor_of_value",
     "stepper.py:take",  # without a first factor there is no inverse until the next is due
     "uncovered.py:check_coverage",  # does it reach other parameters?
     "inverses.py:known_failures",  # there is no last good inverse to keep
@@ -41,6 +41,7 @@ PROOF = {  # on the first batch; `verify=False` does without
     "proof.py:prove",
     "proof.py:revealing",
     "proof.py:gradients",
+    "proof_tap.py:reaches_others",
 }
 PADDED = {"masks.py:real_losses"}  # how many cases are real is a number of the batch
 PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them
