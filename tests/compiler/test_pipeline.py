@@ -77,6 +77,11 @@ def test_a_node_is_placed_at_the_users_own_line() -> None:
     place = f"test_pipeline.py:{inner.__code__.co_firstlineno + 1}"
     assert source_line(node(program, "linear")) == place
     assert where(node(program, "linear")) == f"linear ({place})"
+    node(program, "linear").meta["stack_trace"] = (
+        '  File "/user/model.py", line 3, in forward\n    y = self.linear(x)\n'
+        '  File "/lib/torch/nn/modules/linear.py", line 9, in forward\n    return F.linear(input, self.weight)\n'
+    )
+    assert source_line(node(program, "linear")) == "model.py:3"
     node(program, "linear").meta.clear()
     assert where(node(program, "linear")) == "linear"
 

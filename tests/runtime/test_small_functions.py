@@ -300,7 +300,8 @@ class Ensemble(nn.Module):
 def test_what_vmap_maps_over_has_no_jacobian_and_is_generic() -> None:
     model, x = Ensemble(), torch.randn(6, 4)
     net = kfac_fx.compile(model, (x,), loss="normal")
-    assert {one.parameters: one.layer for one in net.registrations} == {("weight",): "generic", ("bias",): "generic"}
+    for one in net.registrations:
+        assert one.generic and str(one.reason).endswith(") through _add_batch_dim")
     loss = kfac_fx.losses.Normal(model(x), targets=torch.zeros(6, 3)).evaluate()
     wanted = torch.autograd.grad(loss, list(model.parameters()))
     found = net.record((x,), {}, mode="empirical", targets=torch.zeros(6, 3)).statistics
