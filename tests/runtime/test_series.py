@@ -107,6 +107,12 @@ def test_without_damping_it_is_its_full_block(approximation: str) -> None:
     torch.testing.assert_close(flat(block, block.multiply(vector)), full @ flat(block, vector), rtol=1e-10, atol=1e-10)
 
 
+def test_a_case_goes_through_the_steps_of_one_tower() -> None:
+    one = registered("kron_series_1", 3)
+    other = tuple(replace(use, tower=1) for use in one.uses)
+    assert one.steps == replace(one, uses=(*one.uses, *other)).steps == 3
+
+
 def test_it_is_not_ready_before_its_first_update() -> None:
     block = make_block(registered("kron_series_1", 3), parameters=FORM.parameters, damping=0.1)
     for early in (block.full_fisher_block, lambda: block.multiply(draw_vector())):

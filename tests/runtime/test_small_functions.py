@@ -57,6 +57,7 @@ EXACT: list[tuple[Function, dict[str, tuple[int, ...]], int]] = [
     (branches, {"w": (3,)}, 3),
     (lambda x, g: x * g.softmax(0), {"g": (4,)}, 1),
     (lambda x, g: x * g.cumsum(0) + x[..., :1] * g[:3].sum(), {"g": (4,)}, 2),
+    (lambda x, w: F.linear(x, w - 2 * w.mean(1, keepdim=True)), {"w": (3, 4)}, 1),
     (lambda x, a, b: F.linear(x, a * b), {"a": (3, 4), "b": (3, 4)}, 1),
     (lambda x, g: F.linear(x, torch.arange(12.0).view(3, 4), g.softmax(0)), {"g": (3,)}, 1),
     (lambda x, g: F.conv1d(x.mT, g.softmax(2) / 2).mT, {"g": (2, 4, 2)}, 1),
