@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import LayerError
+from .graphs.failures import fatal
 from .graphs.operations import op_name
 from .graphs.sizes import in_example, number, shape_of, sizes_of
 from .graphs.timeline import UNCLEAR, Timeline
@@ -195,7 +196,9 @@ def fits(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:
     numbers = torch.arange(1.0, sizes[0] * sizes[1] + 1).view(sizes)
     try:
         rows = spread_rows(replace(use, mask_dims=dims), layer)(torch.empty(shape, device="meta"), numbers).flatten(2)
-    except (RuntimeError, KeyError, ValueError, IndexError, LayerError):
+    except (RuntimeError, KeyError, ValueError, IndexError, LayerError) as error:
+        if fatal(error):
+            raise
         return False
     return bool((rows == rows[..., :1]).all())
 

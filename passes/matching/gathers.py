@@ -92,7 +92,7 @@ def computed(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     function: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
     try:
         return function(*(args[1:] if node.op == "call_method" else args), **kwargs)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError) as error:
         if fatal(error):
             raise
         return None  # sizes that are no numbers here, tensors without data

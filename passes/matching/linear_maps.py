@@ -61,7 +61,7 @@ class Maps:
         value: Tensor = attribute(self.root, str(parameter.target))
         try:
             found = matrix_of(lambda table: run(node, {parameter: table}), tuple(value.shape), value.dtype)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             if fatal(error):
                 raise
             return None

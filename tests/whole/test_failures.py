@@ -7,17 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx import layer
+from kfac_fx.captures import division_recorder
+from kfac_fx.checks import likeness
 from kfac_fx.optim import watched
 from kfac_fx.optim.curvature import JacobianProducts
+from kfac_fx.passes.capture.derivatives import note_sizes, takes_derivatives
 from kfac_fx.passes.graphs.failures import fatal, first_line, out_of_memory
+from kfac_fx.passes.graphs.labels import labels
+from kfac_fx.passes.match import form_graph
+from kfac_fx.passes.matching.gathers import constant
+from kfac_fx.passes.matching.linear_maps import Maps
+from kfac_fx.passes.padding import LENGTH
+from kfac_fx.passes.trace import capture
 from kfac_fx.recording.pullback import Pullback
 
 TOO_MUCH = 1 << 50  # bytes
 NO_MEMORY = "can't allocate memory"
+OURS = "bug in kfac_fx: a pass lost a node"
+X = torch.ones(4, 3)
+
+
+def bug(*_: Any, **__: Any) -> Any:
+    raise AssertionError(OURS)
 
 
 def greedy(x: Tensor) -> Tensor:
@@ -130,13 +145,101 @@ def test_a_model_without_memory_to_run_is_neither_divided_nor_called_untraceable
         kfac_fx.compile(Model(value), (torch.ones(4, 3),), loss="normal")
 
 
-@pytest.mark.parametrize("example", [(torch.ones(4, 3),), None])
+@pytest.mark.parametrize("example", [(X,), None])
 def test_a_bug_of_ours_is_not_taken_for_the_model_s(example: tuple[Tensor] | None) -> None:
-    def bug(x: Tensor) -> Tensor:
-        raise AssertionError("bug in kfac_fx: a pass lost a node")
-
-    with pytest.raises(AssertionError, match="bug in kfac_fx: a pass lost a node"):
+    with pytest.raises(AssertionError, match=OURS):
         kfac_fx.compile(Model(bug), example, loss="normal")
+
+
+# --- each place that catches errors, by itself: the next one would hide that it let them through ---------------------
+
+
+def interpolate(table: Tensor) -> Tensor:
+    """By its name, an operation that mixes the entries of a table."""
+    return greedy(table)
+
+
+def table_made_by_it() -> tuple[nn.Module, fx.Node]:
+    root, graph = nn.Module(), fx.Graph()
+    root.register_parameter("table", nn.Parameter(torch.ones(3, 2)))
+    return root, graph.call_function(interpolate, (graph.get_attr("table"),))
+
+
+def matrix_of_a_table() -> object:
+    root, made = table_made_by_it()
+    return Maps(made.graph, labels(made.graph, ["table"]), root).of(made)
+
+
+def constant_indices() -> object:
+    root, made = table_made_by_it()
+    return constant(made, root, {})
+
+
+def rows_of_a_mask() -> object:
+    """Rows that take too much memory where they are tried, on `LENGTH` cases."""
+
+    @layer(
+        rows=kfac_fx.as_rows,
+        grad_rows=lambda dy, attrs: kfac_fx.as_rows(greedy(dy) if len(dy) == LENGTH else dy, attrs),
+        example=lambda: (nn.Linear(3, 2, bias=False), torch.ones(2, 3)),
+    )
+    def hungry(input: Tensor, *, weight: Tensor) -> Tensor:
+        return torch.nn.functional.linear(input, weight).relu()
+
+    model, x = nn.Sequential(nn.Linear(3, 2, bias=False), nn.ReLU()), torch.ones(4, 5, 3)
+    return kfac_fx.compile(model, (x,), loss="normal", layers=[hungry], padding_mask=lambda x: x[..., 0] != 0)
+
+
+@pytest.mark.parametrize("look", [matrix_of_a_table, constant_indices, rows_of_a_mask])
+def test_what_there_is_no_memory_to_look_at_is_not_taken_for_something_else(look: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError, match=NO_MEMORY):
+        look()
+
+
+def failing_form() -> object:
+    @layer(rows=kfac_fx.as_rows, grad_rows=kfac_fx.as_rows, example=lambda: (nn.Linear(3, 2), X))
+    def broken(input: Tensor, *, weight: Tensor) -> Tensor:
+        return bug()  # type: ignore[no-any-return]
+
+    return form_graph(broken, broken.forms[0])
+
+
+def failing_export_of_derivatives() -> object:
+    """Which would succeed in the way that is taken for derivatives."""
+
+    def slope(x: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(x.requires_grad_().square().sum(), x, create_graph=True)
+        return bug() if torch.compiler.is_exporting() else found  # type: ignore[no-any-return]
+
+    return capture(Model(slope), (X,))
+
+
+CAUGHT: dict[str, Callable[[], object]] = {
+    "an export": lambda: capture(Model(bug), (X,)),
+    "an export of derivatives": failing_export_of_derivatives,
+    "whether forward takes derivatives": lambda: takes_derivatives(Model(bug), (X,)),
+    "a batch of one case more": lambda: note_sizes(fx.symbolic_trace(nn.Identity()), bug, [X]),
+    "a form": failing_form,
+    "a mask of padding": lambda: kfac_fx.compile(Model(torch.relu), (X,), loss="normal", padding_mask=bug),
+}
+
+
+@pytest.mark.parametrize("trace", CAUGHT.values(), ids=CAUGHT.keys())
+def test_a_bug_of_ours_that_shows_in_a_trace_is_not_taken_for_something_else(trace: Callable[[], object]) -> None:
+    with pytest.raises(AssertionError, match=OURS):
+        trace()
+
+
+def test_a_bug_of_ours_in_a_division_is_not_taken_for_inputs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(division_recorder, "divide", bug)
+    with pytest.raises(AssertionError, match=OURS):
+        kfac_fx.compile(Model(lambda x: x if x.sum().item() > 0 else -x), (X,), loss="normal")
+
+
+def test_a_graph_without_memory_to_run_is_not_called_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likeness, "of_graph", lambda *_: greedy(torch.zeros(1)))
+    with pytest.raises(RuntimeError, match=NO_MEMORY):
+        kfac_fx.compile(nn.Linear(3, 2), (X,), loss="normal")
 
 
 class OwnLoss(nn.Module):
