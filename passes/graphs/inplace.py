@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from .labels import Label, labels
-from .operations import CASTS, OWN_BACKWARD, changes_memory, op_name
+from .operations import CASTS, OWN_BACKWARD, changes_memory, op_name, returns_view
 from .signatures import RENAMED
 
-SHARES_MEMORY = CASTS | {
-    "view", "reshape", "transpose", "permute", "t", "T", "mT", "select", "slice", "narrow", "getitem", "squeeze",
-    "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "alias", "detach", "diagonal", "unflatten", "view_as",
-    "written", OWN_BACKWARD,
+SHARES_MEMORY = CASTS | {  # beside what ATen says is a view; some of these only now and then, as dropout in evaluation
+    "T", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", "_unsafe_view",
+    "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "dropout", "dropout1d", "dropout2d", "dropout3d",
+    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "written", OWN_BACKWARD,
 }  # fmt: skip
 INPLACE = {
     "add_", "sub_", "mul_", "div_", "relu_", "relu6_", "leaky_relu_", "elu_", "selu_", "celu_", "silu_", "hardswish_",
@@ -62,10 +62,14 @@ def has_twin(node: fx.Node) -> bool:
 
 def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]) -> bool:
     """Whether what `node` does to the memory of `operand` is seen later through another view of it."""
-    others = [base := memory(operand)]
-    for other in others:
-        views = [user for user in other.users if shares_memory(user) and user.args[0] is other and user not in others]
-        others += [view for view in views if other is not operand or order[view] < order[node]]
+    stack = [base := memory(operand)]
+    others = {base}
+    while stack:
+        other = stack.pop()
+        views = {user for user in other.users if shares_memory(user) and user.args[0] is other} - others
+        fresh = {view for view in views if other is not operand or order[view] < order[node]}
+        others |= fresh
+        stack += fresh
     later = [user for other in others if other is not operand for user in other.users if order[user] > order[node]]
     return base.op == "get_attr" or any(user is not node for user in later)
 
@@ -119,7 +123,7 @@ def shares_memory(node: fx.Node) -> bool:
     """Whether the node may be a view of its first argument; the result of an in-place operation is one."""
     if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    return op_name(node) in SHARES_MEMORY or changes_memory(node)
+    return op_name(node) in SHARES_MEMORY or returns_view(op_name(node)) or changes_memory(node)
 
 
 def pure_twin(name: str) -> Callable[..., Any]:

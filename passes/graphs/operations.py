@@ -64,9 +64,28 @@ def is_random(node: fx.Node) -> bool:
 
 @cache
 def draws(name: str) -> bool:
-    known = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, name.rstrip("_"), None)
-    overloads = [getattr(known, each) for each in known.overloads()] if known is not None else []
-    return name.rstrip("_") in RANDOM or any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    known = overloads(name) or overloads(name.rstrip("_"))
+    return name.rstrip("_") in RANDOM or any(torch.Tag.nondeterministic_seeded in each.tags for each in known)
+
+
+@cache
+def returns_view(name: str) -> bool:
+    """Whether ATen says of an operation that it returns what is in the memory of its first argument."""
+    schemas = (each._schema for each in overloads(name))
+    pairs = [
+        (one.arguments[0].alias_info, one.returns[0].alias_info) for one in schemas if one.arguments and one.returns
+    ]
+    return any(given is not None and made is not None and not given.is_write for given, made in pairs)
+
+
+def overloads(name: str) -> list[torch._ops.OpOverload]:
+    """Of ATen's operation of this name; none if there is no such operation."""
+    packet = getattr(torch.ops.aten, name, None)
+    return (
+        [getattr(packet, each) for each in packet.overloads()]
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        else []
+    )
 
 
 def changes_memory(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .labels import Label, labels
-from .operations import op_name
+from .operations import op_name, overloads
 from .signatures import ATEN_ORDER, REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT
 
 COMMUTATIVE = {"add", "mul"}
@@ -101,8 +101,7 @@ def public(name: str) -> Callable[..., Any] | None:
 
 def schemas(name: str) -> list[list[Any]]:
     """The arguments of every overload of an ATen operation."""
-    packet = getattr(torch.ops.aten, name)
-    return [getattr(packet, overload)._schema.arguments for overload in packet.overloads()]
+    return [one._schema.arguments for one in overloads(name)]
 
 
 def respell_aten(node: fx.Node, overload: torch._ops.OpOverload, name: str) -> None:

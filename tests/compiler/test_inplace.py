@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.graphs.inplace import memory, written
 from kfac_fx.passes.graphs.labels import Label, labels
 from kfac_fx.passes.normalize import normalize
@@ -106,6 +107,39 @@ def test_what_stays_in_place_computes_the_same(function: Callable[[Tensor], Tens
     (ours,) = torch.autograd.grad(got, x, weight, allow_unused=True)
     (theirs,) = torch.autograd.grad(expected, twin, weight, allow_unused=True)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swapaxes": lambda h: h.swapaxes(0, 1),
+    "movedim": lambda h: h.movedim(0, 1),
+    "T": lambda h: h.T,
+    "mT": lambda h: h.mT,
+    "adjoint": lambda h: h.adjoint(),
+    "ravel": lambda h: h.ravel(),
+    "reshape_as": lambda h: h.reshape_as(h),
+    "broadcast_to": lambda h: h.broadcast_to(2, 5, 3)[0],
+    "unfold": lambda h: h.unfold(0, 2, 2),
+    "as_strided": lambda h: h.as_strided((2, 2), (1, 1)),
+    "tensor_split": lambda h: h.tensor_split(2, -1)[1],
+    "unsafe_chunk": lambda h: h.unsafe_chunk(3, -1)[0],
+    "real": lambda h: h.real,
+    "type_as": lambda h: h.type_as(h),
+    "atleast_2d": lambda h: torch.atleast_2d(h),
+    "dropout in evaluation": lambda h: F.dropout(h, 0.5, training=False),
+}
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_a_write_into_any_view_is_a_write_into_what_it_is_of(view: Callable[[Tensor], Tensor], exported: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x * 2
+        view(h).mul_(3)
+        return h + 1
+
+    program = before("losses", Toy(function), *([X] if exported else []))
+    (*_, got) = pytree.leaves(fx.GraphModule(program.root, program.graph)(X))
+    assert torch.equal(got, function(X))
 
 
 def test_what_is_read_after_a_write_depends_on_it() -> None:
