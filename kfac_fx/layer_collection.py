@@ -29,10 +29,10 @@ from kfac_fx.losses.loss_spec import LossSpec
 from kfac_fx.losses.registered_losses import RegisteredLoss
 from kfac_fx.passes.check import check_registration, uses_found
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.graphs.labels import entries, symbolic_sizes
+from kfac_fx.passes.graphs.labels import entries, everything_behind, symbolic_sizes
 from kfac_fx.passes.graphs.sizes import in_example
 from kfac_fx.passes.ir import LossSite, Program, Registration, where
-from kfac_fx.passes.padding import everything_behind, padding
+from kfac_fx.passes.padding import padding
 from kfac_fx.passes.verify import verify
 from kfac_fx.recording.masks import checked
 from kfac_fx.recording.output_losses import graph_loss
@@ -95,7 +95,7 @@ class LayerCollection(LayerRegistrations, LossRegistrations):
         """
         self.check_open()
         node = checked(self.node(mask))
-        if any(one.op == "get_attr" for one in everything_behind(node)):
+        if any(one.op == "get_attr" for one in everything_behind([node])):
             raise RegistrationError(f"the padding mask at {where(node)} must be computed from inputs alone")
         self.padding_mask = node
 

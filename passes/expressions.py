@@ -12,7 +12,7 @@ Nothing is computed: a part of a parameter is a view of a tensor without data, w
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from .graphs.holder import attribute
 from .graphs.inplace import shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels
-from .graphs.operations import CASTS, PERMUTES, SHAPE_ONLY, op_name
+from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, op_name
 from .graphs.views import bound_parameter
 from .ir import Program
 from .matching.elements import KEY as ELEMENTS
@@ -34,8 +34,8 @@ from .matching.values import (
     dims_after,
     factor,
     is_one_slab,
+    joined,
     made_of,
-    moved,
     part_of,
     permuted,
     scaled,
@@ -44,15 +44,9 @@ from .matching.values import (
 )
 from .words.pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
 
-RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}
-VIEWS = PERMUTES | {
-    "squeeze", "unsqueeze", "select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind",
-    "expand", "expand_as", "view_as",
-}  # fmt: skip
-PARTS = {"select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind"}
-MOVES = RESHAPES | VIEWS
-SUMS = {"add", "sub", "rsub"}
-PRODUCTS = {"mul", "div", "neg"}
+RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied
+MOVES = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
+JOINS = {"cat", "concat", "concatenate", "stack"}
 WRITES = {"zero_", "fill_", "copy_"}
 Value = Any  # Made, a tuple of Made, or a number
 
@@ -121,7 +115,7 @@ class Expressions:
         if op_name(node) in SHAPE_ONLY or not any(isinstance(self.known[n], Made) for n in node.all_input_nodes):
             result = called(node, without_data(node.args, self.known))
             return None if isinstance(result, Tensor) else result
-        if op_name(node) in RESHAPES | VIEWS | CASTS:
+        if op_name(node) in MOVES | CASTS:
             result = called(node, without_data(node.args, self.known))
             if isinstance(result, (list, tuple)):
                 return tuple(Made(tuple(one.shape), ()) for one in result)
@@ -129,38 +123,32 @@ class Expressions:
         return None
 
     def tensor(self, node: fx.Node) -> Value | None:
-        name, first = op_name(node), node.args[0] if node.args else None
-        if name in ("cat", "concat", "concatenate", "stack"):
+        name, arguments = op_name(node), node.args
+        if name in JOINS:
             return self.joined(node, name == "stack")
-        if name == "rsub" or (name == "sub" and not isinstance(first, fx.Node)):
-            return self.shifted(node.args[1 if name == "sub" else 0], first if name == "sub" else node.args[1], -1.0)
-        if name in MULTIPLIES and all(isinstance(one, fx.Node) for one in node.args[:2]):
-            return self.product(node, first, node.args[1])
+        if name == "rsub":
+            return self.shifted(arguments[0], arguments[1], -1.0)
+        if name == "sub" and not isinstance(arguments[0], fx.Node):
+            return self.shifted(arguments[1], arguments[0], -1.0)
+        if name in MULTIPLIES and all(isinstance(one, fx.Node) for one in arguments[:2]):
+            return self.product(node, *arguments[:2])
+        first = arguments[0] if arguments else None
         if not isinstance(first, fx.Node) or first not in self.known:
             return None
         value = self.known[first]
         if isinstance(value, tuple):
-            return value[node.args[1]] if name == "getitem" else None  # type: ignore[index]
-        if name == "written":
-            return self.overwritten(first, node.args[1])
-        if name in CASTS:
-            return value
-        if name in MOVES:
-            return reshaped(node, value, self.known) if value.products else self.viewed(node, value)
-        if name == "sub" and isinstance(node.args[1], fx.Node):
-            without = self.functions.centered(node, first, node.args[1])
-            if without is not None:
-                return without
-        if name in SUMS:
-            total = added(node, value, self.known.get(node.args[1]))  # type: ignore[arg-type]
-            return self.shifted(first, node.args[1], 1.0) if total is None else total
-        if name in FUNCTIONS:
-            return self.functions.of(node, first, value)
-        return scaled(value, factor(name, node)) if name in PRODUCTS else None
+            return value[arguments[1]] if name == "getitem" else None  # type: ignore[index]
+        rule = RULES.get(name)
+        return None if rule is None else rule(self, node, first, value)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
-    def viewed(self, node: fx.Node, value: Made) -> Value | None:
+    def same(self, node: fx.Node, operand: fx.Node, value: Value) -> Value:
+        return value
+
+    def viewed(self, node: fx.Node, operand: fx.Node, value: Made) -> Value | None:
+        if value.products:
+            return reshaped(node, value, self.known)
         if op_name(node) == "getitem" and not basic(node.args[1]):
             return None
         rest = without_data(node.args[1:], self.known)
@@ -183,6 +171,21 @@ class Expressions:
         several = isinstance(result, (list, tuple))
         return tuple(made_of(one, slab) for one in result) if several else made_of(result, slab)
 
+    def multiple(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
+        return scaled(value, factor(op_name(node), node))
+
+    def function(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
+        return self.functions.of(node, operand, value)
+
+    def summed(self, node: fx.Node, operand: fx.Node, value: Made) -> Value | None:
+        other: Any = node.args[1]
+        if op_name(node) == "sub" and isinstance(other, fx.Node):
+            without = self.functions.centered(node, operand, other)
+            if without is not None:
+                return without
+        total = added(node, value, self.known.get(other))
+        return self.shifted(operand, other, 1.0) if total is None else total
+
     def product(self, node: fx.Node, left: Any, right: Any) -> Made | None:
         """Of a weight and a factor for its slices, or of matrices."""
         found = self.functions.product(node, left, right) if op_name(node) in ("mul", "div") else None
@@ -193,16 +196,7 @@ class Expressions:
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         assert isinstance(operands, (list, tuple)), "bug in kfac_fx: cat of something else than a list"
         parts = [self.operand(one) for one in operands]
-        if stack:
-            parts = [unsqueezed(one, dim) for one in parts]
-        dim %= len(parts[0].shape)
-        slabs: list[Slab] = []
-        at = 0
-        for one in parts:
-            slabs += [replace(slab, box=moved(slab.box, dim, at)) for slab in one.slabs]
-            at += one.shape[dim]
-        shape = parts[0].shape
-        return Made((*shape[:dim], at, *shape[dim + 1 :]), tuple(slabs)) if slabs else None
+        return joined([unsqueezed(one, dim) for one in parts] if stack else parts, dim)
 
     def operand(self, node: Any, of_parameters: bool = False) -> Made:
         """A value, or a constant, or anything of parameters. Raises ValueError for anything else."""
@@ -224,10 +218,10 @@ class Expressions:
                 return None
         return scaled(value, sign)
 
-    def overwritten(self, base: Any, write: Any) -> Made | None:
+    def overwritten(self, node: fx.Node, base: fx.Node, value: Made) -> Made | None:
         """A tensor after constants were written into a slab of a copy: of itself, or of what it was copied from."""
-        value, target = self.known[base], write.args[0]
-        copy = target
+        write: Any = node.args[1]
+        copy = target = write.args[0]
         while shares_memory(copy) and op_name(copy) != "clone":
             copy = copy.args[0]
         constant = all(self.label[n] is Label.CONST for n in write.all_input_nodes if n is not target)
@@ -241,3 +235,13 @@ class Expressions:
         dim, (start, stop) = next(iter(ranges(view, value.shape).items()))
         ends = [(first, last) for first, last in ((0, start), (stop, value.shape[dim])) if first < last]
         return Made(value.shape, tuple(narrowed(value.slabs[0], dim, *one) for one in ends))
+
+
+RULES: dict[str, Callable[[Expressions, fx.Node, fx.Node, Any], Value | None]] = {  # of one known value, and constants
+    **dict.fromkeys(CASTS, Expressions.same),
+    **dict.fromkeys(MOVES, Expressions.viewed),
+    **dict.fromkeys(("add", "sub"), Expressions.summed),
+    **dict.fromkeys(("mul", "div", "neg"), Expressions.multiple),
+    **dict.fromkeys(FUNCTIONS, Expressions.function),
+    "written": Expressions.overwritten,
+}

@@ -174,7 +174,7 @@ def lay_over_gathered(
     if use is None or binding.numbers is None:
         return None
     bound = use.parameters["weight"]
-    found = entries(binding.numbers, bound.layout, shapes[bound.parameter], program.root)
+    found = entries(binding.numbers, bound.layout, shapes[bound.parameter], program.root, label)
     if found is None:
         return None
     canonical, side, node = found

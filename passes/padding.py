@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from .errors import LayerError
 from .graphs.failures import fatal
+from .graphs.labels import everything_behind
 from .graphs.operations import op_name
 from .graphs.sizes import in_example, number, shape_of, sizes_of
 from .graphs.timeline import UNCLEAR, Timeline
@@ -67,7 +68,7 @@ class Places:
         self.merged: dict[fx.Node, bool] = {}  # in their first dimension, case by case (False) or position by position
         for node in program.graph.nodes:
             self.follow(node)
-        behind = everything_behind(mask) - {mask}
+        behind = everything_behind([mask]) - {mask}
         owners = [node for node in behind if node.op == "placeholder" and self.positions in sizes_of(node)]
         self.time = Timeline(mask, self.cases, self.positions, self.moved, frozenset(owners))
 
@@ -162,7 +163,7 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     """The sizes of a mask. Those that no use and no other input has, since forward only expands the mask or does not
     read it, are those of the other inputs that are as large in the example, if that is clear."""
     cases, positions = mask.meta["val"].shape
-    behind = everything_behind(mask)
+    behind = everything_behind([mask])
     others = [node for node in program.graph.nodes if node.op == "placeholder" and node not in behind]
     inputs = [size for node in others for size in shape_of(node)]
     outputs = [use.output for one in program.registrations for use in one.uses]
@@ -176,16 +177,6 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
         return own if chosen is None else alike[chosen]
 
     return same(cases, program.cases), same(positions, None)
-
-
-def everything_behind(node: fx.Node) -> set[fx.Node]:
-    """The node and all that it is computed from."""
-    found, stack = set(), [node]
-    while stack:
-        if (one := stack.pop()) not in found:
-            found.add(one)
-            stack += one.all_input_nodes
-    return found
 
 
 def fits(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:

@@ -57,9 +57,14 @@ def without_functions(matches: list[Use]) -> tuple[list[Use], list[Note]]:
         for role, bound in use.parameters.items()
         if use.flat is None and flat(replace(use, parameters={role: bound})) is None
     }
-    dropped = [use for use in matches if use.flat is not None and use.parameter_set & matrices]
-    notes = [Note(str(use), "a function of a parameter that is a matrix elsewhere") for use in dropped]
-    return [use for use in matches if use not in dropped], notes
+    kept: list[Use] = []
+    notes: list[Note] = []
+    for use in matches:
+        if use.flat is not None and use.parameter_set & matrices:
+            notes.append(Note(str(use), "a function of a parameter that is a matrix elsewhere"))
+        else:
+            kept.append(use)
+    return kept, notes
 
 
 def split_shared(program: Program, matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], str]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import fx, nn
 
 from .graphs.holder import attribute
 from .graphs.inplace import memories
+from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect
 from .ir import KEPT, SERIES, Program, Registration, Use, tensor_attrs
 from .matching.jacobians import KEY as JACOBIAN
@@ -37,35 +38,104 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
 
     link: of the uses of series; None: leave links out.
     """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(program.graph, copies)
-    for node, copy in copies.items():
-        if node.op == "placeholder":
-            copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
-    hoist(graph, [copies[use.attrs[KEPT]] for one in program.registrations for use in one.uses if use.mask_dims])
-    jacobians = emit_jacobians(graph)
-    probes = add_probes(graph)
-    order = {node: n for n, node in enumerate(graph.nodes)}
-    taps = Numbered()
-    tapped: dict[fx.Node, fx.Node] = {}  # a node -> its last tap, which its readers read instead
-    links = Numbered()
+    emission = Emission(program)
     for number, registration in enumerate(program.registrations):
         if link is not None and registration.approximation in SERIES:
-            insert_links(graph, number, registration, link, links, copies, tapped, probes, order)
+            emission.add_links(number, registration, link)
         for use in registration.uses:
-            name = taps.fresh(tap_name(registration))
-            taps[name] = tap(registration, use)
-            insert_tap(graph, name, number, use, copies, tapped, probes)
-    fisher = tuple(tapped.get(copies[node], copies[node]) for node in program.outputs)
-    graph.output((fx.map_arg(output, lambda node: tapped.get(node, node)), fisher))
-    protect(graph)
-    graph.eliminate_dead_code(is_impure_node=has_effect)
-    graph.lint()
-    targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
-    held |= {f"taps.{name}": one for name, one in taps.items()} | {f"links.{name}": one for name, one in links.items()}
-    return fx.GraphModule({**held, **jacobians}, graph, "Emitted")
+            emission.add_tap(number, registration, use, tap)
+    return emission.module(program)
+
+
+class Emission:
+    """A graph on its way to the emitted module.
+
+    copies: of the program's nodes. tapped: a node -> its last tap, which its readers read instead.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.graph, self.copies, self.tapped = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+        self.taps, self.links = Numbered(), Numbered()
+        self.output = self.graph.graph_copy(program.graph, self.copies)
+        for node, copy in self.copies.items():
+            if node.op == "placeholder":
+                copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
+        uses = [use for one in program.registrations for use in one.uses]
+        hoist(self.graph, [self.copies[use.attrs[KEPT]] for use in uses if use.mask_dims])
+        self.jacobians = emit_jacobians(self.graph)
+        self.probes = add_probes(self.graph)
+        self.order = {node: n for n, node in enumerate(self.graph.nodes)}
+
+    def last(self, use: Use) -> fx.Node:
+        """What stands for the use's output so far."""
+        original = self.copies[use.output]
+        return self.tapped.get(original, original)
+
+    def probe(self, output: fx.Node, number: int, name: str) -> fx.Node:
+        with self.graph.inserting_after(output):
+            return self.graph.create_node(
+                "call_function", operator.getitem, (self.probes, number), name=f"{name}_probes"
+            )
+
+    def stands_for(self, use: Use, tap: fx.Node, readers: Iterable[fx.Node]) -> None:
+        """Those that read the use's output read `tap`."""
+        output, tap.meta = self.last(use), dict(use.output.meta)
+        for reader in readers:
+            reader.replace_input_with(output, tap)
+        self.tapped[self.copies[use.output]] = tap
+
+    def add_tap(self, number: int, registration: Registration, use: Use, make: TapFactory) -> None:
+        """Behind earlier taps on the same node."""
+        name, output = self.taps.fresh(tap_name(registration)), self.last(use)
+        self.taps[name] = make(registration, use)
+        readers = list(output.users)
+        probe = self.probe(output, number, name)
+        tensors = [self.copies[value] for value in tensor_attrs(use).values()]
+        with self.graph.inserting_after(probe):
+            arguments = (output, self.copies[use.input], probe, *tensors)
+            tap = self.graph.create_node("call_module", f"taps.{name}", arguments, name=f"{name}_tap")
+        self.stands_for(use, tap, readers)
+
+    def add_links(self, number: int, registration: Registration, make: LinkFactory) -> None:
+        """Behind every output of a series a link to the next use, in each tower:
+
+        hidden_link = self.links.hidden(linear, h, hidden_probes, carrier of the use before, input of the use before)
+        linked, carrier = hidden_link[0], hidden_link[1]
+        """
+        for tower in dict.fromkeys(use.tower for use in registration.uses):
+            uses = [use for use in registration.uses if use.tower == tower]
+            uses.sort(key=lambda use: self.order[self.copies[use.output]])
+            before: tuple[fx.Node | None, fx.Node | None] = None, None  # carrier and input of the last use
+            for place, use in enumerate(uses):
+                near = (use, uses[max(place - 1, 0)], uses[min(place + 1, len(uses) - 1)])
+                masks = [self.copies[one.attrs[KEPT]] for one in near if KEPT in one.attrs]
+                name, output = self.links.fresh(tap_name(registration)), self.last(use)
+                self.links[name] = make(registration, use, use is uses[0], use is uses[-1])
+                readers = list(output.users)
+                probe = self.probe(output, number, name)
+                with self.graph.inserting_after(probe):
+                    arguments = (output, self.copies[use.input], probe, *before, *masks)
+                    link = self.graph.create_node("call_module", f"links.{name}", arguments, name=f"{name}_link")
+                with self.graph.inserting_after(link):
+                    carrier, linked = (
+                        self.graph.create_node("call_function", operator.getitem, (link, n), name=f"{name}_{what}")
+                        for n, what in ((1, "carrier"), (0, "linked"))
+                    )
+                self.stands_for(use, linked, readers)
+                before = carrier, self.copies[use.input]
+
+    def module(self, program: Program) -> fx.GraphModule:
+        graph, tapped = self.graph, self.tapped
+        fisher = tuple(tapped.get(self.copies[node], self.copies[node]) for node in program.outputs)
+        graph.output((fx.map_arg(self.output, lambda node: tapped.get(node, node)), fisher))
+        protect(graph)
+        graph.eliminate_dead_code(is_impure_node=has_effect)
+        graph.lint()
+        targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+        held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
+        held |= {f"taps.{name}": one for name, one in self.taps.items()}
+        held |= {f"links.{name}": one for name, one in self.links.items()}
+        return fx.GraphModule({**held, **self.jacobians}, graph, "Emitted")
 
 
 def emit_jacobians(graph: fx.Graph) -> dict[str, nn.Module]:
@@ -90,83 +160,9 @@ def add_probes(graph: fx.Graph) -> fx.Node:
 
 def hoist(graph: fx.Graph, masks: Iterable[fx.Node]) -> None:
     """Masks, which are computed from inputs alone, in front of all taps."""
-    wanted, stack = set(), list(masks)
-    while stack:
-        node = stack.pop()
-        if node not in wanted and node.op != "placeholder":
-            wanted.add(node)
-            stack += node.all_input_nodes
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for node in reversed([node for node in graph.nodes if node in wanted]):
+    inputs = graph.find_nodes(op="placeholder")
+    for node in sorted(everything_behind(masks) - set(inputs), reverse=True):
         inputs[-1].append(node)
-
-
-def insert_tap(
-    graph: fx.Graph,
-    name: str,
-    number: int,
-    use: Use,
-    copies: dict[fx.Node, fx.Node],
-    tapped: dict[fx.Node, fx.Node],
-    probes: fx.Node,
-) -> None:
-    """Tap `use.output`, behind earlier taps on the same node."""
-    original = copies[use.output]
-    output = tapped.get(original, original)
-    readers = list(output.users)
-    tensors = [copies[value] for value in tensor_attrs(use).values()]
-    with graph.inserting_after(output):
-        probe = graph.create_node("call_function", operator.getitem, (probes, number), name=f"{name}_probes")
-    with graph.inserting_after(probe):
-        arguments = (output, copies[use.input], probe, *tensors)
-        tap = graph.create_node("call_module", f"taps.{name}", arguments, name=f"{name}_tap")
-    tap.meta = dict(use.output.meta)
-    for reader in readers:
-        reader.replace_input_with(output, tap)
-    tapped[original] = tap
-
-
-def insert_links(
-    graph: fx.Graph,
-    number: int,
-    registration: Registration,
-    make: LinkFactory,
-    links: Numbered,
-    copies: dict[fx.Node, fx.Node],
-    tapped: dict[fx.Node, fx.Node],
-    probes: fx.Node,
-    order: Mapping[fx.Node, int],
-) -> None:
-    """Behind every output of a series a link to the next use, in each tower:
-
-    hidden_link = self.links.hidden(linear, h, hidden_probes, carrier of the use before, input of the use before)
-    linked, carrier = hidden_link[0], hidden_link[1]
-    """
-    for tower in dict.fromkeys(use.tower for use in registration.uses):
-        uses = sorted((u for u in registration.uses if u.tower == tower), key=lambda use: order[copies[use.output]])
-        carrier: fx.Node | None = None
-        earlier: fx.Node | None = None
-        for place, use in enumerate(uses):
-            name = links.fresh(tap_name(registration))
-            links[name] = make(registration, use, use is uses[0], use is uses[-1])
-            original = copies[use.output]
-            output = tapped.get(original, original)
-            readers = list(output.users)
-            with graph.inserting_after(output):
-                probe = graph.create_node("call_function", operator.getitem, (probes, number), name=f"{name}_probes")
-            with graph.inserting_after(probe):
-                near = (use, uses[max(place - 1, 0)], uses[min(place + 1, len(uses) - 1)])
-                masks = [copies[one.attrs[KEPT]] for one in near if KEPT in one.attrs]
-                arguments = (output, copies[use.input], probe, carrier, earlier, *masks)
-                link = graph.create_node("call_module", f"links.{name}", arguments, name=f"{name}_link")
-            with graph.inserting_after(link):
-                carrier = graph.create_node("call_function", operator.getitem, (link, 1), name=f"{name}_carrier")
-                linked = graph.create_node("call_function", operator.getitem, (link, 0), name=f"{name}_linked")
-            linked.meta = dict(use.output.meta)
-            for reader in readers:
-                reader.replace_input_with(output, linked)
-            tapped[original] = linked
-            earlier = copies[use.input]
 
 
 def protect(graph: fx.Graph) -> None:

@@ -8,11 +8,11 @@ from torch import fx
 
 from ..errors import LinkError, table
 from ..graphs.labels import Edge, ancestors, entries
-from ..graphs.operations import OWN_BACKWARD, VIEWS, op_name
+from ..graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
 from ..ir import GENERIC, WANTED, Program, Registration, source_line, where
 from .approximation import choose, declared_generic, requested
 
-MOVES = VIEWS | {"getitem", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "expand", "reshape_as"}
+MOVES = VIEWS | PARTS | {"expand", "reshape_as"}
 
 
 def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tuple[str, ...]]:

@@ -28,7 +28,7 @@ def number_of_cases(output: fx.Node, cases: str | None) -> fx.Node:
     What is free of the batch only has the same Fisher with any number: `count` grows with it, and G falls.
     """
     graph, own = output.graph, output.meta.get(NUMBER)
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.meta.get(NUMBER) == own]
+    inputs = [node for node in graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == own]
     found = [(node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases]
     node, dim = found[0] if found else (inputs[0], 0)
     known = [user for user in node.users if user.target is size and user.args[1] == dim]

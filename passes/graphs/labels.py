@@ -168,6 +168,16 @@ def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx
     return seen
 
 
+def everything_behind(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """`roots` and all that they are computed from, sizes and what stops gradients among it."""
+    found, stack = set[fx.Node](), list(roots)
+    while stack:
+        if (node := stack.pop()) not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
 def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable[fx.Node]) -> list[Edge]:
     """Every edge from PURE to an activation behind the outputs, in graph order; an output that is PURE itself is an
     edge to itself."""

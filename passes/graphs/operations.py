@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -35,6 +36,7 @@ DATA_FIRST = {  # what their first argument is to a layer no parameter can be
 }  # fmt: skip
 EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
+PARTS = {"select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
 SIZED_BY_CASES = (
     "sized by cases"  # in the meta of a node of a graph that knows no sizes: whether its own goes with them
@@ -47,6 +49,13 @@ VIEWS = CASTS | PERMUTES | {"reshape", "view", "flatten", "unflatten", "squeeze"
 def op_name(node: fx.Node) -> str:
     """The operation without its spelling: `aten.add.Tensor`, `torch.add`, `operator.add`, `x.add` are all "add"."""
     return str(node.args[1]) if node.target is getattr else name_of(node.target)
+
+
+def computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the node's operation makes of these arguments in the place of its own."""
+    method = node.op == "call_method"
+    function: Any = getattr(args[0], str(node.target)) if method else node.target
+    return function(*args[method:], **kwargs)
 
 
 @lru_cache(maxsize=10_000)
@@ -71,21 +80,18 @@ def draws(name: str) -> bool:
 @cache
 def returns_view(name: str) -> bool:
     """Whether ATen says of an operation that it returns what is in the memory of its first argument."""
-    schemas = (each._schema for each in overloads(name))
-    pairs = [
+    schemas = [each._schema for each in overloads(name)]
+    ends = [
         (one.arguments[0].alias_info, one.returns[0].alias_info) for one in schemas if one.arguments and one.returns
     ]
-    return any(given is not None and made is not None and not given.is_write for given, made in pairs)
+    return any(given is not None and made is not None and not given.is_write for given, made in ends)
 
 
 def overloads(name: str) -> list[torch._ops.OpOverload]:
     """Of ATen's operation of this name; none if there is no such operation."""
     packet = getattr(torch.ops.aten, name, None)
-    return (
-        [getattr(packet, each) for each in packet.overloads()]
-        if isinstance(packet, torch._ops.OpOverloadPacket)
-        else []
-    )
+    known = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    return [getattr(packet, each) for each in known]
 
 
 def changes_memory(node: fx.Node) -> bool:

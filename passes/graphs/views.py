@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..words.matrix import Layout, Shape, Step
-from .operations import CASTS, PERMUTES, VIEWS, op_name
+from .operations import CASTS, PERMUTES, VIEWS, computed, op_name
 
 
 def bound_parameter(node: fx.Node, shapes: Mapping[str, Shape]) -> tuple[str, Layout] | None:
@@ -56,8 +56,4 @@ def view_step(node: fx.Node, before: Shape) -> Step | None:
 
 def run(node: fx.Node, operand: Tensor) -> Any:
     """Apply `node` to `operand` in the place of its first argument."""
-    args = (operand, *node.args[1:])
-    if node.op == "call_method":
-        return getattr(operand, str(node.target))(*args[1:], **node.kwargs)
-    assert callable(node.target), "bug in kfac_fx: a view that is neither a function nor a method"
-    return node.target(*args, **node.kwargs)
+    return computed(node, (operand, *node.args[1:]), node.kwargs)

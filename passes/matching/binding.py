@@ -89,7 +89,7 @@ def binds(
     if not isinstance(given, fx.Node) or label[given].activation:
         return False
     if binding.gathers is not None:
-        return binds_gathered(name, given, binding)
+        return binds_gathered(name, given, binding, label)
     parameter = bound_parameter(given, shapes)
     if name == "weight" and "value" in form.inputs:
         binding.names["value"] = given
@@ -108,7 +108,7 @@ def binds(
     return True
 
 
-def binds_gathered(name: str, given: fx.Node, binding: Binding) -> bool:
+def binds_gathered(name: str, given: fx.Node, binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
     """Bind a role where one weight was gathered: as a parameter of its own shape, for now."""
     if name != "weight":
         binding.foreign[name] = given
@@ -120,7 +120,7 @@ def binds_gathered(name: str, given: fx.Node, binding: Binding) -> bool:
         return False
     shape = static_shape(given)
     if shape is None:
-        value = constant(numbers, binding.gathers, {})
+        value = constant(numbers, binding.gathers, label)
         if value is None:
             return False
         shape = tuple(value.shape)

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..graphs.labels import Label, has_gradient, is_layer_of_data, labels
-from ..graphs.operations import CASTS, EXPANDS, PERMUTES, VIEWS, op_name
+from ..graphs.operations import CASTS, EXPANDS, PARTS, VIEWS, op_name
 from ..layers.embedding import learned
 from .linear_maps import Maps
 
-SELECTS = (VIEWS - CASTS) | PERMUTES | EXPANDS | {
-    "slice", "narrow", "select", "getitem", "index", "index_select", "flip", "roll", "take", "unfold", "diagonal",
-    "chunk", "split", "split_with_sizes", "unbind", "gather",
-}  # fmt: skip
+SELECTS = (VIEWS - CASTS) | PARTS | EXPANDS
+SELECTS |= {"index", "index_select", "flip", "roll", "take", "unfold", "diagonal", "gather"}
 KEY = "elements"  # in a node's meta: (parameter, the node of the numbers, of what is made of it: `linear_maps.Maps.of`)
 
 

@@ -10,6 +10,7 @@ up. Gathered inputs add up in the rows instead. Both are exact.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, fx
 
 from ..graphs.failures import fatal
 from ..graphs.holder import attribute
-from ..graphs.operations import changes_memory, is_random, op_name
+from ..graphs.labels import Label
+from ..graphs.operations import changes_memory, computed, is_random, op_name
 from ..words.matrix import Layout, Shape
 
 ENTRIES = "entries"  # in a use's attributes: the node of the indices
@@ -26,13 +28,15 @@ Side = tuple[str, int]  # which side of the matrix is gathered, and how many ent
 Views = tuple[tuple[Shape, Shape], ...]  # (order, shape), one of them empty
 
 
-def entries(numbers: fx.Node, layout: Layout, shape: Shape, root: Any) -> tuple[Layout, Side, fx.Node] | None:
+def entries(
+    numbers: fx.Node, layout: Layout, shape: Shape, root: Any, label: Mapping[fx.Node, Label]
+) -> tuple[Layout, Side, fx.Node] | None:
     """How a weight was gathered from a parameter of `shape`: (the parameter as [1, o, i], the side, the node of the
     indices, [g, o] or [g, i]); None if in another way, or if only the batch knows.
 
     numbers: of the parameter's elements in the weight. layout: from there to the weight's matrix.
     """
-    value = constant(numbers, root, {})
+    value = constant(numbers, root, label)
     sizes = [size for size in shape if size != 1]
     if value is None or len(sizes) != 2 or not value.numel() or bool((value < 0).any()):
         return None
@@ -66,32 +70,32 @@ def views(layout: Layout) -> Views:
     return tuple((one.order, ()) if one.order else ((), one.after) for one in layout.steps)
 
 
-def constant(node: fx.Node, root: Any, known: dict[fx.Node, Any]) -> Any:
+def constant(node: fx.Node, root: Any, label: Mapping[fx.Node, Label]) -> Any:
     """The value of what is computed from constants alone, or None."""
-    if node in known:
-        return known[node]
-    if node.op == "get_attr":
-        value = attribute(root, str(node.target))
-    elif node.op not in ("call_function", "call_method") or is_random(node) or op_name(node) == "written":
-        value = None
-    else:
-        for operand in node.all_input_nodes:
-            known[operand] = constant(operand, root, known)
-        value = None
-        if all(known[operand] is not None for operand in node.all_input_nodes):
-            value = computed(node, known)
-    known[node] = value
-    return value
+    behind, stack = set[fx.Node](), [node]
+    while stack:
+        one = stack.pop()
+        if label.get(one, Label.CONST).activation:
+            return None  # a size that only the batch knows
+        stack += () if one in behind else one.all_input_nodes
+        behind.add(one)
+    known: dict[fx.Node, Any] = {}
+    for one in sorted(behind):  # nodes compare by their places
+        known[one] = attribute(root, str(one.target)) if one.op == "get_attr" else of_constants(one, known)
+        if known[one] is None:
+            return None
+    return known[node]
 
 
-def computed(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+def of_constants(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    if is_random(node) or op_name(node) == "written":
+        return None
     arguments: Any = fx.map_arg((node.args, node.kwargs), known.__getitem__)
     args, kwargs = arguments
     if changes_memory(node):
         args = (args[0].clone(), *args[1:])
-    function: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
     try:
-        return function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        return computed(node, args, kwargs)
     except (RuntimeError, TypeError) as error:
         if fatal(error):
             raise

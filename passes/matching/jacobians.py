@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..graphs.inplace import memory
-from ..graphs.labels import Label, parameters_behind
+from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import Program
 from ..words.matrix import Layout, Shape
@@ -74,12 +74,7 @@ def is_function(node: fx.Node) -> bool:
 
 def behind(node: fx.Node) -> list[fx.Node]:
     """The node and all that it is computed from, in graph order."""
-    reached, stack = {node}, [node]
-    while stack:
-        fresh = [one for one in stack.pop().all_input_nodes if one not in reached]
-        reached.update(fresh)
-        stack += fresh
-    return [one for one in node.graph.nodes if one in reached]
+    return sorted(everything_behind([node]))  # nodes compare by their places
 
 
 def jacobian_of(node: fx.Node, parameter: str) -> fx.Node:

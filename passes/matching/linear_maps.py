@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from ..graphs.failures import fatal
 from ..graphs.holder import attribute
 from ..graphs.labels import Label
-from ..graphs.operations import VIEWS, op_name
+from ..graphs.operations import VIEWS, computed, op_name
 from ..words.matrix import Shape
 from ..words.uses import Mapped
 
@@ -82,9 +82,7 @@ def run(node: fx.Node, known: dict[fx.Node, Tensor]) -> Any:
     """The value of a node, from the parameter's."""
     if node not in known:
         arguments: Any = fx.map_arg((node.args, node.kwargs), lambda operand: run(operand, known))
-        args, kwargs = arguments
-        function: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
-        known[node] = function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        known[node] = computed(node, *arguments)
     return known[node]
 
 

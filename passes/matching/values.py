@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
+from ..graphs.operations import computed
 from ..words.matrix import Shape
 from ..words.pieces import Box, Made, Slab, narrowed, slab_of, view_of, whole
 
 
 def called(node: fx.Node, args: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **node.kwargs)
-    assert callable(node.target), "bug in kfac_fx: an operation that is neither a function nor a method"
-    return node.target(*args, **node.kwargs)
+    return computed(node, args, node.kwargs)
 
 
 def without_data(arguments: Any, known: Mapping[fx.Node, Any]) -> Any:
@@ -89,6 +87,17 @@ def unsqueezed(value: Made, dim: int) -> Made:
     boxes = [(*slab.box[:dim], (0, 1), *slab.box[dim:]) for slab in value.slabs]
     new = [replace(old, box=box, strides=by) for old, box, by in zip(value.slabs, boxes, slabs, strict=True)]
     return Made((*value.shape[:dim], 1, *value.shape[dim:]), tuple(new))
+
+
+def joined(parts: Sequence[Made], dim: int) -> Made | None:
+    """One behind the other; None where all are constants."""
+    shape, at = parts[0].shape, 0
+    dim %= len(shape)
+    slabs: list[Slab] = []
+    for one in parts:
+        slabs += [replace(slab, box=moved(slab.box, dim, at)) for slab in one.slabs]
+        at += one.shape[dim]
+    return Made((*shape[:dim], at, *shape[dim + 1 :]), tuple(slabs)) if slabs else None
 
 
 def permuted(slab: Slab, order: Shape) -> Slab:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_what_is_gathered_in_another_way_is_generic(function: Function, shape: t
     net = kfac_fx.compile(Toy(function, w=shape), (torch.randn(5, 2, 4),), loss="normal")
     (one,) = net.registrations
     assert one.generic and "no layer has the form of" in str(one.reason)
+
+
+def test_a_size_behind_a_deep_network_is_no_constant() -> None:
+    """And what is behind it is not gone through."""
+
+    def deep(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(sys.getrecursionlimit()):
+            x = torch.tanh(x)
+        return x @ w[torch.arange(x.shape[1]) % 3].t()
+
+    assert before("resolve", Toy(deep, w=(3, 4))).matches == ()
 
 
 def test_indices_are_read_at_every_recording() -> None:

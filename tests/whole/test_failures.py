@@ -172,7 +172,7 @@ def matrix_of_a_table() -> object:
 
 def constant_indices() -> object:
     root, made = table_made_by_it()
-    return constant(made, root, {})
+    return constant(made, root, {})  # no node is an activation
 
 
 def rows_of_a_mask() -> object:
