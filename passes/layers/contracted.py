@@ -10,14 +10,8 @@ from torch import Tensor
 
 from ..ir import Attrs
 from ..words.matrix import Layout, Shape
-from .linear import along_rows, linear, single
+from .linear import ONE_OUTPUT, along_rows, linear, one_row, single
 from .rows import as_rows, written
-
-
-def one_row(dy: Tensor, attrs: Attrs) -> Tensor:
-    """Of a single output."""
-    return as_rows(dy.unsqueeze(-1), attrs)
-
 
 # --- torch.tensordot -------------------------------------------------------------------------------------------------
 
@@ -31,7 +25,7 @@ def contracted_rows(x: Tensor, attrs: Attrs) -> Tensor:
 def free_rows(dy: Tensor, attrs: Attrs) -> Tensor:
     """The dimensions that the weight leaves are the last."""
     number = len(attrs["weight"]) - len(attrs["weight_dims"])
-    return as_rows(dy.flatten(-number) if number else dy.unsqueeze(-1), attrs)
+    return as_rows(dy.flatten(-number), attrs) if number else one_row(dy, attrs)
 
 
 def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
@@ -71,9 +65,8 @@ def inner(x: Tensor, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
-    grad_rows=one_row,
+    **ONE_OUTPUT,
     where=lambda attrs: len(attrs["weight"]) == 1,
-    layouts={"weight": "i -> 1 i"},
     example=written(lambda x, w: torch.inner(x, w), (4, 7, 5), w=(5,)),
 )
 def inner_of_one(x: Tensor, *, weight: Tensor) -> Tensor:
@@ -81,9 +74,8 @@ def inner_of_one(x: Tensor, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
-    grad_rows=one_row,
+    **ONE_OUTPUT,
     where=lambda attrs: len(attrs["weight"]) == 1,
-    layouts={"weight": "i -> 1 i"},
     example=written(lambda x, w: torch.linalg.vecdot(x, w), (4, 7, 5), w=(5,)),
 )
 def vecdot(x: Tensor, *, weight: Tensor) -> Tensor:

@@ -70,10 +70,11 @@ def scale(x: Tensor, *, weight: Tensor) -> Tensor:
     return x * weight
 
 
+SHIFT: dict[str, Any] = {"rows": nothing, "grad_rows": shifted, "where": lambda attrs: True}
+
+
 @scale_and_shift.form(
-    rows=nothing,
-    grad_rows=shifted,
-    where=lambda attrs: True,
+    **SHIFT,
     example=(
         written(lambda x, b: x + b, (4, 7, 5), b=(1, 7, 5)),
         written(lambda x, b: b + x, (4, 3, 2, 5), b=(3, 1, 1)),
@@ -87,9 +88,7 @@ def shift(x: Tensor, elements: Any = None, *, bias: Tensor) -> Tensor:
 
 
 @scale_and_shift.form(
-    rows=nothing,
-    grad_rows=shifted,
-    where=lambda attrs: True,
+    **SHIFT,
     example=(
         written(lambda x, b: torch.cat([b.expand(x.shape[0], -1, -1), x], 1), (4, 7, 5), b=(1, 2, 5)),
         written(lambda x, b: torch.cat([x, b.view(1, 2, 1).expand(x.size(0), 2, 3)], 2), (4, 2, 5), b=(2,)),
@@ -101,9 +100,7 @@ def token(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
 
 
 @scale_and_shift.form(
-    rows=nothing,
-    grad_rows=shifted,
-    where=lambda attrs: True,
+    **SHIFT,
     example=(
         written(lambda x, b: torch.cat([b.expand_as(x), x], 1), (4, 7, 5), b=(1, 5)),
         written(lambda x, b: torch.cat([F.embedding(INDEX[0], b).expand_as(x), x], 1), (4, 3, 2), b=(4, 2)),
@@ -114,9 +111,7 @@ def token_like(_other: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
 
 
 @scale_and_shift.form(
-    rows=nothing,
-    grad_rows=shifted,
-    where=lambda attrs: True,
+    **SHIFT,
     example=written(lambda x, b: torch.cat([b.repeat(x.shape[0], 1, 1), x], 1), (4, 7, 5), b=(1, 2, 5)),
 )
 def token_repeated(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ One row a position: the weight of [o, i] meets the last dimension of x, or, on t
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,9 +106,15 @@ def addmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, x, weight)
 
 
+def one_row(dy: Tensor, attrs: Attrs) -> Tensor:
+    return as_rows(dy.unsqueeze(-1), attrs)
+
+
+ONE_OUTPUT: dict[str, Any] = {"grad_rows": one_row, "layouts": {"weight": "i -> 1 i"}}
+
+
 @linear.form(
-    grad_rows=lambda dy, attrs: as_rows(dy.unsqueeze(-1), attrs),
-    layouts={"weight": "i -> 1 i"},
+    **ONE_OUTPUT,
     example=(
         written(lambda x, w: x @ w, (4, 7, 5), w=(5,)),
         written(lambda x, w: torch.mv(x, w), (4, 5), w=(5,)),
@@ -120,10 +127,16 @@ def one_output(x: Tensor, *, weight: Tensor) -> Tensor:
 # --- weight of [o, i] on the left -----------------------------------------------------------------------------------
 
 
+FROM_LEFT: dict[str, Any] = {"rows": columns_as_rows, "grad_rows": columns_as_rows, "leading": False}
+FROM_LEFT_AND_BIAS: dict[str, Any] = {
+    **FROM_LEFT,
+    "where": lambda attrs: attrs["bias"] == (attrs["weight"][0], 1),
+    "layouts": {"bias": single},
+}
+
+
 @linear.form(
-    rows=columns_as_rows,
-    grad_rows=columns_as_rows,
-    leading=False,
+    **FROM_LEFT,
     example=(
         written(lambda x, w: w @ x, (4, 5, 7), w=(3, 5)),
         written(lambda x, w: torch.mm(w, x), (5, 4), w=(3, 5)),
@@ -135,11 +148,7 @@ def product_from_left(x: Tensor, *, weight: Tensor) -> Tensor:
 
 
 @linear.form(
-    rows=columns_as_rows,
-    grad_rows=columns_as_rows,
-    where=lambda attrs: attrs["bias"] == (attrs["weight"][0], 1),
-    layouts={"bias": single},
-    leading=False,
+    **FROM_LEFT_AND_BIAS,
     example=written(lambda x, w, b: w @ x + b, (4, 5, 7), w=(3, 5), b=(3, 1)),
 )
 def product_from_left_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
@@ -147,11 +156,7 @@ def product_from_left_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Te
 
 
 @linear.form(
-    rows=columns_as_rows,
-    grad_rows=columns_as_rows,
-    where=lambda attrs: attrs["bias"] == (attrs["weight"][0], 1),
-    layouts={"bias": single},
-    leading=False,
+    **FROM_LEFT_AND_BIAS,
     example=written(lambda x, w, b: torch.addmm(b, w, x), (5, 4), w=(3, 5), b=(3, 1)),
 )
 def addmm_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
