@@ -24,6 +24,7 @@ from .errors import UntraceableError
 from .graphs import pytree
 from .graphs.operations import op_name
 from .ir import GENERIC, Note, Options, Program, Submodule
+from .losses import KINDS
 from .normalize import normalize
 from .pipeline import run
 from .submodules import in_model, join, of_parameters_alone
@@ -34,7 +35,7 @@ LAST = (
     "If that is the code of others: with all parameters generic, in diagonal blocks, nothing needs to be captured; "
     'compile(..., approximations={"*": "generic"}).'
 )
-LOSSES = {"cross_entropy_loss", "cross_entropy", "mse_loss", "binary_cross_entropy_with_logits"}
+LOSSES = {"cross_entropy_loss", *KINDS}
 
 
 @dataclass(frozen=True)
@@ -86,21 +87,8 @@ def divide(
     taken, refused = captured_reads(found, parameters, options, layers, earlier)
     refused |= left_to_python(one for one in read.found.values() if one not in found)
     captured = (*without_unreached(divider.captured, taken, parameters), *taken)
-    programs = [
-        in_model(
-            one.capture.program,
-            f"kfac_fx_read_{n}" if one.is_read else one.submodule.path,
-            parameters,
-            aliases,
-            one.names,
-        )
-        for n, one in enumerate(captured)
-    ]
-    joined = join(
-        nothing,
-        [(one.submodule, run(program, (unroll, normalize))) for one, program in zip(captured, programs, strict=True)],
-    )
-    inside = {str(node.target) for node in joined.graph.nodes if node.op == "get_attr"}
+    program = joined(nothing, captured)
+    inside = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
     python = dict(known.program.python) if known is not None else {}
     for name, said in {**read.places, **refused}.items():
         python.setdefault(name, said)
@@ -109,7 +97,17 @@ def divide(
             python.setdefault(name, why_not(name, divider))
     notes = tuple(note for _, note in divider.left)
     left = frozenset(id(module) for module, _ in divider.left)
-    return Division(joined.but(left=notes, python=python), captured, left, written, reads)
+    return Division(program.but(left=notes, python=python), captured, left, written, reads)
+
+
+def joined(nothing: Program, captured: Sequence[Captured]) -> Program:
+    """Their programs side by side, under the names of the model; `nothing` is that of none."""
+    parts: list[tuple[Submodule, Program]] = []
+    for n, one in enumerate(captured):
+        path = f"kfac_fx_read_{n}" if one.is_read else one.submodule.path
+        own = in_model(one.capture.program, path, nothing.parameters, nothing.aliases, one.names)
+        parts.append((one.submodule, run(own, (unroll, normalize))))
+    return join(nothing, parts)
 
 
 def without_unreached(

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import UntraceableError
 from ..graphs import pytree
+from .attributes import SYMBOLS
 from .devices import autocast
 
-RETURNED = (Tensor, bool, int, float, complex, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
+RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
 DEPTH = 3  # of objects inside an argument that are looked through for tensors
 
 

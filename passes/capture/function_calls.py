@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..graphs.operations import OWN_BACKWARD
+from .attributes import SYMBOLS
 from .border import holds_tensor
+from .watch import Function
 
-Function = type[torch.autograd.Function]
-SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Source = tuple[str, Any]  # where an argument comes from: ("tensor", 0), ("size", 1), ("value", 0.5), ("list", (...))
 
 

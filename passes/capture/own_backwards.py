@@ -22,10 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UntraceableError
+from ..graphs.failures import first_line
 from ..graphs.operations import op_name
-from .function_calls import Call, Function, Refused, bound, code_of, filled, separate, with_tensors
+from .function_calls import Call, Refused, bound, code_of, filled, separate, with_tensors
 from .stand_ins import RUNNING, own_backward
-from .watch import custom_functions
+from .watch import Function, custom_functions
 from .writes import written_by
 
 PLAIN = {  # by module and name, or declared by the user
@@ -160,8 +161,8 @@ class OwnBackwards:
                 else:
                     result = function.forward(context, *arguments)
         except Exception as error:
-            said = (str(error).strip() or "no message").splitlines()[0]
-            self.refuse(function, f"does not run on tensors without numbers: {type(error).__name__}: {said}")
+            said = f"{type(error).__name__}: {first_line(error)}"
+            self.refuse(function, f"does not run on tensors without numbers: {said}")
             raise
         if context.dirty:
             self.refuse(function, "writes into its arguments")

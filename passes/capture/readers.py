@@ -17,6 +17,7 @@ from .devices import autocast
 from .following import NOT_CAPTURED, Reads, differentiable
 from .hooks import hooked_by_user
 from .reads import Read
+from .watch import Apply, Function, functions_applied
 
 
 @dataclass
@@ -73,27 +74,17 @@ class Readers(Reads):
             handles.append(module.register_forward_pre_hook(enter, prepend=not hooked, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, prepend=hooked, always_call=True))
         try:
-            with self.functions():
+            with functions_applied(self.applied):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def functions(self) -> Iterator[None]:
+    def applied(self, apply: Apply, _: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Notes what a user's autograd.Function is given, which no TorchFunctionMode sees."""
-        applied = torch.autograd.Function.__dict__["apply"]
-
-        def spy(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if not self.paused and torch.is_grad_enabled():
-                self.lost(self.names_in((args, kwargs)))
-            return applied.__get__(None, cls)(*args, **kwargs)
-
-        torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            torch.autograd.Function.apply = applied  # type: ignore[method-assign]
+        if not self.paused and torch.is_grad_enabled():
+            self.lost(self.names_in((args, kwargs)))
+        return apply(*args, **kwargs)
 
 
 def users_line() -> str:

@@ -24,8 +24,9 @@ TORCH_SPEAKS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake
 VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")  # torch's words
 OWN_KINDS = ("GeneratedBackwardFor_", "BackwardHookFunction")  # of torch.library's operators, and an identity
 
-
-Exported = Callable[[type[torch.autograd.Function], tuple[Any, ...], Mapping[str, Any]], Any]
+Function = type[torch.autograd.Function]
+Apply = Callable[..., Any]
+Exported = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 @contextmanager
@@ -36,24 +37,34 @@ def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
     exported: called instead of them while torch.export traces; then all names are left to it.
     """
     seen: set[str] = set()
+
+    def apply(original: Apply, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if function is CheckpointFunction:
+            wrapped, _, *inputs = args
+            return wrapped(*inputs)
+        if function.__name__.startswith(OWN_KINDS):
+            return original(*args, **kwargs)
+        if exported is not None and torch.compiler.is_exporting():
+            return exported(function, args, kwargs)
+        if exported is None:
+            seen.add(function.__name__)
+        return original(*args, **kwargs)
+
+    with functions_applied(apply), checkpoints_off():
+        yield seen
+
+
+@contextmanager
+def functions_applied(apply: Callable[[Apply, Function, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+    """Inside, `apply(its own apply, function, args, kwargs)` is what every autograd.Function's `apply` is."""
     original = torch.autograd.Function.__dict__["apply"]
 
-    def spy(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:
-            function, _, *inputs = args
-            return function(*inputs)
-        if cls.__name__.startswith(OWN_KINDS):
-            return original.__get__(None, cls)(*args, **kwargs)
-        if exported is not None and torch.compiler.is_exporting():
-            return exported(cls, args, kwargs)
-        if exported is None:
-            seen.add(cls.__name__)
-        return original.__get__(None, cls)(*args, **kwargs)
+    def instead(cls: Function, *args: Any, **kwargs: Any) -> Any:
+        return apply(original.__get__(None, cls), cls, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment, method-assign]
+    torch.autograd.Function.apply = classmethod(instead)  # type: ignore[assignment, method-assign]
     try:
-        with checkpoints_off():
-            yield seen
+        yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 

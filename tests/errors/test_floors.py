@@ -24,14 +24,15 @@ FLOORS = [
     "passes.layers.*",
     "passes.layers",
     # Tools that several passes share.
-    "passes.graphs.cells passes.capture.certain passes.capture.checkpoints passes.capture.detached "
-    "passes.capture.devices passes.graphs.holder passes.graphs.masks passes.graphs.operations passes.graphs.pytree "
-    "passes.graphs.signatures passes.graphs.sizes passes.capture.stand_ins passes.graphs.writer",
+    "passes.capture.attributes passes.graphs.cells passes.capture.certain passes.capture.checkpoints "
+    "passes.capture.detached passes.capture.devices passes.graphs.holder passes.graphs.masks "
+    "passes.graphs.operations passes.graphs.pytree passes.graphs.signatures passes.graphs.sizes "
+    "passes.capture.stand_ins passes.graphs.writer",
     "passes.graphs.labels passes.capture.recurrent passes.graphs.timeline passes.graphs.views",
     "passes.claiming.gains passes.graphs.inplace passes.matching.linear_maps",
-    "passes.claiming.approximation passes.capture.attributes passes.capture.border passes.matching.elements "
-    "passes.graphs.experts passes.matching.gathers passes.graphs.literals passes.graphs.native "
-    "passes.graphs.spelling passes.matching.values passes.capture.watch passes.capture.writes",
+    "passes.claiming.approximation passes.capture.border passes.matching.elements passes.graphs.experts "
+    "passes.matching.gathers passes.graphs.literals passes.graphs.native passes.graphs.spelling "
+    "passes.matching.values passes.capture.watch passes.capture.writes",
     "passes.capture.function_calls passes.capture.hooks passes.matching.jacobians passes.matching.means "
     "passes.matching.products passes.capture.reads",
     "passes.claiming.flattened",
