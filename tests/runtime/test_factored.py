@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +12,11 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.passes.matching import jacobians
+from tests.runtime.squares import dense_fisher, recorded
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 Shapes = dict[str, tuple[int, ...]]
-
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Product(nn.Module):
@@ -86,36 +81,21 @@ def built(name: str) -> tuple[nn.Module, Tensor]:
     return Product(function, shapes, (6, 6)), x
 
 
-def dense_fisher(model: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), parameter)[0].flatten() for case in x]
-    return torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
-
-
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_full_block_of_a_factor_is_the_dense_fisher(name: str) -> None:
-    """In the order of its matrix, which may be transposed."""
     model, x = built(name)
-    net = kfac_fx.compile(model, (x,), loss="normal", strict=True, approximations={"*": "full"})
-    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
-    estimator.update_covariances(x, targets=torch.zeros_like(model(x)))
-    for names, block in estimator.blocks.items():
-        if len(names) > 1:
-            continue
-        parameter, matrix = dict(model.named_parameters())[names[0]], block.registration.matrix
-        assert block.registration.approximation == "full" and matrix is not None
-        order = matrix.pack({names[0]: torch.arange(parameter.numel()).view_as(parameter)}).flatten()
-        torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, parameter)[order][:, order])
+    for names, block in recorded(model, x, strict=True, approximations={"*": "full"}).blocks.items():
+        assert block.registration.approximation == "full"
+        if len(names) == 1:
+            torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 def factors(name: str, of: str) -> tuple[Any, dict[str, Tensor], Tensor, Tensor]:
     """A Kronecker block after one batch with the targets zero, the parameters, the input, the output's gradient."""
     model, x = built(name)
-    net = kfac_fx.compile(model, (x,), loss="normal", strict=True)
-    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
-    output = model(x).detach()
-    estimator.update_covariances(x, targets=torch.zeros_like(output))
+    block = recorded(model, x, strict=True).blocks[of,]
     held = {key: value.detach() for key, value in model.named_parameters()}
-    return estimator.blocks[of,], held, x.flatten(0, -2), 2 * output.flatten(0, -2)
+    return block, held, x.flatten(0, -2), 2 * model(x).detach().flatten(0, -2)
 
 
 def test_a_hadamard_product_has_a_group_for_every_output_of_its_left_factor() -> None:
@@ -201,8 +181,8 @@ def test_a_kronecker_product_takes_no_mask_and_says_so() -> None:
 @pytest.mark.parametrize("name", ["loha", "lokr of products"])
 def test_a_compiled_graph_records_alike(name: str) -> None:
     model, x = built(name)
-    recorded = []
+    found = []
     for backend in ("eager", "aot_eager"):
         net = kfac_fx.compile(model, (x,), loss="normal", backend=backend)
-        recorded.append(net.record((x,), {}, mode="empirical", targets=torch.zeros_like(model(x))).statistics)
-    torch.testing.assert_close(recorded[1], recorded[0])
+        found.append(net.record((x,), {}, mode="empirical", targets=torch.zeros_like(model(x))).statistics)
+    torch.testing.assert_close(found[1], found[0])

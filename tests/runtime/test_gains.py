@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,29 +9,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import kfac_fx
+from tests.runtime.squares import dense_fisher, recorded
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 GAIN, DIRECTION = "parametrizations.weight.original0", "parametrizations.weight.original1"
-
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def estimated(model: nn.Module, x: Tensor) -> kfac_fx.FisherEstimator:
-    """After one batch with the targets zero; everything structured."""
-    torch.manual_seed(0)
-    net = kfac_fx.compile(model, (x,), loss="normal", strict=True)
-    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
-    estimator.update_covariances(x, targets=torch.zeros_like(model(x)))
-    return estimator
-
-
-def dense_fisher(model: nn.Module, x: Tensor, parameter: Tensor) -> Tensor:
-    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), parameter)[0].flatten() for case in x]
-    return torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
 
 
 def signal(*shape: int) -> Tensor:
@@ -56,10 +36,9 @@ def test_the_block_of_a_gain_is_the_dense_fisher(name: str, dim: int | None) -> 
     make, x, _ = MODELS[name]
     torch.manual_seed(0)
     model = weight_norm(make(), dim=dim)
-    estimator = estimated(model, x)
-    block = estimator.blocks[GAIN,]
+    block = recorded(model, x, strict=True).blocks[GAIN,]
     assert block.registration.approximation == "full"
-    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, dict(model.named_parameters())[GAIN]))
+    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 def test_the_direction_of_a_transposed_convolution_has_scaled_inputs() -> None:
@@ -67,7 +46,7 @@ def test_the_direction_of_a_transposed_convolution_has_scaled_inputs() -> None:
     torch.manual_seed(0)
     model, x = weight_norm(nn.ConvTranspose1d(3, 2, 1, bias=False)), signal(3, 4)
     g, v = (dict(model.named_parameters())[name].detach().flatten(1) for name in (GAIN, DIRECTION))
-    block = estimated(model, x).blocks[DIRECTION,]
+    block = recorded(model, x, strict=True).blocks[DIRECTION,]
     rows = (x.mT * (g / v.norm(dim=1, keepdim=True)).flatten()).flatten(0, 1)
     torch.testing.assert_close(block.factors["A"].value[0], rows.mT @ rows / len(rows))
     d = 2 * model(x).detach().mT.flatten(0, 1)
@@ -81,7 +60,7 @@ def test_the_direction_of_an_embeddings_entries_has_scaled_gradients() -> None:
     with torch.no_grad():
         dict(model.named_parameters())[GAIN].mul_(1.7)
     g, v = (dict(model.named_parameters())[name].detach() for name in (GAIN, DIRECTION))
-    block = estimated(model, ids).blocks[DIRECTION,]
+    block = recorded(model, ids, strict=True).blocks[DIRECTION,]
     d = 2 * model(ids).detach() * (g / v.norm(dim=1, keepdim=True))[ids]
     torch.testing.assert_close(block.factors["G"].value[0], d.flatten(0, 1).mT @ d.flatten(0, 1) / 4)
 
@@ -92,7 +71,7 @@ def test_the_direction_of_a_convolution_by_places_has_scaled_inputs() -> None:
     g, v = (dict(model.named_parameters())[name].detach() for name in (GAIN, DIRECTION))
     scale = (g / v.norm(dim=(0, 1), keepdim=True)).flatten()
     patches = (x.unfold(2, 2, 1) * scale).permute(0, 2, 1, 3).reshape(-1, 4)
-    block = estimated(model, x).blocks[DIRECTION,]
+    block = recorded(model, x, strict=True).blocks[DIRECTION,]
     torch.testing.assert_close(block.factors["A"].value[0], patches.mT @ patches / len(patches))
 
 
@@ -107,12 +86,10 @@ def test_a_gain_of_some_of_a_layers_outputs_sees_only_these() -> None:
 
     torch.manual_seed(0)
     model, x = Joined(), signal(5, 4)
-    estimator = estimated(model, x)
+    estimator = recorded(model, x, strict=True)
     for part in ("first", "second"):
-        gain = dict(model.named_parameters())[f"{part}.{GAIN}"]
-        torch.testing.assert_close(
-            estimator.blocks[f"{part}.{GAIN}",].full_fisher_block(), dense_fisher(model, x, gain)
-        )
+        block = estimator.blocks[f"{part}.{GAIN}",]
+        torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 def test_a_multiple_of_a_transposed_convolutions_weight_is_structured() -> None:
@@ -122,7 +99,7 @@ def test_a_multiple_of_a_transposed_convolutions_weight_is_structured() -> None:
 
     torch.manual_seed(0)
     model, x = Scaled(3, 2, 2), signal(3, 4)
-    (one,) = estimated(model, x).blocks.values()
+    (one,) = recorded(model, x, strict=True).blocks.values()
     assert one.registration.parameters == ("weight", "bias")
     assert [use.parameters["weight"].scale for use in one.registration.uses] == [0.3]
 

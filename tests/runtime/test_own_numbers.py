@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.checks import proof
 from kfac_fx.passes.matching import jacobians
-from tests.runtime.test_products import dense, recorded
+from tests.runtime.squares import dense_fisher, recorded
 
 Function = Callable[[Tensor], Tensor]
 ALONE = nn.Parameter(torch.randn(3, 1, dtype=torch.float64))
@@ -47,10 +47,7 @@ def test_the_block_leaves_out_the_change_of_the_number_alone(case: int) -> None:
     torch.manual_seed(0)
     function, number = SCALED[case]
     model, x = Behind(function), torch.randn(1, 4, dtype=torch.float64)
-    net = kfac_fx.compile(model, (x,), loss="normal", strict=True)
-    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
-    estimator.update_covariances(x, targets=torch.zeros_like(model(x)))
-    block = estimator.blocks["v",]
+    block = recorded(model, x, strict=True).blocks["v",]
     assert block.registration.reason is not None and "of rank one" in block.registration.reason
     w = function(model.v).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(F.linear(x, w).square().sum(), w)
@@ -129,4 +126,4 @@ def test_small_ones_are_exact_by_their_jacobians(function: Function) -> None:
     model, x = behind_other(function) if function in OTHERS else (Behind(function, 4), torch.randn(5, 4).double())
     block = recorded(model, x).blocks["v",]
     assert (block.registration.approximation, block.registration.reason) == ("full", None)
-    torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
+    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 import kfac_fx
 from tests.compiler.toy import Toy
+from tests.runtime.squares import dense_fisher, recorded
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 Function = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def toy(function: Function, **shapes: tuple[int, ...]) -> Toy:
@@ -31,22 +26,6 @@ def toy(function: Function, **shapes: tuple[int, ...]) -> Toy:
         for parameter in model.parameters():
             parameter.copy_(torch.rand(parameter.shape) + 0.5)
     return model
-
-
-def recorded(model: nn.Module, x: Tensor) -> kfac_fx.FisherEstimator:
-    """After one batch with the targets zero, so that the loss is the sum of squares."""
-    estimator = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x,), loss="normal"), estimation_mode="empirical")
-    estimator.update_covariances(x, targets=torch.zeros_like(model(x)))
-    return estimator
-
-
-def dense(model: nn.Module, x: Tensor, block: Any) -> Tensor:
-    """In the order of the block's matrix."""
-    (name,) = block.parameters
-    parameter, matrix = model.get_parameter(name), block.registration.matrix
-    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), parameter)[0] for case in x]
-    flat = [matrix.pack({name: one}).flatten() for one in gradients]
-    return torch.stack([torch.outer(one, one) for one in flat]).mean(0)
 
 
 GAINS: list[tuple[Function, dict[str, tuple[int, ...]]]] = [
@@ -68,7 +47,7 @@ def test_the_block_of_a_factor_of_a_weight_is_the_dense_fisher(function: Functio
     model, x = toy(function, **shapes), torch.randn(5, 3, 4)
     block = recorded(model, x).blocks["e",]
     assert block.registration.approximation == "full"
-    torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
+    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 @pytest.mark.parametrize(("function", "shapes"), GAINS)
@@ -77,7 +56,7 @@ def test_the_weights_block_is_exact_for_one_row(function: Function, shapes: Any)
     model, x = toy(function, **shapes), torch.randn(1, 2 if len(shapes["w"]) == 3 else 1, 4)
     block = recorded(model, x).blocks["w",]
     assert block.registration.reason is None
-    torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
+    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 def test_the_factors_of_a_weight_with_numbers_for_its_outputs() -> None:
@@ -100,7 +79,7 @@ def test_a_weight_times_constants_is_exact(function: Function, shape: tuple[int,
     model, x = toy(function, w=shape), torch.randn(1, 1, 4)
     block = recorded(model, x).blocks["w",]
     assert block.registration.reason is None
-    torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
+    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 def test_a_factor_that_is_read_elsewhere_and_unmatched_is_generic() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,31 +13,23 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import kfac_fx
 from kfac_fx.checks import proof
+from tests.runtime.squares import dense_fisher, recorded
 from tests.zoo.reparametrized import StandardizedConv
 
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
-def recorded(model: nn.Module, x: Tensor) -> tuple[kfac_fx.FisherEstimator, Tensor]:
-    """The estimator after one batch with the targets zero, and the gradient of the loss for the output."""
-    net = kfac_fx.compile(model, (x,), loss="normal")
-    estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
-    output = model(x).detach()
-    estimator.update_covariances(x, targets=torch.zeros_like(output))
-    return estimator, 2 * output
+def gradient_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Of the sum of squares, for the output."""
+    return 2 * model(x).detach()  # type: ignore[no-any-return]
 
 
 def test_factors_of_a_standardized_convolution() -> None:
     """A: patches without their mean; G: gradients times γ / √(var + ε)."""
     torch.manual_seed(0)
     model, x = StandardizedConv(2, 3, 2, gain=True), torch.randn(5, 2, 4, 4)
-    estimator, gradient = recorded(model, x)
-    block = estimator.blocks["weight",]
+    gradient = gradient_of(model, x)
+    block = recorded(model, x).blocks["weight",]
     assert block.registration.reason is not None and "projection" in block.registration.reason
     patches = F.unfold(x, 2).mT.flatten(0, 1)
     patches = patches - patches.mean(1, keepdim=True)
@@ -55,8 +47,8 @@ def test_factors_of_a_normalized_weight() -> None:
     g, v = (parameters[f"parametrizations.weight.original{n}"] for n in range(2))
     with torch.no_grad():
         g.mul_(1.7)
-    estimator, gradient = recorded(model, x)
-    block = estimator.blocks["parametrizations.weight.original1",]
+    gradient = gradient_of(model, x)
+    block = recorded(model, x).blocks["parametrizations.weight.original1",]
     torch.testing.assert_close(block.factors["A"].value[0], x.mT @ x / 5)
     rows = gradient * (g.flatten() / v.norm(dim=1)).detach()
     torch.testing.assert_close(block.factors["G"].value[0], rows.mT @ rows / 5)
@@ -66,12 +58,11 @@ def test_the_block_is_that_of_the_gradients_but_for_the_projection() -> None:
     """Of one case without weight sharing, where K-FAC is exact."""
     torch.manual_seed(0)
     model, x = weight_norm(nn.Linear(4, 3)), torch.randn(1, 4)
-    estimator, _ = recorded(model, x)
     v = dict(model.named_parameters())["parametrizations.weight.original1"]
     (gradient,) = torch.autograd.grad((model(x) ** 2).sum(), v)
     u = (v / v.norm(dim=1, keepdim=True)).detach()
     projection = torch.block_diag(*(torch.eye(4) - torch.outer(row, row) for row in u))
-    block = estimator.blocks["parametrizations.weight.original1",].full_fisher_block()
+    block = recorded(model, x).blocks["parametrizations.weight.original1",].full_fisher_block()
     exact = torch.outer(gradient.flatten(), gradient.flatten())
     torch.testing.assert_close(projection @ block @ projection, exact)
     assert not torch.allclose(block, exact)
@@ -81,23 +72,16 @@ def test_the_block_is_that_of_the_gradients_but_for_the_projection() -> None:
 def test_the_block_of_a_gain_is_the_dense_fisher(groups: int) -> None:
     torch.manual_seed(0)
     model, x = StandardizedConv(4, 6, 2, gain=True, groups=groups), torch.randn(5, 4, 4, 4)
-    estimator, _ = recorded(model, x)
-    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), model.gain)[0].flatten() for case in x]
-    dense = torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
-    block = estimator.blocks["gain",]
+    block = recorded(model, x).blocks["gain",]
     assert block.registration.approximation == "full"
-    torch.testing.assert_close(block.full_fisher_block(), dense)
+    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 def test_the_block_of_a_normalized_weights_length() -> None:
     torch.manual_seed(0)
     model, x = weight_norm(nn.Linear(4, 3)), torch.randn(5, 2, 4)
-    estimator, _ = recorded(model, x)
-    name = "parametrizations.weight.original0"
-    length = dict(model.named_parameters())[name]
-    gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), length)[0].flatten() for case in x]
-    dense = torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
-    torch.testing.assert_close(estimator.blocks[name,].full_fisher_block(), dense)
+    block = recorded(model, x).blocks["parametrizations.weight.original0",]
+    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 class Divided(nn.Module):
@@ -124,8 +108,7 @@ def test_the_block_of_a_divided_weight_leaves_out_the_change_of_the_number(norm:
     """Of one case without weight sharing, where K-FAC is exact but for that: D / σ in the place of the gradient."""
     torch.manual_seed(0)
     model, x = Divided(norm), torch.randn(1, 4)
-    estimator, _ = recorded(model, x)
-    block = estimator.blocks["v",]
+    block = recorded(model, x).blocks["v",]
     assert block.registration.reason is not None and "of rank one" in block.registration.reason
     number = norm(model.v).detach()
     weight = (model.v / number).detach().requires_grad_()

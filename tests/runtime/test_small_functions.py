@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.passes.matching import jacobians
 from tests.compiler.toy import Toy
-from tests.runtime.test_products import _double_precision, dense, recorded, toy
+from tests.runtime.squares import dense_fisher, recorded
+from tests.runtime.test_products import toy
 
 Function = Callable[..., Any]
-__all__ = ["_double_precision"]
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def differential(x: Tensor, q: Tensor, k: Tensor, p: Tensor) -> Tensor:
@@ -86,13 +87,13 @@ def test_every_block_is_the_dense_fisher(function: Function, shapes: Any, uses: 
     assert set(blocks) == {(name,) for name in shapes}
     for block in blocks.values():
         assert block.registration.approximation == "full" and len(block.registration.uses) == uses
-        torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
+        torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 def test_a_bias_that_scales_too_leaves_its_weight_and_is_exact() -> None:
     model, x = toy(lambda x, w, b: F.linear(x, w, b.exp()) * b, w=(4, 4), b=(4,)), torch.randn(5, 3, 4)
     block = recorded(model, x).blocks["b",]
-    torch.testing.assert_close(block.full_fisher_block(), dense(model, x, block))
+    torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
 def test_pieces_behind_a_function_of_every_element_are_exact() -> None:

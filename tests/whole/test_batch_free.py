@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,12 +10,7 @@ import kfac_fx
 from kfac_fx.statistics.moments import Moments
 from tests.models import ZOO
 
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class OneRow(nn.Module):

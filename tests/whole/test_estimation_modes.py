@@ -16,15 +16,10 @@ from kfac_fx.blocks.block import FisherBlock
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.recording import exact
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 Losses = Callable[[Any], list[tuple[float, LossFunction]]]
 MONTE_CARLO = ("gradients", "curvature_prop", "curvature_prop_GGN")
-
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Heads(nn.Module):

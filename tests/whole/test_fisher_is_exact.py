@@ -18,6 +18,8 @@ from kfac_fx.blocks.block import FisherBlock
 from kfac_fx.linalg.pieces import split
 from tests.models import ZOO, Case
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 Gradients = Mapping[str, Tensor]
 KINDS = {
     "categorical": losses.Categorical,
@@ -64,13 +66,6 @@ SEPARATE_CASES = (  # one case's output depends on that case alone, and the firs
     "relative_positions", "relative_positions_embedded", "relative_positions_in_fused_attention", "relative_queries",
     "other_sizes", "lstm", "cells", "biases_in_pieces", "weight_of_two", "slices", "multiples", "gates",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def prepared(case: Case) -> tuple[nn.Module, tuple[Any, ...], Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,15 +15,9 @@ from kfac_fx import LayerCollection, losses
 from kfac_fx.optim.curvature import fisher_inner_products
 from tests.runtime.collections_of_toys import collection
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 Outputs = list[Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def twice(x: Tensor, w: Tensor, b: Tensor, odd: Tensor) -> Tensor:
