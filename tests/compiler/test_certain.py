@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx import UntraceableError
+from kfac_fx.captures.divided import DividedRecorder
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import capture
 
@@ -71,9 +73,6 @@ def test_what_depends_on_the_draw_is_refused(branch: Callable[[float], Tensor]) 
 
 
 def test_a_rate_that_is_set_later_is_seen() -> None:
-    import kfac_fx
-    from kfac_fx.captures.divided import DividedRecorder
-
     model = nn.Sequential(Dropped(lambda rate: torch.rand(1) > rate, 0.0), nn.Linear(3, 2))
     net = kfac_fx.compile(model, (X,), loss="normal")
     assert net.recorder((X,), {}).whole

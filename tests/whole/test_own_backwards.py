@@ -11,38 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from tests.zoo.functions import Binary, Reversed
 
 X = torch.randn(6, 3)
-
-
-class Reversed(torch.autograd.Function):
-    """A gradient reversal layer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
-        ctx.rate = rate
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return -ctx.rate * gradient, None
-
-
-class Binary(torch.autograd.Function):
-    """A binarization with the straight-through gradient inside of [-1, 1]."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.sign()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return gradient * (x.abs() <= 1)
 
 
 class Standardized(torch.autograd.Function):

@@ -19,6 +19,7 @@ import kfac_fx
 from kfac_fx.captures.divided import DividedRecorder
 from kfac_fx.checks.proof import prove
 from kfac_fx.passes.graphs import pytree
+from tests.zoo.functions import Reversed
 
 Batch = tuple[Any, ...]
 
@@ -160,23 +161,13 @@ class ThroughNumpy(Layers):
         return self.head(x)
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return -gradient
-
-
 class Head(Layers):
     """An autograd.Function is the last thing, and one is in the middle."""
 
     def forward(self, x: Tensor) -> Any:
         for layer in self.layers:
-            x = Reversed.apply(layer(x).tanh())  # type: ignore[no-untyped-call]
-        return Reversed.apply(self.head(x))  # type: ignore[no-untyped-call]
+            x = Reversed.apply(layer(x).tanh(), 1.0)  # type: ignore[no-untyped-call]
+        return Reversed.apply(self.head(x), 1.0)  # type: ignore[no-untyped-call]
 
 
 class Hooked(Layers):

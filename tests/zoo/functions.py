@@ -26,7 +26,9 @@ class Mish(torch.autograd.Function):
         return gradient * (t + x * x.sigmoid() * (1 - t * t))
 
 
-class Reversal(torch.autograd.Function):
+class Reversed(torch.autograd.Function):
+    """A gradient reversal layer."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
         ctx.rate = rate
@@ -38,10 +40,15 @@ class Reversal(torch.autograd.Function):
 
 
 class Binary(torch.autograd.Function):
+    """A binarization with the straight-through gradient inside of [-1, 1], in the newer way of writing one."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(x: Tensor) -> Tensor:
         return x.sign()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -63,7 +70,7 @@ class Adversarial(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = apply(Mish, self.features(x)).mean((2, 3))
-        domain = self.last(apply(Mish, self.domain(apply(Reversal, h, 0.3))))
+        domain = self.last(apply(Mish, self.domain(apply(Reversed, h, 0.3))))
         return torch.stack([self.classes(h), domain], 1)
 
 
