@@ -75,8 +75,8 @@ def origin(found: Sequence[Result], command: str) -> str:
         f"Measured with `{command}`, in parts, one thread a model, on a shared machine with two cores, {when}\n"
         f"({text}).\n"
         "This page is made by `python -m benchmarks.zoo --write-docs` from `benchmarks/results/zoo.jsonl`. Seconds\n"
-        "are CPU time of the whole `compile`, most of it torch.export's; where the machine was busy they are up to twice\n"
-        "those of an idle one.\n"
+        "are CPU time of the whole `compile`, most of it torch.export's; where the machine was busy they are up to\n"
+        "twice those of an idle one.\n"
     )
 
 
