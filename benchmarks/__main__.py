@@ -1,4 +1,5 @@
-"""What `make bench` runs: the time of a step, and how the passes grow. The sweep and the zoo take longer.
+"""What `make bench` runs: the time of a step, its parts and its host's, and how the passes grow. The sweep and the zoo
+take longer.
 
 `python -m benchmarks --quick` shows in seconds that they run; it measures nothing, and writes nothing.
 `python -m benchmarks --write-docs` makes docs/cost.md of the results that are there, and measures nothing.
@@ -7,15 +8,15 @@
 import sys
 from collections.abc import Sequence
 
-from benchmarks import cost_docs, scale, step_time
+from benchmarks import cost_docs, host_time, scale, step_parts, step_time
 
 
 def main(arguments: Sequence[str]) -> None:
     if list(arguments) == ["--write-docs"]:
         cost_docs.write()
         return
-    step_time.main(arguments)
-    scale.main(arguments)
+    for benchmark in (step_time, step_parts, host_time, scale):
+        benchmark.main(arguments)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,14 @@ class AliveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         for one in tree_leaves(result):
-            if isinstance(one, Tensor) and one.device.type != "meta":
-                storage = one.untyped_storage()
-                if id(storage) not in given and id(storage) not in self.known:
-                    self.count(storage)
+            storage = one.untyped_storage() if isinstance(one, Tensor) else None
+            if storage is not None and id(storage) not in given and id(storage) not in self.known:
+                self.count(storage)
         return result
 
     def count(self, storage: UntypedStorage) -> None:
+        if storage.device.type == "meta":  # as while a model is traced
+            return
         key, size = id(storage), storage.nbytes()
         self.known[key] = weakref.finalize(storage, self.forget, key, size)
         self.now += size

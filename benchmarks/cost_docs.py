@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step_time import rows_of
+
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs" / "cost.md"
 INTRODUCTION = """# What it costs
@@ -17,12 +19,39 @@ Measured on a machine with two cores, one thread, without a GPU (torch {torch}, 
 STEP_TIME = """\
 ## A step
 
-CPU time of a step over that of the same model's SGD step, medians over interleaved rounds in one process. *n, m* is
-statistics at every n-th step, inverses at every m-th. "Sampled" statistics have a forward and a backward pass of their
-own, on all of the batch or a quarter of it; "empirical" ones ride on the training backward. The floor is the cost
-model's, with statistics that ride: 6 n i o flops of a layer's own, n (i² + o²) of its statistics (twice that as plain
-products), 2 i o (i + o) of a preconditioned step, i³ + o³ of an inverse. Convolutions may be below it: patches overlap,
-and their second moment is summed over the lines of the image instead.
+CPU time of a step over that of the same model's SGD step, medians over interleaved rounds in one process, on the same
+batch in float32, with untuned settings: what a step costs, and not how far it gets. *n, m* is statistics at every n-th
+step, inverses at every m-th. "Sampled" statistics have a forward and a backward pass of their own, on all of the batch
+or a quarter of it; "empirical" ones ride on the training backward. MB: tensors alive at the peak of a step with
+everything due, the model's and the batch's among them. soap has statistics at every step, and m is its bases'; singd
+has no inverses; curvlinops takes no averages over batches. The last two leave batch normalization's parameters to SGD.
+
+The floor is the cost model's, with statistics that ride: 6 n i o flops of a layer's own, n (i² + o²) of its statistics
+(twice that as plain products), 2 i o (i + o) of a preconditioned step, i³ + o³ of an inverse. Convolutions may be below
+it: patches overlap, and their second moment is summed over the lines of the image instead.
+
+    pip install "kfac_fx[peers]"
+    {command}
+
+Peers: {peers}.
+"""
+STEP_PARTS = """\
+### Its parts
+
+CPU milliseconds of every part of a step with empirical statistics and inverses, without those of parts inside of it;
+the floor is what the part's flops take at the rate of the SGD step's. On a CPU without a routine for symmetric products
+5/8 of the plain products are computed, so the statistics' own floor is 5/4 of what is named here. What has no floor
+moves memory. Some of that is pages that Linux's malloc gives back and asks for again: in the environment
+`MALLOC_MMAP_THRESHOLD_=2000000000 MALLOC_TRIM_THRESHOLD_=4000000000` took 7 % off such a step of the autoencoder.
+
+    {command}
+"""
+HOST_TIME = """\
+### Its host
+
+CPU milliseconds of a step of many small parameters, and of `optimizer.step()` alone, which is Python and the dispatch
+of operations more than their work. Parameters of equal matrices are stacked, so that a plain step has as many
+operations as there are shapes, beside what reads and writes the parameters; recording has some for every layer.
 
     {command}
 """
@@ -48,7 +77,7 @@ matrices of one registration at a time; `verify=False` leaves it out.
 
     {command}
 """
-FILES = ("step_time", "compile_time", "scale", "proof_memory")
+FILES = ("step_time", "step_parts", "host_time", "compile_time", "scale", "proof_memory")
 Row = dict[str, Any]
 
 
@@ -57,10 +86,12 @@ def write() -> None:
 
 
 def page() -> str:
-    step, compiling, scale, proof = (json.loads((RESULTS / f"{name}.json").read_text()) for name in FILES)
+    step, parts, host, compiling, scale, proof = (json.loads((RESULTS / f"{name}.json").read_text()) for name in FILES)
     sections = [
         INTRODUCTION.format(**step),
         *step_time(step),
+        *step_parts(parts),
+        *host_time(host),
         COMPILE.format(**compiling),
         table(compiling["CPU seconds"], "{:.2f}"),
         SCALE.format(**scale),
@@ -72,10 +103,25 @@ def page() -> str:
 
 
 def step_time(record: dict[str, Any]) -> Iterable[str]:
-    yield STEP_TIME.format(**record)
+    peers = ", ".join(f"{name} {version}" for name, version in record["peers"].items()) or "none was installed"
+    yield STEP_TIME.format(**{**record, "peers": peers})
     for model, found in record["results"].items():
-        yield f"{model}, whose SGD step takes {found['milliseconds']['sgd']:.0f} ms:\n"
-        yield table([{"n, m": every, **ratios} for every, ratios in found["ratios"].items()], "{:.2f}")
+        yield f"{model}, whose SGD step takes {found['milliseconds']['sgd']['plain']:.0f} ms:\n"
+        yield table(rows_of(found), "{:.2f}")
+
+
+def step_parts(record: dict[str, Any]) -> Iterable[str]:
+    yield STEP_PARTS.format(**record)
+    for model, found in record["results"].items():
+        yield f"{model}, whose SGD step takes {found['sgd milliseconds']:.0f} ms:\n"
+        yield table(found["parts"], "{:.2f}")
+
+
+def host_time(record: dict[str, Any]) -> Iterable[str]:
+    yield HOST_TIME.format(**record)
+    for model, found in record["results"].items():
+        yield f"{model}, of {found['parameters']} parameters:\n"
+        yield table(found["milliseconds"], "{:.1f}")
 
 
 def by_pass(results: Sequence[Row]) -> list[Row]:

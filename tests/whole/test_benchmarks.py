@@ -3,12 +3,20 @@
 import pytest
 import torch
 
-from benchmarks import __main__, agreement, cost_docs, scale, step_time
+from benchmarks import __main__, agreement, cost_docs, host_time, methods, scale, step_parts, step_time
+from benchmarks.flops import flops_of
+from benchmarks.methods import Method
+from benchmarks.step_models import Loss, Problem
+
+FILES = tuple(one.OUT for one in (step_time, step_parts, host_time, scale))
 
 
-def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_time, "PEERS", {"unheard-of": Method(methods.sgd, "a-package-that-nobody-has")})
     threads = torch.get_num_threads()
-    before = [path.read_bytes() if path.exists() else None for path in (step_time.OUT, scale.OUT)]
+    before = [path.read_bytes() if path.exists() else None for path in FILES]
     try:
         __main__.main(["--quick"])
     finally:
@@ -16,8 +24,12 @@ def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(capsys: p
     shown = " ".join(capsys.readouterr().out.split())
     for text in ("quick: step time as a multiple of SGD's", "adamw", "sampled", "empirical", "floor", "qmodel", "1,10"):
         assert text in shown, text
+    assert "unheard-of: not installed: pip install a-package-that-nobody-has" in shown
+    assert "quick: parts of a step" in shown
+    assert all(part in shown for part in ("forward and backward", *step_parts.PARTS))
+    assert "quick: CPU milliseconds of a step of 18 small parameters" in shown
     assert "CPU seconds after capture, by pass" in shown
-    assert before == [path.read_bytes() if path.exists() else None for path in (step_time.OUT, scale.OUT)]
+    assert before == [path.read_bytes() if path.exists() else None for path in FILES]
 
 
 def test_a_device_is_timed_by_the_clock_when_it_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,22 +40,33 @@ def test_a_device_is_timed_by_the_clock_when_it_has_done_its_work(monkeypatch: p
     assert asked == [device] * 4 and 0 < times["nothing"] < 1
 
 
-def test_the_mean_step_of_a_cycle_is_made_of_its_phases() -> None:
-    times = {"sgd": 1.0, "adamw": 1.1, "plain": 2.0, "inverse": 12.0, "sampled": 4.0, "sampled 1/4": 3.0}
-    ratios = step_time.ratios({**times, "empirical": 3.5}, (1, 10))
-    assert ratios == pytest.approx({"sgd": 1, "adamw": 1.1, "sampled": 5.0, "sampled 1/4": 4.0, "empirical": 4.5})
-    ratios = step_time.ratios({**times, "empirical": 3.5}, (10, 100))
-    assert ratios["sampled"] == pytest.approx(2.0 + 0.2 + 0.1)
+def test_the_mean_step_of_a_cycle_is_made_of_its_parts() -> None:
+    first, second = Method(methods.sgd), Method(methods.adamw, parts=("statistics", "inverses"))
+    known = {"sgd": first, "ours": second, "riding": Method(methods.adamw, None, second.parts, "ours")}
+    times = {("sgd", "plain"): 1.0, ("ours", "plain"): 2.0, ("ours", "inverses"): 12.0, ("ours", "statistics"): 4.0}
+    ratios = step_time.ratios({**times, ("riding", "statistics"): 3.5}, known, (1, 10))
+    assert ratios == pytest.approx({"sgd": 1, "ours": 5.0, "riding": 4.5})
+    ratios = step_time.ratios({**times, ("riding", "statistics"): 3.5}, known, (10, 100))
+    assert ratios["ours"] == pytest.approx(2.0 + 0.2 + 0.1)
+
+
+def test_of_parts_one_in_another_only_their_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 31.0))
+    monkeypatch.setattr(step_parts.time, "process_time", lambda: next(now))
+    clock = step_parts.Clock()
+    with clock.part("outer"), clock.part("inner"):
+        pass
+    assert clock.read() == {"forward and backward": 1 + 16, "outer": 2 + 8, "inner": 4}
 
 
 def test_the_floor_counts_products_of_the_cost_model() -> None:
     """One layer of i = o = 4 with a bias, N = 8: 6 N i o, N (i² + o²), 2 i o (i + o), i³ + o³."""
-    make = lambda: (torch.nn.Linear(4, 4), (torch.rand(8, 4), torch.randint(4, (8,))), "categorical")  # noqa: E731
+    make = lambda: Problem(torch.nn.Linear(4, 4), torch.rand(8, 4), torch.randint(4, (8,)), Loss("categorical"))  # noqa: E731
     n, i, o = 8, 5, 4
     once = 2 * i * o * (i + o) + (i**3 + o**3) / 10
-    train = 6 * n * i * o
-    assert step_time.floor(make, (1, 10), symmetric=True) == pytest.approx(1 + (n * (i**2 + o**2) + once) / train)
-    assert step_time.floor(make, (1, 10), symmetric=False) == pytest.approx(1 + (2 * n * (i**2 + o**2) + once) / train)
+    train, flops = 6 * n * i * o, flops_of(make)
+    assert flops.floor((1, 10), symmetric=True) == pytest.approx(1 + (n * (i**2 + o**2) + once) / train)
+    assert flops.floor((1, 10), symmetric=False) == pytest.approx(1 + (2 * n * (i**2 + o**2) + once) / train)
 
 
 def test_the_page_of_costs_is_made_of_the_results() -> None:

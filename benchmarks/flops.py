@@ -1,0 +1,47 @@
+"""The cost model: how many floating-point operations a step of K-FAC cannot do without.
+
+A layer with n rows costs 6 n i o forward and backward, its statistics n (i² + o²) with symmetric products and twice
+that as plain products, preconditioning 2 i o (i + o) a step, an inverse of a side about d³.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import kfac_fx
+from benchmarks.step_models import Make
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of all layers that have rows; the statistics as symmetric products."""
+
+    training: float
+    statistics: float
+    preconditioning: float
+    inverses: float
+
+    def floor(self, every: tuple[int, int], symmetric: bool) -> float:
+        """A step over the training step, with statistics, that ride, and inverses every so many steps."""
+        statistics = (1 if symmetric else 2) * self.statistics / every[0]
+        return 1 + (statistics + self.preconditioning + self.inverses / every[1]) / self.training
+
+
+def flops_of(make: Make) -> Flops:
+    torch.manual_seed(0)
+    problem = make()
+    net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind)
+    counts = net.record((problem.x,), {}).statistics
+    training = statistics = preconditioning = inverses = 0.0
+    for one in net.registrations:
+        if one.matrix is None or "count" not in counts[one.parameters]:
+            continue
+        g, o, i = one.matrix.shape
+        n = float(counts[one.parameters]["count"])
+        training += 6 * n * g * i * o
+        statistics += n * g * (i * i + o * o)
+        preconditioning += 2 * g * i * o * (i + o)
+        inverses += g * (i**3 + o**3)
+    return Flops(training, statistics, preconditioning, inverses)

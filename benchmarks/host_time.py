@@ -1,0 +1,177 @@
+"""What a step costs the host in a model of many small parameters: `python -m benchmarks.host_time`.
+
+CPU time of one thread, medians over interleaved rounds: of a whole training step, and of `optimizer.step()` alone.
+The matrices are so small that most of it is Python and torch's dispatch of operations, once each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import kfac_fx
+from benchmarks.methods import LR
+from benchmarks.step_models import Loss, Problem
+from benchmarks.step_time import EVERY, versions
+
+OUT = Path(__file__).parent / "results" / "host_time.json"
+
+
+class Skip(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def chain(layers: int = 100, width: int = 64, cases: int = 8) -> Problem:
+    """Two parameters a layer."""
+    model = nn.Sequential(*(Skip(width) for _ in range(layers)))
+    return Problem(model, torch.rand(cases, width), torch.randint(width, (cases,)), Loss("categorical"))
+
+
+class Block(nn.Module):
+    """Of a GPT: attention and a feed-forward network, each behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, s, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, s, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, s, width)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Predicts the token after the last one."""
+
+    def __init__(self, tokens: int, length: int, width: int, heads: int, blocks: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        return self.head(self.norm(self.blocks(hidden))[:, -1])  # type: ignore[no-any-return]
+
+
+def gpt(blocks: int = 12, width: int = 32, cases: int = 4, length: int = 8, tokens: int = 64) -> Problem:
+    """Twelve parameters a block."""
+    model = GPT(tokens, length, width, 4, blocks)
+    return Problem(model, torch.randint(tokens, (cases, length)), torch.randint(tokens, (cases,)), Loss("categorical"))
+
+
+MODELS = {"chain": chain, "gpt": gpt}
+QUICK = {"quick": partial(gpt, 1)}
+Make = Callable[[], Problem]
+
+
+def ours(
+    problem: Problem, every: tuple[int, int], mode: str
+) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
+    net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind)
+    return net, kfac_fx.KFAC(
+        net, lr=LR, damping=1.0, cov_update_every=every[0], invert_every=every[1], estimation_mode=mode
+    )
+
+
+def adamw(problem: Problem) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
+    return problem.model, torch.optim.AdamW(problem.model.parameters(), lr=LR, foreach=True)
+
+
+METHODS: Mapping[str, Callable[[Problem], Any]] = {
+    "adamw, foreach": adamw,
+    "kfac_fx, plain": partial(ours, every=EVERY["plain"], mode="gradients"),
+    "kfac_fx, with sampled statistics": partial(ours, every=EVERY["statistics"], mode="gradients"),
+    "kfac_fx, with empirical statistics": partial(ours, every=EVERY["statistics"], mode="empirical"),
+    "kfac_fx, with inverses": partial(ours, every=EVERY["inverses"], mode="gradients"),
+}
+
+
+def measure(make: Make, rounds: int) -> dict[str, tuple[float, float]]:
+    """Median milliseconds by method: of a step, and of `optimizer.step()`."""
+    ready = {}
+    for name, method in METHODS.items():
+        torch.manual_seed(0)
+        ready[name] = (problem := make(), *method(problem))
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
+    order, shuffle = list(METHODS), random.Random(0).shuffle
+    for turn in range(rounds + 2):
+        shuffle(order)
+        for name in order:
+            problem, run, optimizer = ready[name]
+            start = time.process_time()
+            optimizer.zero_grad()
+            problem.backward(run)
+            between = time.process_time()
+            optimizer.step()
+            end = time.process_time()
+            if turn > 1:
+                times[name].append((end - start, end - between))
+    return {
+        name: tuple(1e3 * statistics.median(one) for one in zip(*each, strict=True)) for name, each in times.items()
+    }
+
+
+def run(models: Mapping[str, Make], rounds: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, make in models.items():
+        parameters = sum(1 for _ in make().model.parameters())
+        rows = [
+            {"method": method, "step": a, "optimizer.step()": b} for method, (a, b) in measure(make, rounds).items()
+        ]
+        results[name] = {"parameters": parameters, "milliseconds": rows}
+    return results
+
+
+def show(results: Mapping[str, Any], console: Console) -> None:
+    for name, found in results.items():
+        table = Table(title=f"{name}: CPU milliseconds of a step of {found['parameters']} small parameters")
+        for column in found["milliseconds"][0]:
+            table.add_column(column, justify="left" if column == "method" else "right")
+        for row in found["milliseconds"]:
+            table.add_row(*(f"{one:.2f}" if isinstance(one, float) else one for one in row.values()))
+        console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--quick", action="store_true", help="a toy, once; nothing is written")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if chosen.quick:
+        show(run(QUICK, 1), Console())
+        return
+    results = run({name: MODELS[name] for name in chosen.models}, chosen.rounds)
+    show(results, Console())
+    record = {"command": f"python -m benchmarks.host_time --rounds {chosen.rounds}", **versions(), "results": results}
+    chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
