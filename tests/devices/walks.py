@@ -47,6 +47,11 @@ PADDED = {"masks.py:real_losses"}  # how many cases are real is a number of the 
 PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them
 BRANCHES = {"the model"}  # on values
 DECOMPOSED = {"series.py:store"}  # whether to try again; `eigh` has waited already
+SPECTRUM = {  # so it has here
+    "matrices.py:rescued_eigh",  # whether to try again
+    "spectrum.py:of",  # whether there is anything to decompose
+    "sua.py:eigensystem",  # a basis of places is made on the host
+}
 
 
 def on_device(small: Small) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -101,6 +106,12 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     for block in estimator.blocks.values():
         if block.registration.layer != "scale_and_shift":
             all_on_device([block.full_fisher_block()])
+    waits.only(purpose)
+    spectrum = estimator.spectrum(scale=CASES)
+    waits.only(purpose | SPECTRUM)
+    all_on_device([spectrum.log_determinant(), spectrum.trace(-1), spectrum.eigenvalues(), spectrum.diagonal(-1)])
+    all_on_device([spectrum.multiply_inverse(vector), spectrum.sample(2)])
+    all_on_device(spectrum.corrected([{name: one.expand(2, *one.shape) for name, one in vector.items()}]).diagonal())
     waits.only(purpose)
     estimator.load_state_dict(estimator.state_dict())
 
