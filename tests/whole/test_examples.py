@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from examples import influence, laplace, own_layer, recurrent, shared_weights
+from examples import influence, laplace, own_layer, pinn, recurrent, shared_weights, vmc
 
 
 def test_shared_weights_are_registered_once_with_all_their_uses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,3 +53,18 @@ def test_three_approximations_read_digits(capsys: pytest.CaptureFixture[str]) ->
     table = capsys.readouterr().out
     assert "a linear layer at each of 8 steps of lstm" in table
     assert [line.split()[0] for line in table.splitlines()[-3:]] == list(recurrent.APPROXIMATIONS)
+
+
+def test_a_differential_equation_is_solved_through_every_use_of_a_weight(capsys: pytest.CaptureFixture[str]) -> None:
+    kfac, *adam = pinn.main(steps=25, width=16, inside=64, border=32, adam_steps=25)
+    report = capsys.readouterr().out
+    assert re.search(r"linear +layers\.1\.weight +4 +kronecker, independent", report)  # value twice, slope, Laplacian
+    assert kfac.loss < 10  # it starts at 90
+    assert all(one.steps == 25 and kfac.loss < one.loss for one in adam)
+
+
+def test_the_energy_of_two_electrons_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    kfac, adam = vmc.main(steps=12, width=8, walkers=128)
+    assert "K-FAC's energy is right" in capsys.readouterr().out
+    assert kfac.deviation < 0.5
+    assert (kfac.name, adam.name) == ("K-FAC", "Adam")
