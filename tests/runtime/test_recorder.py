@@ -234,6 +234,18 @@ def test_recording_leaves_everything_as_it_was(mode: str) -> None:
     assert all(parameter.requires_grad for parameter in model.parameters()) and not x.requires_grad
 
 
+@pytest.mark.parametrize("mode", ["gradients", "curvature_prop", "curvature_prop_GGN"])
+def test_what_is_sampled_comes_from_the_generator_that_is_given(mode: str) -> None:
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)  # without random numbers of its own, for which the stream is kept
+    given = recorder(model, x)
+    given.loss = loss_from("categorical")
+    stream = torch.random.get_rng_state()
+    generators = generator(), generator(), generator().manual_seed(5)
+    made = [given.record((x,), mode=mode, generator=one).statistics["weight", "bias"]["G"] for one in generators]
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+    assert torch.equal(torch.random.get_rng_state(), stream)
+
+
 def test_the_functional_forward_is_pure() -> None:
     model, x = Everything(), torch.randn(6, 4)
     given = recorder(model, x.clone())
