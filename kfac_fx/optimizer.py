@@ -91,7 +91,7 @@ class KFAC(Optimizer):
             cov_ema_decay: of the factors, a step: `cov_update_every` steps at once decay by its power.
             cov_update_every, invert_every: in steps.
             num_burnin_steps: the first steps only average statistics, and are not counted.
-            norm_constraint: bounds the squared Fisher norm of an update by scaling it down.
+            norm_constraint: bounds the squared Fisher norm of an update by scaling it down; 1e-2 with lr=1 is a start.
             weight_decay: decoupled from the gradient.
             adapt_damping: `step` then needs a closure, at least on every `damping_adaptation_interval`-th step.
             update_damping_immediately: False measures the loss after such a step at the beginning of the next, before
