@@ -119,7 +119,8 @@ def check_variance(var: float) -> None:
 
 
 class NormalMeanVariance(LossFunction):
-    """Independent normals with a mean and a variance each; `inputs` is [mean, variance] along the last axis.
+    """Independent normals with a mean and a variance each; `inputs` is [mean, variance] along the last axis, or one
+    more where the mean has only that of the cases.
 
     The variance is no natural parameter: there is a Fisher, and no generalized Gauss-Newton factor.
     """
@@ -132,7 +133,9 @@ class NormalMeanVariance(LossFunction):
             raise LossError(
                 f"NormalMeanVariance: the mean has shape {list(mean.shape)}, the variance {list(variance.shape)}"
             )
-        super().__init__(torch.cat([mean, variance], dim=-1), targets, seed)
+        join = torch.cat if mean.ndim > 1 else torch.stack
+        super().__init__(join([mean, variance], dim=-1), targets, seed)
+        self.shape = mean.shape
 
     def multiply_fisher_factor(self, vector: Tensor) -> Tensor:
         _, variance = precise(self.inputs).chunk(2, dim=-1)
@@ -146,17 +149,17 @@ class NormalMeanVariance(LossFunction):
         mean, v = precise(self.inputs).chunk(2, dim=-1)
         first, second = precise(gradient).chunk(2, dim=-1)
         s = v * (second + (second.square() + first.square() / v).sqrt())
-        return mean - torch.where(s > 0, first * v / s, 0)
+        return (mean - torch.where(s > 0, first * v / s, 0)).view(self.shape)
 
     def _target_shape(self) -> torch.Size:
-        return self.inputs.shape[:-1] + (self.inputs.shape[-1] // 2,)
+        return self.shape
 
     def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
-        mean, variance = precise(self.inputs).chunk(2, dim=-1)
+        mean, variance = (one.view(self.shape) for one in precise(self.inputs).chunk(2, dim=-1))
         return 0.5 * ((2 * math.pi * variance).log() + (targets - mean).square() / variance).sum()
 
     def _sample(self, generator: torch.Generator | None) -> Tensor:
-        mean, variance = precise(self.inputs).chunk(2, dim=-1)
+        mean, variance = (one.view(self.shape) for one in precise(self.inputs).chunk(2, dim=-1))
         return mean + variance.sqrt() * torch.empty_like(mean).normal_(generator=generator)
 
 

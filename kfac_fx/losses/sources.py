@@ -69,7 +69,7 @@ def check_targets(losses: Sequence[LossFunction]) -> None:
 
 
 def number_of_sources(losses: Losses, mode: str, by_case: bool = False) -> int:
-    return sum(math.prod(inner_shape(mode, loss)[0 if by_case else cases_axis(mode, loss) :]) for _, loss in losses)
+    return sum(math.prod(inner_shape(mode, loss)[0 if by_case else cases_axis(loss) :]) for _, loss in losses)
 
 
 def exact_sources(
@@ -81,7 +81,7 @@ def exact_sources(
     """
     for c, loss in losses:
         shape = inner_shape(mode, loss)
-        axis = 0 if by_case else cases_axis(mode, loss)
+        axis = 0 if by_case else cases_axis(loss)
         size = math.prod(shape[axis:])
         for start in range(0, size, chunk):
             stop = min(start + chunk, size)
@@ -92,9 +92,9 @@ def exact_sources(
             yield stop - start, pulled_back([loss.inputs], [vector], leaves, batched=True)
 
 
-def cases_axis(mode: str, loss: LossFunction) -> int:
-    """How many dimensions in front count cases: a loss of one dimension is a single case."""
-    return 1 if len(inner_shape(mode, loss)) > 1 else 0
+def cases_axis(loss: LossFunction) -> int:
+    """How many dimensions in front are the cases': of logits without a batch none are."""
+    return min(1, loss.case_axes)
 
 
 def inner_shape(mode: str, loss: LossFunction) -> torch.Size:

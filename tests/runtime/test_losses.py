@@ -11,7 +11,7 @@ from torch.func import jacrev
 from torch.nn import functional as F
 
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance, OnehotCategorical
-from kfac_fx.losses.sources import one_source
+from kfac_fx.losses.sources import number_of_sources, one_source
 from kfac_fx.passes.errors import LossError, TargetsMissing
 
 NATURAL: dict[str, Callable[[Tensor], LossFunction]] = {
@@ -172,6 +172,15 @@ def test_cases_are_distributions_for_classes_and_rows_for_the_rest() -> None:
     x = random(4, 5, 3)
     assert Categorical(x).cases == 20
     assert Normal(x).cases == MultiBernoulli(x).cases == 4
+
+
+@pytest.mark.parametrize("make", [Normal, MultiBernoulli, lambda x: NormalMeanVariance(x, x.exp())])
+def test_cases_of_one_number_each_may_have_no_axis_for_it(make: Callable[[Tensor], LossFunction]) -> None:
+    flat, column = make(random(5)), make(random(5, 1))
+    assert flat.cases == column.cases == 5 and number_of_sources([(1.0, flat)], "exact") == flat.inputs.numel() // 5
+    drawn = flat.sample(torch.Generator().manual_seed(0))
+    assert drawn.shape == (5,)
+    torch.testing.assert_close(flat.with_targets(drawn).evaluate(), column.with_targets(drawn.unsqueeze(-1)).evaluate())
 
 
 def check_mean(values: Tensor, expected: Tensor, variance: Tensor) -> None:
