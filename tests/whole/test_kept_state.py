@@ -327,10 +327,10 @@ def test_compiling_and_recording_write_nothing_into_parameters() -> None:
 
 def test_the_report_says_why_state_is_left_to_python() -> None:
     said = {
-        Warming: "Warming counts in steps at every forward, of which a graph would keep one number.",
-        Recalling: "Recalling keeps state between forwards, and computes something else with it; a graph would repeat "
+        Warming: "it counts in steps at every forward, of which a graph would keep one number.",
+        Recalling: "it keeps state between forwards, and computes something else with it; a graph would repeat "
         "the first forward.",
-        Clamped: "Clamped writes into its parameters last.weight in forward, which a graph would do again at every "
+        Clamped: "it writes into its parameters last.weight in forward, which a graph would do again at every "
         "recording.",
     }
     for build, reason in said.items():
