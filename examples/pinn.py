@@ -11,14 +11,16 @@ The two terms of the loss are two losses of the Fisher, each a mean over points 
 points in every step, step size, momentum and damping from the exact quadratic model.
 
     python -m examples.pinn
+    python -m examples.pinn --steps 800 --adam-steps 8000
 
-One start of these sizes, in CPU seconds of one thread:
+with one thread:
 
-    K-FAC         300 steps  loss 2.2e-04  error of u 7.5e-03    16 s
-    Adam 0.001   3000 steps  loss 2.1e-02  error of u 1.2e-01    17 s
-    Adam 0.005   3000 steps  loss 2.7e-03  error of u 4.8e-02    19 s
-    K-FAC         800 steps  loss 8.2e-06  error of u 1.0e-03    44 s
-    Adam 0.005   8000 steps  loss 5.5e-04  error of u 2.0e-02    48 s
+    K-FAC         300 steps  loss 4.2e-05  error of u 2.4e-03    13 s
+    Adam 0.001   3000 steps  loss 1.8e-02  error of u 1.3e-01    16 s
+    Adam 0.005   3000 steps  loss 3.1e-03  error of u 6.4e-02    14 s
+    K-FAC         800 steps  loss 1.5e-06  error of u 6.0e-04    35 s
+    Adam 0.001   8000 steps  loss 1.4e-03  error of u 3.9e-02    31 s
+    Adam 0.005   8000 steps  loss 3.8e-03  error of u 2.8e-02    29 s
 """
 
 from __future__ import annotations
