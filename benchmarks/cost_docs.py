@@ -41,7 +41,7 @@ STEP_PARTS = """\
 CPU milliseconds of every part of a step with empirical statistics and inverses, without those of parts inside of it;
 the floor is what the part's flops take at the rate of the SGD step's. On a CPU without a routine for symmetric products
 5/8 of the plain products are computed, so the statistics' own floor is 5/4 of what is named here. What has no floor
-moves memory.
+moves memory, and on the autoencoder takes longer than what asdl is ahead by.
 
     {command}
 """
