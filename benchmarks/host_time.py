@@ -6,8 +6,6 @@ The matrices are so small that most of it is Python and torch's dispatch of oper
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
@@ -17,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import kfac_fx
+from benchmarks import program
+from benchmarks.decoder import Decoder
 from benchmarks.methods import LR
-from benchmarks.step_models import Loss, Problem
-from benchmarks.step_time import EVERY, versions
+from benchmarks.step_models import Loss, Make, Problem
+from benchmarks.step_time import EVERY
 
 OUT = Path(__file__).parent / "results" / "host_time.json"
 
@@ -45,31 +43,13 @@ def chain(layers: int = 100, width: int = 64, cases: int = 8) -> Problem:
     return Problem(model, torch.rand(cases, width), torch.randint(width, (cases,)), Loss("categorical"))
 
 
-class Block(nn.Module):
-    """Of a GPT: attention and a feed-forward network, each behind a layer norm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, s, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, s, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, s, width)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class GPT(nn.Module):
     """Predicts the token after the last one."""
 
     def __init__(self, tokens: int, length: int, width: int, heads: int, blocks: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Decoder(width, heads) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +65,6 @@ def gpt(blocks: int = 12, width: int = 32, cases: int = 4, length: int = 8, toke
 
 MODELS = {"chain": chain, "gpt": gpt}
 QUICK = {"quick": partial(gpt, 1)}
-Make = Callable[[], Problem]
 
 
 def ours(
@@ -148,29 +127,12 @@ def run(models: Mapping[str, Make], rounds: int) -> dict[str, Any]:
 
 def show(results: Mapping[str, Any], console: Console) -> None:
     for name, found in results.items():
-        table = Table(title=f"{name}: CPU milliseconds of a step of {found['parameters']} small parameters")
-        for column in found["milliseconds"][0]:
-            table.add_column(column, justify="left" if column == "method" else "right")
-        for row in found["milliseconds"]:
-            table.add_row(*(f"{one:.2f}" if isinstance(one, float) else one for one in row.values()))
-        console.print(table)
+        title = f"{name}: CPU milliseconds of a step of {found['parameters']} small parameters"
+        console.print(program.table(title, found["milliseconds"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--quick", action="store_true", help="a toy, once; nothing is written")
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    if chosen.quick:
-        show(run(QUICK, 1), Console())
-        return
-    results = run({name: MODELS[name] for name in chosen.models}, chosen.rounds)
-    show(results, Console())
-    record = {"command": f"python -m benchmarks.host_time --rounds {chosen.rounds}", **versions(), "results": results}
-    chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+    program.main(arguments, doc=__doc__, models=MODELS, quick=QUICK, rounds=40, out=OUT, run=run, show=show)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from benchmarks.alive import AliveBytes
+from benchmarks.decoder import Decoder
 
 OUT = Path(__file__).parent / "results" / "proof_memory.json"
 MB = 2**20
@@ -65,21 +66,6 @@ def resnet50() -> tuple[nn.Module, Tensor]:
             inputs = 256 * 2**stage
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000)]
     return nn.Sequential(*stem, *blocks, *head), torch.randn(8, 3, 96, 96)
-
-
-class Decoder(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):

@@ -7,8 +7,6 @@ what the part's flops take at the rate of the SGD step's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -18,14 +16,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import program
 from benchmarks.flops import Flops, flops_of
 from benchmarks.methods import Method, Step, ours, sgd
 from benchmarks.step_models import MODELS, QUICK, Make
-from benchmarks.step_time import seeded, versions
+from benchmarks.step_time import seeded
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.groups import BlockGroup
 from kfac_fx.linalg.flat import Flat
@@ -149,29 +146,12 @@ def run(models: Mapping[str, Make], rounds: int) -> dict[str, Any]:
 
 def show(results: Mapping[str, Any], console: Console) -> None:
     for name, found in results.items():
-        table = Table(title=f"{name}: parts of a step ({found['sgd milliseconds']:.1f} ms for SGD's)")
-        for column in found["parts"][0]:
-            table.add_column(column, justify="left" if column == "part" else "right")
-        for row in found["parts"]:
-            table.add_row(*(f"{one:.2f}" if isinstance(one, float) else one for one in row.values()))
-        console.print(table)
+        title = f"{name}: parts of a step ({found['sgd milliseconds']:.1f} ms for SGD's)"
+        console.print(program.table(title, found["parts"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--quick", action="store_true", help="a toy, once; nothing is written")
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    if chosen.quick:
-        show(run(QUICK, 1), Console())
-        return
-    results = run({name: MODELS[name] for name in chosen.models}, chosen.rounds)
-    show(results, Console())
-    record = {"command": f"python -m benchmarks.step_parts --rounds {chosen.rounds}", **versions(), "results": results}
-    chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+    program.main(arguments, doc=__doc__, models=MODELS, quick=QUICK, rounds=20, out=OUT, run=run, show=show)
 
 
 if __name__ == "__main__":

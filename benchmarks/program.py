@@ -1,0 +1,56 @@
+"""What the benchmarks of several models have in common: their command line, tables and files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.step_models import Make
+from benchmarks.step_time import versions
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def table(title: str, rows: Rows) -> Table:
+    """A column for every key; the first one names the row."""
+    shown = Table(title=title)
+    for n, column in enumerate(rows[0]):
+        shown.add_column(column, justify="right" if n else "left")
+    for row in rows:
+        shown.add_row(*(f"{one:.2f}" if isinstance(one, float) else one for one in row.values()))
+    return shown
+
+
+def main(
+    arguments: Sequence[str] | None,
+    *,
+    doc: str | None,
+    models: Mapping[str, Make],
+    quick: Mapping[str, Make],
+    rounds: int,
+    out: Path,
+    run: Callable[[Mapping[str, Make], int], dict[str, Any]],
+    show: Callable[[Mapping[str, Any], Console], None],
+) -> None:
+    """Run, show and write to `out`, whose name is the module's."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=models, default=list(models))
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--quick", action="store_true", help="a toy, once; nothing is written")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if chosen.quick:
+        show(run(quick, 1), Console())
+        return
+    results = run({name: models[name] for name in chosen.models}, chosen.rounds)
+    show(results, Console())
+    command = f"python -m benchmarks.{out.stem} --rounds {chosen.rounds}"
+    chosen.out.write_text(json.dumps({"command": command, **versions(), "results": results}, indent=1) + "\n")
