@@ -4,8 +4,8 @@
 
 The network is trained through its own Laplacian, so every weight has uses in values, in slopes and in second
 derivatives. Here they go through the network together, as in the forward Laplacian of Li et al. 2024 and in K-FAC for
-physics-informed networks (Dangel, Müller & Zeinhofer 2024). With `torch.func.jvp` in forward it comes as far, in twice
-the time; with `torch.autograd.grad` less far in as many steps, for uses of a weight are transposed there.
+physics-informed networks (Dangel, Müller & Zeinhofer 2024); `torch.func.jvp` and
+`torch.autograd.grad` in forward do, too.
 
 The two terms of the loss are two losses of the Fisher, each a mean over points of its own. Double precision, all of the
 points in every step, step size, momentum and damping from the exact quadratic model.

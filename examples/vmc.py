@@ -11,7 +11,7 @@ The mean takes the place of log Z, and mixes the cases, which the sampled "gradi
     python -m examples.vmc
 
 With the default sizes, from an energy of 2.10 and a deviation of 0.48; after 20 steps the deviation is 0.07 with K-FAC
-and 0.10 with Adam, whose learning rate was the better one of two:
+and 0.10 with Adam:
 
     K-FAC  energy 1.99998 ± 0.00026  (exact: 2)  deviation 0.0372
     Adam   energy 1.99953 ± 0.00030  (exact: 2)  deviation 0.0425
