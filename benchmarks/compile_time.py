@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 import kfac_fx
 from benchmarks.zoo_models.torchvision import load
-from kfac_fx.captures.agreement import needs
-from kfac_fx.checks.likeness import compare
+from kfac_fx.checks.equivalence import compare
 from kfac_fx.checks.proof import gradients, replace_taps
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
+from kfac_fx.recording.agreement import needs
 from kfac_fx.recording.recorder import Recorder
 
 OUT = Path(__file__).parent / "results" / "compile_time.json"

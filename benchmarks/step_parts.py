@@ -24,8 +24,8 @@ from benchmarks.methods import Method, Step, ours, sgd
 from benchmarks.step_models import MODELS, QUICK, Make
 from benchmarks.step_time import seeded
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.factors.groups import BlockGroup
-from kfac_fx.linalg.flat import Flat
+from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.linalg.vectors import Flat
 from kfac_fx.optim.stepper import Stepper
 from kfac_fx.taps import tap
 

@@ -4,7 +4,7 @@ Every method has as many settings to try, trains from the same start on the same
 loss of the whole training set that it saw. SGD and AdamW take the demo's number of steps and K-FAC a fifth of them, so
 the methods also spend about the same time. The start is another than the demo's, so that the demo is no rerun.
 
-Writes `benchmarks/results/sweep.json`; `kfac_fx/demo/settings.py` repeats what it chose, and a test compares the two.
+Writes `benchmarks/results/sweep.json`; `kfac_fx/demo/tasks.py` repeats what it chose, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import torch
 
 import kfac_fx
 from kfac_fx.demo.results import results_of
-from kfac_fx.demo.settings import METHODS, Settings, steps_of
-from kfac_fx.demo.tasks import Task, tasks
+from kfac_fx.demo.tasks import METHODS, Settings, Task, steps_of, tasks
 from kfac_fx.demo.training import one_thread, train
 
 OUT = Path(__file__).parent / "results" / "sweep.json"

@@ -15,7 +15,6 @@ from kfac_fx.layer_collection import (
 )
 from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optimizer import KFAC
-from kfac_fx.passes.capture.own_backwards import plain_backward
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     AmbiguousRegistrationError,
@@ -31,6 +30,7 @@ from kfac_fx.passes.errors import (
     UntraceableError,
 )
 from kfac_fx.passes.layers import as_rows, by_group, layer
+from kfac_fx.passes.tracing.functions import plain_backward
 from kfac_fx.report import Report
 
 __version__ = "0.1.0"

@@ -9,18 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.captures.captures import Captures
-from kfac_fx.captures.declared import Declared
-from kfac_fx.checks.wrappers import unwrapped
+from kfac_fx.capture_cache import Captures
+from kfac_fx.checks.unchanged import unwrapped
 from kfac_fx.collection.captured import CapturedModel
 from kfac_fx.layer_collection import LayerCollection
-from kfac_fx.losses.loss_spec import LossSpec
+from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.trace import Capture
+from kfac_fx.recording.agreement import Declared
 from kfac_fx.recording.backends import compiled_model
-from kfac_fx.recording.output_losses import replaced
-from kfac_fx.recording.recorder import Recorder
+from kfac_fx.recording.recorder import Recorder, replaced
 from kfac_fx.report import Report
 from kfac_fx.statistics.moments import Moments, Ride
 

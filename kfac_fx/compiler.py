@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from kfac_fx.captures.declared import Declared
-from kfac_fx.checks.wrappers import refuse_unfit, unwrapped
+from kfac_fx.checks.unchanged import refuse_unfit, unwrapped
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.layer_collection import LayerCollection
-from kfac_fx.losses.loss_spec import loss_from
+from kfac_fx.losses.registered import loss_from
 from kfac_fx.passes.errors import LinkError, RegistrationError, nearest
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
+from kfac_fx.recording.agreement import Declared
 from kfac_fx.recording.backends import BACKENDS
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.taps.subsample import read_sampling

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.blocks.fisher import BlockDiagonalFisher
-from kfac_fx.checks.wrappers import refuse_untrained, refuse_without_blocks
+from kfac_fx.checks.unchanged import refuse_untrained, refuse_without_blocks
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.factor import additive
 from kfac_fx.layer_collection import LayerCollection
-from kfac_fx.linalg.matrices import Root
-from kfac_fx.linalg.precision import full_precision
+from kfac_fx.linalg.matrices import Root, full_precision
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration

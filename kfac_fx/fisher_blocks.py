@@ -12,7 +12,7 @@ from kfac_fx.collection.declared_block import Nodes
 from kfac_fx.collection.registered_block import FisherBlock as FisherBlock
 from kfac_fx.collection.registered_block import flattened
 from kfac_fx.factors.factor import additive
-from kfac_fx.linalg.pieces import split
+from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.ir import GENERIC, Registration
 from kfac_fx.passes.layers import LAYERS
 

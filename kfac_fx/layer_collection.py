@@ -25,17 +25,16 @@ from kfac_fx.collection.register_losses import LossRegistrations
 from kfac_fx.collection.scan import Scan, block_of
 from kfac_fx.fisher_blocks import FisherBlock
 from kfac_fx.losses.loss_function import LossFunction
-from kfac_fx.losses.loss_spec import LossSpec
-from kfac_fx.losses.registered_losses import RegisteredLoss
+from kfac_fx.losses.registered import LossSpec, RegisteredLoss
 from kfac_fx.passes.check import check_registration, uses_found
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.graphs.labels import entries, everything_behind, symbolic_sizes
 from kfac_fx.passes.graphs.sizes import in_example
 from kfac_fx.passes.ir import LossSite, Program, Registration, where
 from kfac_fx.passes.padding import padding
-from kfac_fx.passes.verify import verify
+from kfac_fx.passes.pipeline import verify
 from kfac_fx.recording.masks import checked
-from kfac_fx.recording.output_losses import graph_loss
+from kfac_fx.recording.recorder import graph_loss
 
 
 class LayerCollection(LayerRegistrations, LossRegistrations):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kfac_fx.checks.wrappers import refuse_without_blocks
+from kfac_fx.checks.unchanged import refuse_without_blocks
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.checkpoint import check, restore, saved
@@ -20,7 +20,7 @@ from kfac_fx.optim.parameter_groups import checked_net, split_group
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.stepper import Stepper
 from kfac_fx.optim.updater import Updater
-from kfac_fx.passes.capture.devices import accelerators
+from kfac_fx.passes.tracing.devices import accelerators
 
 
 class KFAC(Optimizer):

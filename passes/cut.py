@@ -27,7 +27,7 @@ from .claiming.flattened import flattened
 from .claiming.parts import Part, partial, parts_of, taken_apart, whole_uses
 from .graphs.labels import Label, differentiated, labels, parameters_behind, use_edges
 from .ir import Note, Program, Use, where
-from .words.matrix import Shape
+from .matrix import Shape
 from .words.pieces import Slab, axis_along, ranges, view_of
 from .words.slopes import SLICED
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .graphs.holder import attribute
+from .graphs.edit import attribute
 from .graphs.inplace import shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels
 from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, op_name

@@ -14,10 +14,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from .words.matrix import Shape
-from .words.pieces import Made, Piece
-from .words.places import source_line, where
-from .words.registration import (
+from .matrix import Shape
+from .registration import (
     APPROXIMATIONS,
     EVERY_LAYER,
     GENERIC,
@@ -27,7 +25,10 @@ from .words.registration import (
     WANTED,
     Registration,
     Sampling,
+    source_line,
+    where,
 )
+from .words.pieces import Made, Piece
 from .words.uses import CASES, KEPT, STEP, UNROLLED, Attrs, Bound, Dims, Use, tensor_attrs
 
 __all__ = [

@@ -13,13 +13,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .errors import LayerError
-from .graphs.cases import number_of_cases, with_batch_dim
-from .graphs.failures import fatal
-from .graphs.holder import attribute
+from .errors import LayerError, fatal
+from .graphs.edit import attribute
 from .graphs.inplace import functional
 from .graphs.labels import Label, ancestors, labels
-from .graphs.masks import with_mask
+from .graphs.sizes import number_of_cases, with_batch_dim, with_mask
 from .graphs.spelling import order_operands, respell
 from .ir import CASES, Bound, Program, Use
 from .layers import Form, Layer
@@ -28,7 +26,7 @@ from .matching.elements import KEY as ELEMENTS
 from .matching.gathers import ENTRIES, entries
 from .matching.jacobians import static_shape
 from .matching.linear_maps import MAP
-from .words.matrix import Layout, Shape
+from .matrix import Layout, Shape
 from .words.pieces import Made
 from .words.uses import Mapped
 

@@ -18,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from .graphs.experts import route
+from .graphs.edit import numbers
 from .graphs.inplace import functional, sequence
-from .graphs.literals import numbers
-from .graphs.native import spell_native
 from .graphs.operations import has_effect
-from .graphs.spelling import order_operands, respell, subtract_by_adding
+from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
 from .ir import Program
+from .layers.experts import route
 from .matching.elements import expand_masks, mark_tables, note_elements
 
 

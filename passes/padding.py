@@ -4,7 +4,7 @@ The mask is a node [N, S], nonzero where a position of a case is real. It goes w
 rows a position belongs: the use's output has a dimension of the cases and one of the positions, told by their symbolic
 sizes, or one dimension of both, made by a view of them; and the layer's own gradient rows of the mask, spread over such
 an output, are constant in every row. Where a model takes a sequence step by step, every use gets the mask's position
-that it is at (`passes.graphs.timeline`). All rows of other uses count, and `unmasked` says which and why.
+that it is at (`passes.timeline`). All rows of other uses count, and `unmasked` says which and why.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .errors import LayerError
-from .graphs.failures import fatal
+from .errors import LayerError, fatal
 from .graphs.labels import everything_behind
 from .graphs.operations import op_name
 from .graphs.sizes import in_example, number, shape_of, sizes_of
-from .graphs.timeline import UNCLEAR, Timeline
 from .ir import KEPT, UNCORRELATED, Dims, Note, Program, Registration, Use, where
 from .layers import Layer
+from .timeline import UNCLEAR, Timeline
 
 MOVES = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions in the place of positions
 PICKS = {"index", "index_select", "gather", "take_along_dim"}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .graphs.holder import attribute
+from .graphs.edit import attribute
 from .graphs.inplace import memories
 from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect

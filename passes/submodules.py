@@ -20,10 +20,10 @@ from typing import Any
 from torch import fx, nn
 
 from .graphs import pytree
-from .graphs.cases import NUMBER
-from .graphs.holder import attribute, holder
+from .graphs.edit import attribute, holder
 from .graphs.labels import Label, has_gradient, is_size, labels, parameters_behind, use_edges
 from .graphs.operations import AUTOCAST, EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
+from .graphs.sizes import NUMBER
 from .ir import SERIES, Program, Registration, Submodule, Use
 from .matching.elements import KEY
 

@@ -15,21 +15,34 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from .capture.attributes import untouched
-from .capture.border import refuse_drawn, refuse_hidden_tensors, refuse_nested, refuse_no_tensors
-from .capture.certain import CertainDraws
-from .capture.derivatives import FORWARD_MODE, differentiated, forward_mode, takes_derivatives
-from .capture.detached import Detached
-from .capture.flat import Flat, Returned, flat_graph, input_names
-from .capture.own_backwards import own_backwards
-from .capture.recurrent import packs_in, recurrent_layers, refuse_packed
-from .capture.symbolic import symbolic_trace
-from .capture.watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untraceable
-from .errors import UntraceableError
+from .errors import UntraceableError, fatal
 from .graphs import pytree
-from .graphs.failures import fatal
 from .graphs.operations import op_name
 from .ir import Options, Program
+from .tracing.attributes import untouched
+from .tracing.derivatives import FORWARD_MODE, differentiated, forward_mode, takes_derivatives
+from .tracing.functions import own_backwards
+from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
+from .tracing.signature import (
+    Flat,
+    Returned,
+    flat_graph,
+    input_names,
+    refuse_drawn,
+    refuse_hidden_tensors,
+    refuse_nested,
+    refuse_no_tensors,
+)
+from .tracing.substitutes import CertainDraws, Detached
+from .tracing.symbolic import symbolic_trace
+from .tracing.watch import (
+    backward_hooks,
+    cumulative_averages,
+    custom_functions,
+    quiet,
+    refuse_custom,
+    untraceable,
+)
 
 IMAGE = 4  # dimensions of a batch of images; those of videos are more
 ASSIGNED = r"The tensor attributes? .* assigned during export"  # torch's words; `untouched` sees it, too

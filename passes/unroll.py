@@ -1,4 +1,7 @@
-"""Recurrent layers written out: a linear layer of the input and one of the state at every step, and the gates.
+"""The cells of recurrent layers, in the order in which torch computes them: from the products of the input and of the
+state, each with its bias, and the state, to the new state. The first of a state is the output.
+
+Recurrent layers written out: a linear layer of the input and one of the state at every step, and the gates.
 
     y, h = recurrent("rnn_tanh", x, h0, [w, u, b, c])     x_0, x_1, ... = unbind(x)
                                                           h_1 = tanh(linear(h0, u, c) + linear(x_0, w, b))
@@ -22,12 +25,47 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .graphs.cells import CELLS, Cell, State, Value
+from .graphs.edit import Writer
 from .graphs.labels import Label, labels
-from .graphs.masks import counted
 from .graphs.operations import op_name
-from .graphs.writer import Writer
+from .graphs.sizes import counted
 from .ir import STEP, UNROLLED, Program
+
+Value = Any  # a tensor, or an fx.Proxy: what is done to it becomes nodes
+State = list[Value]
+Cell = Callable[[Value, Value, State], State]
+
+
+def lstm(x: Value, h: Value, state: State) -> State:
+    """Hochreiter & Schmidhuber 1997, with forget gates."""
+    gates = torch.chunk(h + x, 4, -1)
+    i, f, g, o = (gates[n] for n in range(4))
+    c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    return [torch.sigmoid(o) * torch.tanh(c), c]
+
+
+def gru(x: Value, h: Value, state: State) -> State:
+    """Cho et al. 2014; as in torch, the reset gate meets the product of the state and not the state."""
+    of_x, of_h = torch.chunk(x, 3, -1), torch.chunk(h, 3, -1)
+    r = torch.sigmoid(of_h[0] + of_x[0])
+    z = torch.sigmoid(of_h[1] + of_x[1])
+    n = torch.tanh(of_x[2] + of_h[2] * r)
+    return [(state[0] - n) * z + n]
+
+
+def rnn_tanh(x: Value, h: Value, state: State) -> State:
+    return [torch.tanh(h + x)]
+
+
+def rnn_relu(x: Value, h: Value, state: State) -> State:
+    return [torch.relu(h + x)]
+
+
+CELLS: dict[str, Cell] = {"lstm": lstm, "gru": gru, "rnn_tanh": rnn_tanh, "rnn_relu": rnn_relu}
+
+
+# --- unroll -----------------------------------------------------------------------------------------------------------
+
 
 # --- the pass -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +146,7 @@ class Unroller(Writer):
 
 
 def write_cell(write: Unroller, node: fx.Node) -> State:
-    """lstm_cell(x, [h, c], w, u, b, d) and its like, and `passes.capture.stand_ins.recurrent_cell`: one step."""
+    """lstm_cell(x, [h, c], w, u, b, d) and its like, and `passes.tracing.substitutes.recurrent_cell`: one step."""
     stands = op_name(node) == "recurrent_cell"
     arguments: Any = (*node.args[stands:], None, None)
     kind = str(node.args[0]) if stands else op_name(node).removesuffix("_cell")
@@ -120,7 +158,7 @@ def write_cell(write: Unroller, node: fx.Node) -> State:
 
 
 def write_layers(write: Unroller, node: fx.Node) -> State:
-    """`passes.capture.stand_ins.recurrent`"""
+    """`passes.tracing.substitutes.recurrent`"""
     arguments: Any = node.args
     kind, x, state, weights, lengths, steps, biases, layers, dropout, bidirectional, batch_first = arguments
     write.begin(node, node.name.replace("recurrent", kind))
@@ -220,14 +258,14 @@ def by_step(write: Unroller, x: Value, steps: int, dim: int = 0) -> list[Value]:
 
 
 def write_packed(write: Unroller, node: fx.Node) -> State:
-    """`passes.capture.recurrent.packed`"""
+    """`passes.tracing.recurrent.packed`"""
     x, lengths = write(node.args)
     steps = x.node.meta["val"].shape[0]
     return [write.pack(x, write.reached(lengths, steps, x), node.meta["val"].shape[0])]
 
 
 def write_unpacked(write: Unroller, node: fx.Node) -> State:
-    """`passes.capture.recurrent.unpacked`"""
+    """`passes.tracing.recurrent.unpacked`"""
     data, lengths, steps, padding = write(node.args)
     mask = write.reached(lengths, steps, data)
     y = write.unpack(data, mask)

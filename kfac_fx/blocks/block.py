@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.series import SeriesGroup
-from kfac_fx.factors.averaged import Form, Vector
 from kfac_fx.factors.factor import SIDES, Factor, Failures, NotRegisteredError, additive
-from kfac_fx.factors.groups import BlockGroup
 from kfac_fx.factors.inverses import Inverter
+from kfac_fx.factors.stacks import BlockGroup, Form, Vector
 from kfac_fx.factors.sua import UncorrelatedGroup
 from kfac_fx.factors.wide import WideGroup, in_blocks
 from kfac_fx.linalg.matrices import Root, dense
-from kfac_fx.linalg.pieces import split
+from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import SERIES, UNCORRELATED, Registration
 from kfac_fx.statistics.lagged import LAGGED
@@ -110,7 +109,7 @@ class FisherBlock(Operator):
         """Of this block and those that share its group."""
         Inverter([self.group], tuple(self.group.roots)).update()
 
-    # --- products: those of `kfac_fx.factors.groups` ------------------------------------------------------------------
+    # --- products: those of `kfac_fx.factors.stacks` ------------------------------------------------------------------
 
     def multiply_matpower(self, vector: Vector, exp: float) -> dict[str, Tensor]:
         """(F + λ I)^exp v. Raises NotRegisteredError for a power that is not kept."""

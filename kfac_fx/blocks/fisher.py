@@ -11,12 +11,11 @@ from torch import Tensor
 
 from kfac_fx.blocks.block import FisherBlock, Operator, check_fits, make_groups
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
-from kfac_fx.factors.averaged import Vector
 from kfac_fx.factors.factor import Failures, NotRegisteredError
-from kfac_fx.factors.groups import BlockGroup
 from kfac_fx.factors.inverses import Inverter
+from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import Root, dense
-from kfac_fx.linalg.pieces import joined, split
+from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.ir import Registration
 
 Key = tuple[str, ...]

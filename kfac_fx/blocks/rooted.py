@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.averaged import ALL
-from kfac_fx.factors.groups import BlockGroup
+from kfac_fx.factors.stacks import ALL, BlockGroup
 from kfac_fx.linalg.chain import doublings, inverse_root, least_eigenvalue, root_of
 from kfac_fx.linalg.krylov import inverse_power
 from kfac_fx.linalg.matrices import Root, eigh, rescued_eigh

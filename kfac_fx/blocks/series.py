@@ -34,9 +34,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.rooted import Kept, RootedGroup
-from kfac_fx.factors.averaged import ALL
 from kfac_fx.factors.factor import Side, Stack
-from kfac_fx.factors.groups import Roots
+from kfac_fx.factors.stacks import ALL, Roots
 from kfac_fx.linalg.chain import doublings, fejer, kron, resolvent, solve_transposed, symmetrized, triangle
 from kfac_fx.linalg.matrices import RESCUES, Root, cholesky, damp, eigh, is_finite, spread
 

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from kfac_fx.blocks.block import check_fits
-from kfac_fx.factors.averaged import Vector
-from kfac_fx.factors.groups import BlockGroup
+from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import dense
-from kfac_fx.linalg.pieces import joined, split
+from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 

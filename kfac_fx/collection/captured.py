@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from kfac_fx.checks.wrappers import refuse_unfit
-from kfac_fx.passes.capture.flat import PREFIX
+from kfac_fx.checks.unchanged import refuse_unfit
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
@@ -17,6 +16,7 @@ from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.trace import capture as trace
+from kfac_fx.passes.tracing.signature import PREFIX
 from kfac_fx.passes.unroll import unroll
 
 ONE_GRAPH = (

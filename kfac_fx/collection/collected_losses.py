@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from kfac_fx.collection.collection import BaseCollection
-from kfac_fx.losses.registered_losses import RegisteredLoss, RegisteredLosses, evaluated
+from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses, evaluated
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs.labels import ancestors
 from kfac_fx.passes.ir import Program

@@ -15,17 +15,16 @@ from torch import fx
 
 from kfac_fx.collection.captured import CapturedModel
 from kfac_fx.collection.registry import Key
-from kfac_fx.passes.claiming.claims import own
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.expressions import express
-from kfac_fx.passes.graphs.cases import with_batch_dim
 from kfac_fx.passes.graphs.labels import Label, labels, symbolic_sizes
-from kfac_fx.passes.graphs.masks import with_mask
+from kfac_fx.passes.graphs.sizes import with_batch_dim, with_mask
 from kfac_fx.passes.ir import Program, Use, where
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, match, patterns_by_target
 from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.resolve import own
 
 Nodes = Any  # a node, its name, or a list of them, one a use
 

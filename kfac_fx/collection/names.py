@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from kfac_fx.collection.captured import CapturedModel
-from kfac_fx.linalg.pieces import piece_of_view, read_piece
+from kfac_fx.linalg.vectors import piece_of_view, read_piece
 from kfac_fx.passes.errors import RegistrationError, nearest
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.words.pieces import Piece

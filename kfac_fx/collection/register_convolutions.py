@@ -17,7 +17,7 @@ from kfac_fx.collection.registry import VARIABLE_SCOPE, Reuse
 from kfac_fx.fisher_blocks import CONVOLUTIONS, DEPTHWISE, FisherBlock
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import UNCORRELATED, Sampling
-from kfac_fx.passes.layers.geometry import disagreement
+from kfac_fx.passes.layers.conv import disagreement
 from kfac_fx.taps.subsample import ALL, read_sampling
 
 Sizes = Sequence[int] | int | None

@@ -12,7 +12,7 @@ from kfac_fx.collection.find_use import listed
 from kfac_fx.collection.registry import AUTO_REUSE, VARIABLE_SCOPE, Reuse, resolved
 from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal, check_variance
 from kfac_fx.losses.loss_function import LossFunction
-from kfac_fx.losses.registered_losses import RegisteredLoss
+from kfac_fx.losses.registered import RegisteredLoss
 from kfac_fx.passes.errors import RegistrationError, ReuseError
 
 Node = fx.Node | str

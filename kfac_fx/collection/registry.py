@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
-from kfac_fx.linalg.pieces import overlap
+from kfac_fx.linalg.vectors import overlap
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.words.pieces import Piece
 

@@ -17,9 +17,8 @@ from kfac_fx.passes.claiming.approximation import cut_sides
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
 from kfac_fx.passes.expressions import express
-from kfac_fx.passes.graphs.cases import with_batch_dim
 from kfac_fx.passes.graphs.labels import ancestors, symbolic_sizes
-from kfac_fx.passes.graphs.sizes import in_example
+from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim
 from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, Program, Registration, Use, where
 from kfac_fx.passes.link import link
 from kfac_fx.passes.match import match

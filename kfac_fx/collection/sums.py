@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.block import statistics_of
-from kfac_fx.checks.proof_tap import check_shapes
-from kfac_fx.passes.graphs.failures import fatal, first_line
+from kfac_fx.checks.proof import check_shapes
+from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.statistics.lagged import LAGGED, unfolded
-from kfac_fx.statistics.row_sums import named, whole
-from kfac_fx.statistics.rows import Rows, canonical
+from kfac_fx.statistics.row_sums import Rows, canonical, named, whole
 from kfac_fx.taps.use_rows import both_rows
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kfac_fx.demo.settings import METHODS, SETTINGS, steps_of
+from kfac_fx.demo.tasks import METHODS, SETTINGS, steps_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,8 +45,7 @@ def missing() -> list[str]:
 
 def run(options: Options, console: Console) -> dict[str, Runs]:
     """Train, print and write everything that was asked for. Returns the runs by task and method."""
-    from kfac_fx.demo.plot import draw
-    from kfac_fx.demo.results import results, table, verdict
+    from kfac_fx.demo.results import draw, results, table, verdict
     from kfac_fx.demo.tasks import tasks
     from kfac_fx.demo.training import one_thread
 

@@ -1,4 +1,6 @@
-"""Two small problems on the 1,797 digits that scikit-learn brings along: 8 x 8 pixels of 17 intensities.
+"""What `benchmarks/sweep.py` found: a test compares this table with `benchmarks/results/sweep.json`.
+
+Two small problems on the 1,797 digits that scikit-learn brings along: 8 x 8 pixels of 17 intensities.
 
 A deep sigmoid autoencoder, the problem that first-order methods find hard and K-FAC was made for (Hinton &
 Salakhutdinov 2006; Martens & Grosse 2015, section 13), and a classifier that holds one of everything.
@@ -8,10 +10,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Settings = dict[str, Any]
+"""Keyword arguments of an optimizer."""
+
+SETTINGS: dict[str, dict[str, Settings]] = {
+    "autoencoder": {
+        "sgd": {"lr": 0.03, "momentum": 0.9},
+        "adamw": {"lr": 0.01, "weight_decay": 0.01},
+        "kfac": {"damping": 10.0, "min_damping": 1e-05, "invert_every": 5},
+    },
+    "classifier": {
+        "sgd": {"lr": 0.3, "momentum": 0.9},
+        "adamw": {"lr": 0.03, "weight_decay": 0.0},
+        "kfac": {"damping": 0.01, "min_damping": 1e-05, "invert_every": 5},
+    },
+}
+METHODS = {"sgd": "SGD", "adamw": "AdamW", "kfac": "K-FAC"}
+"""The methods in the order in which they run, and their names in print."""
+
+FEWER = 5
+"""K-FAC takes this many times fewer steps than the first-order methods, in the sweep and in the demo."""
+
+
+def steps_of(method: str, steps: int) -> int:
+    """The steps of `method` where the first-order methods take `steps`."""
+    return max(1, steps // FEWER) if method == "kfac" else steps
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
 
 INTENSITIES = 17  # a pixel counts the dark dots, 0 to 16, of a 4 x 4 patch of the scan
 CODE = 16

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.demo.settings import Settings
-from kfac_fx.demo.tasks import Task
+from kfac_fx.demo.tasks import Settings, Task
 
 Step = Callable[[Tensor, Tensor], None]
 Listener = Callable[[int, float], None]

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors.factor import Side
-from kfac_fx.factors.groups import BlockGroup, Roots
-from kfac_fx.linalg.matrices import Root, dense_roots, rescued_roots, spread
-from kfac_fx.linalg.precision import full_precision
+from kfac_fx.factors.stacks import BlockGroup, Roots
+from kfac_fx.linalg.matrices import Root, dense_roots, full_precision, rescued_roots, spread
 
 
 class Watch:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors.factor import INPUTS, Side
-from kfac_fx.factors.groups import BlockGroup
+from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import bordered
 
 

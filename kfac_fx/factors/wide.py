@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.factors.factor import OUTPUTS, Side
-from kfac_fx.factors.groups import BlockGroup
+from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import gram, rescued_eigh
-from kfac_fx.passes.words.matrix import block_width
-from kfac_fx.statistics.row_sums import IN_BLOCKS, of_group, statistic
-from kfac_fx.statistics.rows import Rows, homogeneous
+from kfac_fx.passes.matrix import block_width
+from kfac_fx.statistics.row_sums import IN_BLOCKS, Rows, homogeneous, of_group, statistic
 
 
 def cut(rows: Tensor, blocks: int) -> Tensor:

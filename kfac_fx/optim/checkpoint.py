@@ -12,8 +12,8 @@ from kfac_fx.optim.first_order import new_state
 from kfac_fx.optim.parameter_groups import OF_GROUPS, Group, new_velocity
 from kfac_fx.optim.stepper import Stepper
 from kfac_fx.optim.updater import SCALARS
-from kfac_fx.passes.capture.devices import RandomState
 from kfac_fx.passes.errors import table
+from kfac_fx.passes.tracing.devices import RandomState
 
 
 def saved(stepper: Stepper, generator: torch.Generator) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.capture.devices import RandomState
+from kfac_fx.passes.tracing.devices import RandomState
 
 Closure = Callable[[], Tensor | float]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_fx.losses.loss_function import LossFunction, precise
-from kfac_fx.passes.graphs.failures import fatal, first_line
+from kfac_fx.passes.errors import fatal, first_line
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
 Tensors = dict[str, Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.flat import Flat, Tensors
+from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.passes.errors import nearest
 
 STATE = ("exp_avg", "exp_avg_sq", "step")

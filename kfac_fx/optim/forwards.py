@@ -16,7 +16,7 @@ from kfac_fx.optim.micro_batches import MicroBatches
 from kfac_fx.optim.parameter_groups import CompiledNet
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.watched import watch
-from kfac_fx.passes.capture.devices import RandomState
+from kfac_fx.passes.tracing.devices import RandomState
 
 
 class Forwards:

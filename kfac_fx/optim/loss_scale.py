@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.loss_spec import LossSpec
+from kfac_fx.losses.registered import LossSpec
 from kfac_fx.optim.loss_factors import PROPORTIONAL, Found, factors, pushed
 from kfac_fx.optim.watched import Watched
 

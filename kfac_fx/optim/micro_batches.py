@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfac_fx.optim.watched import Watched
-from kfac_fx.passes.capture.devices import RandomState
+from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

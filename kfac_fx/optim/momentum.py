@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.flat import Flat, Tensors
+from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.quadratic import inner
 
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.linalg.flat import Flat, Tensors
 from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import LossFunction, precise
 from kfac_fx.optim.first_order import FirstOrder, new_state
 from kfac_fx.optim.options import OPTIONS, check_not_negative

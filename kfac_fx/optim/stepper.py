@@ -17,8 +17,8 @@ from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.uncovered import check_coverage
 from kfac_fx.optim.update import Work, is_finite
 from kfac_fx.optim.updater import Updater
-from kfac_fx.passes.capture.devices import RandomState
 from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.tracing.devices import RandomState
 
 Works = tuple[Work | None, Work | None]  # what K-FAC moves, and what the first-order rule moves
 

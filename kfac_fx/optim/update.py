@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.flat import Flat, Tensors
+from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.first_order import FirstOrder
 from kfac_fx.optim.momentum import MomentumRule, Preconditioner
 from kfac_fx.optim.quadratic import QuadraticModel, inner, inner_products, slopes

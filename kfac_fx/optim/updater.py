@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.linalg.flat import Flat, Tensors
+from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products
 from kfac_fx.optim.micro_batches import Call

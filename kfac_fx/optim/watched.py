@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.losses.loss_function import LossFunction
-from kfac_fx.passes.capture.devices import RandomState, same_random
-from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.graphs import pytree
-from kfac_fx.passes.graphs.failures import out_of_memory
+from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.recording.recorder import Recorder
 
 LIMIT = 1 << 22  # elements of the Fisher's outputs; of more, only the first cases are watched

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.losses.registered_losses import WeightedLosses
-from kfac_fx.passes.errors import RegistrationError, nearest
+from kfac_fx.losses.registered import WeightedLosses
+from kfac_fx.passes.errors import RegistrationError, fatal, first_line, nearest
 from kfac_fx.passes.graphs import pytree
-from kfac_fx.passes.graphs.failures import fatal, first_line
 from kfac_fx.passes.ir import Dims, Program
 from kfac_fx.passes.padding import padding, spread
 

@@ -1,4 +1,10 @@
-"""Recording: the emitted module run on a batch of its own, or riding on the user's, and what comes out of it.
+"""A capture, emitted as a module: how it is run, and which part of a batch it is run on.
+
+A run never changes training: it works on the parameters it is given, copies of the buffers and a forked random stream.
+
+The losses on the outputs of one run: of which distributions, over how many cases, without what is padding.
+
+Recording: the emitted module run on a batch of its own, or riding on the user's, and what comes out of it.
 
 Recording never changes training. The recording pass works on detached parameters, copies of the buffers and a forked
 random stream; a ride returns the very outputs of the model.
@@ -6,26 +12,303 @@ random stream; a ride returns the very outputs of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch.func import functional_call
 
-from kfac_fx.linalg.matrices import dense
-from kfac_fx.linalg.pieces import split
-from kfac_fx.linalg.precision import full_precision
+from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.vectors import split
+from kfac_fx.losses import LossFunction
+from kfac_fx.losses.registered import NAMES, LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss
 from kfac_fx.losses.sources import check_mode, is_exact, one_source
-from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.recording.backends import lasting
-from kfac_fx.recording.exact import ExactPass
-from kfac_fx.recording.output_losses import OutputLosses
-from kfac_fx.recording.pullback import MEMORY, SavedBytes
+from kfac_fx.passes.errors import LossError, UntraceableError
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.graphs.labels import symbolic_sizes
+from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
+from kfac_fx.passes.ir import Program, Registration, Use
+from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.tracing.devices import accelerators, same_random
+from kfac_fx.recording.backends import CompiledOrPlain, compiled_function, lasting
+from kfac_fx.recording.exact import MEMORY, ExactPass, SavedBytes
+from kfac_fx.recording.masks import real_losses
 from kfac_fx.statistics.moments import Key, Moments, Ride, flat
-from kfac_fx.taps.tap import make_probes
+from kfac_fx.taps.link import Link
+from kfac_fx.taps.subsample import PHASES
+from kfac_fx.taps.tap import Tap, make_probes
+
+
+@dataclass
+class Emitted:
+    """One capture, emitted, with the ways to run it.
+
+    statistics: by registration (its parameters), the names of the statistics that its block needs.
+    loss: the user's, from the model's outputs or from nodes of the graph; None if forward computes it.
+    """
+
+    capture: Capture
+    program: Program
+    model: nn.Module
+    loss: LossSpec | RegisteredLosses | None
+    statistics: Mapping[Key, tuple[str, ...]]
+    backend: str = "eager"
+    make_tap: type[Tap] = Tap
+    proven: bool = False
+    settings: tuple[Mapping[str, Any], ...] | None = None  # of the model: what the graph holds for; None: any
+    emitted: Any = field(init=False)
+    taps: dict[Key, list[Tap]] = field(default_factory=dict, init=False)  # one a use, in their order
+
+    def __post_init__(self) -> None:
+        layers = self.program.layers
+        self.emitted = rewrite(
+            self.program,
+            self.tap_of,
+            lambda one, use, first, last: Link(one, use, layers[use.layer], first, last),
+        )
+        targets = {str(node.target) for node in self.emitted.graph.nodes if node.op == "get_attr"}
+        self.parameter_names = [name for name, _ in self.model.named_parameters() if name in targets]
+        self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in targets]
+        self.random = any(is_random(node) for node in self.emitted.graph.nodes)
+        self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        self.compiled = [compiled(self.call, self.emitted.graph, self.backend)]
+        self.run = self.compiled[0]
+        self.recordings = 0
+
+    def tap_of(self, one: Registration, use: Use) -> Tap:
+        tap = self.make_tap(one, use, self.program.layers[use.layer])
+        self.taps.setdefault(one.parameters, []).append(tap)
+        return tap
+
+    @property
+    def plain_reason(self) -> str | None:
+        """Why a graph runs without the compiler that it was to run under; None if none does."""
+        return next((reason for one in self.compiled if (reason := getattr(one, "reason", None))), None)
+
+    @property
+    def sampled(self) -> list[Tap]:
+        return [tap for taps in self.taps.values() for tap in taps if tap.sampling is not None]
+
+    @property
+    def whole(self) -> bool:
+        """Whether one graph is the whole model, so that none of its Python runs."""
+        return True
+
+    def cast_to(self) -> set[torch.dtype]:
+        """What autocast inside of forward makes of its tensors, as far as the captures know of it."""
+        return set()
+
+    def note_proof(self, made: bool) -> None:
+        """Called when the batch that a proof was made on, or would have been, is through."""
+
+    # --- running the emitted module ---------------------------------------------------------------------------------
+
+    def call(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: tuple[Any, ...], probes: Any
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """(what the model returns, flat; the Fisher's outputs) as a pure function but for what `buffers` go through."""
+        result: tuple[Any, tuple[Tensor, ...]] = functional_call(
+            self.emitted, {**parameters, **buffers}, (*values, probes)
+        )
+        return result
+
+    def live_parameters(self) -> dict[str, Tensor]:
+        return {name: self.model.get_parameter(name) for name in self.parameter_names}
+
+    def copied_buffers(self) -> dict[str, Tensor]:
+        return {name: self.model.get_buffer(name).clone() for name in self.buffer_names}
+
+    def sample_anew(self, generator: torch.Generator | None) -> None:
+        """Other rows than last time for input factors that are computed from a part of them."""
+        if not self.sampled:
+            return
+        self.recordings += 1
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if generator is not None:
+            phases = torch.rand(2, generator=generator, dtype=torch.float64, device=generator.device).to(device)
+        else:  # written there by a kernel each, since the host would wait for a copy
+            numbers = (self.recordings * step % 1.0 for step in PHASES)
+            phases = torch.stack([torch.full((), one, dtype=torch.float64, device=device) for one in numbers])
+        for tap in self.sampled:
+            tap.phases = phases
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Gradients on, and the global random stream as it was afterwards."""
+        with torch.enable_grad(), same_random(accelerators(self.model.parameters()), enabled=self.random):
+            yield
+
+    # --- the batch --------------------------------------------------------------------------------------------------
+
+    def case_axis(self, position: int, value: Any) -> int | None:
+        """Which axis of an input counts the cases; the first where the graph knows no sizes."""
+        if not isinstance(value, Tensor):
+            return None
+        if self.program.cases is None:
+            return 0 if value.dim() else None
+        sizes = symbolic_sizes(self.placeholders[position])
+        return sizes.index(self.program.cases) if self.program.cases in sizes else None
+
+    def examples(self, values: tuple[Any, ...]) -> int:
+        axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))
+        found = [value.shape[axis] for value, axis in axes if axis is not None]
+        if not found and self.program.cases is None:  # torch.fx takes lists and dictionaries of tensors as one input
+            found = [leaf.shape[0] for leaf in pytree.leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+        return found[0] if found else 1
+
+    def part(self, values: tuple[Any, ...], fraction: float) -> tuple[Any, ...]:
+        """The first `fraction` of the examples of every input that has them."""
+        if fraction >= 1.0:
+            return values
+        total = self.examples(values)
+        kept = math.ceil(total * fraction)
+
+        def cut(position: int, value: Any) -> Any:
+            axis = self.case_axis(position, value)
+            return value if axis is None or value.shape[axis] != total else value.narrow(axis, 0, kept)
+
+        return tuple(cut(position, value) for position, value in enumerate(values))
+
+    def part_of_targets(self, targets: Any, values: tuple[Any, ...], fraction: float) -> Any:
+        """What belongs to `part(values, fraction)`: cases are first in targets."""
+        total, kept = self.examples(values), self.examples(self.part(values, fraction))
+
+        def cut(value: Any) -> Any:
+            has_all = isinstance(value, Tensor) and value.dim() and value.shape[0] == total
+            return value[:kept] if has_all else value
+
+        return targets if kept == total else pytree.mapped(cut, targets)
+
+
+def compiled(function: Callable[..., Any], graph: fx.Graph, backend: str) -> Callable[..., Any]:
+    """What runs `graph`, under `backend`."""
+    own = any(op_name(node) == OWN_BACKWARD for node in graph.nodes)
+    return CompiledOrPlain(function, backend) if own and backend != "eager" else compiled_function(function, backend)
+
+
+# --- output losses ----------------------------------------------------------------------------------------------------
+
+
+class OutputLosses(Emitted):
+    """An emitted module that knows the losses behind what it returns."""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it is known what the Fisher is of."""
+        return bool(self.loss or self.program.losses)
+
+    def losses(self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> WeightedLosses:
+        """(coefficient, loss) for each output distribution.
+
+        Args:
+            output: what the model returned; the user's loss is built on it.
+            fisher: the Fisher's outputs; a loss that the graph computes is built on them.
+        """
+        if isinstance(self.loss, RegisteredLosses):
+            return self.loss.on(fisher, targets)
+        if self.loss is None and not self.program.losses:
+            raise LossError(
+                "no loss is known: the Fisher is that of an output distribution.\n"
+                'Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli" or a function of the '
+                "model's outputs, or let forward compute cross_entropy, mse_loss or binary_cross_entropy_with_logits."
+            )
+        if self.loss is not None:
+            return self.loss(output, targets)
+        given = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
+        sites = zip(self.program.losses, fisher, given, strict=True)
+        return [graph_loss(site.kind, site.reduction, inputs, target) for site, inputs, target in sites]
+
+    def cases_by_loss(self, losses: WeightedLosses) -> list[int]:
+        return cases_by_loss(losses, self.loss.names if isinstance(self.loss, RegisteredLosses) else None)
+
+    def cases(self, losses: WeightedLosses) -> int:
+        """Of a batch: how many terms the mean of the loss has; of several losses, the first."""
+        return self.cases_by_loss(losses)[0]
+
+    def summed(self, losses: WeightedLosses) -> WeightedLosses:
+        """With coefficients that make the sum over cases `cases` times the mean loss, where every loss is a mean over
+        its own cases: losses of as many cases keep theirs."""
+        each = self.cases_by_loss(losses)
+        return [(c if n == each[0] else c * each[0] / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
+
+    def averaged(self, losses: WeightedLosses) -> WeightedLosses:
+        """With coefficients for means over the cases of every tower: a tower weighs as much as it has cases."""
+        each = self.cases_by_loss(losses)
+        return [(c if n == loss.cases else c * loss.cases / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
+
+    def tower_cases(self, fisher: tuple[Tensor, ...]) -> list[int]:
+        """The first dimension of every tower's outputs; one entry if towers were not registered."""
+        if not isinstance(self.loss, RegisteredLosses):
+            return [0]
+        found = zip(self.loss.names, self.loss.on(fisher), strict=True)
+        return [loss.inputs.shape[0] for name, (_, loss) in found if name == self.loss.names[0]]
+
+    def losses_of_constants(
+        self, output: Any, fisher: tuple[Tensor, ...], values: tuple[Any, ...], mode: str, targets: Any
+    ) -> tuple[list[Tensor], WeightedLosses]:
+        """The Fisher's outputs as leaves of a graph of their own, and the losses made of those."""
+        leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in fisher]
+        if mode == "empirical" and targets is None and not isinstance(self.loss, LossSpec):
+            targets = self.graph_targets(values)
+        return leaves, self.real_losses(
+            lambda given: self.losses(self.rebuilt(output, fisher, given), tuple(given), targets), leaves, values
+        )
+
+    def real_losses(
+        self, build: Callable[[Sequence[Tensor]], WeightedLosses], fisher: Sequence[Tensor], values: tuple[Any, ...]
+    ) -> WeightedLosses:
+        """The losses that `build` makes of the Fisher's outputs, without what is padding for these inputs."""
+        if self.program.mask is None:
+            return build(fisher)
+        mask = evaluated(self.program.mask, dict(zip(self.placeholders, values, strict=True)))
+        return real_losses(build, fisher, self.program.mask_dims, mask)
+
+    def rebuilt(self, output: Any, fisher: Sequence[Tensor], leaves: Sequence[Tensor]) -> Any:
+        """What the model returned, with the Fisher's outputs replaced by `leaves`."""
+        return self.capture.unflatten(replaced(output, fisher, leaves))
+
+    def graph_targets(self, values: tuple[Any, ...]) -> list[Any]:
+        """The targets that forward hands to the losses it computes, which must be inputs of the model."""
+        known = dict(zip(self.placeholders, values, strict=True))
+        sites = self.loss.losses if isinstance(self.loss, RegisteredLosses) else self.program.losses
+        return [evaluated(s.targets, known) if isinstance(s.targets, fx.Node) else s.targets for s in sites]
+
+
+def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+    by_id = {id(before): after for before, after in zip(old, new, strict=True)}
+    return pytree.mapped(lambda value: by_id.get(id(value), value), tree)
+
+
+def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple[float, LossFunction]:
+    """The distribution behind a loss that forward computes, and its weight in the mean over cases."""
+    if kind == "categorical" and inputs.dim() > 2:
+        inputs = inputs.movedim(1, -1)  # F.cross_entropy has the classes second
+    loss = NAMES[kind](inputs, targets=targets)
+    if kind == "categorical" or reduction != "mean":
+        return 1.0, loss
+    return loss.cases / inputs.numel(), loss  # F.mse_loss and the like also average over a case's elements
+
+
+def evaluated(node: Any, known: dict[Any, Any]) -> Any:
+    """The value of a node that depends on inputs only through operations without parameters."""
+    if node in known:
+        return known[node]
+    args = fx.map_arg(node.args, lambda n: evaluated(n, known))
+    kwargs = fx.map_arg(node.kwargs, lambda n: evaluated(n, known))
+    if node.op == "call_method":
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    if node.op != "call_function":
+        raise LossError(f"the targets of the loss at {node.name} are computed from parameters; pass `targets`")
+    return node.target(*args, **kwargs)
+
+
+# --- recorder ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -16,8 +16,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
-from kfac_fx.report.graph import dot
-from kfac_fx.report.html import page
+from kfac_fx.report.formats import dot, page
 from kfac_fx.report.rows import Row, factor_dtype, rows, size
 from kfac_fx.taps.subsample import described
 

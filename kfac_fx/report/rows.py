@@ -12,7 +12,7 @@ import torch
 
 from kfac_fx.passes.graphs.labels import labels, parameters_behind, use_edges
 from kfac_fx.passes.ir import SERIES, UNCORRELATED, Program, Registration
-from kfac_fx.passes.words.matrix import block_width
+from kfac_fx.passes.matrix import block_width
 
 Shapes = dict[str, tuple[int, ...]]
 MEANS = {"kron_sua_zero_mean": " of zero mean", "kron_sua_centered": " less their mean"}

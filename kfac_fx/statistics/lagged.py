@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.statistics.row_sums import Shape
-from kfac_fx.statistics.rows import Matrix, Rows, homogeneous
+from kfac_fx.statistics.row_sums import Matrix, Rows, Shape, homogeneous
 
 
 @dataclass(frozen=True)

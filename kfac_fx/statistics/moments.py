@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense
-from kfac_fx.linalg.pieces import split
+from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.row_sums import whole
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.words.matrix import Layout
+from kfac_fx.passes.matrix import Layout
 from kfac_fx.passes.words.uses import JACOBIAN
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.sloped import views

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.linalg.precision import full_precision_in_eager
+from kfac_fx.linalg.matrices import full_precision_in_eager
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration, Use, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED, unfolded
-from kfac_fx.statistics.rows import Matrix, canonical
+from kfac_fx.statistics.row_sums import Matrix, canonical
 from kfac_fx.taps.tap import Probes, RealRows, apart, quick
 from kfac_fx.taps.use_rows import BothRows, both_rows
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.passes.ir import Registration, Use
-from kfac_fx.passes.words.matrix import Layout
+from kfac_fx.passes.matrix import Layout
 from kfac_fx.passes.words.pieces import Slope
 from kfac_fx.passes.words.slopes import CENTERED, NORMALIZED, STANDARDIZED, filters, projected, slope
 from kfac_fx.passes.words.uses import Gain

@@ -14,7 +14,7 @@ from ..errors import ApproximationError, table
 from ..graphs.operations import VIEWS, op_name
 from ..ir import GENERIC, KEPT, KRONECKER, SERIES, UNCORRELATED, Program, Use, tensor_attrs, where
 from ..layers import Layer
-from ..words.matrix import MatrixForm
+from ..matrix import MatrixForm
 from ..words.slopes import NORMALIZED, OWN
 
 PER_CASE = ("full", "diagonal")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from ..words.matrix import Shape
+from ..matrix import Shape
 from ..words.pieces import Piece, axis_along, ranges
 from .parts import NOTHING, Part
 

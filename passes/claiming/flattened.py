@@ -13,7 +13,7 @@ from typing import Any
 
 from ..ir import KEPT, Bound, Use
 from ..matching.jacobians import by_jacobian, jacobian_of
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 from ..words.pieces import viewed, whole
 from ..words.uses import JACOBIAN
 

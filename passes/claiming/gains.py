@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..graphs.labels import has_gradient
 from ..ir import Bound, Use
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 from ..words.pieces import Slope
 from ..words.slopes import CENTERED, SLICED, STANDARDIZED
 from ..words.uses import Gain

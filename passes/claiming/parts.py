@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import LayerError
 from ..ir import Bound, Program, Use
 from ..matching.products import uses_of_factors
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 from ..words.pieces import Piece, Region, Slope, constant_along, layout_in, region_in, view_of, viewed, whole
 from .gains import constant_in, gains_of, reads_ids, side_of, with_slopes
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .labels import Label, labels
-from .operations import CASTS, OWN_BACKWARD, changes_memory, op_name, returns_view
-from .signatures import RENAMED
+from .operations import CASTS, OWN_BACKWARD, RENAMED, changes_memory, op_name, returns_view
 
 SHARES_MEMORY = CASTS | {  # beside what ATen says is a view; some of these only now and then, as dropout in evaluation
     "T", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", "_unsafe_view",

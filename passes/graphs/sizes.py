@@ -1,11 +1,23 @@
-"""Sizes of what a node computes: numbers, or symbols where only the batch knows them."""
+"""Sizes of what a node computes: numbers, or symbols where only the batch knows them.
+
+Where the cases are in a use's output, and how many there are.
+
+Which rows of a use are padding, said in the graph: an identity behind the output of the use.
+
+y = linear(x, w, b);  f(y)      ->      y = linear(x, w, b);  f(counted(y, kept))
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from ..ir import CASES, KEPT, Use
+from . import pytree
+from .labels import symbolic_sizes
 
 
 def shape_of(node: fx.Node) -> tuple[Any, ...]:
@@ -28,3 +40,52 @@ def in_example(size: int | torch.SymInt) -> int:
     # Not `int(size)`, which makes the symbol this number everywhere, so that equal numbers look like the same size.
     # torch has no public name for the number behind a symbol.
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' graphs side by side: which it belongs to
+
+
+def with_batch_dim(use: Use, cases: str) -> Use:
+    """Where the cases are in the use's output; None if no dimension has their size."""
+    sizes = symbolic_sizes(use.output)
+    if use.free:
+        use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output, cases)})
+    return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use
+
+
+def number_of_cases(output: fx.Node, cases: str | None) -> fx.Node:
+    """A node of the size of the cases; where it is not known, the first size of the first input, of the same submodule.
+
+    What is free of the batch only has the same Fisher with any number: `count` grows with it, and G falls.
+    """
+    graph, own = output.graph, output.meta.get(NUMBER)
+    inputs = [node for node in graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == own]
+    found = [(node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases]
+    node, dim = found[0] if found else (inputs[0], 0)
+    known = [user for user in node.users if user.target is size and user.args[1] == dim]
+    with graph.inserting_after(inputs[-1]):
+        return known[0] if known else graph.call_function(size, (node, dim))
+
+
+def size(value: Any, dim: int) -> int:
+    """Of an input: a tensor, or several in a container."""
+    return next((int(one.shape[dim]) for one in pytree.leaves(value) if isinstance(one, Tensor) and one.dim()), 1)
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def counted(output: Tensor, kept: Tensor) -> Tensor:
+    """`output`; of its rows [N, S] only those count where `kept` is true, whatever the others hold."""
+    return output
+
+
+def with_mask(use: Use) -> Use:
+    """The use with its mask among its attributes, if the graph says one."""
+    readers = list(use.output.users)
+    if len(readers) != 1 or readers[0].target is not counted or readers[0].args[0] is not use.output:
+        return use
+    return replace(use, attrs={**use.attrs, KEPT: readers[0].args[1]})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..words.matrix import Layout, Shape, Step
+from ..matrix import Layout, Shape, Step
 from .operations import CASTS, PERMUTES, VIEWS, computed, op_name
 
 

@@ -1,15 +1,13 @@
 """One declaration a layer, a file a family. `LAYERS` is all of them; a user's own join by `collect`."""
 
-from . import bag, bilinear, conv, elementwise, embedding, experts, linear, norm
-from . import contracted as contracted  # its forms join those of linear
-from . import einsum as einsum  # its, too
-from . import scales as scales  # and these those of scale_and_shift
+from . import conv, elementwise, embedding, experts, linear, norm
+from . import einsum as einsum  # its forms join those of linear
 from .declaration import Form, Layer, collect, composite, layer
 from .rows import as_rows, by_group
 
 LAYERS: dict[str, Layer] = collect(
     linear.linear,
-    bilinear.bilinear,
+    linear.bilinear,
     experts.experts,
     conv.conv1d,
     conv.conv2d,
@@ -23,7 +21,7 @@ LAYERS: dict[str, Layer] = collect(
     conv.separable_conv1d,
     conv.separable_conv2d,
     embedding.embedding,
-    bag.embedding_bag,
+    embedding.embedding_bag,
     norm.layer_norm,
     norm.rms_norm,
     norm.group_norm,

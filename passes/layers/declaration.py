@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import LayerError
 from ..ir import EVERY_LAYER, SERIES, UNCORRELATED, Attrs
-from ..words.matrix import Layout
+from ..matrix import Layout
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
 MomentFn = Callable[[Tensor, Attrs], tuple[Tensor, Tensor]]

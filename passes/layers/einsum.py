@@ -1,13 +1,133 @@
-"""Fully connected layers as `einsum` writes them; what their equation says is in `contraction`."""
+"""An einsum of an input and a weight as a linear map: which index is a group, an input, an output, a position.
+
+Fully connected layers as `einsum` writes them; what their equation says is in `contraction`.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contraction import as_einsum
+from ..ir import Attrs
+from ..matrix import Layout, Shape
 from .linear import linear
 from .rows import written
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """`y = einsum("x,weight->y", ...)`: the indices of the three, and the sizes of the weight's.
+
+    An index of the weight is a group if x and y have it, an input if only x has it, an output if only y has it. What is
+    left of y are positions, the first of them the cases. A size of 1 in the weight is no index of it: nothing varies.
+    """
+
+    x: str
+    weight: str
+    y: str
+    sizes: Shape
+
+    @property
+    def size(self) -> dict[str, int]:
+        return {k: n for k, n in zip(self.weight, self.sizes, strict=True) if n != 1 or k not in self.x}
+
+    @property
+    def groups(self) -> list[str]:
+        return [k for k in self.size if k in self.x and k in self.y]
+
+    @property
+    def inputs(self) -> list[str]:
+        return [k for k in self.size if k not in self.y]
+
+    @property
+    def outputs(self) -> list[str]:
+        return [k for k in self.size if k not in self.x]
+
+    def linear(self) -> bool:
+        """Whether y is a linear map of x by a matrix that holds every element of the weight once."""
+        sides = [side.replace("...", "") for side in (self.x, self.weight, self.y)]
+        repeated = any(len(set(side)) < len(side) for side in sides)
+        summed = set(self.weight) - set(self.x + self.y)
+        return not repeated and not summed and "..." not in self.weight
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[N, S, g, i]"""
+        return self.split(x, self.x, self.inputs)
+
+    def grad_rows(self, y: Tensor) -> Tensor:
+        """[N, S, g, o]"""
+        return self.split(y, self.y, self.outputs)
+
+    def split(self, tensor: Tensor, given: str, columns: Sequence[str]) -> Tensor:
+        last = [*self.groups, *columns]
+        first = "".join(k for k in self.y if k not in self.size)
+        tensor = torch.einsum(f"{given}->{first}{''.join(last)}", tensor)
+        positions = tensor.shape[: tensor.dim() - len(last)] or (1,)
+        groups, width = math.prod([self.size[k] for k in self.groups]), math.prod([self.size[k] for k in columns])
+        tensor = tensor.expand(*positions, *(self.size[k] for k in last))  # x may be broadcast against the weight
+        return tensor.reshape(positions[0], math.prod(positions[1:]), groups, width)
+
+    def weight_layout(self, weight: Layout) -> Layout:
+        return weight.rearrange(f"{spaced(k if k in self.size else '1' for k in self.weight)} -> {self.matrix(True)}")
+
+    def bias_layout(self, bias: Layout) -> Layout:
+        kept = [k for k in self.y if k in self.groups + self.outputs]
+        return bias.reshape(tuple(self.size[k] for k in kept)).rearrange(f"{spaced(kept)} -> {self.matrix(False)}")
+
+    def matrix(self, inputs: bool) -> str:
+        parts = [self.groups, self.outputs, self.inputs] if inputs else [self.groups, self.outputs]
+        return " ".join(f"({spaced(part)})" for part in parts)
+
+    def takes(self, bias: Shape) -> bool:
+        """Whether y + bias is still one layer: the bias varies along all groups and outputs, and along nothing else."""
+        last = self.y.rpartition("...")[2]
+        own = self.groups + self.outputs
+        wanted = tuple(self.size[k] if k in own else 1 for k in last)
+        return set(own) <= set(last) and len(bias) <= len(last) and (1,) * (len(last) - len(bias)) + bias == wanted
+
+
+def spaced(names: Any) -> str:
+    return " ".join(names)
+
+
+def contraction(attrs: Attrs, weight_first: bool) -> Contraction:
+    """Of the einsum whose attribute `equation` is given; without an arrow, y has the single indices in their order."""
+    terms, arrow, y = attrs["equation"].replace(" ", "").partition("->")
+    first, second = terms.split(",")
+    if not arrow:
+        y = "..." * ("..." in terms) + "".join(sorted(k for k in terms if k.isalpha() and terms.count(k) == 1))
+    x, weight = (second, first) if weight_first else (first, second)
+    return Contraction(x, weight, y, attrs["weight"])
+
+
+def as_einsum(weight_first: bool) -> dict[str, Any]:
+    """The arguments of `layer` for a form with an attribute `equation`."""
+
+    def parts(attrs: Attrs) -> Contraction:
+        return contraction(attrs, weight_first)
+
+    def where(attrs: Attrs) -> bool:
+        found = parts(attrs)
+        return found.linear() and ("bias" not in attrs or found.takes(attrs["bias"]))
+
+    return {
+        "rows": lambda x, attrs: parts(attrs).rows(x),
+        "grad_rows": lambda dy, attrs: parts(attrs).grad_rows(dy),
+        "layouts": {
+            "weight": lambda weight, attrs: parts(attrs).weight_layout(weight),
+            "bias": lambda bias, attrs: parts(attrs).bias_layout(bias),
+        },
+        "where": where,
+        "leading": False,
+    }
+
+
+# --- einsum -----------------------------------------------------------------------------------------------------------
 
 
 @linear.form(

@@ -1,6 +1,8 @@
 """What scales and shifts every element on its own: one group an element of the parameters, one input, one output.
 
 And what a shift is, too, where it is no sum: a token in front of every sequence has the gradient of its own places.
+
+What scales every element on its own and is written as no product: quotients, mixtures, outer products.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from ..words.matrix import Shape
+from ..matrix import Shape
 from .declaration import layer
 from .rows import ELEMENTWISE, by_group, elements, written
 
@@ -229,3 +231,51 @@ def slopes(weight: Shape, x: Tensor) -> Shape:
 )
 def prelu(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.prelu(x, weight)
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+def by_quotient(x: Tensor, attrs: Attrs) -> Tensor:
+    """The change of x / w is -x / w² times that of w."""
+    return elements(-x / attrs["value"].square(), attrs)
+
+
+@scale_and_shift.form(
+    rows=by_quotient,
+    where=lambda attrs: True,
+    example=(
+        written(lambda x, w: x / w, (4, 7, 5), w=(7, 5)),
+        written(lambda x, w: x / w, (4, 1, 5), w=()),
+        written(lambda x, w: x / w.view(-1, 1), (4, 7, 5), w=(7,)),
+    ),
+)
+def quotient(x: Tensor, value: Any = None, *, weight: Tensor) -> Tensor:
+    return torch.div(x, weight)
+
+
+@scale_and_shift.form(
+    rows=lambda x, attrs: elements(x.reciprocal(), attrs),
+    where=lambda attrs: True,
+    example=written(lambda x, w: w / (1 + x.square()), (4, 7, 5), w=(7, 5)),
+)
+def numerator(x: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.div(weight, x)
+
+
+@scale_and_shift.form(
+    rows=lambda x, attrs: elements(attrs["end"] - x, attrs),
+    where=lambda attrs: True,
+    example=written(lambda x, w: torch.lerp(x, torch.tanh(x), w), (4, 7, 5), w=(7, 5)),
+)
+def mixed(x: Tensor, end: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.lerp(x, end, weight)
+
+
+@scale_and_shift.form(
+    rows=lambda x, attrs: elements(x.unsqueeze(-1), attrs),
+    where=lambda attrs: len(attrs["weight"]) == 1,
+    example=written(lambda x, w: torch.outer(x, w), (4,), w=(5,)),
+)
+def outer(x: Tensor, *, weight: Tensor) -> Tensor:
+    return torch.outer(x, weight)

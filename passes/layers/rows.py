@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 from .declaration import Example
 
 

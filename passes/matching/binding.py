@@ -12,7 +12,7 @@ from ..graphs.labels import Label, parameters_behind
 from ..graphs.operations import CASTS, op_name
 from ..graphs.views import bound_parameter
 from ..layers import Form
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 from ..words.pieces import Made
 from ..words.slopes import OWN
 from ..words.uses import Mapped

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ..graphs.holder import attribute
+from ..graphs.edit import attribute
 from ..graphs.labels import Label, parameters_behind
 from ..graphs.operations import EXPANDS, op_name
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 from ..words.pieces import Made, Piece, Slab, Slope, layout_in, view_of, viewed, whole
 from ..words.slopes import CENTERED, DIVIDED, ELEMENTWISE, MULTIPLIED, OVER, OWN, SLICED, STANDARDIZED, TIMES, UNIT
 from .means import is_mean

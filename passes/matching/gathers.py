@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..graphs.failures import fatal
-from ..graphs.holder import attribute
+from ..errors import fatal
+from ..graphs.edit import attribute
 from ..graphs.labels import Label
 from ..graphs.operations import changes_memory, computed, is_random, op_name
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 
 ENTRIES = "entries"  # in a use's attributes: the node of the indices
 OUTPUTS, INPUTS = "outputs", "inputs"

@@ -21,7 +21,7 @@ from ..graphs.inplace import memory
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import Program
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 from ..words.pieces import Made, Slope, slab_of, whole
 from ..words.slopes import JACOBIAN
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..graphs.failures import fatal
-from ..graphs.holder import attribute
+from ..errors import fatal
+from ..graphs.edit import attribute
 from ..graphs.labels import Label
 from ..graphs.operations import VIEWS, computed, op_name
-from ..words.matrix import Shape
+from ..matrix import Shape
 from ..words.uses import Mapped
 
 MAP = "map"  # in a use's attributes: the node of the matrix

@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..graphs.holder import attribute
+from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, op_name
 from ..ir import Bound, Use
-from ..words.matrix import Layout, Shape
+from ..matrix import Layout, Shape
 from ..words.pieces import Made, Piece, Product, Step, layout_in, view_of, viewed, whole
 from ..words.uses import Factor
 from .values import called, dims_after, scaled, without_data

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..graphs.operations import computed
-from ..words.matrix import Shape
+from ..matrix import Shape
 from ..words.pieces import Box, Made, Slab, narrowed, slab_of, view_of, whole
 
 

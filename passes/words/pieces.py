@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .matrix import Layout, Shape
+from ..matrix import Layout, Shape
 
 Box = tuple[tuple[int, int], ...]  # of a tensor: (start, stop) along each dimension
 Region = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # of a matrix [g, o, i]

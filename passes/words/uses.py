@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from .matrix import Layout, MatrixForm, Shape
+from ..matrix import Layout, MatrixForm, Shape
 from .pieces import Made, Region, Slope
 
 Attrs = Mapping[str, Any]

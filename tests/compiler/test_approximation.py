@@ -12,8 +12,8 @@ from kfac_fx import ApproximationError
 from kfac_fx.passes.claiming.approximation import narrow, owners
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.passes.resolve import resolve
-from kfac_fx.passes.words.matrix import Layout, MatrixForm
 from tests.compiler.toy import Toy, before
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.capture.attributes import counts, plain, settings, untouched
+from kfac_fx.passes.tracing.attributes import counts, plain, settings, untouched
 
 
 class Memory(nn.Module):

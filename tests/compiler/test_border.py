@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.passes.capture.border import holds_tensor, python_random
 from kfac_fx.passes.trace import capture
+from kfac_fx.passes.tracing.signature import holds_tensor, python_random
 from tests.whole.training import differences, step
 
 X = torch.randn(5, 3)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.captures.divided import DividedRecorder
+from kfac_fx.divided.recorder import DividedRecorder
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import capture
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kfac_fx.passes.capture.checkpoints import checkpoints_off
-from kfac_fx.passes.capture.watch import custom_functions
+from kfac_fx.passes.tracing.substitutes import checkpoints_off
+from kfac_fx.passes.tracing.watch import custom_functions
 
 
 def runs(x: Tensor, **options: Any) -> tuple[int, Tensor]:

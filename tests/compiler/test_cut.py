@@ -16,8 +16,8 @@ from kfac_fx.passes.errors import LinkError, RegistrationError
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.match import match
+from kfac_fx.passes.pipeline import verify
 from kfac_fx.passes.resolve import resolve
-from kfac_fx.passes.verify import verify
 from tests.compiler.toy import Toy, before, found
 
 Function = Callable[..., Any]

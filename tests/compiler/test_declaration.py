@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfac_fx.passes.errors import LayerError
 from kfac_fx.passes.layers import LAYERS, as_rows, collect, composite, layer
 from kfac_fx.passes.layers.declaration import Example, Layer
-from kfac_fx.passes.words.matrix import Layout
+from kfac_fx.passes.matrix import Layout
 
 
 def example() -> tuple[nn.Module, Tensor]:

@@ -13,10 +13,10 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.captures.divided import DividedRecorder
+from kfac_fx.divided.recorder import DividedRecorder
 from kfac_fx.optim.curvature import load_forward_mode
-from kfac_fx.passes.capture.derivatives import takes_derivatives
 from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.tracing.derivatives import takes_derivatives
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 3)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.graphs.experts import route
-from kfac_fx.passes.graphs.masks import counted
-from kfac_fx.passes.layers.experts import by_expert, grouped_product, routed
+from kfac_fx.passes.graphs.sizes import counted
+from kfac_fx.passes.layers.experts import by_expert, grouped_product, route, routed
 
 X = torch.randn(7, 8)
 OFFSETS = torch.tensor([3, 3, 6], dtype=torch.int32)

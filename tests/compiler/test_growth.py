@@ -18,9 +18,9 @@ from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.match import patterns_by_target
 from kfac_fx.passes.pipeline import PIPELINE, run
+from kfac_fx.passes.registration import OWN_FOLDER
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import capture
-from kfac_fx.passes.words.places import OWN_FOLDER
 
 
 class Layers(nn.Module):

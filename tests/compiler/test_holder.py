@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kfac_fx.passes.graphs.holder import attribute, holder
+from kfac_fx.passes.graphs.edit import attribute, holder
 
 
 def test_the_objects_are_the_same_ones() -> None:

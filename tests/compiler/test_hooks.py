@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import spectral_norm
 from torch.nn.utils.parametrizations import weight_norm
 
-from kfac_fx.passes.capture.hooks import hooked_by_user, refuse_users_hooks, without_users_hooks
 from kfac_fx.passes.errors import UntraceableError
+from kfac_fx.passes.tracing.calls import hooked_by_user, refuse_users_hooks, without_users_hooks
 
 
 def doubled(module: nn.Module, args: Any, output: Any) -> Any:

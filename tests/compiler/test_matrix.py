@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfac_fx.passes.errors import LayerError
-from kfac_fx.passes.words.matrix import Layout, MatrixForm, Shape, alike, pack_all, unpack_all
+from kfac_fx.passes.matrix import Layout, MatrixForm, Shape, alike, pack_all, unpack_all
 
 # --- layouts --------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.graphs.native import spell_native
+from kfac_fx.passes.graphs.spelling import spell_native
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.trace import capture
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.layers.patches import patches, second_moment
+from kfac_fx.passes.layers.conv import patches, second_moment
 
 # (channels, groups, sizes, kernel, stride, dilation, padding)
 CASES: dict[str, tuple[Any, ...]] = {

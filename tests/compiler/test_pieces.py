@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from kfac_fx.passes.words.matrix import Layout
+from kfac_fx.passes.matrix import Layout
 from kfac_fx.passes.words.pieces import (
     Piece,
     Slab,

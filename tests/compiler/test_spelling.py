@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kfac_fx.passes.graphs.signatures import SPELLED_OUT
+from kfac_fx.passes.graphs.operations import SPELLED_OUT
 from kfac_fx.passes.graphs.spelling import public, respell
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.passes.divided.masks import SITES, padded, with_masks
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import KEPT, Options, Program, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import SUBMODULES, run
-from kfac_fx.passes.submodule_masks import SITES, padded, with_masks
 from kfac_fx.passes.submodules import in_model, join
 from kfac_fx.passes.trace import capture, named_parameters
 

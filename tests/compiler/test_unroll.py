@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes import pipeline
-from kfac_fx.passes.capture.stand_ins import packed, recurrent, unpacked
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.tracing.substitutes import packed, recurrent, unpacked
 from kfac_fx.passes.unroll import unroll
 from tests.compiler.toy import Toy, code
 

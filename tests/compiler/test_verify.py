@@ -10,9 +10,8 @@ import pytest
 from torch import fx, nn
 
 from kfac_fx.passes.ir import Bound, Program, Registration, Use
-from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.verify import verify
-from kfac_fx.passes.words.matrix import Layout
+from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.pipeline import run, verify
 from tests.compiler.toy import before
 
 STRANGER = fx.Graph().placeholder("stranger")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.capture.watch import backward_hooks, custom_functions, quiet, untraceable
+from kfac_fx.passes.tracing.watch import backward_hooks, custom_functions, quiet, untraceable
 
 
 class Negated(torch.autograd.Function):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.passes.capture.writes import parameters_kept
+from kfac_fx.passes.tracing.substitutes import parameters_kept
 
 Write = Callable[[nn.Linear], object]
 WRITES: dict[str, Write] = {

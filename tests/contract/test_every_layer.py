@@ -20,9 +20,9 @@ from kfac_fx.passes.layers.declaration import Example, Form
 from kfac_fx.passes.layers.rows import written
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
+from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.trace import capture
-from kfac_fx.passes.words.matrix import MatrixForm
 
 
 @pytest.fixture(autouse=True)

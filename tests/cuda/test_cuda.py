@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.linalg.precision import full_precision
+from kfac_fx.linalg.matrices import full_precision
 from tests.cuda.said_by_torch import SAID_BY_TORCH
 from tests.models import CASES, ZOO, Case
 

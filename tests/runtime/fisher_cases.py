@@ -12,10 +12,9 @@ from torch import Tensor, fx
 from kfac_fx.blocks.block import FisherBlock, make_block, statistics_of
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.ir import SERIES, UNCORRELATED, Registration, Use
-from kfac_fx.passes.words.matrix import Layout, MatrixForm
+from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.statistics.lagged import LAGGED
-from kfac_fx.statistics.row_sums import STATISTICS, named
-from kfac_fx.statistics.rows import canonical
+from kfac_fx.statistics.row_sums import STATISTICS, canonical, named
 
 ALL_ROOTS: tuple[Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
 

@@ -16,7 +16,7 @@ from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.words.matrix import Layout, MatrixForm
+from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.statistics.row_sums import STATISTICS
 from tests.runtime.fisher_cases import FORMS, draw, register
 

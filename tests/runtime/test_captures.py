@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfac_fx import (
     UntraceableError,
 )
-from kfac_fx.captures.captures import KINDS
+from kfac_fx.capture_cache import KINDS
 from kfac_fx.compiler import compile
 from tests.runtime.compiled import X, count, mlp, net_of
 

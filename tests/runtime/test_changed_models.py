@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx import (
     ModelChangedError,
 )
-from kfac_fx.captures.agreement import other_path
+from kfac_fx.recording.agreement import other_path
 from tests.runtime.compiled import X, mlp, net_of
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.flat import Flat
+from kfac_fx.linalg.vectors import Flat
 
 FLAT = Flat({"weight": torch.Size([2, 3]), "step": torch.Size([]), "bias": torch.Size([2])})
 

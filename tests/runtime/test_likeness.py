@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
-from kfac_fx.checks.likeness import close, compare, same
+from kfac_fx.checks.equivalence import close, compare, same
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.flat import Flat
+from kfac_fx.linalg.vectors import Flat
 from kfac_fx.optim.momentum import MomentumRule, Preconditioner
 
 G = torch.tensor([1.0, 2.0, 3.0, 4.0, 2.0, 3.0, 4.0, 5.0])  # of two parameters [2, 2]

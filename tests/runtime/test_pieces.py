@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.linalg.pieces import joined, split
+from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.words.pieces import Piece
 from kfac_fx.taps.use_rows import within

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.linalg.precision import full_precision, without_cudnn
+from kfac_fx.linalg.matrices import full_precision, without_cudnn
 from kfac_fx.statistics import row_sums as statistics
 
 CUDNN: Any = torch.backends.cudnn

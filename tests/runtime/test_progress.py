@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kfac_fx.recording.progress import tracked
+from kfac_fx.recording.examples import tracked
 
 
 @pytest.mark.parametrize(("terminal", "after", "shown"), [(True, 0.0, True), (True, 60.0, False), (False, 0.0, False)])

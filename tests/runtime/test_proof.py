@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import RegistrationError
-from kfac_fx.checks.proof import Verdict, prove
-from kfac_fx.checks.proof_tap import check_shapes
+from kfac_fx.checks.proof import Verdict, check_shapes, prove
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, as_rows, layer
 from kfac_fx.passes.pipeline import run

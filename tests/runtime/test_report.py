@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx.passes.ir import Bound, Note, Program, Registration, Use
-from kfac_fx.passes.words.matrix import Layout
+from kfac_fx.passes.matrix import Layout
 from kfac_fx.report.report import Report, percent, shorten, told_apart
 from kfac_fx.report.rows import fold, size
 from tests.models import ZOO

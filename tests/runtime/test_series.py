@@ -15,9 +15,9 @@ from kfac_fx.linalg.krylov import inverse_power
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import ApproximationError, FactorNotReady
 from kfac_fx.passes.ir import SERIES, Registration
-from kfac_fx.passes.words.matrix import MatrixForm
+from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.statistics.lagged import LAGGED
-from kfac_fx.statistics.rows import Rows
+from kfac_fx.statistics.row_sums import Rows
 from tests.runtime.fisher_cases import FORMS, assumed_lag, dense_series, sequence_statistics, sequences, use_of, weight
 
 ROOTS: tuple[Root, ...] = (-1.0, "cholesky", "cholesky_inverse")

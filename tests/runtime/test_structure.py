@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from kfac_fx import ModelChangedError
-from kfac_fx.checks.structure import Structure
+from kfac_fx.checks.unchanged import Structure
 
 
 def test_what_stays_is_no_change() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.ir import Bound, Options, PassRecord, Program, Registration, Use
-from kfac_fx.passes.words.matrix import Layout
+from kfac_fx.passes.matrix import Layout
 
 
 class Small(nn.Module):

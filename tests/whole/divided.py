@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
-from kfac_fx.captures.divided import DividedRecorder
+from kfac_fx.divided.recorder import DividedRecorder
 from tests.compiler.test_own_backwards import ByNumpy
 
 X = torch.randn(6, 4)

@@ -12,8 +12,7 @@ from rich.console import Console
 from benchmarks import sweep
 from kfac_fx import cli, demo
 from kfac_fx.demo.results import mark, results, table, verdict
-from kfac_fx.demo.settings import FEWER, METHODS, SETTINGS, steps_of
-from kfac_fx.demo.tasks import Task, tasks
+from kfac_fx.demo.tasks import FEWER, METHODS, SETTINGS, Task, steps_of, tasks
 from kfac_fx.demo.training import Point, Run, one_thread, train
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import ModelChangedError, RegistrationError
-from kfac_fx.captures.divided import DividedRecorder
+from kfac_fx.divided.recorder import DividedRecorder
 
 
 class Encoder(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import KFAC, RegistrationError, UntraceableError
-from kfac_fx.captures.divided import DividedRecorder
+from kfac_fx.divided.recorder import DividedRecorder
 from tests.whole.divided import (
     MODELS,
     Base,

@@ -11,19 +11,19 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx import layer
-from kfac_fx.captures import division_recorder
-from kfac_fx.checks import likeness
+from kfac_fx.checks import equivalence as likeness
+from kfac_fx.divided import recorder as division_recorder
 from kfac_fx.optim import watched
 from kfac_fx.optim.curvature import JacobianProducts
-from kfac_fx.passes.capture.derivatives import note_sizes, takes_derivatives
-from kfac_fx.passes.graphs.failures import fatal, first_line, out_of_memory
+from kfac_fx.passes.errors import fatal, first_line, out_of_memory
 from kfac_fx.passes.graphs.labels import labels
 from kfac_fx.passes.match import form_graph
 from kfac_fx.passes.matching.gathers import constant
 from kfac_fx.passes.matching.linear_maps import Maps
 from kfac_fx.passes.padding import LENGTH
 from kfac_fx.passes.trace import capture
-from kfac_fx.recording.pullback import Pullback
+from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
+from kfac_fx.recording.exact import Pullback
 
 TOO_MUCH = 1 << 50  # bytes
 NO_MEMORY = "can't allocate memory"

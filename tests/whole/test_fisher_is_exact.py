@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import losses
 from kfac_fx.blocks.block import FisherBlock
-from kfac_fx.linalg.pieces import split
+from kfac_fx.linalg.vectors import split
 from tests.models import ZOO, Case
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -17,7 +17,7 @@ from torch import Tensor
 from kfac_fx.factors.factor import Stack
 from kfac_fx.fisher_blocks import FisherBlock
 from kfac_fx.linalg.matrices import pi_correction
-from kfac_fx.passes.words.matrix import Layout, MatrixForm
+from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.taps.subsample import fewer_rows
 from tests.runtime.collections_of_toys import collection
 

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.captures.divided import DividedRecorder
+from kfac_fx.divided.recorder import DividedRecorder
 from tests.whole.training import differences, step
 
 X, OTHER = torch.randn(6, 4), torch.randn(9, 4)

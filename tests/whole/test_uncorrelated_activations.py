@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import ApproximationError, FisherEstimator, RegistrationError
 from kfac_fx.passes.ir import UNCORRELATED
-from kfac_fx.passes.layers import LAYERS, patches
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.layers import conv as patches
 from tests.runtime.collections_of_toys import collection
 
 MADE: dict[str, tuple[type[nn.Module], tuple[int, ...], dict[str, Any]]] = {

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.captures.divided import DividedRecorder
 from kfac_fx.checks.proof import prove
+from kfac_fx.divided.recorder import DividedRecorder
 from kfac_fx.passes.graphs import pytree
 from tests.zoo.functions import Reversed
 

@@ -13,7 +13,8 @@ import kfac_fx
 from benchmarks import zoo_docs, zoo_measure
 from benchmarks.zoo import LIBRARIES, OUT, main, results, to_do
 from benchmarks.zoo_models.entry import Entry, images, predictions
-from kfac_fx.checks import likeness, proof
+from kfac_fx.checks import equivalence as likeness
+from kfac_fx.checks import proof
 from kfac_fx.passes.errors import UntraceableError
 
 KNOWN = (("toys/one", "works", "1"), ("toys/two", "bug", "2"))

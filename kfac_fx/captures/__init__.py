@@ -1,1 +1,0 @@
-"""The captures of one model, whole or in submodules."""

@@ -1,0 +1,1 @@
+"""Recording with models whose submodules were captured one by one."""

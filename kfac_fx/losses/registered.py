@@ -1,0 +1,231 @@
+"""Losses registered on nodes of the graph, and what they are on one batch.
+
+A loss has a name; registered again under it, it is another *tower*: the same loss of one more mini-batch, computed by
+the same graph. Towers of one loss add up to one batch.
+
+From the user's `loss=` argument to loss functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal
+from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.passes.errors import LossError, TargetsMissing, nearest
+
+WeightedLosses = list[tuple[float, LossFunction]]
+TARGET_MODES = ("data", "sample")
+COEFFICIENTS: Mapping[str, Callable[[float], float]] = {
+    "regular": float,
+    "sqrt": math.sqrt,
+    "off": lambda coefficient: 1.0,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RegisteredLoss:
+    """One tower of one loss.
+
+    make: from the values of the nodes `inputs` to a loss function; kind: its name in messages.
+    targets: a node, a tensor, or None. coeff multiplies the loss, and the Fisher.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[fx.Node, ...]
+    make: Callable[..., LossFunction]
+    targets: fx.Node | Tensor | None
+    coeff: float
+    seed: int | None
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({', '.join(node.name for node in self.inputs)}, name={self.name!r}, coeff={self.coeff:g})"
+
+
+@dataclass(frozen=True)
+class RegisteredLosses:
+    """All towers of all losses, in the order of their registration."""
+
+    losses: tuple[RegisteredLoss, ...]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The Fisher's outputs: the inputs of all losses."""
+        return tuple(node for one in self.losses for node in one.inputs)
+
+    @property
+    def by_name(self) -> dict[str, tuple[RegisteredLoss, ...]]:
+        names = dict.fromkeys(one.name for one in self.losses)
+        return {name: tuple(one for one in self.losses if one.name == name) for name in names}
+
+    def on(self, fisher: Sequence[Tensor], targets: Any = None) -> WeightedLosses:
+        """(coefficient, loss) of every tower, from the values of `nodes`.
+
+        targets: one a tower, in a sequence, or a tensor if there is only one; None: those registered as tensors.
+        """
+        if targets is None:
+            given: Sequence[Any] = [one.targets if isinstance(one.targets, Tensor) else None for one in self.losses]
+        else:
+            given = targets if isinstance(targets, (list, tuple)) else [targets]
+        if len(given) != len(self.losses):
+            raise LossError(f"{len(self.losses)} losses are registered: pass as many targets, in a tuple")
+        values, pairs = iter(fisher), []
+        for one, target in zip(self.losses, given, strict=True):
+            loss = one.make(*(next(values) for _ in one.inputs)).with_targets(target)
+            loss.seed = one.seed
+            pairs.append((one.coeff, loss))
+        return pairs
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.losses)
+
+
+def cases_by_loss(pairs: Sequence[tuple[float, LossFunction]], names: Sequence[object] | None = None) -> list[int]:
+    """For every loss how many cases its mean is over: those of all towers of one name; None: no two of one name."""
+    names = names or range(len(pairs))
+    total: Counter[object] = Counter()
+    for name, (_, loss) in zip(names, pairs, strict=True):
+        total[name] += loss.cases
+    return [total[name] for name in names]
+
+
+def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[Tensor]:
+    """Every loss, times its coefficient as `coeff_mode` says. Raises TargetsMissing, ValueError for unknown modes."""
+    if target_mode not in TARGET_MODES:
+        raise ValueError(f"target_mode={target_mode!r} is none of {', '.join(TARGET_MODES)}")
+    if coeff_mode not in COEFFICIENTS:
+        raise ValueError(f"coeff_mode={coeff_mode!r} is none of {', '.join(COEFFICIENTS)}")
+    missing = [type(loss).__name__ for _, loss in pairs if target_mode == "data" and loss.targets is None]
+    if missing:
+        raise TargetsMissing(
+            f"{len(missing)} of {len(pairs)} losses were registered without targets: {', '.join(missing)}.\n"
+            "Register them with targets=, hand targets= to this call, or evaluate on samples."
+        )
+    scale = COEFFICIENTS[coeff_mode]
+    return [
+        scale(coefficient) * (loss.evaluate() if target_mode == "data" else loss.evaluate_on_sample())
+        for coefficient, loss in pairs
+    ]
+
+
+# --- loss spec --------------------------------------------------------------------------------------------------------
+
+
+NAMES: dict[str, type[LossFunction]] = {
+    "categorical": Categorical,
+    "normal": Normal,
+    "multi_bernoulli": MultiBernoulli,
+}
+OF_TORCH = {  # what people train with, and the distribution behind it
+    "CrossEntropyLoss": "categorical",
+    "cross_entropy": "categorical",
+    "MSELoss": "normal",
+    "mse_loss": "normal",
+    "BCEWithLogitsLoss": "multi_bernoulli",
+    "binary_cross_entropy_with_logits": "multi_bernoulli",
+}
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """From the outputs of a forward (and the true targets, where there are any) to (coefficient, loss) pairs."""
+
+    make: Callable[[Any], Any]
+    name: str
+    named: bool = False  # made of one output tensor
+
+    def __call__(self, outputs: Any, targets: Any = None) -> WeightedLosses:
+        """`targets`: one tensor, or a sequence of one a loss where there are several losses."""
+        made = self.make(outputs)
+        single = not isinstance(made, list | tuple) or _is_pair(made)
+        losses = [_pair(each, self.name) for each in ([made] if single else made)]
+        if targets is None:
+            return losses
+        each_targets = [targets] if len(losses) == 1 and isinstance(targets, Tensor) else targets
+        if not isinstance(each_targets, Sequence) or len(each_targets) != len(losses):
+            raise LossError(f"{self.name} gives {len(losses)} losses: pass as many targets, in a tuple")
+        for (_, loss), own in zip(losses, each_targets, strict=True):
+            loss.with_targets(own)
+        return losses
+
+
+def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec:
+    """Read `compile(..., loss=spec)`.
+
+    Args:
+        spec: "categorical", "normal" (variance 0.5) or "multi_bernoulli", where the model returns one tensor with the
+            event on its last axis; a class of `kfac_fx.losses`; or a function of the model's outputs that returns a
+            loss, several losses, or (coefficient, loss) pairs. The coefficient multiplies the loss and its Fisher.
+
+    Raises LossError for an unknown name, for something else than a name or a function, and when called for outputs
+    that a named loss cannot read or a function that returns no loss.
+    """
+    if isinstance(spec, str):
+        if spec not in NAMES:
+            known = ", ".join(repr(name) for name in NAMES)
+            raise LossError(f"loss {spec!r} is none of {known}.{nearest(spec, NAMES)}")
+        return LossSpec(_of_one_tensor(NAMES[spec], spec), f"loss={spec!r}", named=True)
+    if isinstance(spec, type) and issubclass(spec, LossFunction):
+        return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
+    if isinstance(spec, LossFunction) or not callable(spec):
+        raise LossError(
+            f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "
+            "such as lambda logits: kfac_fx.losses.Categorical(logits)"
+        )
+    if trained := of_torch(spec):
+        known = OF_TORCH.get(trained, "")
+        raise LossError(
+            f"loss={trained} needs targets, and K-FAC draws its own: name the distribution of the model's outputs, "
+            + (f"loss={known!r}" if known else f"one of {', '.join(repr(name) for name in NAMES)}")
+        )
+    return LossSpec(spec, "the function given as loss")
+
+
+def of_torch(spec: Any) -> str:
+    """The name of a loss of torch: a function, a module or its class; empty for anything else."""
+    if isinstance(spec, nn.Module):
+        return type(spec).__name__
+    if isinstance(spec, type) and issubclass(spec, nn.Module):
+        return spec.__name__
+    name: str = getattr(spec, "__name__", "")
+    return name if name and spec is getattr(F, name, None) else ""
+
+
+def _of_one_tensor(kind: Callable[[Tensor], LossFunction], name: str) -> Callable[[Any], LossFunction]:
+    def make(outputs: Any) -> LossFunction:
+        if isinstance(outputs, list | tuple) and len(outputs) == 1:
+            (outputs,) = outputs
+        if not isinstance(outputs, Tensor):
+            one = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
+            raise LossError(
+                f"loss={name!r} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
+                f"as in loss=lambda outputs: kfac_fx.losses.{getattr(kind, '__name__', 'Normal')}(outputs[{one!r}])"
+            )
+        if kind is Categorical and outputs.ndim < 2:
+            shape = list(outputs.shape)
+            raise LossError(f"loss={name!r} needs logits of shape [cases, ..., classes], and the model returns {shape}")
+        return kind(outputs)
+
+    return make
+
+
+def _is_pair(made: Any) -> bool:
+    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], int | float)
+
+
+def _pair(made: Any, name: str) -> tuple[float, LossFunction]:
+    coefficient, loss = made if _is_pair(made) else (1.0, made)
+    if not isinstance(loss, LossFunction):
+        raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses")
+    if not coefficient > 0:
+        raise LossError(f"{name} returned the coefficient {coefficient}; it must be positive")
+    return float(coefficient), loss

@@ -1,0 +1,170 @@
+"""What Python reads of parameters, one operation at a time.
+
+What it computes from parameters alone is followed, through however many operations. The operation in which that meets
+another tensor, or is expanded to the cases, is a *read*: a small function of tensors, which can be captured as a
+submodule is, and run in the place of the operation.
+
+    w = self.weight * self.gain     followed
+    y = F.linear(x, w)              a read: x -> linear(x, mul(weight, gain))
+    h[mask] = self.token            a read: (h, mask) -> index_put(h, mask, token), which is written into h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..graphs import pytree
+from ..graphs.operations import name_of
+from ..tracing.attributes import PLAIN, plain
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """An input of a read."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """The first size of an input, which is there for nothing else: so no capture is made for every size."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """A tensor that was computed from parameters alone: `function(*args, **kwargs)`, or one of several results. under:
+    which autocast."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    under: Any
+    place: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """names: of the parameters. inputs: the other tensors. written: the one that the operation writes into. key: equal
+    for two reads that one capture may serve."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    names: tuple[str, ...]
+    inputs: tuple[Tensor, ...]
+    written: Tensor | None
+    key: Any = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{name_of(self.function)} of {', '.join(self.names)}"
+
+
+def swapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`function` of every leaf in lists, tuples, dictionaries and slices."""
+    if isinstance(tree, (list, tuple)):
+        return (list if isinstance(tree, list) else tuple)(swapped(function, one) for one in tree)
+    if isinstance(tree, dict):
+        return {key: swapped(function, one) for key, one in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(swapped(function, one) for one in (tree.start, tree.stop, tree.step)))
+    return function(tree)
+
+
+def can_be_kept(leaf: Any) -> bool:
+    """Whether a capture may hold an argument: a value that is told by itself, not an array or a generator."""
+    return isinstance(leaf, (Tensor, torch.layout, torch.memory_format, type(...), *PLAIN))
+
+
+def in_tree(tree: Any) -> Iterator[Any]:
+    found: list[Any] = []
+    swapped(found.append, tree)
+    yield from found
+
+
+def frozen(tree: Any) -> Any:
+    """Hashable, and equal for equal operations."""
+    if isinstance(tree, (list, tuple)):
+        return isinstance(tree, list), tuple(map(frozen, tree))
+    if isinstance(tree, dict):
+        return dict, tuple((key, frozen(one)) for key, one in sorted(tree.items()))
+    if isinstance(tree, slice):
+        return slice, frozen((tree.start, tree.stop, tree.step))
+    if isinstance(tree, Followed):
+        return tree.function, frozen(tree.args), frozen(tree.kwargs), tree.place
+    return tree if isinstance(tree, (Named, Given, Size)) else plain(tree)
+
+
+class Operation(nn.Module):
+    """A read as a module: a function of its inputs, with parameters `p0`, `p1`, ... in the order of its names."""
+
+    def __init__(self, read: Read, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.read_key, self.canonical = read.key, {f"p{n}": name for n, name in enumerate(read.names)}
+        self.function, self.arguments, self.named_arguments = read.function, read.args, read.kwargs
+        self.writes = read.written is not None
+        for own, name in self.canonical.items():
+            self.register_parameter(own, parameters[name])
+
+    def forward(self, *inputs: Tensor) -> Any:
+        own = {name: getattr(self, own) for own, name in self.canonical.items()}
+        known: dict[int, Any] = {}
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Named):
+                return own[leaf.name]
+            if isinstance(leaf, Given):
+                return inputs[leaf.number]
+            if isinstance(leaf, Size):
+                return inputs[leaf.number].shape[0]
+            if not isinstance(leaf, Followed):
+                return leaf
+            if id(leaf) not in known:
+                result = leaf.function(*swapped(value, leaf.args), **swapped(value, leaf.kwargs))
+                known[id(leaf)] = pytree.leaves(result)[leaf.place]
+            return known[id(leaf)]
+
+        args = swapped(value, self.arguments)
+        if not self.writes:
+            return self.function(*args, **swapped(value, self.named_arguments))
+        target, *rest = args
+        if self.function is Tensor.__setitem__ and through_mask(target, *rest):
+            mask, put = rest
+            return torch.index_put(target, (mask,), put.to(target.dtype))
+        target = target.clone()
+        self.function(target, *rest, **swapped(value, self.named_arguments))
+        return target
+
+
+def through_mask(target: Tensor, index: Any, value: Any) -> bool:
+    mask = isinstance(index, Tensor) and index.dtype == torch.bool
+    return mask and isinstance(value, Tensor) and value.dim() <= target.dim() - index.dim()
+
+
+def names_of(template: Any) -> Iterator[str]:
+    for leaf in in_tree(template):
+        if isinstance(leaf, Named):
+            yield leaf.name
+        elif isinstance(leaf, Followed):
+            yield from names_of((leaf.args, leaf.kwargs))
+
+
+def autocasts_of(template: Any) -> Iterator[Any]:
+    """Under which what was followed was computed."""
+    for leaf in in_tree(template):
+        if isinstance(leaf, Followed):
+            yield leaf.under
+            yield from autocasts_of((leaf.args, leaf.kwargs))

@@ -1,0 +1,199 @@
+"""How parameters become the one matrix that all blocks work on.
+
+Every layer is, group by group, a matrix times rows: `y = W r`, with `W` of shape [g, o, i] (groups, outputs, inputs)
+and the bias, if any, as one more input column that is always 1. A `Layout` says how one parameter is laid out in that
+matrix; a `MatrixForm` collects the roles of a registration. Both are plain data.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .errors import LayerError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One invertible view: a permutation of dimensions if `order` is set, else a reshape."""
+
+    before: Shape
+    after: Shape
+    order: Shape | None = None
+    back: Shape | None = field(init=False, repr=False, compare=False, default=None)  # the inverse of `order`
+
+    def __post_init__(self) -> None:
+        if self.order is not None:  # here, since Dynamo does not sort
+            back = tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+            object.__setattr__(self, "back", back)
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(self.order) if self.order is not None else tensor.reshape(self.after)
+
+    def invert(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(self.before) if self.back is None else tensor.permute(self.back)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A chain of invertible views from the shape a parameter is stored in to the shape it is wanted in."""
+
+    shape: Shape
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def result(self) -> Shape:
+        return self.steps[-1].after if self.steps else self.shape
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        for step in self.steps:
+            tensor = step.apply(tensor)
+        return tensor
+
+    def invert(self, tensor: Tensor) -> Tensor:
+        for step in reversed(self.steps):
+            tensor = step.invert(tensor)
+        return tensor
+
+    def reshape(self, shape: Shape) -> Layout:
+        if math.prod(shape) != math.prod(self.result):
+            raise LayerError(f"a parameter of shape {list(self.result)} cannot be laid out as {list(shape)}")
+        if shape == self.result:
+            return self
+        return Layout(self.shape, (*self.steps, Step(self.result, shape)))
+
+    def permute(self, order: Shape) -> Layout:
+        if list(order) == list(range(len(order))):
+            return self
+        after = tuple(self.result[d] for d in order)
+        return Layout(self.shape, (*self.steps, Step(self.result, after, order)))
+
+    def rearrange(self, pattern: str, **sizes: int) -> Layout:
+        """`Layout((6, 2, 3, 3)).rearrange("(g o) c h w -> g o (c h w)", g=2)`: a view in named axes.
+
+        Parentheses split an axis on the left and merge axes on the right; `1` and `()` are an axis of size 1.
+        Raises LayerError if the pattern does not fit the shape.
+        """
+        left, right = (named_axes(side) for side in pattern.partition("->")[::2])
+        before, after = [name for axis in left for name in axis], [name for axis in right for name in axis]
+        if sorted(before) != sorted(after) or len(set(before)) < len(before):
+            raise LayerError(f"layout {pattern!r} must name the same axes on both sides, each once")
+        if len(left) != len(self.result):
+            raise LayerError(f"layout {pattern!r} has {len(left)} axes, the parameter has shape {list(self.result)}")
+        size: dict[str, int] = {}
+        for axis, whole in zip(left, self.result, strict=True):
+            rest, over = divmod(whole, math.prod(sizes.get(name, 1) for name in axis))
+            unknown = sum(name not in sizes for name in axis)
+            if over or unknown > 1 or (unknown == 0 and rest != 1):
+                raise LayerError(f"layout {pattern!r} with {sizes} does not fit shape {list(self.result)}")
+            size |= {name: sizes.get(name, rest) for name in axis}
+        split = self.reshape(tuple(size[name] for name in before))
+        ordered = split.permute(tuple(before.index(name) for name in after))
+        return ordered.reshape(tuple(math.prod(size[name] for name in axis) for axis in right))
+
+
+@lru_cache(maxsize=1000)
+def named_axes(side: str) -> tuple[tuple[str, ...], ...]:
+    """`"(g o) c 1"` -> `(("g", "o"), ("c",), ())`."""
+    found = re.findall(r"\(([^)]*)\)|(\S+)", side)
+    return tuple(tuple(name for name in (merged or single).split() if name != "1") for merged, single in found)
+
+
+@dataclass(frozen=True)
+class MatrixForm:
+    """The parameters of a registration as one matrix [g, o, i] or, with a bias, [g, o, i + 1].
+
+    `weight` is None for a layer that only shifts (its matrix is the bias alone, one column).
+    Each entry is (parameter name, layout to [g, o, i] for the weight, to [g, o] for the bias).
+    """
+
+    weight: tuple[str, Layout] | None
+    bias: tuple[str, Layout] | None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(entry[0] for entry in (self.weight, self.bias) if entry is not None)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of the parameters, by name."""
+        return {name: layout.shape for name, layout in (entry for entry in (self.weight, self.bias) if entry)}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(groups, outputs, inputs); inputs count the bias column."""
+        bias = 0 if self.bias is None else 1
+        if self.weight is None:
+            assert self.bias is not None, "bug in kfac_fx: a matrix form without parameters"
+            g, o = self.bias[1].result
+            return g, o, 1
+        g, o, i = self.weight[1].result
+        return g, o, i + bias
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Parameter-shaped tensors (values, gradients, vectors) -> [g, o, i]; the bias is the last column."""
+        if self.bias is None:
+            assert self.weight is not None, "bug in kfac_fx: a matrix form without parameters"
+            return self.weight[1].apply(tensors[self.weight[0]])
+        column = self.bias[1].apply(tensors[self.bias[0]]).unsqueeze(-1)
+        if self.weight is None:
+            return column
+        return torch.cat([self.weight[1].apply(tensors[self.weight[0]]), column], dim=-1)
+
+    def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
+        """[g, o, i] -> parameter-shaped tensors by name; the inverse of `pack`."""
+        tensors: dict[str, Tensor] = {}
+        if self.weight is not None:
+            body = matrix if self.bias is None else matrix[..., :-1]
+            tensors[self.weight[0]] = self.weight[1].invert(body)
+        if self.bias is not None:
+            tensors[self.bias[0]] = self.bias[1].invert(matrix[..., -1])
+        return tensors
+
+
+def alike(forms: Sequence[object]) -> tuple[MatrixForm, ...]:
+    """The forms if `pack_all` and `unpack_all` take them: of matrices, all with a bias or all without; else ()."""
+    found = [one for one in forms if isinstance(one, MatrixForm)]
+    kinds = {(one.weight is None, one.bias is None) for one in found}
+    return tuple(found) if len(found) == len(forms) and len(kinds) == 1 else ()
+
+
+def pack_all(forms: Sequence[MatrixForm], tensors: Mapping[str, Tensor]) -> Tensor:
+    """`pack` of forms that are alike and have one shape: [forms, g, o, i]. A parameter costs a view; what is copied, is
+    copied for all at once."""
+    weights, biases = entries(forms)
+    parts = [stacked([layout.apply(tensors[name]) for name, layout in weights])] if weights else []
+    if biases:
+        parts.append(stacked([layout.apply(tensors[name]) for name, layout in biases]).unsqueeze(-1))
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+
+def unpack_all(forms: Sequence[MatrixForm], matrices: Tensor) -> dict[str, Tensor]:
+    """The inverse of `pack_all`, in views."""
+    weights, biases = entries(forms)
+    bodies = (matrices[..., :-1] if biases else matrices).unbind() if weights else ()
+    columns = matrices[..., -1].unbind() if biases else ()
+    pairs = [*zip(weights, bodies, strict=True), *zip(biases, columns, strict=True)]
+    return {name: layout.invert(one) for (name, layout), one in pairs}
+
+
+def entries(forms: Sequence[MatrixForm]) -> tuple[list[tuple[str, Layout]], list[tuple[str, Layout]]]:
+    return [one.weight for one in forms if one.weight], [one.bias for one in forms if one.bias]
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Without a copy if there is only one."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+
+
+def block_width(width: int, blocks: int) -> int:
+    """Of each diagonal block of a side; the last one may be narrower."""
+    return -(-width // blocks)

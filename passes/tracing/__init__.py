@@ -1,0 +1,1 @@
+"""Capture: how a model is traced, and what happens while it is."""

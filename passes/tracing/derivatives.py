@@ -1,0 +1,168 @@
+"""Capture of forwards that take derivatives of a network by its inputs, with torch.autograd.grad or torch.func.
+
+torch.export keeps what forward does and not what autograd does to it. Here all is traced below autograd, so that the
+derivatives are operations as any other, with the parameters' uses in them:
+
+    u = linear(x, w)                                        u = matmul(x, w.t())
+    (du,) = torch.autograd.grad(u.sum(), x, ...)            du = matmul(ones, w)
+
+That can be differentiated again. Sizes are those of the example, for the trace knows no others. What autograd saves is
+detached in such a trace and linked again by autograd itself, so these detachments go; those of forward stay, marked.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from ..errors import fatal
+from ..graphs import pytree
+from ..graphs.edit import attribute, holder
+from ..graphs.operations import SIZED_BY_CASES, op_name
+from .calls import mapped, without_trace
+
+DETACH, MARKED = torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default
+RESHAPED = {"view", "_unsafe_view", "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "alias"}
+FORWARD_MODE = {"_make_dual", "_unpack_dual"}  # in a graph of torch.export, which opens no level for them
+STOPS = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # of what forward calls itself
+
+
+def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
+    """Whether forward calls torch.autograd.grad, or what of torch.func differentiates; it runs once, and leaves no
+    trace. False if it does not run."""
+    seen: set[bool] = set()
+    grad, unwrap = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or code is unwrap:  # which differentiates nothing, and is how writes are watched
+            return
+        if code is grad or "/_functorch/eager_transforms" in code.co_filename:
+            seen.add(True)
+
+    before = sys.getprofile()
+    try:
+        with without_trace(model), forward_mode():
+            sys.setprofile(look)
+            model(*mapped(Tensor.clone, tuple(tensors)))
+    except Exception as error:
+        if fatal(error):
+            raise
+        return False  # what is wrong is said by whoever runs it for its results
+    finally:
+        sys.setprofile(before)
+    return bool(seen)
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """torch loads its forward-mode formulas at the first use, with a function that torch itself has deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
+        yield
+
+
+class Marked(TorchFunctionMode):
+    """What forward itself keeps gradients from passing is followed by an operation that autograd never writes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stops = func in STOPS or not torch.is_grad_enabled()
+        stops |= func is torch.autograd.grad and not (kwargs or {}).get("create_graph", False)
+        result = func(*args, **(kwargs or {}))
+        return mapped(marked, result) if stops else result
+
+
+def marked(value: Tensor) -> Tensor:
+    return torch.detach_copy(value.detach()) if value.is_floating_point() or value.is_complex() else value
+
+
+def differentiated(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, Callable[..., None]]:
+    """A module as torch.export makes it, with attributes for what the model holds, and what raises AssertionError for
+    inputs of other sizes. Raises what torch raises where it cannot be traced."""
+    held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    sizes = [tensor.shape for tensor in tensors]
+    module = traced(model, held, tensors)
+    note_sizes(module, lambda given: traced(model, held, given), tensors)
+
+    def guards(*values: Tensor) -> None:
+        if [value.shape for value in values] != sizes:
+            raise AssertionError(f"captured for inputs of sizes {sizes}")
+
+    return below_autograd(module, held), guards
+
+
+def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    def forward(held: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Any:
+        with Marked():
+            return functional_call(model, held, tensors)
+
+    with torch.enable_grad(), forward_mode():  # which knows no symbols for sizes
+        return make_fx(forward, tracing_mode="fake", record_stack_traces=True)(held, tuple(tensors))
+
+
+def note_sizes(
+    module: fx.GraphModule, again: Callable[[Sequence[Tensor]], fx.GraphModule], tensors: Sequence[Tensor]
+) -> None:
+    """Mark the nodes whose size goes with the number of cases: traced with one case more, they have others."""
+    cases = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
+    for which in (lambda one: one.dim() > 0, lambda one: one.shape[:1] == (cases,)):
+        try:
+            other = again([torch.cat([one, one[:1]]) if which(one) else one for one in tensors])  # type: ignore[no-untyped-call]
+        except Exception as error:
+            if fatal(error):
+                raise
+            continue  # not every first dimension may grow
+        pairs = list(zip(module.graph.nodes, other.graph.nodes, strict=False))
+        if len(module.graph.nodes) == len(other.graph.nodes) and all(a.target == b.target for a, b in pairs):
+            for node, twin in pairs:
+                node.meta[SIZED_BY_CASES] = shape(node) != shape(twin)
+            return
+
+
+def below_autograd(module: fx.GraphModule, held: Mapping[str, Any]) -> fx.GraphModule:
+    """`module` with attributes for its first inputs, without autograd's own detachments and without sizes."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    waiting, held = iter(held), dict(held)
+    for node in module.graph.nodes:
+        name = next(waiting, None) if node.op == "placeholder" else None
+        if name is not None:
+            copies[node] = graph.get_attr(name)
+        elif node.op == "get_attr":
+            held[str(node.target)] = attribute(module, str(node.target))
+            copies[node] = graph.get_attr(str(node.target))
+        elif node.target is DETACH or unchanged(node):
+            copies[node] = copies[unchanged(node) or node.args[0]]
+        elif node.op == "output":
+            copies[node] = graph.output([copies.get(leaf, leaf) for leaf in pytree.leaves(node.args[0])])
+        else:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            if node.target is MARKED:
+                copies[node].target = DETACH
+        if copies[node].graph is graph and not copies[node].meta:
+            copies[node].meta = {key: node.meta[key] for key in ("stack_trace", SIZED_BY_CASES) if key in node.meta}
+    return fx.GraphModule(holder(held), graph)
+
+
+def unchanged(node: fx.Node) -> fx.Node | None:
+    """What `node` is a view of in the very same shape, as torch.func.vmap writes them."""
+    source = node
+    while op_name(source) in RESHAPED:
+        (source,) = source.all_input_nodes
+        if shape(source) == shape(node):
+            return source
+    return None
+
+
+def shape(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else ""

@@ -1,0 +1,151 @@
+"""What is watched while a model is traced: which backward functions it brings, what no graph does, where it fails."""
+
+from __future__ import annotations
+
+import io
+import linecache
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from ..errors import UntraceableError, first_line
+from ..registration import OWN_FOLDER
+from .substitutes import checkpoints_off
+
+TORCH_SPEAKS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")  # torch's words
+OWN_KINDS = ("GeneratedBackwardFor_", "BackwardHookFunction")  # of torch.library's operators, and an identity
+
+Function = type[torch.autograd.Function]
+Apply = Callable[..., Any]
+Exported = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+@contextmanager
+def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
+    """Names of the autograd.Functions applied inside: their own backward would be lost without a word.
+
+    Reentrant checkpoints are one; what they and others wrap is run as it is, which has the same gradients.
+    exported: called instead of them while torch.export traces; then all names are left to it.
+    """
+    seen: set[str] = set()
+
+    def apply(original: Apply, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if function is CheckpointFunction:
+            wrapped, _, *inputs = args
+            return wrapped(*inputs)
+        if function.__name__.startswith(OWN_KINDS):
+            return original(*args, **kwargs)
+        if exported is not None and torch.compiler.is_exporting():
+            return exported(function, args, kwargs)
+        if exported is None:
+            seen.add(function.__name__)
+        return original(*args, **kwargs)
+
+    with functions_applied(apply), checkpoints_off():
+        yield seen
+
+
+@contextmanager
+def functions_applied(apply: Callable[[Apply, Function, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+    """Inside, `apply(its own apply, function, args, kwargs)` is what every autograd.Function's `apply` is."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def instead(cls: Function, *args: Any, **kwargs: Any) -> Any:
+        return apply(original.__get__(None, cls), cls, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(instead)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def refuse_custom(model: nn.Module, custom: set[str], *, exported: bool = True) -> None:
+    """exported: with inputs, so by torch.export; and yet refused, for forward takes derivatives."""
+    if custom:
+        where = ", and its forward takes derivatives" if exported else ""
+        advice = "Write it" if exported else "Give kfac_fx.compile example inputs, or write it"
+        raise UntraceableError(
+            f"{type(model).__name__} uses {', '.join(sorted(custom))}, an autograd.Function with its own backward, "
+            f"which the graph would differentiate differently{where}.\n"
+            f"{advice} with ordinary operations, or register it with torch.library.custom_op and register_autograd."
+        )
+
+
+def cumulative_averages(model: nn.Module) -> list[str]:
+    """Norms that average over all batches so far, by a momentum that no graph knows; they get one that it does."""
+    norms = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
+    ]
+    for _, module in norms:
+        module.momentum = 0.0
+    return [f"averages over all batches in {path}" for path, module in norms if module.track_running_stats]
+
+
+def backward_hooks(model: nn.Module) -> list[str]:
+    """Modules whose backward hooks an emitted module would not call."""
+    return [
+        f"calls the backward hooks of {path or type(model).__name__}"
+        for path, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch prints about a failed capture: the error that follows says it."""
+    loggers = [logging.getLogger(name) for name in TORCH_SPEAKS]
+    levels = [one.level for one in loggers]
+    printed = io.StringIO()
+    for one in loggers:
+        one.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(printed):
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
+
+
+def untraceable(model: nn.Module, error: Exception) -> str:
+    """What failed and where: the innermost module, and the innermost line that is not torch's own."""
+    line, source = "", ""
+    path, frame = None, error.__traceback__
+    while frame is not None:
+        owner = first_argument(frame.tb_frame)
+        named = next((name for name, module in model.named_modules() if module is owner), None)
+        path = named if named is not None else path
+        file = frame.tb_frame.f_code.co_filename
+        if path is not None and not any(part in file for part in ("/torch/", OWN_FOLDER, "contextlib.py", "<")):
+            line = f" ({file.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
+            source = linecache.getline(file, frame.tb_lineno).strip()
+        frame = frame.tb_next
+    place = "" if path is None else f"; torch gave up in {path or type(model).__name__}{line}"
+    shown = "".join(f"  {text}\n" for text in (source, f"{type(error).__name__}: {first_line(error)}") if text)
+    if any(word in str(error) for word in VALUES):
+        advice = (
+            "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
+            "torch.where."
+        )
+    else:
+        advice = (
+            "See that the model runs on these inputs. If it does, write this line with other tensor operations, or "
+            "compile the parts of the model that torch.export accepts."
+        )
+    return f"{type(model).__name__} could not be captured as a graph{place}:\n{shown}{advice}"
+
+
+def first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if frame.f_code.co_argcount and names else None
