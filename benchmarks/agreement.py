@@ -46,24 +46,32 @@ from benchmarks.agreement_peers import (
 DOCS = Path(__file__).parents[1] / "docs" / "agreement.md"
 HEAD = f"""# The factors of other libraries
 
-Made by `python -m benchmarks.agreement --write-docs`; none of these libraries is a dependency. Every row is one matrix
-over all parameters of a small model in float64, for {CASES} cases and {CLASSES} classes, exact (summed over all labels)
-or empirical. Distances are norms of differences: of the peer's matrix to ours over the norm of ours, then of the peer's
-and of ours to the diagonal blocks of the dense Fisher by autograd, over its norm. Where two agree, the first is a
-rounding error. With {{versions}}.
+`python -m benchmarks.agreement --write-docs` makes this page. None of these libraries is a dependency. Every row
+compares one matrix over all parameters of a small model in float64, for {CASES} cases and {CLASSES} classes. *Exact*
+sums over all labels, *empirical* uses the true labels.
+
+- *peer from ours*: the norm of the difference between the peer's matrix and ours, divided by the norm of ours. Where
+  the two agree, this is a rounding error.
+- *peer from dense* and *ours from dense*: the norm of the difference from the diagonal blocks of the dense Fisher by
+  autograd, divided by its norm.
+
+Versions: {{versions}}.
 
 """
 TAIL = """
-Where they do not agree:
+Reasons for the differences:
 
-- **reduce** (Eschenhagen et al. 2023) is another approximation, for losses that average over positions; ours is expand.
-- **BackPACK, CNN**: convolutions sum gradients over positions first, and then patches too: positions count twice.
-- **asdl, attention**: what is applied at 5 positions is 5 times ours, which is curvlinops's. It has no factor for
-  biases, so that its weights are compared alone.
-- **asdl and curvlinops, one layer twice**: twice ours, exactly. Sums over two calls are divided as if there were one.
-  What is left of ours is what "independent uses" leaves out; full and diagonal blocks leave nothing out.
-- **nngeometry, one layer twice**: full and diagonal blocks, which are to be exact, are not those of the dense Fisher.
-- **nngeometry, full blocks** are a float32's epsilon away: it adds that where it divides.
+- **reduce** (Eschenhagen et al. 2023) is another approximation, for losses that average over positions. Ours is expand.
+- **BackPACK, CNN**: BackPACK sums the gradients of convolutions over positions first, and the patches, too. So positions
+  count twice.
+- **asdl, attention**: for a layer that is applied at 5 positions, asdl's factor is 5 times ours. Ours equals that of
+  curvlinops. asdl has no factor for biases, so only its weights are compared.
+- **asdl and curvlinops, one layer twice**: their matrix is exactly twice ours, because they divide sums over two calls as
+  if there were one call. The distance of ours is what the assumption of independent uses omits. Full and diagonal blocks
+  omit nothing.
+- **nngeometry, one layer twice**: its full and diagonal blocks are meant to be exact, but they differ from the dense
+  Fisher.
+- **nngeometry, full blocks** differ by the epsilon of float32, which nngeometry adds where it divides.
 """
 PACKAGES = ("torch", "curvlinops-for-pytorch", "nngeometry", "backpack-for-pytorch", "laplace-torch", "asdfghjkl")
 

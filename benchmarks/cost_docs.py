@@ -1,4 +1,4 @@
-"""The page of what K-FAC costs, from the committed results: `python -m benchmarks --write-docs`."""
+"""The page on cost, made from the committed results by `python -m benchmarks --write-docs`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from benchmarks.step_time import rows_of
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs" / "cost.md"
-INTRODUCTION = """# What it costs
+INTRODUCTION = """# What kfac_fx costs
 
-Measured on a machine with two cores, one thread, without a GPU (torch {torch}, python {python}). This page is made by
-`python -m benchmarks --write-docs` from `benchmarks/results`; the commands that measured are named with their tables.
+All figures were measured on a machine with two cores, on one thread, without a GPU (torch {torch}, python {python}).
+`python -m benchmarks --write-docs` makes this page from `benchmarks/results`. Every table names the command that
+measured it.
 """
 STEP_TIME = """\
 ## A step
 
-CPU time of a step over that of the same model's SGD step, medians over interleaved rounds in one process, on the same
-batch in float32, with untuned settings: what a step costs, and not how far it gets. *n, m* is statistics at every n-th
-step, inverses at every m-th. "Sampled" statistics have a forward and a backward pass of their own, on all of the batch
-or a quarter of it; "empirical" ones ride on the training backward. MB: tensors alive at the peak of a step with
-everything due, the model's and the batch's among them. soap has statistics at every step, and m is its bases'; singd
-has no inverses; curvlinops takes no averages over batches. The last two leave batch normalization's parameters to SGD.
+The tables give the CPU time of a step divided by that of an SGD step of the same model. Figures are medians over
+interleaved rounds in one process, on the same batch, in float32. Settings are not tuned: the tables show what a step
+costs, and not how far it gets.
 
-The floor is the cost model's, with statistics that ride: 6 n i o flops of a layer's own, n (i² + o²) of its statistics
-(twice that as plain products), 2 i o (i + o) of a preconditioned step, i³ + o³ of an inverse. Convolutions may be below
-it: patches overlap, and their second moment is summed over the lines of the image instead.
+- *n, m*: statistics at every n-th step, inverses at every m-th step.
+- *sampled*: the statistics have their own forward and backward pass, on the whole batch or on a quarter of it.
+- *empirical*: the statistics are recorded in the training backward.
+- *MB*: memory of the tensors alive at the peak of a step in which everything is due, including the model and the batch.
+
+soap has statistics at every step, and m is the interval of its bases. singd has no inverses. curvlinops takes no
+averages over batches. singd and curvlinops leave the parameters of batch normalization to SGD.
+
+The floor comes from a cost model of empirical statistics: a layer itself takes 6 n i o flops, its statistics
+n (i² + o²) (twice that as plain products), a preconditioned step 2 i o (i + o), and an inverse i³ + o³. Convolutions
+may be below the floor: patches overlap, and their second moment is summed over the lines of the image instead.
 
     pip install "kfac_fx[peers]"
     {command}
@@ -36,43 +42,44 @@ it: patches overlap, and their second moment is summed over the lines of the ima
 Peers: {peers}.
 """
 STEP_PARTS = """\
-### Its parts
+### Parts of a step
 
-CPU milliseconds of every part of a step with empirical statistics and inverses, without those of parts inside of it;
-the floor is what the part's flops take at the rate of the SGD step's. On a CPU without a routine for symmetric products
-5/8 of the plain products are computed, so the statistics' own floor is 5/4 of what is named here. What has no floor
-moves memory, and on the autoencoder takes longer than what asdl is ahead by.
+The tables give CPU milliseconds of every part of a step with empirical statistics and inverses. A part does not include
+the parts inside it. The floor is the time that the flops of the part take at the rate of the SGD step. A CPU without a
+routine for symmetric products computes 5/8 of the plain products, so the true floor of the statistics is 5/4 of the
+figure given. Parts without a floor move memory. On the autoencoder they take longer than the whole lead of asdl.
 
     {command}
 """
 HOST_TIME = """\
-### Its host
+### Host time
 
-CPU milliseconds of a step of many small parameters, and of `optimizer.step()` alone, which is Python and the dispatch
-of operations more than their work. Parameters of equal matrices are stacked, so that a plain step has as many
-operations as there are shapes, beside what reads and writes the parameters; recording has some for every layer.
+The tables give CPU milliseconds of a step with many small parameters, and of `optimizer.step()` alone. On such models
+Python and the dispatch of operations take longer than the operations. Parameters with equal matrices are stacked, so a
+plain step has as many operations as there are shapes, plus those that read and write the parameters. Recording has a
+few operations for every layer.
 
     {command}
 """
 COMPILE = """\
 ## Compiling
 
-CPU seconds of one thread, of models with their real depth. The capture is torch.export's; likeness and proof run the
-first batch through model and graph.
+The table gives CPU seconds on one thread, for models with their real depth. The capture is the time of torch.export.
+Equivalence and proof run the first batch through the model and through the graph.
 
     {command}
 """
 SCALE = """\
-Graphs that torch.fx captured, in CPU seconds by pass. Everything grows with the graph and no faster; the emitted module
-is what torch.fx prints and Python compiles.
+The next table gives CPU seconds by pass for graphs that torch.fx captured. Every row grows linearly with the graph. The
+emitted module is the time in which torch.fx prints the graph and Python compiles it.
 
     {command}
 """
 PROOF = """\
-## The proof of the first batch
+## The proof on the first batch
 
-MB of tensors alive at the peak, beside the model's own and the batch's, and what a process grew by. The proof keeps the
-matrices of one registration at a time; `verify=False` leaves it out.
+The table gives MB of the tensors alive at the peak, without those of the model and the batch, and the growth of the
+process. The proof keeps the matrices of one registration at a time. `verify=False` skips the proof.
 
     {command}
 """
@@ -104,33 +111,33 @@ def page() -> str:
 def step_time(record: dict[str, Any]) -> Iterable[str]:
     peers = ", ".join(f"{name} {version}" for name, version in record["peers"].items()) or "none was installed"
     yield STEP_TIME.format(**{**record, "peers": peers})
-    for model, found in record["results"].items():
-        yield f"{model}, whose SGD step takes {found['milliseconds']['sgd']['plain']:.0f} ms:\n"
-        yield table(rows_of(found), "{:.2f}")
+    for model, result in record["results"].items():
+        yield f"{model}; an SGD step takes {result['milliseconds']['sgd']['plain']:.0f} ms:\n"
+        yield table(rows_of(result), "{:.2f}")
 
 
 def step_parts(record: dict[str, Any]) -> Iterable[str]:
     yield STEP_PARTS.format(**record)
-    for model, found in record["results"].items():
-        yield f"{model}, whose SGD step takes {found['sgd milliseconds']:.0f} ms:\n"
-        yield table(found["parts"], "{:.2f}")
+    for model, result in record["results"].items():
+        yield f"{model}; an SGD step takes {result['sgd milliseconds']:.0f} ms:\n"
+        yield table(result["parts"], "{:.2f}")
 
 
 def host_time(record: dict[str, Any]) -> Iterable[str]:
     yield HOST_TIME.format(**record)
-    for model, found in record["results"].items():
-        yield f"{model}, of {found['parameters']} parameters:\n"
-        yield table(found["milliseconds"], "{:.1f}")
+    for model, result in record["results"].items():
+        yield f"{model}, with {result['parameters']} parameters:\n"
+        yield table(result["milliseconds"], "{:.1f}")
 
 
 def by_pass(results: Sequence[Row]) -> list[Row]:
-    """A column a graph, a row a pass."""
+    """One column per graph, one row per pass."""
     names = [name for name in results[0] if name != "nodes"]
-    return [{"nodes": name, **{f"{one['nodes']:,.0f}": one[name] for one in results}} for name in names]
+    return [{"nodes": name, **{f"{result['nodes']:,.0f}": result[name] for result in results}} for name in names]
 
 
 def table(rows: Sequence[Row], form: str) -> str:
-    """Whole numbers and words as they are, others in `form`."""
-    cells = [[form.format(one) if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
+    """A Markdown table; floats are printed with `form`."""
+    cells = [[form.format(value) if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     lines = [list(rows[0]), ["---", *["--:"] * (len(rows[0]) - 1)], *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -28,26 +28,30 @@ MUST = (
 )
 INTRODUCTION = """# The zoo
 
-What `kfac_fx.compile` makes of models that people use. Every model is real code of its library, randomly initialized;
-those of transformers, diffusers and peft have tiny configurations, those of timm and torchvision their full width on
-small images (a few with fewer layers). Every model is in training mode, captured with a batch of {captured} and checked
-with a batch of {other}:
+This page shows how `kfac_fx.compile` handles models that people use. Every model is the real code of its library with
+random weights. The models of transformers, diffusers and peft have tiny configurations; those of timm and torchvision
+have their full width, on small images (a few with fewer layers). Every model is in training mode. It is captured with a
+batch of {captured} and checked with a batch of {other}.
 
-- **works**: it was captured, and on the other batch size the captured graph has the original's outputs and gradients
-  (relative differences of at most {relative:g}), every structured registration's rows give autograd's gradient, what is
-  in no Fisher block has no gradient, and all statistics are finite. Parameters that start at zero, which would hide the
-  gradients of what is in front of them, are small random numbers there.
-- **wrong**: one of these fails, and nobody was told. There must be none.
-- **refused**: an error names what cannot be captured. **Bug**: another exception. **Too slow**: no result in time.
+- **works**: the model was captured, and four checks hold for the other batch size. The captured graph has the outputs
+  and gradients of the original (relative differences of at most {relative:g}). The rows of every structured
+  registration give the gradient of autograd. A parameter in no Fisher block has no gradient. All statistics are finite.
+  Parameters that start at zero would hide the gradients of the layers in front of them, so they are set to small random
+  numbers.
+- **wrong**: a check fails without an error or a reason in the report. No model may be wrong.
+- **refused**: an error names the operation that cannot be captured.
+- **bug**: the model raises another exception.
+- **too slow**: the model gives no result in time.
 
-An element (a tensor) is *structured* if it is in a Fisher block that knows its layer; the rest of what is used is
-*generic*, a diagonal block, with its reason. Full-width models dominate the elements; tensors count all alike.
+An element or a tensor is *structured* if its Fisher block knows the layer. The rest of the used parameters is *generic*:
+a diagonal block, with its reason in the report. Models of full width dominate the count of elements. In the count of
+tensors every tensor has the same weight.
 """
 
 
 def write(results: Iterable[Result], measure: Any, command: str) -> None:
     """Write the page. measure: the module that measured, whose constants the page names."""
-    found = sorted(results, key=lambda one: str(one["model"]))
+    found = sorted(results, key=lambda result: str(result["model"]))
     introduction = INTRODUCTION.format(captured=measure.CAPTURED, other=measure.OTHER, relative=measure.RELATIVE)
     parts = [
         introduction,
@@ -63,28 +67,28 @@ def write(results: Iterable[Result], measure: Any, command: str) -> None:
 
 def origin(found: Sequence[Result], command: str) -> str:
     versions: dict[str, set[str]] = defaultdict(set)
-    for one in found:
-        for name, version in one.get("versions", {}).items():
+    for result in found:
+        for name, version in result.get("versions", {}).items():
             versions[name].add(version)
     commits = len(versions.pop("kfac_fx", ()))
     text = ", ".join(f"{name} {' and '.join(sorted(each))}" for name, each in versions.items())
     text += f"; kfac_fx at {commits} {'commit' if commits == 1 else 'commits, as the last column says'}"
-    dates = sorted({str(one["date"]) for one in found if "date" in one})
+    dates = sorted({str(result["date"]) for result in found if "date" in result})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "unknown"
     return (
-        f"Measured with `{command}`, in parts, one thread a model, on a shared machine with two cores, {when}\n"
-        f"({text}).\n"
-        "This page is made by `python -m benchmarks.zoo --write-docs` from `benchmarks/results/zoo.jsonl`. Seconds\n"
-        "are CPU time of the whole `compile`, most of it torch.export's; where the machine was busy they are up to\n"
-        "twice those of an idle one.\n"
+        f"The results were measured with `{command}`, in parts, with one thread for each model, on a shared machine\n"
+        f"with two cores, {when} ({text}).\n"
+        "`python -m benchmarks.zoo --write-docs` makes this page from `benchmarks/results/zoo.jsonl`. Seconds are CPU\n"
+        "time of the whole `compile`; torch.export takes most of it. On a busy machine they are up to twice those of an\n"
+        "idle one.\n"
     )
 
 
 def summary(found: Sequence[Result]) -> str:
-    """One row a library, and one for all."""
+    """One row a library, and result for all."""
     groups: dict[str, list[Result]] = defaultdict(list)
-    for one in found:
-        groups[library(one)].append(one)
+    for result in found:
+        groups[library(result)].append(result)
     head = (
         "library",
         "models",
@@ -100,15 +104,15 @@ def summary(found: Sequence[Result]) -> str:
 
 
 def summary_row(name: str, group: Sequence[Result]) -> tuple[str, ...]:
-    known = [one for one in group if "elements" in one]
-    works = sum(one["status"] == "works" for one in group)
-    whole = sum(one["elements"]["used"] == one["elements"]["structured"] for one in known)
-    seconds = [float(one["seconds"]) for one in known if "seconds" in one]
+    known = [result for result in group if "elements" in result]
+    works = sum(result["status"] == "works" for result in group)
+    whole = sum(result["elements"]["used"] == result["elements"]["structured"] for result in known)
+    seconds = [float(result["seconds"]) for result in known if "seconds" in result]
     return (
         name,
         f"{len(group)}",
         f"{works} ({percent(works, len(group))})",
-        f"{sum(one['status'] == 'wrong' for one in group)}",
+        f"{sum(result['status'] == 'wrong' for result in group)}",
         share(known, "elements"),
         share(known, "tensors"),
         f"{whole}",
@@ -117,34 +121,34 @@ def summary_row(name: str, group: Sequence[Result]) -> tuple[str, ...]:
 
 
 def share(known: Sequence[Result], what: str) -> str:
-    return percent(sum(one[what]["structured"] for one in known), sum(one[what]["used"] for one in known))
+    return percent(sum(result[what]["structured"] for result in known), sum(result[what]["used"] for result in known))
 
 
 def famous(found: Sequence[Result]) -> str:
     rows = []
     for name in MUST:
-        mine = [one for one in found if one.get("like") == name]
-        rows.append((name, ", ".join(f"{one['model']} ({one['status']})" for one in mine) or "missing"))
-    return "## The architectures that must be among them\n\n" + table(("architecture", "models"), rows)
+        mine = [result for result in found if result.get("like") == name]
+        rows.append((name, ", ".join(f"{result['model']} ({result['status']})" for result in mine) or "missing"))
+    return "## Well-known architectures\n\n" + table(("architecture", "models"), rows)
 
 
 def failures(found: Sequence[Result]) -> str:
-    rows = [(one["model"], one["status"], code(first_lines(one))) for one in found if one["status"] != "works"]
+    rows = [(result["model"], result["status"], code(first_lines(result))) for result in found if result["status"] != "works"]
     if not rows:
-        return "## What does not work\n\nNothing.\n"
-    return "## What does not work\n\n" + table(("model", "status", "what is said"), rows)
+        return "## Failures\n\nEvery model works.\n"
+    return "## Failures\n\n" + table(("model", "status", "message"), rows)
 
 
-def first_lines(one: Result) -> str:
-    return " ".join((one.get("error") or "; ".join(one.get("wrong", []))).split())[:400]
+def first_lines(result: Result) -> str:
+    return " ".join((result.get("error") or "; ".join(result.get("wrong", []))).split())[:400]
 
 
 def reasons(found: Sequence[Result]) -> str:
-    """Why parameters are generic, the most elements first; numbers of nodes and lines are left out."""
+    """The reasons of generic parameters, those with the most elements first, without numbers of nodes and lines."""
     groups: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
-    for one in found:
-        for names, elements, reason in one.get("generic", []):
-            groups[general(reason)].append((one["model"], names, elements))
+    for result in found:
+        for names, elements, reason in result.get("generic", []):
+            groups[general(reason)].append((result["model"], names, elements))
     ordered = sorted(groups.items(), key=lambda item: -sum(elements for _, _, elements in item[1]))
     rows = [
         (
@@ -157,12 +161,13 @@ def reasons(found: Sequence[Result]) -> str:
         for reason, cases in ordered
     ]
     head = ("reason", "blocks", "elements", "models", "for example")
-    return "## Why parameters are generic\n\n" + (table(head, rows) if rows else "None is.\n")
+    return "## Why parameters are generic\n\n" + (table(head, rows) if rows else "Every parameter is structured.\n")
 
 
 def general(reason: str) -> str:
-    """A reason without what differs from model to model: nodes' numbers, lines, counts."""
+    """A reason without the numbers that differ from model to model: of nodes, lines, counts."""
     text = re.sub(r" ?\([\w/.-]+\.py:\d+\)", "", reason)
+    text = re.sub(r"(\.py):\d+", r"\1", text)
     text = re.sub(r"_\d+\b", "", text)
     text = re.sub(r"\band \d+ more\b", "and more", text)
     return re.sub(r"\d[\d,.]*", "#", text)
@@ -182,25 +187,25 @@ def models(found: Sequence[Result]) -> str:
         "seconds",
         "commit",
     )
-    return "## All models\n\n" + table(head, [model_row(one) for one in found])
+    return "## All models\n\n" + table(head, [model_row(result) for result in found])
 
 
-def model_row(one: Result) -> tuple[str, ...]:
-    seconds = f"{one['seconds']:.1f}" if "seconds" in one else ""
-    commit = one.get("versions", {}).get("kfac_fx", "")
-    if "elements" not in one:
-        return (one["model"], one["status"], *[""] * 7, seconds, commit)
-    elements, tensors = one["elements"], one["tensors"]
+def model_row(result: Result) -> tuple[str, ...]:
+    seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
+    commit = result.get("versions", {}).get("kfac_fx", "")
+    if "elements" not in result:
+        return (result["model"], result["status"], *[""] * 7, seconds, commit)
+    elements, tensors = result["elements"], result["tensors"]
     return (
-        one["model"],
-        one["status"],
-        one["captured"],
-        f"{one['nodes']:,}",
+        result["model"],
+        result["status"],
+        result["captured"],
+        f"{result['nodes']:,}",
         f"{elements['used']:,}",
         percent(elements["structured"], elements["used"]),
         f"{tensors['structured']} of {tensors['used']}",
-        f"{len(one['generic'])}",
-        f"{one['proven']}" if "proven" in one else "",
+        f"{len(result['generic'])}",
+        f"{result['proven']}" if "proven" in result else "",
         seconds,
         commit,
     )
@@ -209,12 +214,12 @@ def model_row(one: Result) -> tuple[str, ...]:
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def library(one: Result) -> str:
-    return str(one["model"]).partition("/")[0]
+def library(result: Result) -> str:
+    return str(result["model"]).partition("/")[0]
 
 
 def percent(part: int, whole: int) -> str:
-    """Rounded down, so that "100 %" means all."""
+    """A percentage, rounded down, so that "100 %" means all."""
     return f"{part * 100_000 // whole / 1000:g} %" if whole else ""
 
 
@@ -224,5 +229,5 @@ def code(text: str) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     right = [bool(rows) and all(NUMBER.fullmatch(row[place]) for row in rows) for place in range(len(head))]
-    ruler = ["--:" if one else "---" for one in right]
+    ruler = ["--:" if number else "---" for number in right]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ruler, *rows))
