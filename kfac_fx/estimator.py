@@ -166,7 +166,7 @@ class FisherEstimator(BlockDiagonalFisher):
             raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
         with full_precision():
             for key, block in self.blocks.items():
-                sums = additive(block.registration.approximation, moments.statistics[key])
+                sums = additive(block.registration.structure, moments.statistics[key])
                 before = self._pending.get(key)
                 self._pending[key] = sums if before is None else {n: before[n] + sums[n] for n in sums}
             for name, gradient in moments.gradients.items():

@@ -13,6 +13,7 @@ from kfac_fx.collection.registered_block import FisherBlock as FisherBlock
 from kfac_fx.collection.registered_block import flattened
 from kfac_fx.factors.factor import additive
 from kfac_fx.linalg.vectors import split
+from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.ir import GENERIC, Registration
 from kfac_fx.passes.layers import LAYERS
 
@@ -43,11 +44,11 @@ class KroneckerProductFB(FisherBlock):
 
     @property
     def diagonal_approx_for_input(self) -> bool:
-        return self.approximation in ("kron_in_diag", "kron_both_diag")
+        return self.structure.diagonal_inputs
 
     @property
     def diagonal_approx_for_output(self) -> bool:
-        return self.approximation in ("kron_out_diag", "kron_both_diag")
+        return self.structure.diagonal_outputs
 
 
 # --- generic --------------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class NaiveFB(FisherBlock):
         flat = [torch.cat([grad.flatten() for grad in flattened(grads)]) for grads in grads_list]
         if cases is None:
             raise ValueError(f"{self}: how many cases were summed over is not in a parameter's gradient; pass cases=")
-        self.take(additive(self.approximation, {"gradient": torch.stack(flat)}), cases, damping)
+        self.take(additive(self.structure, {"gradient": torch.stack(flat)}), cases, damping)
 
 
 class NaiveFullFB(NaiveFB, FullFB):
@@ -209,5 +210,5 @@ def block_class(layer: str, approximation: str, multi: bool) -> type[FisherBlock
     named = next((classes for layers, classes in CLASSES.items() if layer in layers), {})
     if approximation in OTHERS:
         return named.get(approximation, OTHERS[approximation])
-    kind = "series" if "series" in approximation else MULTI if multi else KRON
+    kind = "series" if APPROXIMATIONS[approximation].series else MULTI if multi else KRON
     return named.get(kind, KroneckerProductFB)

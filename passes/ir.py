@@ -15,32 +15,15 @@ from typing import Any
 from torch import fx, nn
 
 from .matrix import Shape
-from .registration import (
-    APPROXIMATIONS,
-    EVERY_LAYER,
-    GENERIC,
-    KRONECKER,
-    SERIES,
-    UNCORRELATED,
-    WANTED,
-    Registration,
-    Sampling,
-    source_line,
-    where,
-)
+from .registration import GENERIC, WANTED, Registration, Sampling, source_line, where
 from .words.pieces import Made, Piece
 from .words.uses import CASES, KEPT, STEP, UNROLLED, Attrs, Bound, Dims, Use, tensor_attrs
 
 __all__ = [
-    "APPROXIMATIONS",
     "CASES",
-    "EVERY_LAYER",
     "GENERIC",
     "KEPT",
-    "KRONECKER",
-    "SERIES",
     "STEP",
-    "UNCORRELATED",
     "UNROLLED",
     "WANTED",
     "Attrs",

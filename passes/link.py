@@ -12,8 +12,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from .approximations import APPROXIMATIONS
 from .errors import ApproximationError, LinkError, nearest, table
-from .ir import APPROXIMATIONS, GENERIC, Program
+from .ir import GENERIC, Program
 
 
 def link(program: Program) -> Program:

@@ -22,7 +22,7 @@ from .errors import LayerError, fatal
 from .graphs.labels import everything_behind
 from .graphs.operations import op_name
 from .graphs.sizes import in_example, number, shape_of, sizes_of
-from .ir import KEPT, UNCORRELATED, Dims, Note, Program, Registration, Use, where
+from .ir import KEPT, Dims, Note, Program, Registration, Use, where
 from .layers import Layer
 from .timeline import UNCLEAR, Timeline
 
@@ -116,7 +116,7 @@ class Places:
 
     def of_use(self, one: Registration, use: Use, layer: Layer) -> tuple[Fitting | None, str]:
         """(the mask and its dimensions in the output, why not)."""
-        if one.approximation in UNCORRELATED and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
+        if one.structure.needs_pixels and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
             return None, "its pixels are not its output positions"
         if use.factor is not None and use.factor.repeats:
             return None, "its weight is a Kronecker product, whose factors have several rows a position"

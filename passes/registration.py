@@ -1,6 +1,6 @@
 """Where a node stands in the user's own code.
 
-Registrations: what one Fisher block is made from, and the names of the approximations it may take.
+Registrations: what one Fisher block is made from.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import fx
 
+from .approximations import APPROXIMATIONS, Approximation
 from .matrix import MatrixForm
 from .words.pieces import Piece
 from .words.uses import Use
@@ -38,11 +39,6 @@ def source_line(node: fx.Node) -> str | None:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-KRONECKER = ("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
-EVERY_LAYER = (*KRONECKER, "kron_indep", "diagonal", "full")
-SERIES = ("kron_series_1", "kron_series_1_abs", "kron_series_2")  # of layers whose rows are no ids
-UNCORRELATED = ("kron_sua", "kron_sua_zero_mean", "kron_sua_centered")  # of layers that declare pixels
-APPROXIMATIONS = (*EVERY_LAYER, *SERIES, *UNCORRELATED)
 GENERIC = "generic"  # as an approximation: claimed by no layer, whatever its form
 WANTED = "declared generic"  # the reason of what is
 
@@ -67,7 +63,7 @@ class Registration:
     matrix: MatrixForm | None  # None: generic, the parameters are a flat vector
     parameters: tuple[str, ...]
     uses: tuple[Use, ...]
-    approximation: str
+    approximation: str  # a name of `passes.approximations`
     reason: str | None = None  # why this and not the obvious choice
     pieces: tuple[Piece, ...] = ()  # those of `parameters` that are pieces of parameters
     sampling: Sampling | None = None  # of its input factor; None: all rows
@@ -84,6 +80,11 @@ class Registration:
     @property
     def generic(self) -> bool:
         return self.matrix is None
+
+    @property
+    def structure(self) -> Approximation:
+        """The approximation that `approximation` names."""
+        return APPROXIMATIONS[self.approximation]
 
     @property
     def towers(self) -> int:
@@ -108,13 +109,11 @@ class Registration:
 
     @property
     def rows(self) -> tuple[tuple[int, int, int], bool]:
-        """((groups, outputs, inputs), bias) of the rows that statistics are summed over: those of the matrix; for
-        UNCORRELATED the pixels of the input, [c], with a column of ones."""
+        """((groups, outputs, inputs), bias) of the rows that statistics are summed over: those of the matrix;
+        for an approximation that needs pixels those of the input, [c], with a column of ones."""
         assert self.matrix is not None, "bug in kfac_fx: rows of a generic registration"
         (g, o, i), bias = self.matrix.shape, self.matrix.bias is not None
-        return (
-            ((g, o, (i - bias) // self.kernel + 1), True) if self.approximation in UNCORRELATED else ((g, o, i), bias)
-        )
+        return ((g, o, (i - bias) // self.kernel + 1), True) if self.structure.needs_pixels else ((g, o, i), bias)
 
     def __str__(self) -> str:
         return f"{self.layer}({', '.join(self.parameters)})"

@@ -202,7 +202,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
         matrix,
         matrix.parameters,
         tuple(uses),
-        chosen,
+        chosen.name,
         said,
         pieces,
         sampling=program.options.sampling,
@@ -384,7 +384,7 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
             wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)
         unknown = own_backward(edges[name], owner) or f"no layer has the form of {enters(edges[name])}"
-        generics.append(program.generic(name, wanted.get(name, unknown), approximation))
+        generics.append(program.generic(name, wanted.get(name, unknown), approximation.name))
     if unmatched:
         raise LinkError(
             f"linked parameters that no layer matched as a group:\n{table(unmatched)}\n"

@@ -25,7 +25,7 @@ from .graphs.edit import attribute
 from .graphs.inplace import memories
 from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect
-from .ir import KEPT, SERIES, Program, Registration, Use, tensor_attrs
+from .ir import KEPT, Program, Registration, Use, tensor_attrs
 from .matching.jacobians import KEY as JACOBIAN
 from .matching.jacobians import Jacobian
 
@@ -40,7 +40,7 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
     """
     emission = Emission(program)
     for number, registration in enumerate(program.registrations):
-        if link is not None and registration.approximation in SERIES:
+        if link is not None and registration.structure.series:
             emission.add_links(number, registration, link)
         for use in registration.uses:
             emission.add_tap(number, registration, use, tap)

@@ -24,7 +24,7 @@ from .graphs.edit import attribute, holder
 from .graphs.labels import Label, has_gradient, is_size, labels, parameters_behind, use_edges
 from .graphs.operations import AUTOCAST, EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
 from .graphs.sizes import NUMBER
-from .ir import SERIES, Program, Registration, Submodule, Use
+from .ir import Program, Registration, Submodule, Use
 from .matching.elements import KEY
 
 
@@ -219,7 +219,7 @@ def leave_python(program: Program) -> Program:
 def called(program: Program, one: Registration) -> Registration:
     uses = tuple(replace(use, calls=program.submodules[use.output.meta[NUMBER]].calls) for use in one.uses)
     repeated = len(uses) > 1 or any(use.calls and use.calls > 1 for use in uses)
-    if one.approximation in SERIES:
+    if one.structure.series:
         why = f"the order of its uses is known at run time only, so not {one.approximation!r}"
         reason = f"{one.reason}; {why}" if one.reason else why
         return replace(one, uses=uses, called=True, approximation="kron_indep", reason=reason)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.series import SeriesGroup
-from kfac_fx.factors.factor import SIDES, Factor, Failures, NotRegisteredError, additive
+from kfac_fx.factors.factor import Factor, Failures, NotRegisteredError, additive
 from kfac_fx.factors.inverses import Inverter
 from kfac_fx.factors.stacks import BlockGroup, Form, Vector
 from kfac_fx.factors.sua import UncorrelatedGroup
@@ -21,8 +21,13 @@ from kfac_fx.factors.wide import WideGroup, in_blocks
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.errors import nearest
-from kfac_fx.passes.ir import SERIES, UNCORRELATED, Registration
-from kfac_fx.statistics.lagged import LAGGED
+from kfac_fx.passes.ir import Registration
+
+GROUPS: Mapping[str, type[BlockGroup]] = {  # by `Approximation.group`
+    "stacked": BlockGroup,
+    "series": SeriesGroup,
+    "pixels": UncorrelatedGroup,
+}
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class FisherBlock(Operator):
 
     def update(self, moments: Mapping[str, Tensor], cases: int, *, decay: float, weight: float = 1.0) -> None:
         """Average the moments of one batch of `cases` cases into the factors; not if they are not finite."""
-        sums = [additive(self.registration.approximation, moments)]
+        sums = [additive(self.registration.structure, moments)]
         self.group.update(sums, cases, decay=decay, weight=weight, members=self.member)
 
     def update_inverses(self) -> None:
@@ -162,13 +167,13 @@ def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool 
 
 
 def statistics_of(registration: Registration) -> tuple[str, ...]:
-    left, right = SIDES[registration.approximation]
+    approximation = registration.structure
+    left, right = approximation.left, approximation.right
     if registration.generic:
         return ()
     if right is not None:
-        lagged = LAGGED if registration.approximation in SERIES else ()
         outputs, inputs = registration.blocks
-        return "count", in_blocks(right.statistic, inputs), in_blocks(left.statistic, outputs), *lagged
+        return "count", in_blocks(right.statistic, inputs), in_blocks(left.statistic, outputs), *approximation.lagged
     # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
     if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
         return (left.statistic,)
@@ -192,9 +197,8 @@ def make_groups(
     def key(one: Registration) -> tuple[object, ...]:
         example = parameters[one.parameters[0]]
         place = dtype or torch.promote_types(example.dtype, torch.float32), device or example.device
-        kernel = (one.approximation, one.kernel) if one.approximation in UNCORRELATED else None
-        series = one.approximation if one.approximation in SERIES else None
-        return SIDES[one.approximation], one.blocks, kernel, series, one.generic, form_of(one, parameters).shape, place
+        group, sides = group_class(one), (one.structure.left, one.structure.right)
+        return group, group.alike_in(one), sides, one.generic, form_of(one, parameters).shape, place
 
     found: dict[tuple[object, ...], list[Registration]] = {}
     parameters = split(parameters, registrations := list(registrations))
@@ -216,11 +220,7 @@ def make_groups(
 
 
 def group_class(registration: Registration) -> type[BlockGroup]:
-    if registration.approximation in SERIES:
-        return SeriesGroup
-    if registration.approximation in UNCORRELATED:
-        return UncorrelatedGroup
-    return BlockGroup if registration.blocks == (1, 1) else WideGroup
+    return GROUPS[registration.structure.group] if registration.blocks == (1, 1) else WideGroup
 
 
 def make_block(

@@ -19,6 +19,7 @@ from kfac_fx.factors.stacks import ALL, BlockGroup
 from kfac_fx.linalg.chain import doublings, inverse_root, least_eigenvalue, root_of
 from kfac_fx.linalg.krylov import inverse_power
 from kfac_fx.linalg.matrices import Root, eigh, rescued_eigh
+from kfac_fx.passes.approximations import KRON_SERIES_2
 from kfac_fx.passes.errors import ApproximationError
 
 DENSE = 1024  # rows of a block of one group whose fractional powers are kept as matrices
@@ -72,7 +73,7 @@ class RootedGroup(BlockGroup):
     @property
     def symmetric(self) -> bool:
         """Whether the chain is the same forward and backward in time, so that N needs no sum of powers."""
-        return self.approximation != "kron_series_2"
+        return self.structure is not KRON_SERIES_2
 
     @property
     def is_dense(self) -> bool:
@@ -128,7 +129,7 @@ class RootedGroup(BlockGroup):
         if error > tolerance:
             raise ApproximationError(
                 f"{name}: {STEPS} steps of Lanczos' process left a relative error of {error:.0e} in the power {exp:g} "
-                f"of {self.approximation}, wanted {tolerance:.0e}.\nUse more damping, whole numbers for `exps`, or "
+                f"of {self.structure.name}, wanted {tolerance:.0e}.\nUse more damping, whole numbers for `exps`, or "
                 "'kron_indep' for these parameters."
             )
         return found.view(matrix.shape).to(matrix.dtype)
@@ -140,7 +141,7 @@ class RootedGroup(BlockGroup):
         groups, outputs, inputs = self.shape
         if not self.is_dense:
             raise ApproximationError(
-                f"{self.registrations[0]}: {self.approximation} has no eigenvectors of a structure, and {outputs} * "
+                f"{self.registrations[0]}: {self.structure.name} has no eigenvectors of a structure, and {outputs} * "
                 f"{inputs} parameters are too many for a dense block.\nUse 'kron_indep' for these parameters."
             )
         whole = torch.stack([self.dense(index) for index in range(len(self))])

@@ -27,17 +27,19 @@ makes F smaller, not larger. "kron_series_1_abs" takes |ψ_G| and |ψ_A|, as Ten
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kfac_fx.blocks.rooted import Kept, RootedGroup
-from kfac_fx.factors.factor import Side, Stack
+from kfac_fx.factors.factor import Stack
 from kfac_fx.factors.stacks import ALL, Roots
 from kfac_fx.linalg.chain import doublings, fejer, kron, resolvent, solve_transposed, symmetrized, triangle
 from kfac_fx.linalg.matrices import RESCUES, Root, cholesky, damp, eigh, is_finite, spread
+from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, Side
+from kfac_fx.passes.ir import Registration
 
 LONGEST = 1023  # steps that blocks are prepared for, where the first batch has fewer: ten bits of T
 
@@ -58,6 +60,15 @@ class SeriesGroup(RootedGroup):
         self.factors["pairs"] = Stack.zeros(blocks, (), self.dtype, self.device)
         for side in self.sides:
             self.factors[lagged(side)] = Stack.zeros(blocks, side.shape(self.shape), self.dtype, self.device)
+
+    @classmethod
+    def alike_in(cls, registration: Registration) -> Hashable:
+        return registration.approximation
+
+    def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
+        rows = sums["count"].clamp(min=1)
+        moments = {lagged(side): sums[lagged(side)] / spread(rows, sums[lagged(side)]) for side in self.sides}
+        return {**super().batch_values(sums, cases), **moments, "pairs": sums["pairs"] / cases}
 
     def steps(self) -> Tensor:
         """T of every block: [L]."""
@@ -114,7 +125,7 @@ class SeriesGroup(RootedGroup):
 
     def assumed(self, hat: Tensor) -> Tensor:
         """A whitened C1 [m, d, d], as the approximation takes it to be."""
-        if self.approximation == "kron_series_1_abs":
+        if self.structure is KRON_SERIES_1_ABS:
             values, vectors = eigh(symmetrized(hat))
             return (vectors * values.abs().unsqueeze(-2)) @ vectors.mT
         return symmetrized(hat) if self.symmetric else hat

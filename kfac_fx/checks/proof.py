@@ -21,9 +21,10 @@ from torch import Tensor
 from kfac_fx.checks.equivalence import coarsest, compare
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
-from kfac_fx.passes.claiming.approximation import PER_CASE, requested
+from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
+from kfac_fx.passes.claiming.approximation import requested
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
-from kfac_fx.passes.ir import KEPT, SERIES, UNCORRELATED, Program, Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import KEPT, Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.words.pieces import Slope
 from kfac_fx.passes.words.slopes import DIVIDED, OWN
@@ -183,14 +184,14 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 reason = f"the proof failed: rows give another gradient than autograd ({apart})"
         if reason is not None:
             failed[one.parameters] = reason
-        elif one.approximation in PER_CASE and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
+        elif not one.structure.kronecker and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
             why = f"cases are merged with positions at its output, so not {one.approximation!r}"
-            other[one.parameters] = "kron", why
+            other[one.parameters] = KRON.name, why
         elif one.parameters in mixing:
             why = f"cases meet between it and the outputs, so {one.approximation!r} leaves out products of two cases"
             other[one.parameters] = one.approximation, why
-        elif one.approximation in SERIES and (mixed := unlike(taps[one.parameters])):
-            other[one.parameters] = "kron_indep", f"{mixed}, so not {one.approximation!r}"
+        elif one.structure.series and (mixed := unlike(taps[one.parameters])):
+            other[one.parameters] = KRON_INDEP.name, f"{mixed}, so not {one.approximation!r}"
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
         many = "1 registration" if len(failed) == 1 else f"{len(failed)} registrations"
@@ -222,7 +223,7 @@ def replace_taps(recorder: Recorder) -> Recorder:
 def whole(one: Registration) -> Registration:
     """What is proved are the rows of the matrix, all of them."""
     uses = tuple(all_rows(use) if use.mask_dims else use for use in one.uses)
-    approximation = "kron" if one.approximation in (*UNCORRELATED, *SERIES) else one.approximation
+    approximation = KRON.name if one.structure.kronecker else one.approximation
     return replace(one, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
 
 
@@ -287,7 +288,8 @@ def gradients(
 
 def by_case(program: Program, one: Registration) -> bool:
     """Whether the user asked for a block made of gradients of cases."""
-    return one.approximation in PER_CASE and bool(requested(program, one.parameters, one.layer) & set(PER_CASE))
+    asked = requested(program, one.parameters, one.layer) & APPROXIMATIONS.keys()
+    return not one.structure.kronecker and any(not APPROXIMATIONS[name].kronecker for name in asked)
 
 
 def behind_which_cases_meet(

@@ -11,9 +11,10 @@ from torch import Tensor, fx
 
 from kfac_fx.collection.registry import Key
 from kfac_fx.collection.steps import in_time
-from kfac_fx.passes.claiming.approximation import PER_CASE, cases_apart
+from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
+from kfac_fx.passes.claiming.approximation import cases_apart
 from kfac_fx.passes.errors import ApproximationError, RegistrationError
-from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, UNCORRELATED, Registration, Sampling, Use
+from kfac_fx.passes.ir import Registration, Sampling, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.resolve import align
 from kfac_fx.passes.words.pieces import Piece
@@ -55,7 +56,7 @@ class DeclaredBlock:
         """
         Args:
             params: a parameter or several, as names or as the objects.
-            approximation: one of `passes.ir.APPROXIMATIONS`; None: the class's own.
+            approximation: a name of `passes.approximations.APPROXIMATIONS`; None: the class's own.
             num_uses: of a tensor that holds the uses one after another.
 
         Raises RegistrationError for parameters that the model has not.
@@ -75,6 +76,11 @@ class DeclaredBlock:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.params)}, {self.approximation}, {len(self.towers)} towers)"
+
+    @property
+    def structure(self) -> Approximation:
+        """The approximation that `approximation` names."""
+        return APPROXIMATIONS[self.approximation]
 
     @property
     def terms(self) -> str:
@@ -120,18 +126,18 @@ class DeclaredBlock:
             apart = (
                 use.transposed or use.region or use.slopes or use.gain_of or use.factor or use.flat
             )  # its pixels are not those of the input
-            if self.approximation not in known or (self.approximation in UNCORRELATED and apart):
+            if self.approximation not in known or (self.structure.needs_pixels and apart):
                 kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer
                 raise ApproximationError(
                     f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "
                     f"{', '.join(name for name in known if name != self.approximation)}"
                 )
-            if self.approximation in PER_CASE and not cases_apart(self.layer_collection.layers, use):
+            if not self.structure.kronecker and not cases_apart(self.layer_collection.layers, use):
                 raise ApproximationError(
                     f"{', '.join(self.params)} at {use.output.name}: the cases are merged with positions there, and "
                     f"{self.approximation!r} needs the gradient of every case: keep their dimension, or take 'kron'"
                 )
-        if self.approximation in SERIES:
+        if self.structure.series:
             layers = self.layer_collection.layers
             latest = aligned[len(aligned) - len(tower) :]
             tower = in_time(self.params, self.approximation, (*self.towers, latest), layers, self.num_uses)

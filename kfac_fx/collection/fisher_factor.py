@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kfac_fx.factors.factor import SIDES
 from kfac_fx.fisher_blocks import FisherBlock
-from kfac_fx.passes.ir import UNCORRELATED, Registration, Use
+from kfac_fx.passes.ir import Registration, Use
 
 
 class FisherFactor:
@@ -34,7 +33,7 @@ class FisherFactor:
 
 def factor_keys(registration: Registration) -> Iterator[tuple[str, bool, Hashable]]:
     """The arguments of `FisherFactor` for each of the block's."""
-    for side in SIDES[registration.approximation]:
+    for side in (registration.structure.left, registration.structure.right):
         if side is not None:
             yield side.factor, side.diagonal, source(registration, side.factor)
 
@@ -46,7 +45,7 @@ def source(registration: Registration, factor: str) -> Hashable:
     if factor == "G":
         return tuple((use.output, use.transposed, registration.matrix.shape[:2]) for use in registration.uses)
     g, _, i = registration.matrix.shape
-    if registration.approximation in UNCORRELATED:
+    if registration.structure.needs_pixels:
         return (g, "pixels", *(use.input for use in registration.uses))
     return (g, i, registration.matrix.bias is None, *(rows_of(use) for use in registration.uses))
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kfac_fx.collection.registry import Key
 from kfac_fx.fisher_blocks import CONVOLUTIONS, DEPTHWISE, EMBEDDINGS, LINEAR, SCALES
+from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, nearest
-from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, UNCORRELATED
 
 
 @dataclass(frozen=True)
@@ -21,36 +21,35 @@ class Kind:
     multi: bool = False
 
     def own(self, approx: str) -> str | None:
-        ours = self.approximations.get(approx)
-        return ours if ours in APPROXIMATIONS else None
+        return self.approximations.get(approx)
 
 
-def same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-KRON = same("kron", "kron_in_diag", "kron_out_diag", "kron_both_diag")
 INDEP = {"kron_indep": "kron_indep"} | {
-    f"kron_indep_{sides}": f"kron_{sides}" for sides in ("in_diag", "out_diag", "both_diag")
+    one.multi_name: one.name for one in APPROXIMATIONS.values() if one.multi_name is not None
 }
-PER_CASE = same("diagonal", "full")  # of every layer, with any number of uses
-EMBEDDED = {"kron_in_diag": "kron_in_diag", "kron_both_diag": "kron_both_diag"} | PER_CASE
-KINDS: Mapping[str, Kind] = {
-    "generic": Kind((), same("diagonal", "full"), "diagonal"),
-    "fully_connected": Kind(LINEAR, KRON | PER_CASE, "kron"),
-    "conv2d": Kind(CONVOLUTIONS, same("kron", *UNCORRELATED) | PER_CASE, "kron"),
-    "depthwise_conv2d": Kind(DEPTHWISE, same("kron") | PER_CASE, "diagonal"),
-    "embedding": Kind(EMBEDDINGS, {"kron": "kron_in_diag"} | EMBEDDED, "kron"),
-    "scale_and_shift": Kind(SCALES, same("full", "diagonal"), "full"),
-    "fully_connected_multi": Kind(LINEAR, INDEP | same(*SERIES) | PER_CASE, "kron_indep", multi=True),
-    "conv2d_multi": Kind(CONVOLUTIONS, same("kron_indep", *UNCORRELATED) | PER_CASE, "kron_indep", multi=True),
-    "embedding_multi": Kind(
-        EMBEDDINGS,
-        {"kron_indep": "kron_in_diag", "kron_indep_in_diag": "kron_in_diag"} | PER_CASE,
-        "kron_indep",
-        multi=True,
-    ),
-}
+
+
+def kind_of(name: str, layers: tuple[str, ...], default: str, multi: bool = False, **renamed: str) -> tuple[str, Kind]:
+    """The kind of this name, with the approximations that are declared for it; products first, the default foremost."""
+    taken = [one for one in APPROXIMATIONS.values() if name in one.kinds]
+    taken.sort(key=lambda one: (not one.kronecker, one.name != default))
+    names = {(one.multi_name or one.name) if multi else one.name: one.name for one in taken}
+    return name, Kind(layers, renamed | names, default, multi)
+
+
+KINDS: Mapping[str, Kind] = dict(
+    (
+        kind_of("generic", (), "diagonal"),
+        kind_of("fully_connected", LINEAR, "kron"),
+        kind_of("conv2d", CONVOLUTIONS, "kron"),
+        kind_of("depthwise_conv2d", DEPTHWISE, "diagonal"),
+        kind_of("embedding", EMBEDDINGS, "kron", kron="kron_in_diag"),
+        kind_of("scale_and_shift", SCALES, "full"),
+        kind_of("fully_connected_multi", LINEAR, "kron_indep", multi=True),
+        kind_of("conv2d_multi", CONVOLUTIONS, "kron_indep", multi=True),
+        kind_of("embedding_multi", EMBEDDINGS, "kron_indep", multi=True, kron_indep="kron_in_diag"),
+    )
+)
 
 
 def checked_kind(kind: str) -> str:

@@ -15,8 +15,9 @@ from kfac_fx.collection.default_approximations import Defaults
 from kfac_fx.collection.find_use import Nodes, listed
 from kfac_fx.collection.registry import VARIABLE_SCOPE, Reuse
 from kfac_fx.fisher_blocks import CONVOLUTIONS, DEPTHWISE, FisherBlock
+from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.ir import UNCORRELATED, Sampling
+from kfac_fx.passes.ir import Sampling
 from kfac_fx.passes.layers.conv import disagreement
 from kfac_fx.taps.subsample import ALL, read_sampling
 
@@ -171,7 +172,7 @@ class ConvolutionRegistrations(Defaults):
         if patch_mask is None:
             return {"sampling": sampling}
         names = self.names_of(params)
-        if (chosen := self.chosen(kind, names, approx)) in UNCORRELATED:
+        if APPROXIMATIONS[chosen := self.chosen(kind, names, approx)].needs_pixels:
             raise RegistrationError(f"{', '.join(names)}: patch_mask needs patches, and {chosen!r} has pixels")
         for use in self.find_uses(CONVOLUTIONS, names, inputs, outputs):
             kernel, columns = use.attrs["weight"][2:], use.matrix.shape[2] - ("bias" in use.parameters)

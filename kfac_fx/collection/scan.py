@@ -12,6 +12,7 @@ from kfac_fx.collection.collected_losses import CollectedLosses
 from kfac_fx.collection.kinds import INDEP, KINDS
 from kfac_fx.collection.registry import Key
 from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
+from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.check import check
 from kfac_fx.passes.claiming.approximation import cut_sides
 from kfac_fx.passes.cut import cut
@@ -19,7 +20,7 @@ from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationErr
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import ancestors, symbolic_sizes
 from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim
-from kfac_fx.passes.ir import APPROXIMATIONS, SERIES, Program, Registration, Use, where
+from kfac_fx.passes.ir import Program, Registration, Use, where
 from kfac_fx.passes.link import link
 from kfac_fx.passes.match import match
 from kfac_fx.passes.pipeline import run
@@ -120,8 +121,8 @@ class Scan:
         num_uses = self.folded(one)
         multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
         chosen = self.approximation(one, multi)
-        one = replace(one, approximation=chosen, blocks=cut_sides(chosen, one.blocks))
-        if one.approximation in SERIES:
+        one = replace(one, approximation=chosen, blocks=cut_sides(APPROXIMATIONS[chosen], one.blocks))
+        if one.structure.series:
             try:
                 return block_of(self.collection, one, towers, num_uses)
             except RegistrationError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kfac_fx.blocks.block import statistics_of
 from kfac_fx.checks.proof import check_shapes
 from kfac_fx.passes.errors import fatal, first_line
-from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, where
+from kfac_fx.passes.ir import Registration, Use, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.statistics.lagged import LAGGED, unfolded
 from kfac_fx.statistics.row_sums import Rows, canonical, named, whole
@@ -53,7 +53,7 @@ def rows_of(registration: Registration, use: Use, layer: Layer, grad: Tensor, va
     (g, o, i), bias = registration.rows
     try:
         rows, grad_rows = both_rows(registration, use, layer)(grad, value)
-        if registration.approximation not in UNCORRELATED:  # pixels are not as many as output positions
+        if not registration.structure.needs_pixels:  # pixels are not as many as output positions
             check_shapes(rows, grad_rows, (g, o, i - bias))
     except (RuntimeError, ValueError, IndexError) as error:
         if fatal(error):

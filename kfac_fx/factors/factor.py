@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import Root, spread
+from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import FactorNotReady
-from kfac_fx.passes.ir import SERIES, UNCORRELATED
 from kfac_fx.statistics.row_sums import whole
 
 Shape = tuple[int, ...]
@@ -130,48 +130,8 @@ def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
 # --- from sums over rows to the values of one batch -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Side:
-    """One operand of a block's Kronecker product; a block that is no product has one side, of all its parameters."""
-
-    factor: str
-    statistic: str
-    diagonal: bool
-    part: str = ""  # of a factor that is decomposed in parts
-
-    def shape(self, matrix: tuple[int, int, int]) -> Shape:
-        """The factor's: [g, i, i] of A, [g, o, o] of G, [p, p] of F; if diagonal [g, i], [g, o] and [g, o, i]."""
-        g, d = matrix[0], self.size(matrix)
-        if self.factor == "F":
-            return matrix if self.diagonal else (d, d)
-        return (g, d) if self.diagonal else (g, d, d)
-
-    def size(self, matrix: tuple[int, int, int]) -> int:
-        """d of one of its matrices [d, d]."""
-        g, o, i = matrix
-        return {"F": g * o * i, "A": i, "G": o}[self.factor]
-
-    def __str__(self) -> str:
-        return f"{self.factor} {self.part}" if self.part else self.factor
-
-
-INPUTS, INPUTS_DIAGONAL = Side("A", "A", False), Side("A", "A_diag", True)
-OUTPUTS, OUTPUTS_DIAGONAL = Side("G", "G", False), Side("G", "G_diag", True)
-SIDES: dict[str, tuple[Side, Side | None]] = {  # of an approximation: left and right of the matrix
-    "kron": (OUTPUTS, INPUTS),
-    "kron_indep": (OUTPUTS, INPUTS),
-    "kron_in_diag": (OUTPUTS, INPUTS_DIAGONAL),
-    "kron_out_diag": (OUTPUTS_DIAGONAL, INPUTS),
-    "kron_both_diag": (OUTPUTS_DIAGONAL, INPUTS_DIAGONAL),
-    **dict.fromkeys(SERIES, (OUTPUTS, INPUTS)),
-    **dict.fromkeys(UNCORRELATED, (OUTPUTS, INPUTS)),  # of pixels
-    "diagonal": (Side("F", "square", True), None),
-    "full": (Side("F", "outer", False), None),
-}
-
-
-def additive(approximation: str, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moments that micro-batches and processes may add up: per-case gradients become the sums that `SIDES` names.
+def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Moments that micro-batches and processes may add up: per-case gradients become the statistic of the factor F.
 
     The gradient of generic parameters stays as it is, since it is squared when the batch is complete.
     """
@@ -180,21 +140,16 @@ def additive(approximation: str, moments: Mapping[str, Tensor]) -> dict[str, Ten
         sums["square"] = sums["square"].flatten()  # as the squares of several uses' sums are
     if "per_case" in moments:
         p = moments["per_case"].flatten(0, -2)
-        sums |= {"outer": p.mT @ p} if approximation == "full" else {"square": p.square().sum(0)}
+        sums[approximation.left.statistic] = p.square().sum(0) if approximation.left.diagonal else p.mT @ p
     return sums
 
 
-def batch_values(approximation: str, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
+def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
     """The factors of one batch for a stack of blocks [L, ...]: the division of the module's docstring."""
-    left, right = SIDES[approximation]
+    left, right = approximation.left, approximation.right
     if right is not None:
         rows = sums["count"].clamp(min=1)  # no rows: the sums are zero, and the update is not accepted
         sides = {side.factor: sums[side.statistic] / spread(rows, sums[side.statistic]) for side in (left, right)}
-        if approximation in UNCORRELATED:  # pixels are not as many as output positions; their number is in the corner
-            sides["A"] = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
-        if approximation in SERIES:
-            sides |= {name: sums[name] / spread(rows, sums[name]) for name in ("A1", "G1")}
-            sides["pairs"] = sums["pairs"] / cases
         return {**sides, "positions": sums["count"] / cases}
     if "gradient" in sums:
         g = sums["gradient"]  # [L, p], or [L, k, p] of k cotangents

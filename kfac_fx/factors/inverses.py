@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.factor import Side
 from kfac_fx.factors.stacks import BlockGroup, Roots
 from kfac_fx.linalg.matrices import Root, dense_roots, full_precision, rescued_roots, spread
+from kfac_fx.passes.approximations import Side
 
 
 class Watch:

@@ -22,13 +22,13 @@ and 6.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.factor import SIDES, Failures, NotRegisteredError, Side, Stack, batch_values, unknown_root
+from kfac_fx.factors.factor import Failures, NotRegisteredError, Stack, batch_values, unknown_root
 from kfac_fx.linalg.matrices import (
     Root,
     damp,
@@ -43,6 +43,7 @@ from kfac_fx.linalg.matrices import (
     rescued_eigh,
     spread,
 )
+from kfac_fx.passes.approximations import Side
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import alike, pack_all, stacked, unpack_all
@@ -78,8 +79,8 @@ class AveragedBlocks:
         self.registrations, self.forms = tuple(registrations), tuple(forms)
         self.alike = alike(forms)
         self.shape = forms[0].shape
-        self.approximation = registrations[0].approximation
-        self.left, self.right = SIDES[self.approximation]
+        self.structure = registrations[0].structure
+        self.left, self.right = self.structure.left, self.structure.right
         whole = [side for side in (self.left, self.right) if side is not None]
         self.sides = [part for side in whole for part in self.parts(side)]
         self.decomposed = [side for side in self.sides if not side.diagonal]  # by `Inverter`
@@ -150,7 +151,7 @@ class AveragedBlocks:
         a 0-d bool tensor, is False.
         """
         total = {name: stacked([one[name] for one in sums]).to(self.dtype) for name in sums[0]}
-        batch = batch_values(self.approximation, total, cases)
+        batch = self.batch_values(total, cases)
         finite = torch.stack([is_finite(value) for value in batch.values()]).all(0)
         accepted = finite if accept is None else finite & accept
         averaged, anew = accepted, None
@@ -165,6 +166,10 @@ class AveragedBlocks:
                 own.update(value, averaged, decay, weight, anew)
         self.skipped[members] += ~finite
         self.updated = True
+
+    def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
+        """The factors of one batch, from the sums of some of the blocks [L, ...]."""
+        return batch_values(self.structure, sums, cases)
 
     def value(self, side: Side) -> Tensor:
         return self.as_operator(side, self.factors[side.factor].value)
@@ -229,6 +234,11 @@ class BlockGroup(AveragedBlocks):
             for root in roots
         }
         self.inverted = False
+
+    @classmethod
+    def alike_in(cls, registration: Registration) -> Hashable:
+        """What the registrations of one group have in common beside their matrix and the sides of their factors."""
+        return None
 
     def operands(self, root: Root) -> list[str]:
         """The names of what is kept for a root."""

@@ -24,15 +24,16 @@ Padding is not looked at, and a stride neither: every pixel of the input counts 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.factor import INPUTS, Side
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import bordered
+from kfac_fx.passes.approximations import INPUTS, KRON_SUA, KRON_SUA_ZERO_MEAN, Side
+from kfac_fx.passes.ir import Registration
 
 
 def outer(vector: Tensor) -> Tensor:
@@ -44,6 +45,10 @@ CENTERED, MEAN = replace(INPUTS, part="centered"), replace(INPUTS, part="mean")
 
 class UncorrelatedGroup(BlockGroup):
     """Blocks c G ⊗ A with the A of the module's docstring; all have one kernel size K."""
+
+    @classmethod
+    def alike_in(cls, registration: Registration) -> Hashable:
+        return registration.approximation, registration.kernel
 
     @property
     def kernel(self) -> int:
@@ -60,6 +65,11 @@ class UncorrelatedGroup(BlockGroup):
 
     def parts(self, side: Side) -> tuple[Side, ...]:
         return (CENTERED, MEAN) if side == INPUTS else (side,)
+
+    def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
+        """There are not as many pixels as output positions; their number is in the corner of A."""
+        a = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
+        return {**super().batch_values(sums, cases), "A": a}
 
     def factor_shape(self, side: Side) -> tuple[int, ...]:
         return side.shape(self.registrations[0].rows[0])
@@ -80,8 +90,8 @@ class UncorrelatedGroup(BlockGroup):
     def assumed(self, factor: Tensor) -> tuple[Tensor, Tensor]:
         """(Σ, μ) of the second moments of pixels."""
         second, mean = factor[..., :-1, :-1], factor[..., :-1, -1]
-        covariance = second if self.approximation == "kron_sua_zero_mean" else second - outer(mean)
-        return covariance, mean if self.approximation == "kron_sua" else torch.zeros_like(mean)
+        covariance = second if self.structure is KRON_SUA_ZERO_MEAN else second - outer(mean)
+        return covariance, mean if self.structure is KRON_SUA else torch.zeros_like(mean)
 
     def mean_eigenvalue(self, side: Side) -> Tensor:
         if side != INPUTS:

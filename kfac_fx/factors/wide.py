@@ -10,15 +10,16 @@ whole side. With k = 1 a side is dense.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.factors.factor import OUTPUTS, Side
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import gram, rescued_eigh
+from kfac_fx.passes.approximations import OUTPUTS, Side
+from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
 from kfac_fx.statistics.row_sums import IN_BLOCKS, Rows, homogeneous, of_group, statistic
 
@@ -54,6 +55,10 @@ def in_blocks(name: str, blocks: int) -> str:
 
 class WideGroup(BlockGroup):
     """Blocks c G ⊗ A with block-diagonal sides; all have as many blocks."""
+
+    @classmethod
+    def alike_in(cls, registration: Registration) -> Hashable:
+        return registration.blocks
 
     def blocks_of(self, side: Side) -> int:
         outputs, inputs = self.registrations[0].blocks

@@ -12,9 +12,8 @@ from typing import Any
 from kfac_fx.blocks.block import statistics_of
 from kfac_fx.blocks.series import longest
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
-from kfac_fx.passes.claiming.approximation import PER_CASE
 from kfac_fx.passes.errors import ModelChangedError, table
-from kfac_fx.passes.ir import SERIES, Options, Program, Registration
+from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import run
 from kfac_fx.recording.masks import PaddingMask
@@ -92,10 +91,10 @@ def other_path(first: Registration | None, other: Registration | None) -> str:
     """How two registrations of the same parameters differ in what a block is made of; "" if they do not."""
     if first is None or other is None:
         return f"{said(first)} at first, {said(other)} here"
-    if first.approximation in PER_CASE and other.approximation.startswith("kron"):
+    if other.structure.kronecker and not first.structure.kronecker:
         return f"{said(first)} and {first.approximation} at first, {said(other)} here"
     approximated = replace(other, approximation=first.approximation)
-    if first.approximation in SERIES and other.steps > (most := longest(first.steps)):
+    if first.structure.series and other.steps > (most := longest(first.steps)):
         return f"{said(first)} at first, {said(other)} here; {first.approximation} is prepared for {most} at most"
     if first.layer == other.layer and statistics_of(first) == statistics_of(approximated):
         return ""

@@ -20,6 +20,7 @@ from kfac_fx.factors.factor import additive
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import split
 from kfac_fx.losses.sources import Cotangents, Losses, exact_sources, number_of_sources, pulled_back
+from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.examples import tracked
@@ -127,7 +128,7 @@ class ExactPass:
             for one in generic:
                 flat = torch.cat([parts[name].reshape(len(parts[name]), -1) for name in one.parameters], dim=1)
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-                sums = additive(one.approximation, {"per_case": flat})
+                sums = additive(one.structure, {"per_case": flat})
                 found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
         return found
 
@@ -145,7 +146,7 @@ class ExactPass:
             each, once = iter(grads), iter(inputs)
             for one, mine in structured:
                 chunk = {name: (next(each), next(once)) for name in mine}
-                sums = summed(one.approximation, chunk)
+                sums = summed(one.structure, chunk)
                 found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
 
     def gradients(self) -> dict[str, Tensor]:
@@ -176,7 +177,7 @@ class ExactPass:
             self.loop_reason = pullback.loop_reason
 
 
-def summed(approximation: str, chunk: Mapping[str, tuple[Tensor, Tensor]]) -> Sums:
+def summed(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, Tensor]]) -> Sums:
     """Of a chunk of sources, ([k, ...], the same of one source through all losses): what comes of inputs alone is taken
     from the latter, squares are summed, gradients stay side by side."""
     sums: Sums = {}

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from kfac_fx.passes.graphs.labels import labels, parameters_behind, use_edges
-from kfac_fx.passes.ir import SERIES, UNCORRELATED, Program, Registration
+from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.matrix import block_width
 
 Shapes = dict[str, tuple[int, ...]]
-MEANS = {"kron_sua_zero_mean": " of zero mean", "kron_sua_centered": " less their mean"}
 
 
 @dataclass(frozen=True)
@@ -110,18 +109,17 @@ def factor_dtype(registration: Registration, program: Program) -> torch.dtype:
 
 
 def factor_shapes(registration: Registration, program: Program) -> Shapes:
-    approximation = registration.approximation
-    if registration.matrix is None or not approximation.startswith("kron"):
+    approximation = registration.structure
+    if not approximation.kronecker:
         count = elements_of(registration, program)
-        return {"F": (count, count) if approximation == "full" else (count,)}
+        return {"F": (count,) if approximation.left.diagonal else (count, count)}
     (groups, outputs, inputs), _ = registration.rows
-    a_diagonal = approximation in ("kron_in_diag", "kron_both_diag")
-    g_diagonal = approximation in ("kron_out_diag", "kron_both_diag")
+    output_blocks, input_blocks = registration.blocks
     sides: Shapes = {
-        "A": (groups, inputs) if a_diagonal else dense_shape(groups, inputs, registration.blocks[1]),
-        "G": (groups, outputs) if g_diagonal else dense_shape(groups, outputs, registration.blocks[0]),
+        "A": (groups, inputs) if approximation.diagonal_inputs else dense_shape(groups, inputs, input_blocks),
+        "G": (groups, outputs) if approximation.diagonal_outputs else dense_shape(groups, outputs, output_blocks),
     }
-    return sides | {f"{name}1": shape for name, shape in sides.items()} if approximation in SERIES else sides
+    return sides | {f"{name}1": shape for name, shape in sides.items()} if approximation.series else sides
 
 
 def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
@@ -130,18 +128,16 @@ def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
 
 def block_words(registration: Registration, program: Program) -> str:
     """`"kronecker"`, `"kronecker per channel"`, `"kronecker, independent"`, `"diagonal"`, `"full (linked)"`, ..."""
-    words = registration.approximation
-    if registration.matrix is not None and words.startswith("kron"):
+    approximation, words = registration.structure, registration.approximation
+    if registration.matrix is not None and approximation.kronecker:
         groups, outputs, _ = registration.matrix.shape
         words = "kronecker"
         if groups > 1:
             words += " per channel" if outputs == 1 else " per group"
-        if registration.approximation in SERIES:
-            words += f", {registration.approximation.removeprefix('kron_').replace('_', ' ')}"
-        elif len(registration.uses) > 1:
+        if len(registration.uses) > 1 and not approximation.series:
             words += ", independent"
-        if registration.approximation in UNCORRELATED:
-            words += f", uncorrelated places{MEANS.get(registration.approximation, '')}"
+        if approximation.words:
+            words += f", {approximation.words}"
     elif registration.generic:
         words = f"generic {words}"
     if registration.patch_mask is not None:

@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.ir import KEPT, KRONECKER, SERIES, UNCORRELATED, Program, Registration, Sampling, Use, tensor_attrs
+from kfac_fx.passes.ir import KEPT, Program, Registration, Sampling, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 
 INPUTS, PATCHES = 0.2, 3.0  # of TF K-FAC
 PHASES = (0.7548776662466927, 0.5698402909980532)  # multiples of these fill the unit square evenly (Roberts, 2018)
 SHARES = 10_000  # the smallest share is one of so many; part_of rounds up, so at least one case or row is taken
 SAMPLED = ("A", "A_diag")
-WITH_ROWS = (*KRONECKER, "kron_indep", *UNCORRELATED)  # of one input factor, and of nothing that needs rows besides
 
 ALL = Sampling()
 Ratio = tuple[int, int]  # whole numbers, since what they are a share of may be symbolic
@@ -60,9 +59,9 @@ def parts_of(registration: Registration, use: Use, layer: Layer) -> Parts | None
 
 def why_all_rows(registration: Registration, use: Use, layer: Layer) -> str | None:
     """Why a use cannot do with a part of its rows; None if it can."""
-    if registration.approximation not in WITH_ROWS:
+    if not registration.structure.sampled:
         return f"{registration.approximation!r} needs the gradients of all cases"
-    if not set(SERIES) & set(layer.approximations):
+    if not layer.dense_rows:
         return "its rows are ids, which cost nothing"
     if use.flat is not None:
         return "its rows are gradients of cases"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.linalg.matrices import bordered
-from kfac_fx.passes.ir import UNCORRELATED, Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matching.gathers import ENTRIES, of_table
 from kfac_fx.passes.matching.linear_maps import MAP, of_elements
@@ -29,7 +29,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     changed for a transposed use. It closes over functions and literals only, so that a compiled graph can hold it."""
     form, steps = layer.forms[use.form], tuple(steps_of(registration, use))
     make_rows, make_grad_rows = form.rows, form.grad_rows
-    if registration.approximation in UNCORRELATED:
+    if registration.structure.needs_pixels:
         assert form.pixels is not None, f"bug in kfac_fx: {registration} has no pixels"
         make_rows = form.pixels
     literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
@@ -79,7 +79,7 @@ def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> 
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
     form, (by, grad_by) = layer.forms[use.form], scales(use)
     steps = len(list(steps_of(registration, use))) - ((by, grad_by) != UNSCALED)
-    special = registration.approximation in UNCORRELATED or registration.patch_mask is not None or tensor_attrs(use)
+    special = registration.structure.needs_pixels or registration.patch_mask is not None or tensor_attrs(use)
     if form.second_moment is None or steps or by != 1.0 or special:
         return None
     find, make_grad_rows, attrs = form.second_moment, form.grad_rows, dict(use.attrs)

@@ -10,52 +10,63 @@ from typing import Any
 
 from torch import fx
 
+from ..approximations import (
+    APPROXIMATIONS,
+    DIAGONAL,
+    FULL,
+    KRON,
+    KRON_BOTH_DIAG,
+    KRON_IN_DIAG,
+    KRON_INDEP,
+    KRON_OUT_DIAG,
+    Approximation,
+)
 from ..errors import ApproximationError, table
 from ..graphs.operations import VIEWS, op_name
-from ..ir import GENERIC, KEPT, KRONECKER, SERIES, UNCORRELATED, Program, Use, tensor_attrs, where
+from ..ir import GENERIC, KEPT, Program, Use, tensor_attrs, where
 from ..layers import Layer
 from ..matrix import MatrixForm
 from ..words.slopes import NORMALIZED, OWN
 
-PER_CASE = ("full", "diagonal")
-DIAGONAL_INPUTS, DIAGONAL_OUTPUTS = ("kron_in_diag", "kron_both_diag"), ("kron_out_diag", "kron_both_diag")
-SIDES = {
-    (False, False): "kron",
-    (True, False): "kron_in_diag",
-    (False, True): "kron_out_diag",
-    (True, True): "kron_both_diag",
+PRODUCTS = {  # by (diagonal inputs, diagonal outputs)
+    (False, False): KRON,
+    (True, False): KRON_IN_DIAG,
+    (False, True): KRON_OUT_DIAG,
+    (True, True): KRON_BOTH_DIAG,
 }
 
 
 def choose(
     program: Program, layer: str, matrix: MatrixForm | None, uses: Sequence[Use], *names: str
-) -> tuple[str, str | None]:
+) -> tuple[Approximation, str | None]:
     """(approximation, reason). What the user asks for by name wins over linked groups, those over module class and
     layer name, those over the layer's default; then sides that are too wide become diagonal."""
     parameters = names or (matrix.parameters if matrix is not None else ())
     asked = next(iter(requested(program, parameters, layer)), None)
     if matrix is None:
-        return (asked if asked in PER_CASE else "diagonal"), None
-    default = "full" if any(use.gain_of or use.flat for use in uses) else program.layers[layer].default
-    chosen = asked or default
+        return (FULL if asked == FULL.name else DIAGONAL), None
+    default = FULL.name if any(use.gain_of or use.flat for use in uses) else program.layers[layer].default
+    chosen = APPROXIMATIONS[asked or default]
     reason: str | None = None
-    if chosen in PER_CASE and not all(cases_apart(program.layers, use) for use in uses):
+    if not chosen.kronecker and not all(cases_apart(program.layers, use) for use in uses):
         how = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
-        reason = f"{how} at its output, so not {chosen!r}"
-        chosen = "kron"
+        reason = f"{how} at its output, so not {chosen.name!r}"
+        chosen = KRON
     behind = {one.name for use in uses for one in use.slopes}
     if behind & {*NORMALIZED, *OWN}:
         reason = "its filters are normalized: without the projection of their gradients that this makes"
         if behind & {*OWN}:
             reason = "it is divided by a function of itself: without the change of that, which is of rank one"
-        if chosen not in (*KRONECKER, "kron_indep"):
-            reason, chosen = f"{reason}, so not {chosen!r}", "kron"
-    if chosen in UNCORRELATED and (other := next((use for use in uses if not has_pixels(program, use)), None)):
-        reason, chosen = f"its use as {other.layer} at {where(other.output)} has no pixels, so not {chosen!r}", "kron"
-    if chosen in SERIES and not program.submodules and (obstacle := why_no_series(uses)):  # else `leave_python` says it
-        reason, chosen = f"{obstacle}, so not {chosen!r}", default if default in KRONECKER else "kron"
-    if len(uses) > 1 and chosen == "kron":
-        chosen = "kron_indep"
+        if chosen.needs_exact_rows:
+            reason, chosen = f"{reason}, so not {chosen.name!r}", KRON
+    if chosen.needs_pixels and (other := next((use for use in uses if not has_pixels(program, use)), None)):
+        place = f"its use as {other.layer} at {where(other.output)}"
+        reason, chosen = f"{place} has no pixels, so not {chosen.name!r}", KRON
+    if chosen.series and not program.submodules and (obstacle := why_no_series(uses)):  # else `leave_python` says it
+        plain = [product for product in PRODUCTS.values() if product.name == default]
+        reason, chosen = f"{obstacle}, so not {chosen.name!r}", next(iter(plain), KRON)
+    if len(uses) > 1 and chosen == KRON:
+        chosen = KRON_INDEP
     if asked is not None:
         return chosen, reason
     limited = narrow(chosen, matrix, program.options.dense_limit, makes_outputs(program, uses))
@@ -73,7 +84,7 @@ def cases_apart(layers: Mapping[str, Layer], use: Use) -> bool:
 
 def has_pixels(program: Program, use: Use) -> bool:
     return (
-        set(UNCORRELATED) <= set(program.layers[use.layer].approximations)
+        program.layers[use.layer].forms[use.form].pixels is not None
         and not use.transposed
         and not (use.region or use.slopes or use.gain_of or use.factor or use.flat)
     )
@@ -116,40 +127,39 @@ def sizes(use: Use) -> tuple[str, ...] | None:
     return None if value is None else tuple(str(size) for size in value.shape)
 
 
-def narrow(chosen: str, matrix: MatrixForm, limit: int, last: bool = False) -> str:
+def narrow(chosen: Approximation, matrix: MatrixForm, limit: int, last: bool = False) -> Approximation:
     """`chosen` with sides made diagonal that are wider than `limit` and that blocks do not help.
 
     last: the outputs are those of the Fisher, a vocabulary, say. Their second moment is diagonal, or up to rank one, by
     nature: blocks of neighbors would hold nothing else.
     """
     _, outputs, inputs = matrix.shape
-    if chosen == "full":
-        return "full" if prod(matrix.shape) <= limit else "diagonal"
-    if chosen not in (*KRONECKER, "kron_indep"):
+    if chosen == FULL:
+        return FULL if prod(matrix.shape) <= limit else DIAGONAL
+    if not chosen.resizable:
         return chosen
-    in_diag = cuts(inputs, limit) is None or chosen in DIAGONAL_INPUTS
-    out_diag = cuts(outputs, limit) is None or chosen in DIAGONAL_OUTPUTS
+    in_diag = cuts(inputs, limit) is None or chosen.diagonal_inputs
+    out_diag = cuts(outputs, limit) is None or chosen.diagonal_outputs
     out_diag = out_diag or (last and outputs > limit)
-    sides = SIDES[in_diag, out_diag]
-    return chosen if sides == "kron" else sides
+    return PRODUCTS[in_diag, out_diag] if in_diag or out_diag else chosen
 
 
-def side_blocks(program: Program, layer: str, approximation: str, matrix: MatrixForm) -> tuple[int, int]:
+def side_blocks(program: Program, layer: str, approximation: Approximation, matrix: MatrixForm) -> tuple[int, int]:
     """Into how many diagonal blocks the dense sides, outputs and inputs, are cut: as few as keep every factor within
     the memory of a dense one of width `dense_limit`. What the user asks for by name stays dense."""
-    if approximation not in (*KRONECKER, "kron_indep") or requested(program, matrix.parameters, layer):
+    if not approximation.resizable or requested(program, matrix.parameters, layer):
         return 1, 1
     _, outputs, inputs = matrix.shape
     limit = program.options.dense_limit
     return cut_sides(approximation, (cuts(outputs, limit) or 1, cuts(inputs, limit) or 1))
 
 
-def cut_sides(approximation: str, blocks: tuple[int, int]) -> tuple[int, int]:
+def cut_sides(approximation: Approximation, blocks: tuple[int, int]) -> tuple[int, int]:
     """`blocks` of the sides that are dense, outputs and inputs."""
-    if approximation not in (*KRONECKER, "kron_indep"):
+    if not approximation.resizable:
         return 1, 1
-    out_diag, in_diag = approximation in DIAGONAL_OUTPUTS, approximation in DIAGONAL_INPUTS
-    return 1 if out_diag else blocks[0], 1 if in_diag else blocks[1]
+    outputs, inputs = blocks
+    return 1 if approximation.diagonal_outputs else outputs, 1 if approximation.diagonal_inputs else inputs
 
 
 def cuts(width: int, limit: int) -> int | None:

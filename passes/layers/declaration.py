@@ -24,8 +24,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..approximations import APPROXIMATIONS, FROM_PIXELS, WITHOUT_PIXELS
 from ..errors import LayerError
-from ..ir import EVERY_LAYER, SERIES, UNCORRELATED, Attrs
+from ..ir import Attrs
 from ..matrix import Layout
 
 RowsFn = Callable[[Tensor, Attrs], Tensor]
@@ -84,6 +85,11 @@ class Layer:
     parts: tuple[str, ...]
     location: str
 
+    @property
+    def dense_rows(self) -> bool:
+        """Whether its rows are values of their case: no ids, and not routed to experts."""
+        return any(APPROXIMATIONS[name].needs_dense_rows for name in self.approximations if name in APPROXIMATIONS)
+
     def form(self, *, example: Example | tuple[Example, ...], **changed: Any) -> Callable[[Callable[..., Any]], Form]:
         """Decorator: another way to write the same layer, with examples of its own; `changed` takes `layer`'s other
         arguments, and what is not in it is as in the first form."""
@@ -109,7 +115,7 @@ def layer(
     where: Callable[[Attrs], bool] = lambda attrs: True,
     leading: bool = False,
     default: str = "kron",
-    approximations: tuple[str, ...] = (*EVERY_LAYER, *SERIES),
+    approximations: tuple[str, ...] = WITHOUT_PIXELS,
     pixels: RowsFn | None = None,
     second_moment: MomentFn | None = None,
     name: str | None = None,
@@ -150,7 +156,7 @@ def layer(
         )
         chosen = name or function.__name__
         check_roles(chosen, form)
-        known = approximations if pixels is None else (*approximations, *UNCORRELATED)
+        known = approximations if pixels is None else (*approximations, *FROM_PIXELS)
         return Layer(chosen, [form], default, known, (), location(function))
 
     return declare

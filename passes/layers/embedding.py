@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..ir import EVERY_LAYER, Attrs
+from ..approximations import EVERY_LAYER
+from ..ir import Attrs
 from ..matrix import Layout
 from .declaration import Example, layer
 from .rows import Written, as_rows, written

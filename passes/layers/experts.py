@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..approximations import EVERY_LAYER
 from ..graphs.operations import op_name
 from ..graphs.sizes import counted
-from ..ir import EVERY_LAYER, Attrs
+from ..ir import Attrs
 from .declaration import layer
 
 NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers

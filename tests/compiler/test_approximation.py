@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx import ApproximationError
+from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.claiming.approximation import narrow, owners
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
@@ -125,8 +126,8 @@ def test_the_fishers_own_outputs_and_what_is_too_wide_for_blocks_become_diagonal
 )
 def test_narrowing_keeps_what_is_diagonal_already(chosen: str, expected: str) -> None:
     matrix = MatrixForm(("w", Layout((1, 3, 9))), None)
-    assert narrow(chosen, matrix, 3) == expected
-    assert narrow(chosen, matrix, 30) == chosen
+    assert narrow(APPROXIMATIONS[chosen], matrix, 3).name == expected
+    assert narrow(APPROXIMATIONS[chosen], matrix, 30).name == chosen
 
 
 def merged(x: Tensor, w: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.block import FisherBlock, make_block
-from kfac_fx.passes.ir import SERIES, UNCORRELATED
 from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, trained
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
@@ -41,7 +40,7 @@ def patches_of(name: str, pixels: Tensor, kernel: int, bias: bool) -> Tensor:
 def input_side(block: FisherBlock) -> Tensor:
     """A as dense matrices [g, i, i]."""
     one, value = block.registration, block.factors["A"].value
-    if one.approximation not in UNCORRELATED:
+    if not one.structure.needs_pixels:
         return matrix(block, "A")
     assert one.matrix is not None
     name, bias = one.approximation, one.matrix.bias is not None
@@ -61,7 +60,7 @@ def damped(block: FisherBlock, damping: float) -> Tensor:
         pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
         a = a + pi * (damping / c).sqrt() * torch.eye(len(a), dtype=a.dtype)
         g = g + (damping / c).sqrt() / pi * torch.eye(len(g), dtype=g.dtype)
-        if one.approximation not in SERIES:
+        if not one.structure.series:
             blocks.append(c * torch.kron(g, a))
             continue
         a1, g1 = (block.factors[name].value[n] for name in ("A1", "G1"))

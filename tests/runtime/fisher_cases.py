@@ -11,11 +11,13 @@ from torch import Tensor, fx
 
 from kfac_fx.blocks.block import FisherBlock, make_block, statistics_of
 from kfac_fx.linalg.matrices import Root
-from kfac_fx.passes.ir import SERIES, UNCORRELATED, Registration, Use
+from kfac_fx.passes.approximations import APPROXIMATIONS, FROM_PIXELS
+from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from kfac_fx.statistics.lagged import LAGGED
 from kfac_fx.statistics.row_sums import STATISTICS, canonical, named
 
+SERIES = tuple(name for name, approximation in APPROXIMATIONS.items() if approximation.series)
 ALL_ROOTS: tuple[Root, ...] = (-2.0, -1.0, -0.5, 0.5, "cholesky", "cholesky_inverse")
 
 
@@ -70,17 +72,17 @@ CONVOLUTIONS = {
     "pointwise convolution": Form(MatrixForm(weight((3, 2, 1), "o c k -> o (c k)"), None), {"weight": (3, 2, 1)}),
     "wide convolution": Form(MatrixForm(weight((2, 2, 3, 3), "o c h w -> o (c h w)"), None), {"weight": (2, 2, 3, 3)}),
 }
-APPROXIMATIONS = (
+EVERYWHERE = (
     "kron", "kron_in_diag", "kron_out_diag", "kron_both_diag", "kron_indep", "diagonal", "full",
 )  # fmt: skip
 CASES = [
     (form, approximation)
     for form in FORMS
-    for approximation in APPROXIMATIONS
+    for approximation in EVERYWHERE
     if form != "generic" or approximation in ("diagonal", "full")
 ]
 CASES += [(form, "kron_sua") for form in CONVOLUTIONS]
-CASES += [(form, name) for form in ("convolution", "grouped convolution") for name in UNCORRELATED[1:]]
+CASES += [(form, name) for form in ("convolution", "grouped convolution") for name in FROM_PIXELS[1:]]
 IN_BLOCKS = {  # (approximation, diagonal blocks of the output and the input side)
     "kron in blocks": ("kron", (2, 3)),
     "kron_in_diag in blocks": ("kron_in_diag", (2, 1)),
@@ -119,7 +121,7 @@ def draw(registration: Registration, form: Form, cases: int, positions: int = 2)
     if registration.matrix is None:
         return {"gradient": torch.randn(sum(t.numel() for t in form.parameters.values()), dtype=torch.float64)}
     (g, o, i), has_bias = registration.rows
-    if registration.approximation in SERIES:
+    if registration.structure.series:
         x, d = sequences(registration.steps, (cases, positions, g), i - has_bias, o)
         return sequence_statistics(x, d, has_bias, (g, o, i))
     d = torch.randn(cases, positions, g, o, dtype=torch.float64)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_fx.factors.factor import SIDES, Factor, Stack, additive, batch_values
+from kfac_fx.factors.factor import Factor, Stack, additive, batch_values
+from kfac_fx.passes.approximations import APPROXIMATIONS, DIAGONAL, FULL, KRON
 from kfac_fx.passes.errors import FactorNotReady
 
 YES, NO = torch.tensor([True]), torch.tensor([False])
@@ -72,39 +73,39 @@ def test_reading_before_the_first_update_says_what_to_call() -> None:
 
 def test_kronecker_factors_are_means_over_rows_and_count_their_positions() -> None:
     sums = {"count": torch.tensor([8.0]), "A": torch.full((1, 1, 2, 2), 16.0), "G": torch.full((1, 1, 3, 3), 4.0)}
-    values = batch_values("kron", sums, cases=4)
+    values = batch_values(KRON, sums, cases=4)
     assert values["positions"].tolist() == [2.0]
     assert (values["A"] == 2.0).all() and (values["G"] == 0.5).all()
 
 
 def test_generic_blocks_square_the_gradient_of_the_sum() -> None:
     sums = {"gradient": torch.tensor([[1.0, 2.0]])}
-    assert batch_values("full", sums, cases=2)["F"].tolist() == [[[0.5, 1.0], [1.0, 2.0]]]
-    assert batch_values("diagonal", sums, cases=2)["F"].tolist() == [[0.5, 2.0]]
+    assert batch_values(FULL, sums, cases=2)["F"].tolist() == [[[0.5, 1.0], [1.0, 2.0]]]
+    assert batch_values(DIAGONAL, sums, cases=2)["F"].tolist() == [[0.5, 2.0]]
 
 
 def test_generic_blocks_sum_over_cotangents() -> None:
     sums = {"gradient": torch.tensor([[[1.0, 2.0], [3.0, 0.0]]])}
-    assert batch_values("full", sums, cases=2)["F"].tolist() == [[[5.0, 1.0], [1.0, 2.0]]]
-    assert batch_values("diagonal", sums, cases=2)["F"].tolist() == [[5.0, 2.0]]
+    assert batch_values(FULL, sums, cases=2)["F"].tolist() == [[[5.0, 1.0], [1.0, 2.0]]]
+    assert batch_values(DIAGONAL, sums, cases=2)["F"].tolist() == [[5.0, 2.0]]
 
 
 def test_per_case_gradients_become_sums() -> None:
     p = torch.tensor([[1.0, 0.0, -3.0], [8.0, 5.0, 0.0]])
-    torch.testing.assert_close(additive("full", {"per_case": p})["outer"], p.mT @ p)
-    torch.testing.assert_close(additive("diagonal", {"per_case": p})["square"], torch.tensor([65.0, 25.0, 9.0]))
+    torch.testing.assert_close(additive(FULL, {"per_case": p})["outer"], p.mT @ p)
+    torch.testing.assert_close(additive(DIAGONAL, {"per_case": p})["square"], torch.tensor([65.0, 25.0, 9.0]))
 
 
 def test_sums_over_parts_of_a_batch_are_those_of_the_whole() -> None:
     p = torch.randn(6, 4, dtype=torch.float64)
-    for approximation, name in (("full", "outer"), ("diagonal", "square")):
+    for approximation, name in ((FULL, "outer"), (DIAGONAL, "square")):
         parts = [additive(approximation, {"per_case": part})[name] for part in (p[:2], p[2:])]
         torch.testing.assert_close(parts[0] + parts[1], additive(approximation, {"per_case": p})[name])
 
 
-@pytest.mark.parametrize("approximation", SIDES)
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
 def test_a_side_says_the_shape_of_its_factor(approximation: str) -> None:
-    left, right = SIDES[approximation]
+    left, right = APPROXIMATIONS[approximation].left, APPROXIMATIONS[approximation].right
     matrix = (2, 3, 4)
     if right is None:
         assert left.shape(matrix) == (matrix if left.diagonal else (24, 24))

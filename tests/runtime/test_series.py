@@ -14,11 +14,20 @@ from kfac_fx.linalg.chain import doublings, fejer, resolvent, rounds, triangle
 from kfac_fx.linalg.krylov import inverse_power
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import ApproximationError, FactorNotReady
-from kfac_fx.passes.ir import SERIES, Registration
+from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.statistics.lagged import LAGGED
 from kfac_fx.statistics.row_sums import Rows
-from tests.runtime.fisher_cases import FORMS, assumed_lag, dense_series, sequence_statistics, sequences, use_of, weight
+from tests.runtime.fisher_cases import (
+    FORMS,
+    SERIES,
+    assumed_lag,
+    dense_series,
+    sequence_statistics,
+    sequences,
+    use_of,
+    weight,
+)
 
 ROOTS: tuple[Root, ...] = (-1.0, "cholesky", "cholesky_inverse")
 FORM = FORMS["linear with bias"]  # [3, 2] and a bias: K = 3 · 3

@@ -12,9 +12,8 @@ from torch import Tensor
 import kfac_fx
 from kfac_fx import ApproximationError, RegistrationError
 from kfac_fx.fisher_blocks import FullyConnectedSeriesFB
-from kfac_fx.passes.ir import SERIES
 from tests.runtime.collections_of_toys import collection
-from tests.runtime.fisher_cases import sequence_statistics
+from tests.runtime.fisher_cases import SERIES, sequence_statistics
 from tests.runtime.series_models import empirical, same_fisher
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of x [T, N, S, i] times w, in the order that it returns

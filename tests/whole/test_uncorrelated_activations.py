@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import ApproximationError, FisherEstimator, RegistrationError
-from kfac_fx.passes.ir import UNCORRELATED
+from kfac_fx.passes.approximations import FROM_PIXELS
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.layers import conv as patches
 from tests.runtime.collections_of_toys import collection
@@ -71,7 +71,7 @@ def by_formula(model: Summed, x: Tensor, y: Tensor, assumed: str = "kron_sua") -
     return torch.stack(a), torch.stack(g), torch.tensor(grad[0, 0].numel(), dtype=x.dtype)
 
 
-WITHOUT_MEAN = [(name, assumed) for name in ("conv2d", "grouped conv2d", "conv3d") for assumed in UNCORRELATED[1:]]
+WITHOUT_MEAN = [(name, assumed) for name in ("conv2d", "grouped conv2d", "conv3d") for assumed in FROM_PIXELS[1:]]
 
 
 @pytest.mark.parametrize(("name", "assumed"), [*((name, "kron_sua") for name in MADE), *WITHOUT_MEAN])
@@ -219,7 +219,7 @@ def test_a_collection_takes_it_for_convolutions() -> None:
     assert [factor.name for factor in lc.get_factors()] == ["G", "A"]
 
 
-@pytest.mark.parametrize("approx", UNCORRELATED)
+@pytest.mark.parametrize("approx", FROM_PIXELS)
 def test_all_uses_of_a_shared_kernel_put_their_pixels_in_one_factor(approx: str) -> None:
     """By hand and compiled: 4 x 25 pixels of the first use, 4 x 16 of the second, and as many positions as outputs."""
     x = torch.randn(4, 2, 5, 5)

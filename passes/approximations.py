@@ -1,0 +1,196 @@
+"""The approximations of Fisher blocks: one table of plain data, which everything else reads.
+
+A registration holds the name of its approximation, and `Registration.structure` is the row of this table. To add an
+approximation, write its row, and its statistics or the class of its blocks where these are new; the table
+`kfac_fx.blocks.block.GROUPS` names the classes.
+
+An approximation is a Kronecker product c A ⊗ G of an input and an output factor, or one factor F of all parameters:
+
+    kron, kron_indep          A ⊗ G of one use, and of several that are taken to be independent
+    kron_*_diag               the same with a diagonal A, a diagonal G, or both
+    diagonal, full            F from the gradients of single cases
+    kron_series_*             several uses as a Markov chain in time (`kfac_fx.blocks.series`)
+    kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.factors.sua`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand of a block's Kronecker product; a block that is no product has one side, of all its parameters."""
+
+    factor: str
+    statistic: str
+    diagonal: bool
+    part: str = ""  # of a factor that is decomposed in parts
+
+    def shape(self, matrix: tuple[int, int, int]) -> tuple[int, ...]:
+        """The factor's: [g, i, i] of A, [g, o, o] of G, [p, p] of F; if diagonal [g, i], [g, o] and [g, o, i]."""
+        g, d = matrix[0], self.size(matrix)
+        if self.factor == "F":
+            return matrix if self.diagonal else (d, d)
+        return (g, d) if self.diagonal else (g, d, d)
+
+    def size(self, matrix: tuple[int, int, int]) -> int:
+        """d of one of its matrices [d, d]."""
+        g, o, i = matrix
+        return {"F": g * o * i, "A": i, "G": o}[self.factor]
+
+    def __str__(self) -> str:
+        return f"{self.factor} {self.part}" if self.part else self.factor
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """One approximation.
+
+    Attributes:
+        name: the name that users write, as in `approximations={"head": "full"}`.
+        left: the side of the outputs; of a block that is no Kronecker product, the side of all parameters.
+        right: the side of the inputs; None if the block is no Kronecker product.
+        group: the key of the class in `kfac_fx.blocks.block.GROUPS` that stacks its blocks.
+        lagged: the statistics that it needs beside those of single uses.
+        series: it takes the uses of a weight in the order of time, one after another.
+        needs_pixels: its input factor is made from a layer's pixels.
+        needs_dense_rows: it refuses layers whose rows are ids, or are routed to experts.
+        needs_exact_rows: it refuses rows that leave out a part of the gradient.
+        resizable: a side that is wider than `dense_limit` may become diagonal, or keep diagonal blocks only.
+        sampled: its input factor may be computed from a sample of the rows.
+        words: what the report adds to "kronecker".
+        kinds: the `register_*` methods of a LayerCollection that accept it, without the prefix "register_".
+        multi_name: its name in TF K-FAC for several uses, where that is not `name`.
+    """
+
+    name: str
+    left: Side
+    right: Side | None
+    group: str = "stacked"
+    lagged: tuple[str, ...] = ()
+    series: bool = False
+    needs_pixels: bool = False
+    needs_dense_rows: bool = False
+    needs_exact_rows: bool = False
+    resizable: bool = False
+    sampled: bool = False
+    words: str = ""
+    kinds: tuple[str, ...] = ()
+    multi_name: str | None = None
+
+    @property
+    def kronecker(self) -> bool:
+        """Whether it is a Kronecker product; else it is made of the gradients of single cases."""
+        return self.right is not None
+
+    @property
+    def diagonal_inputs(self) -> bool:
+        """Whether the input factor of the product is diagonal."""
+        return self.right is not None and self.right.diagonal
+
+    @property
+    def diagonal_outputs(self) -> bool:
+        """Whether the output factor of the product is diagonal."""
+        return self.right is not None and self.left.diagonal
+
+
+INPUTS, INPUTS_DIAGONAL = Side("A", "A", False), Side("A", "A_diag", True)
+OUTPUTS, OUTPUTS_DIAGONAL = Side("G", "G", False), Side("G", "G_diag", True)
+GRADIENTS, GRADIENTS_SQUARED = Side("F", "outer", False), Side("F", "square", True)
+
+LINEAR = ("fully_connected", "fully_connected_multi")
+CONVOLUTIONS = ("conv2d", "conv2d_multi")
+EMBEDDINGS = ("embedding", "embedding_multi")
+ALL_KINDS = ("generic", *LINEAR, *CONVOLUTIONS, "depthwise_conv2d", *EMBEDDINGS, "scale_and_shift")
+
+KRON = Approximation(
+    "kron",
+    OUTPUTS,
+    INPUTS,
+    resizable=True,
+    sampled=True,
+    kinds=("fully_connected", "conv2d", "depthwise_conv2d"),
+)
+KRON_IN_DIAG = replace(
+    KRON,
+    name="kron_in_diag",
+    right=INPUTS_DIAGONAL,
+    kinds=(*LINEAR, *EMBEDDINGS),
+    multi_name="kron_indep_in_diag",
+)
+KRON_OUT_DIAG = replace(
+    KRON,
+    name="kron_out_diag",
+    left=OUTPUTS_DIAGONAL,
+    kinds=LINEAR,
+    multi_name="kron_indep_out_diag",
+)
+KRON_BOTH_DIAG = replace(
+    KRON,
+    name="kron_both_diag",
+    left=OUTPUTS_DIAGONAL,
+    right=INPUTS_DIAGONAL,
+    kinds=(*LINEAR, "embedding"),
+    multi_name="kron_indep_both_diag",
+)
+KRON_INDEP = replace(KRON, name="kron_indep", kinds=("fully_connected_multi", "conv2d_multi"))
+
+DIAGONAL = Approximation("diagonal", GRADIENTS_SQUARED, None, needs_exact_rows=True, kinds=ALL_KINDS)
+FULL = replace(DIAGONAL, name="full", left=GRADIENTS)
+
+KRON_SERIES_1 = Approximation(
+    "kron_series_1",
+    OUTPUTS,
+    INPUTS,
+    group="series",
+    lagged=("A1", "G1", "pairs"),
+    series=True,
+    needs_dense_rows=True,
+    needs_exact_rows=True,
+    words="series 1",
+    kinds=("fully_connected_multi",),
+)
+KRON_SERIES_1_ABS = replace(KRON_SERIES_1, name="kron_series_1_abs", words="series 1 abs")
+KRON_SERIES_2 = replace(KRON_SERIES_1, name="kron_series_2", words="series 2")
+
+KRON_SUA = Approximation(
+    "kron_sua",
+    OUTPUTS,
+    INPUTS,
+    group="pixels",
+    needs_pixels=True,
+    needs_exact_rows=True,
+    sampled=True,
+    words="uncorrelated places",
+    kinds=CONVOLUTIONS,
+)
+KRON_SUA_ZERO_MEAN = replace(KRON_SUA, name="kron_sua_zero_mean", words="uncorrelated places of zero mean")
+KRON_SUA_CENTERED = replace(KRON_SUA, name="kron_sua_centered", words="uncorrelated places less their mean")
+
+APPROXIMATIONS: Mapping[str, Approximation] = {
+    approximation.name: approximation
+    for approximation in (
+        KRON,
+        KRON_IN_DIAG,
+        KRON_OUT_DIAG,
+        KRON_BOTH_DIAG,
+        KRON_INDEP,
+        DIAGONAL,
+        FULL,
+        KRON_SERIES_1,
+        KRON_SERIES_1_ABS,
+        KRON_SERIES_2,
+        KRON_SUA,
+        KRON_SUA_ZERO_MEAN,
+        KRON_SUA_CENTERED,
+    )
+}
+EVERY_LAYER = tuple(
+    name
+    for name, approximation in APPROXIMATIONS.items()
+    if not (approximation.needs_pixels or approximation.needs_dense_rows)
+)
+WITHOUT_PIXELS = tuple(name for name, approximation in APPROXIMATIONS.items() if not approximation.needs_pixels)
+FROM_PIXELS = tuple(name for name, approximation in APPROXIMATIONS.items() if approximation.needs_pixels)
