@@ -55,11 +55,13 @@ class Approximation:
         group: the key of the class in `kfac_fx.blocks.block.GROUPS` that stacks its blocks.
         lagged: the statistics that it needs beside those of single uses.
         series: it takes the uses of a weight in the order of time, one after another.
-        needs_pixels: its input factor is made from a layer's pixels.
-        needs_dense_rows: it refuses layers whose rows are ids, or are routed to experts.
-        needs_exact_rows: it refuses rows that leave out a part of the gradient.
-        resizable: a side that is wider than `dense_limit` may become diagonal, or keep diagonal blocks only.
-        sampled: its input factor may be computed from a sample of the rows.
+        needs_cases: it needs the rows of every case apart: of uses that merge cases with positions, or whose gradient
+            is summed over cases, there is none.
+        needs_pixels: it needs a layer that declares pixels, and a use whose rows are the layer's own.
+        needs_dense_rows: it needs a layer whose rows are no ids, and are not routed to experts.
+        needs_exact_rows: it needs rows that leave out no part of the gradient.
+        needs_all_rows: why its input factor cannot be computed from a sample of the rows; None if it can.
+        resizable: whether a side that is wider than `dense_limit` may become diagonal, or keep diagonal blocks only.
         words: what the report adds to "kronecker".
         kinds: the `register_*` methods of a LayerCollection that accept it, without the prefix "register_".
         multi_name: its name in TF K-FAC for several uses, where that is not `name`.
@@ -71,18 +73,19 @@ class Approximation:
     group: str = "stacked"
     lagged: tuple[str, ...] = ()
     series: bool = False
+    needs_cases: bool = False
     needs_pixels: bool = False
     needs_dense_rows: bool = False
     needs_exact_rows: bool = False
+    needs_all_rows: str | None = None
     resizable: bool = False
-    sampled: bool = False
     words: str = ""
     kinds: tuple[str, ...] = ()
     multi_name: str | None = None
 
     @property
     def kronecker(self) -> bool:
-        """Whether it is a Kronecker product; else it is made of the gradients of single cases."""
+        """Whether it is a Kronecker product."""
         return self.right is not None
 
     @property
@@ -100,31 +103,31 @@ INPUTS, INPUTS_DIAGONAL = Side("A", "A", False), Side("A", "A_diag", True)
 OUTPUTS, OUTPUTS_DIAGONAL = Side("G", "G", False), Side("G", "G_diag", True)
 GRADIENTS, GRADIENTS_SQUARED = Side("F", "outer", False), Side("F", "square", True)
 
-LINEAR = ("fully_connected", "fully_connected_multi")
-CONVOLUTIONS = ("conv2d", "conv2d_multi")
-EMBEDDINGS = ("embedding", "embedding_multi")
-ALL_KINDS = ("generic", *LINEAR, *CONVOLUTIONS, "depthwise_conv2d", *EMBEDDINGS, "scale_and_shift")
+LINEAR_KINDS = ("fully_connected", "fully_connected_multi")
+CONVOLUTION_KINDS = ("conv2d", "conv2d_multi")
+EMBEDDING_KINDS = ("embedding", "embedding_multi")
+ALL_CASES = "needs the gradients of all cases"
+ALL_KINDS = ("generic", *LINEAR_KINDS, *CONVOLUTION_KINDS, "depthwise_conv2d", *EMBEDDING_KINDS, "scale_and_shift")
 
 KRON = Approximation(
     "kron",
     OUTPUTS,
     INPUTS,
     resizable=True,
-    sampled=True,
     kinds=("fully_connected", "conv2d", "depthwise_conv2d"),
 )
 KRON_IN_DIAG = replace(
     KRON,
     name="kron_in_diag",
     right=INPUTS_DIAGONAL,
-    kinds=(*LINEAR, *EMBEDDINGS),
+    kinds=(*LINEAR_KINDS, *EMBEDDING_KINDS),
     multi_name="kron_indep_in_diag",
 )
 KRON_OUT_DIAG = replace(
     KRON,
     name="kron_out_diag",
     left=OUTPUTS_DIAGONAL,
-    kinds=LINEAR,
+    kinds=LINEAR_KINDS,
     multi_name="kron_indep_out_diag",
 )
 KRON_BOTH_DIAG = replace(
@@ -132,12 +135,20 @@ KRON_BOTH_DIAG = replace(
     name="kron_both_diag",
     left=OUTPUTS_DIAGONAL,
     right=INPUTS_DIAGONAL,
-    kinds=(*LINEAR, "embedding"),
+    kinds=(*LINEAR_KINDS, "embedding"),
     multi_name="kron_indep_both_diag",
 )
 KRON_INDEP = replace(KRON, name="kron_indep", kinds=("fully_connected_multi", "conv2d_multi"))
 
-DIAGONAL = Approximation("diagonal", GRADIENTS_SQUARED, None, needs_exact_rows=True, kinds=ALL_KINDS)
+DIAGONAL = Approximation(
+    "diagonal",
+    GRADIENTS_SQUARED,
+    None,
+    needs_cases=True,
+    needs_exact_rows=True,
+    needs_all_rows=ALL_CASES,
+    kinds=ALL_KINDS,
+)
 FULL = replace(DIAGONAL, name="full", left=GRADIENTS)
 
 KRON_SERIES_1 = Approximation(
@@ -149,6 +160,7 @@ KRON_SERIES_1 = Approximation(
     series=True,
     needs_dense_rows=True,
     needs_exact_rows=True,
+    needs_all_rows=ALL_CASES,
     words="series 1",
     kinds=("fully_connected_multi",),
 )
@@ -162,9 +174,8 @@ KRON_SUA = Approximation(
     group="pixels",
     needs_pixels=True,
     needs_exact_rows=True,
-    sampled=True,
     words="uncorrelated places",
-    kinds=CONVOLUTIONS,
+    kinds=CONVOLUTION_KINDS,
 )
 KRON_SUA_ZERO_MEAN = replace(KRON_SUA, name="kron_sua_zero_mean", words="uncorrelated places of zero mean")
 KRON_SUA_CENTERED = replace(KRON_SUA, name="kron_sua_centered", words="uncorrelated places less their mean")

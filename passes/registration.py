@@ -1,6 +1,6 @@
 """Where a node stands in the user's own code.
 
-Registrations: what one Fisher block is made from.
+Registrations: the parameters and the uses that one Fisher block is made from.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
                 reason = f"the proof failed: rows give another gradient than autograd ({apart})"
         if reason is not None:
             failed[one.parameters] = reason
-        elif not one.structure.kronecker and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
+        elif one.structure.needs_cases and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
             why = f"cases are merged with positions at its output, so not {one.approximation!r}"
             other[one.parameters] = KRON.name, why
         elif one.parameters in mixing:

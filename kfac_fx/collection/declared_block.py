@@ -132,7 +132,7 @@ class DeclaredBlock:
                     f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "
                     f"{', '.join(name for name in known if name != self.approximation)}"
                 )
-            if not self.structure.kronecker and not cases_apart(self.layer_collection.layers, use):
+            if self.structure.needs_cases and not cases_apart(self.layer_collection.layers, use):
                 raise ApproximationError(
                     f"{', '.join(self.params)} at {use.output.name}: the cases are merged with positions there, and "
                     f"{self.approximation!r} needs the gradient of every case: keep their dimension, or take 'kron'"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from kfac_fx.collection.registry import Key
 from kfac_fx.fisher_blocks import CONVOLUTIONS, DEPTHWISE, EMBEDDINGS, LINEAR, SCALES
@@ -13,12 +14,29 @@ from kfac_fx.passes.errors import ApproximationError, RegistrationError, nearest
 
 @dataclass(frozen=True)
 class Kind:
-    """What one register function takes. approximations: the seed's names of them -> ours."""
+    """One `register_*` method of a LayerCollection.
 
+    Attributes:
+        name: of the method, without the prefix "register_".
+        layers: the declared layers that it registers; none: parameters of no layer.
+        default: the approximation that it takes if the user names none.
+        multi: whether it registers several uses.
+        aliases: further names of approximations -> ours.
+    """
+
+    name: str
     layers: tuple[str, ...]
-    approximations: Mapping[str, str]
     default: str
     multi: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def approximations(self) -> Mapping[str, str]:
+        """TF K-FAC's names of the approximations that it takes -> ours; products come first, with the default."""
+        taken = [one for one in APPROXIMATIONS.values() if self.name in one.kinds]
+        taken.sort(key=lambda one: (not one.kronecker, one.name != self.default))
+        names = {(one.multi_name or one.name) if self.multi else one.name: one.name for one in taken}
+        return {**self.aliases, **names}
 
     def own(self, approx: str) -> str | None:
         return self.approximations.get(approx)
@@ -27,29 +45,20 @@ class Kind:
 INDEP = {"kron_indep": "kron_indep"} | {
     one.multi_name: one.name for one in APPROXIMATIONS.values() if one.multi_name is not None
 }
-
-
-def kind_of(name: str, layers: tuple[str, ...], default: str, multi: bool = False, **renamed: str) -> tuple[str, Kind]:
-    """The kind of this name, with the approximations that are declared for it; products first, the default foremost."""
-    taken = [one for one in APPROXIMATIONS.values() if name in one.kinds]
-    taken.sort(key=lambda one: (not one.kronecker, one.name != default))
-    names = {(one.multi_name or one.name) if multi else one.name: one.name for one in taken}
-    return name, Kind(layers, renamed | names, default, multi)
-
-
-KINDS: Mapping[str, Kind] = dict(
-    (
-        kind_of("generic", (), "diagonal"),
-        kind_of("fully_connected", LINEAR, "kron"),
-        kind_of("conv2d", CONVOLUTIONS, "kron"),
-        kind_of("depthwise_conv2d", DEPTHWISE, "diagonal"),
-        kind_of("embedding", EMBEDDINGS, "kron", kron="kron_in_diag"),
-        kind_of("scale_and_shift", SCALES, "full"),
-        kind_of("fully_connected_multi", LINEAR, "kron_indep", multi=True),
-        kind_of("conv2d_multi", CONVOLUTIONS, "kron_indep", multi=True),
-        kind_of("embedding_multi", EMBEDDINGS, "kron_indep", multi=True, kron_indep="kron_in_diag"),
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("generic", (), "diagonal"),
+        Kind("fully_connected", LINEAR, "kron"),
+        Kind("conv2d", CONVOLUTIONS, "kron"),
+        Kind("depthwise_conv2d", DEPTHWISE, "diagonal"),
+        Kind("embedding", EMBEDDINGS, "kron", aliases={"kron": "kron_in_diag"}),
+        Kind("scale_and_shift", SCALES, "full"),
+        Kind("fully_connected_multi", LINEAR, "kron_indep", multi=True),
+        Kind("conv2d_multi", CONVOLUTIONS, "kron_indep", multi=True),
+        Kind("embedding_multi", EMBEDDINGS, "kron_indep", multi=True, aliases={"kron_indep": "kron_in_diag"}),
     )
-)
+}
 
 
 def checked_kind(kind: str) -> str:
@@ -60,7 +69,7 @@ def checked_kind(kind: str) -> str:
 
 
 def known(kind: str) -> str:
-    return ", ".join(name for name in KINDS[kind].approximations if KINDS[kind].own(name))
+    return ", ".join(KINDS[kind].approximations)
 
 
 def check_num_uses(names: Key, num_uses: int | None, uses: int | None) -> None:

@@ -91,7 +91,7 @@ def other_path(first: Registration | None, other: Registration | None) -> str:
     """How two registrations of the same parameters differ in what a block is made of; "" if they do not."""
     if first is None or other is None:
         return f"{said(first)} at first, {said(other)} here"
-    if other.structure.kronecker and not first.structure.kronecker:
+    if first.structure.needs_cases and not other.structure.needs_cases:
         return f"{said(first)} and {first.approximation} at first, {said(other)} here"
     approximated = replace(other, approximation=first.approximation)
     if first.structure.series and other.steps > (most := longest(first.steps)):

@@ -59,8 +59,8 @@ def parts_of(registration: Registration, use: Use, layer: Layer) -> Parts | None
 
 def why_all_rows(registration: Registration, use: Use, layer: Layer) -> str | None:
     """Why a use cannot do with a part of its rows; None if it can."""
-    if not registration.structure.sampled:
-        return f"{registration.approximation!r} needs the gradients of all cases"
+    if (why := registration.structure.needs_all_rows) is not None:
+        return f"{registration.approximation!r} {why}"
     if not layer.dense_rows:
         return "its rows are ids, which cost nothing"
     if use.flat is not None:

@@ -28,7 +28,7 @@ from ..layers import Layer
 from ..matrix import MatrixForm
 from ..words.slopes import NORMALIZED, OWN
 
-PRODUCTS = {  # by (diagonal inputs, diagonal outputs)
+BY_DIAGONAL_SIDES = {  # by (diagonal inputs, diagonal outputs)
     (False, False): KRON,
     (True, False): KRON_IN_DIAG,
     (False, True): KRON_OUT_DIAG,
@@ -48,7 +48,7 @@ def choose(
     default = FULL.name if any(use.gain_of or use.flat for use in uses) else program.layers[layer].default
     chosen = APPROXIMATIONS[asked or default]
     reason: str | None = None
-    if not chosen.kronecker and not all(cases_apart(program.layers, use) for use in uses):
+    if chosen.needs_cases and not all(cases_apart(program.layers, use) for use in uses):
         how = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
         reason = f"{how} at its output, so not {chosen.name!r}"
         chosen = KRON
@@ -63,7 +63,7 @@ def choose(
         place = f"its use as {other.layer} at {where(other.output)}"
         reason, chosen = f"{place} has no pixels, so not {chosen.name!r}", KRON
     if chosen.series and not program.submodules and (obstacle := why_no_series(uses)):  # else `leave_python` says it
-        plain = [product for product in PRODUCTS.values() if product.name == default]
+        plain = [product for product in BY_DIAGONAL_SIDES.values() if product.name == default]
         reason, chosen = f"{obstacle}, so not {chosen.name!r}", next(iter(plain), KRON)
     if len(uses) > 1 and chosen == KRON:
         chosen = KRON_INDEP
@@ -141,7 +141,7 @@ def narrow(chosen: Approximation, matrix: MatrixForm, limit: int, last: bool = F
     in_diag = cuts(inputs, limit) is None or chosen.diagonal_inputs
     out_diag = cuts(outputs, limit) is None or chosen.diagonal_outputs
     out_diag = out_diag or (last and outputs > limit)
-    return PRODUCTS[in_diag, out_diag] if in_diag or out_diag else chosen
+    return BY_DIAGONAL_SIDES[in_diag, out_diag] if in_diag or out_diag else chosen
 
 
 def side_blocks(program: Program, layer: str, approximation: Approximation, matrix: MatrixForm) -> tuple[int, int]:

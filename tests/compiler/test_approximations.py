@@ -1,0 +1,79 @@
+"""The table of approximations: every row names what exists elsewhere, and its questions have the right answers."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from kfac_fx.blocks.block import GROUPS, group_class
+from kfac_fx.collection.kinds import KINDS
+from kfac_fx.factors.wide import WideGroup
+from kfac_fx.passes.approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, KRON, Approximation
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.matrix import Layout, MatrixForm
+from kfac_fx.statistics.lagged import LAGGED
+from kfac_fx.statistics.row_sums import STATISTICS
+
+every_approximation = pytest.mark.parametrize("approximation", APPROXIMATIONS.values(), ids=APPROXIMATIONS)
+MATRIX = MatrixForm(("w", Layout((1, 3, 2))), None)
+
+
+def registration(name: str) -> Registration:
+    return Registration("linear", MATRIX, ("w",), (), name)
+
+
+@every_approximation
+def test_a_row_names_statistics_groups_and_kinds_that_exist(approximation: Approximation) -> None:
+    sides = [side for side in (approximation.left, approximation.right) if side is not None]
+    assert {side.statistic for side in sides} <= STATISTICS.keys()
+    assert set(approximation.lagged) <= LAGGED.keys()
+    assert group_class(registration(approximation.name)) is GROUPS[approximation.group]
+    assert approximation.kinds and set(approximation.kinds) <= KINDS.keys()
+
+
+@every_approximation
+def test_every_kind_of_a_row_accepts_it_under_one_of_its_names(approximation: Approximation) -> None:
+    for name in approximation.kinds:
+        kind = KINDS[name]
+        tf_name = approximation.multi_name or approximation.name
+        assert kind.own(tf_name if kind.multi else approximation.name) == approximation.name
+
+
+@every_approximation
+def test_a_registration_knows_the_row_of_its_name_and_pickles_without_it(approximation: Approximation) -> None:
+    one = registration(approximation.name)
+    assert one.structure is approximation
+    assert str(one) == "linear(w)"
+    copied = pickle.loads(pickle.dumps(one))
+    assert copied == one and copied.structure is approximation
+
+
+def test_a_name_that_is_in_no_row_is_an_error() -> None:
+    with pytest.raises(KeyError, match="kro"):
+        _ = registration("kro").structure
+
+
+def test_sides_that_are_cut_into_blocks_have_a_group_of_their_own() -> None:
+    assert group_class(replace(registration(KRON.name), blocks=(2, 1))) is WideGroup
+
+
+def test_layers_of_ids_have_what_every_layer_has_and_convolutions_what_is_made_of_pixels() -> None:
+    for name, layer in LAYERS.items():
+        ids = name in ("embedding", "embedding_bag", "experts")
+        assert layer.dense_rows is not (ids or bool(layer.parts)), name
+        if not layer.parts:
+            assert set(EVERY_LAYER) <= set(layer.approximations)
+            pixels = [form.pixels is not None for form in layer.forms]
+            assert pixels == [set(FROM_PIXELS) <= set(layer.approximations)] * len(layer.forms)
+
+
+def test_diagonal_sides_are_those_of_a_product() -> None:
+    diagonal = {name: (one.diagonal_outputs, one.diagonal_inputs) for name, one in APPROXIMATIONS.items()}
+    assert {name: sides for name, sides in diagonal.items() if any(sides)} == {
+        "kron_in_diag": (False, True),
+        "kron_out_diag": (True, False),
+        "kron_both_diag": (True, True),
+    }
