@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
-    "data": "passes.errors passes.matrix passes.words passes.registration passes.ir",
+    "data": "passes.errors passes.approximations passes.matrix passes.words passes.registration passes.ir",
     "graphs": "passes.graphs passes.timeline",
     "declarations": "passes.layers passes.matching passes.claiming",
     "tracing": "passes.tracing",
@@ -27,7 +27,7 @@ FLOORS = {
 }
 
 # The numerical floor knows what a registration is, and no other part of the compiler.
-SHARED = {"passes.errors", "passes.matrix", "passes.words.pieces", "passes.ir"}
+SHARED = {"passes.approximations", "passes.errors", "passes.matrix", "passes.words.pieces", "passes.ir"}
 
 # passes/__init__.py imports itself by its installed name, to be one package under both names.
 ALIAS = ("passes", "kfac_fx.passes")
