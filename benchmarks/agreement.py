@@ -62,13 +62,13 @@ TAIL = """
 Reasons for the differences:
 
 - **reduce** (Eschenhagen et al. 2023) is another approximation, for losses that average over positions. Ours is expand.
-- **BackPACK, CNN**: BackPACK sums the gradients of convolutions over positions first, and the patches, too. So positions
-  count twice.
+- **BackPACK, CNN**: BackPACK sums the gradients of convolutions over positions first, and the patches, too, so
+  positions count twice.
 - **asdl, attention**: for a layer that is applied at 5 positions, asdl's factor is 5 times ours. Ours equals that of
   curvlinops. asdl has no factor for biases, so only its weights are compared.
-- **asdl and curvlinops, one layer twice**: their matrix is exactly twice ours, because they divide sums over two calls as
-  if there were one call. The distance of ours is what the assumption of independent uses omits. Full and diagonal blocks
-  omit nothing.
+- **asdl and curvlinops, one layer twice**: their matrix is exactly twice ours, because they divide sums over two calls
+  as if there were one call. The distance of ours is what the assumption of independent uses omits. Full and diagonal
+  blocks omit nothing.
 - **nngeometry, one layer twice**: its full and diagonal blocks are meant to be exact, but they differ from the dense
   Fisher.
 - **nngeometry, full blocks** differ by the epsilon of float32, which nngeometry adds where it divides.

@@ -43,8 +43,8 @@ batch of {captured} and checked with a batch of {other}.
 - **bug**: the model raises another exception.
 - **too slow**: the model gives no result in time.
 
-An element or a tensor is *structured* if its Fisher block knows the layer. The rest of the used parameters is *generic*:
-a diagonal block, with its reason in the report. Models of full width dominate the count of elements. In the count of
+An element or a tensor is *structured* if its Fisher block knows the layer. The rest of the used parameters is
+*generic*: a diagonal block, with its reason in the report. Models of full width dominate the count of elements. In the count of
 tensors every tensor has the same weight.
 """
 
@@ -79,8 +79,8 @@ def origin(found: Sequence[Result], command: str) -> str:
         f"The results were measured with `{command}`, in parts, with one thread for each model, on a shared machine\n"
         f"with two cores, {when} ({text}).\n"
         "`python -m benchmarks.zoo --write-docs` makes this page from `benchmarks/results/zoo.jsonl`. Seconds are CPU\n"
-        "time of the whole `compile`; torch.export takes most of it. On a busy machine they are up to twice those of an\n"
-        "idle one.\n"
+        "time of the whole `compile`; torch.export takes most of it. On a busy machine they are up to twice those of\n"
+        "an idle one.\n"
     )
 
 
@@ -133,7 +133,11 @@ def famous(found: Sequence[Result]) -> str:
 
 
 def failures(found: Sequence[Result]) -> str:
-    rows = [(result["model"], result["status"], code(first_lines(result))) for result in found if result["status"] != "works"]
+    rows = [
+        (result["model"], result["status"], code(first_lines(result)))
+        for result in found
+        if result["status"] != "works"
+    ]
     if not rows:
         return "## Failures\n\nEvery model works.\n"
     return "## Failures\n\n" + table(("model", "status", "message"), rows)
@@ -144,7 +148,7 @@ def first_lines(result: Result) -> str:
 
 
 def reasons(found: Sequence[Result]) -> str:
-    """The reasons of generic parameters, those with the most elements first, without numbers of nodes and lines."""
+    """The reasons of generic parameters, those with most elements first, without numbers of nodes and lines."""
     groups: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
     for result in found:
         for names, elements, reason in result.get("generic", []):
