@@ -44,8 +44,8 @@ batch of {captured} and checked with a batch of {other}.
 - **too slow**: the model gives no result in time.
 
 An element or a tensor is *structured* if its Fisher block knows the layer. The rest of the used parameters is
-*generic*: a diagonal block, with its reason in the report. Models of full width dominate the count of elements. In the count of
-tensors every tensor has the same weight.
+*generic*: a diagonal block, with its reason in the report. Models of full width dominate the count of elements. In the
+count of tensors every tensor has the same weight.
 """
 
 
