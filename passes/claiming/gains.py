@@ -36,6 +36,8 @@ def side_of(slopes: Sequence[Slope], sizes: Sequence[int], constant: Callable[[i
         whole = dims[0] is None or dims[0] < 0
         outputs = whole or constant(dims[0] or 0, 2)
         centered = any(one.name in (CENTERED, STANDARDIZED) for one in slopes)  # takes the mean of all inputs off
+        if centered and slopes[0].layout.shape[0] != g * o:
+            return None  # a filter is not what one output computes
         inputs = not centered and constant(dims[0] or 0, 1)  # groups have inputs of their own
     else:
         outputs, inputs = i == 1, g * o == 1

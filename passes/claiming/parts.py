@@ -109,8 +109,10 @@ def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
             if role not in found and not slab.slopes:
                 found[role] = bound
                 continue
+            if slab.slopes and role != "weight":
+                return None
             side = side_of(slab.slopes, (*canonical.result, 1)[:3], constant_in(bound.layout))
-            if slab.slopes and (side is None or role != "weight"):
+            if slab.slopes and side is None:
                 return None
             one = with_slopes(replace(use, parameters={role: bound}, made={}), slab.slopes, side)
             apart += [one, *(gains_of(one, shapes) if slab.slopes else ())]

@@ -1,0 +1,307 @@
+"""Every parametrization, alone and in pairs, against autograd: for each example, in each kind of use,
+
+    sum over uses of grad_rowsᵀ · rows  +  what the rows leave out  =  autograd's gradient of the parameter
+
+in sum and case by case. A pair that has no such rows is refused: the parameter is generic and the report has a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from kfac_fx.checks.proof import change
+from kfac_fx.linalg.vectors import split
+from kfac_fx.passes.ir import Options, Program, Registration, Use, tensor_attrs
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.matching import jacobians
+from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.trace import capture
+from kfac_fx.passes.words.slopes import OWN
+from kfac_fx.statistics.row_sums import named
+from kfac_fx.taps.sloped import project
+from kfac_fx.taps.use_rows import both_rows
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Example(NamedTuple):
+    """A function of parameters, the first of which another example's result may take the place of."""
+
+    function: Callable[..., Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+CASES = 3
+INDEX = torch.tensor([2, 0, 2, 1])
+EXAMPLES: dict[str, Example] = {
+    "slices": Example(lambda w, v: torch.cat([w[1:], v]), {"w": (4, 4), "v": (1, 4)}),
+    "multiple": Example(lambda w: 1 - 0.3 * w, {"w": (4, 4)}),
+    "exp": Example(torch.exp, {"w": (4, 4)}),
+    "weight norm": Example(lambda w, g: torch._weight_norm(w, g, 0), {"w": (4, 4), "g": (4, 1)}),
+    "standardized": Example(
+        lambda w, g: F.batch_norm(w.reshape(1, 4, -1), None, None, g, training=True).reshape_as(w),
+        {"w": (4, 4), "g": (4,)},
+    ),
+    "spectral norm": Example(lambda w: w / torch.linalg.matrix_norm(w, 2), {"w": (4, 4)}),
+    "centered": Example(lambda w: w - w.mean(1, keepdim=True), {"w": (4, 4)}),
+    "gain": Example(lambda w, e: w * e.exp(), {"w": (4, 4), "e": (4, 1)}),
+    "product": Example(lambda w, b: w @ b, {"w": (4, 4), "b": (4, 4)}),
+    "kronecker": Example(lambda w, c: torch.kron(c, w), {"w": (2, 2), "c": (2, 2)}),
+    "hadamard": Example(
+        lambda w, b, c, d: (w @ b) * (c @ d), {"w": (4, 2), "b": (2, 4), "c": (4, 3), "d": (3, 4)}
+    ),
+    "gathered": Example(lambda w: w[INDEX], {"w": (4, 4)}),
+    "gathered inputs": Example(lambda w: w[:, INDEX], {"w": (4, 4)}),
+    "linear map": Example(
+        lambda w: F.interpolate(w.t()[None], scale_factor=0.5, mode="linear")[0].t(), {"w": (8, 4)}
+    ),
+    "jacobian": Example(lambda w: w.softmax(1), {"w": (4, 4)}),
+}  # fmt: skip
+PAIRED = [name for name in EXAMPLES if name not in ("kronecker", "hadamard", "gathered inputs", "standardized")]
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, w: F.linear(x[..., : w.shape[1]], w),
+    "transposed": lambda x, w: torch.tanh(F.linear(x[..., : w.shape[1]], w)) @ w,
+    "embedding": lambda x, w: F.embedding(x[..., 0].long() % len(w), w),
+    "scale": lambda x, w: x[:, : w.shape[0], : w.shape[1]] * w,
+    "shift": lambda x, w: x[:, : w.shape[0], : w.shape[1]] + w,
+    "scale and shift": lambda x, w: torch.tanh(x[:, : w.shape[0], : w.shape[1]] * w) + w,
+}
+
+# Which parameters have rows, where no Jacobian helps, which is of any small function. All others are refused.
+LINEAR = {
+    "slices": "w v",
+    "multiple": "w",
+    "weight norm": "w g",
+    "standardized": "w g",
+    "spectral norm": "w",
+    "centered": "w",
+    "gain": "w e",
+    "product": "w b",
+    "kronecker": "w c",
+    "hadamard": "w b c d",
+    "gathered": "w",
+    "gathered inputs": "w",
+}
+# The mean of a filter is that of one output's inputs, which it is not of a transposed use, an embedding or a scale.
+TRANSPOSED = {name: found for name, found in LINEAR.items() if name not in ("standardized", "centered")}
+EMBEDDING = {name: found for name, found in TRANSPOSED.items() if name not in ("kronecker", "hadamard")}
+SCALE = {"slices": "w v", "multiple": "w", "exp": "w", "weight norm": "w g", "spectral norm": "w", "gain": "w e"}
+SCALE_AND_SHIFT = {**SCALE, "weight norm": "w", "gain": "w"}  # the gain of a shift has no input
+SHIFT = {**SCALE_AND_SHIFT, "gathered": "w", "gathered inputs": "w", "linear map": "w"}
+ALONE = {
+    "linear": LINEAR,
+    "transposed": TRANSPOSED,
+    "embedding": EMBEDDING,
+    "scale": SCALE,
+    "shift": SHIFT,
+    "scale and shift": SCALE_AND_SHIFT,
+}
+
+# The same of pairs: use, outer, inner; "b2" is the outer one's own.
+PAIRS: dict[str, dict[str, dict[str, str]]] = {
+    "linear": {
+        "slices": {"slices": "w v v2", "multiple": "w v2"},
+        "multiple": {name: LINEAR[name] for name in PAIRED if name in LINEAR and name != "gathered"},
+        "spectral norm": {"centered": "w"},
+        "product": {**dict.fromkeys(PAIRED, "b2"), "multiple": "w b2", "product": "w b b2"},
+        "gathered": {"gathered": "w"},
+    },
+    "shift": {
+        "slices": {"slices": "w v v2", "multiple": "w v2", "exp": "w v2"},
+        "multiple": {name: SCALE_AND_SHIFT[name] for name in PAIRED if name in SCALE_AND_SHIFT},
+        "exp": {"multiple": "w", "exp": "w"},
+        "gathered": {"gathered": "w", "linear map": "w"},
+        "linear map": {"linear map": "w"},
+    },
+}
+
+# With Jacobians, of a use that scales and shifts: what is followed on its way, and then has no rows of a case.
+REFUSED: dict[str, list[str]] = {
+    "slices": ["weight norm", "spectral norm", "centered", "gain"],
+    "multiple": ["weight norm", "centered", "gain", "product"],
+    "spectral norm": ["centered"],
+    "product": PAIRED,
+    "gathered": ["gathered", "linear map"],
+    "linear map": ["linear map"],
+}
+
+
+class Composed(nn.Module):
+    """One use of a function of parameters, perhaps of what another function made of the first of them."""
+
+    def __init__(self, use: str, outer: Example, inner: Example | None = None) -> None:
+        super().__init__()
+        rest = dict(list(outer.shapes.items())[1:])
+        shapes = outer.shapes if inner is None else {**inner.shapes, **{f"{k}2": size for k, size in rest.items()}}
+        self.use, self.outer, self.inner, self.names = USES[use], outer, inner, tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.rand(shape) + 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [self.get_parameter(name) for name in self.names]
+        if self.inner is not None:
+            number = len(self.inner.shapes)
+            values = [self.inner.function(*values[:number]), *values[number:]]
+        return self.use(x, self.outer.function(*values))
+
+
+class Side(nn.Module):
+    """Models side by side, on one input."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleDict(models)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [model(x) for model in self.models.values()]
+
+
+class Values(fx.Interpreter):
+    """Runs the graph and keeps what every node computed."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(fx.GraphModule(program.root, program.graph))
+        self.value: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if jacobians.KEY in n.meta:
+            self.value[n.name] = jacobians.Jacobian(*n.meta[jacobians.KEY])(*self.fetch_args_kwargs_from_env(n)[0])
+        else:
+            self.value[n.name] = super().run_node(n)
+        return self.value[n.name]
+
+
+class Checked:
+    """A model after the passes, with values and gradients of one batch. structured: the parameters that have rows."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        traced = capture(model, (x,), options=Options(loss_given=True), layers=LAYERS)
+        self.program, self.parameters = run(traced.program), dict(model.named_parameters())
+        self.values = Values(self.program)
+        returned = self.values.run(x)
+        products = [output * torch.randn_like(output) for output in returned]
+        self.total, self.first = (sum(product[:cases].sum() for product in products) for cases in (None, 1))
+
+    @property
+    def structured(self) -> dict[str, Registration]:
+        return {name: one for one in self.program.registrations if not one.generic for name in one.parameters}
+
+    def autograd(self, registration: Registration, loss: Any) -> dict[str, Tensor]:
+        owners = {name: self.parameters[name] for name in registration.owners}
+        found = torch.autograd.grad(loss, list(owners.values()), retain_graph=True)
+        return split(dict(zip(owners, found, strict=True)), [registration])
+
+    def rows_of(
+        self, registration: Registration, use: Use
+    ) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
+        """The function that makes the rows of a use, and its arguments."""
+        (gradient,) = torch.autograd.grad(self.total, self.values.value[use.output.name], retain_graph=True)
+        nodes = [use.input, *tensor_attrs(use).values()]
+        tensors = [gradient, *(self.values.value[node.name].detach() for node in nodes)]
+        return both_rows(registration, use, LAYERS[use.layer]), tensors
+
+    def check(self, registration: Registration) -> None:
+        """The rows of all cases make the gradient, and those of the first its own."""
+        matrix = registration.matrix
+        assert matrix is not None
+        layout: Any = (matrix.bias is not None, matrix.shape)
+        for loss, cases in ((self.total, slice(None)), (self.first, slice(1))):
+            found: Any = 0
+            for use in registration.uses:
+                function, arguments = self.rows_of(registration, use)
+                rows, grad_rows = (one[cases] if len(one) == CASES else one for one in function(*arguments))
+                summed = named("gradient").compute(rows, grad_rows, *layout)
+                found = found + self.with_remainder(registration, use, summed)
+            wanted = matrix.pack(self.autograd(registration, loss))
+            torch.testing.assert_close(found, wanted, msg=lambda text: f"{registration}: {text}")
+
+    def with_remainder(self, registration: Registration, use: Use, summed: Tensor) -> Tensor:
+        """With what the rows of normalized weights leave out."""
+        matrix = registration.matrix
+        assert matrix is not None
+        live = {name: self.parameters[name] for name in registration.owners}
+        total = project(registration, summed, live)
+        for n, slope in enumerate(use.slopes):
+            if slope.name in OWN:
+                attrs = {key: self.values.value[node.name] for key, node in tensor_attrs(use).items()}
+                (own,) = matrix.unpack(summed).values()
+                number, gradient = change(slope, own, attrs[f"factor{n}"], attrs[f"operand{n}"])
+                (parameter,) = live.values()
+                (more,) = torch.autograd.grad(number, parameter, gradient.detach(), retain_graph=True)
+                total = total + matrix.pack({registration.parameters[0]: more})
+        return total
+
+
+def batch() -> Tensor:
+    return 4 * torch.rand(CASES, 8, 8)
+
+
+def beside(use: str, outer: str | None, names: Iterable[str]) -> Checked:
+    """Models of these examples side by side, or of the outer example around each of them."""
+    torch.manual_seed(0)
+    pairs = {name: (EXAMPLES[outer or name], EXAMPLES[name] if outer else None) for name in names}
+    return Checked(Side({name: Composed(use, *pair) for name, pair in pairs.items()}), batch())
+
+
+def check_all(checked: Checked, expected: Mapping[str, str], names: Iterable[str]) -> None:
+    """Every parameter has the rows that it is expected to have, and they are right, or a reason to be generic."""
+    for registration in checked.program.registrations:
+        if registration.generic:
+            assert registration.reason, f"{registration} is generic without a reason"
+        else:
+            checked.check(registration)
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for parameter in checked.structured:
+        _, model, name = parameter.split(".")
+        found[model].add(name.partition("[")[0])
+    assert found == {name: set(expected.get(name, "").split()) for name in names}
+
+
+@pytest.fixture
+def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of parameters that are not small."""
+    monkeypatch.setattr(jacobians, "LARGEST", 0)
+
+
+@pytest.mark.usefixtures("no_jacobians")
+@pytest.mark.parametrize("use", USES)
+def test_rows_make_the_gradient(use: str) -> None:
+    check_all(beside(use, None, EXAMPLES), ALONE[use], EXAMPLES)
+
+
+@pytest.mark.usefixtures("no_jacobians")
+@pytest.mark.parametrize("use", PAIRS)
+@pytest.mark.parametrize("outer", PAIRED)
+def test_pairs_make_the_gradient_or_are_refused(use: str, outer: str) -> None:
+    check_all(beside(use, outer, PAIRED), PAIRS[use].get(outer, {}), PAIRED)
+
+
+@pytest.mark.parametrize("outer", PAIRED)
+def test_small_pairs_make_the_gradients_of_cases(outer: str) -> None:
+    """A parameter that scales and shifts has no other rows, and any function of it has these."""
+    checked = beside("scale and shift", outer, PAIRED)
+    refused = {one.owners[0].split(".")[1] for one in checked.program.registrations if one.generic}
+    assert refused == set(REFUSED.get(outer, ()))
+    for registration in checked.program.registrations:
+        if registration.generic:
+            assert registration.reason, f"{registration} is generic without a reason"
+        else:
+            checked.check(registration)
+
+
+@pytest.mark.parametrize("use", ["linear", "scale"])
+def test_rows_compile_without_graph_breaks(use: str) -> None:
+    checked = beside(use, None, EXAMPLES)
+    for registration in checked.structured.values():
+        for one in registration.uses:
+            torch.compiler.reset()
+            function, arguments = checked.rows_of(registration, one)
+            compiled = torch.compile(function, fullgraph=True, backend="eager")
+            torch.testing.assert_close(compiled(*arguments), function(*arguments))
