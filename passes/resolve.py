@@ -45,6 +45,7 @@ from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
 from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, source_line, where
 from .layers import LAYERS
 from .matrix import Layout, MatrixForm
+from .parametrization import Transposed
 from .words.pieces import viewed, whole
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
@@ -154,7 +155,7 @@ def aligned(uses: list[Use]) -> list[Use] | None:
         if same_matrix(first, use):
             found.append(use)
         elif set(use.parameters) == {"weight"} and same_matrix(first, use, transposed=True):
-            found.append(replace(use, transposed=True))
+            found.append(use if use.transposed else replace(use, through=(*use.through, Transposed())))
         else:
             return None
     return found

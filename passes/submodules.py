@@ -26,6 +26,7 @@ from .graphs.operations import AUTOCAST, EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_C
 from .graphs.sizes import NUMBER
 from .ir import Program, Registration, Submodule, Use
 from .matching.elements import KEY
+from .parametrization import moved
 
 
 def in_model(
@@ -125,7 +126,7 @@ def graph_of(program: Program, number: int) -> Program:
             copies[node] = graph.node_copy(node, lambda n: wanted(graph, n, copies))
             copies[node].meta = dict(node.meta)
     registrations = tuple(
-        replace(one, uses=tuple(moved(use, copies) for use in one.uses if use.output in copies))
+        replace(one, uses=tuple(within(use, copies) for use in one.uses if use.output in copies))
         for one in program.registrations
     )
     return program.but(graph=graph, registrations=registrations, outputs=(), made={}, behind={})
@@ -140,11 +141,9 @@ def wanted(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx
     return copies[node]
 
 
-def moved(use: Use, nodes: Mapping[fx.Node, fx.Node]) -> Use:
-    """The same use in a copy of its graph."""
-    attrs = {name: nodes[value] if isinstance(value, fx.Node) else value for name, value in use.attrs.items()}
-    own = frozenset(nodes[node] for node in use.nodes if node in nodes)
-    return replace(use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs)
+def within(use: Use, copies: Mapping[fx.Node, fx.Node]) -> Use:
+    """The same use in the graph of its own submodule."""
+    return moved(replace(use, nodes=use.nodes & copies.keys()), copies)
 
 
 def of_parameters_alone(program: Program) -> bool:

@@ -30,9 +30,9 @@ from kfac_fx.passes.words.pieces import Slope
 from kfac_fx.passes.words.slopes import DIVIDED, OWN
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.row_sums import named
+from kfac_fx.taps.rows import BothRows
 from kfac_fx.taps.sloped import project
 from kfac_fx.taps.tap import Tap
-from kfac_fx.taps.use_rows import BothRows
 
 
 class ProofTap(Tap):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import fx, nn
+from torch import nn
 
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.passes.ir import Program, Use
+from kfac_fx.passes.ir import Program
 from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.matching.jacobians import KEY as JACOBIAN
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.parametrization import moved
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.unroll import unroll
-from kfac_fx.passes.words.pieces import Slope
 
 
 def recaptured(own: Program, traced: Program, model: nn.Module) -> Program:
@@ -32,7 +31,7 @@ def recaptured(own: Program, traced: Program, model: nn.Module) -> Program:
     for node in [node for node in own.graph.nodes if JACOBIAN in node.meta]:
         with fresh.graph.inserting_after(nodes[node.prev]):
             nodes[node] = fresh.graph.node_copy(node, nodes.__getitem__)
-    registrations = tuple(replace(one, uses=tuple(moved(use, nodes) for use in one.uses)) for one in own.registrations)
+    registrations = tuple(replace(one, uses=moved(one.uses, nodes)) for one in own.registrations)
     outputs = tuple(nodes[node] for node in own.outputs)
     return fresh.but(
         outputs=outputs,
@@ -45,19 +44,3 @@ def recaptured(own: Program, traced: Program, model: nn.Module) -> Program:
         pieces=own.pieces,
         behind={nodes[node]: names for node, names in own.behind.items()},
     )
-
-
-def moved(use: Use, nodes: Mapping[fx.Node, fx.Node]) -> Use:
-    """The same use in a copy of its graph."""
-    attrs = {name: nodes[value] if isinstance(value, fx.Node) else value for name, value in use.attrs.items()}
-    own = frozenset(nodes[node] for node in use.nodes)
-    slopes = tuple(moved_slope(one, nodes) for one in use.slopes)
-    gain = use.gain_of and replace(use.gain_of, slope=moved_slope(use.gain_of.slope, nodes))
-    return replace(
-        use, input=nodes[use.input], output=nodes[use.output], nodes=own, attrs=attrs, slopes=slopes, gain_of=gain
-    )
-
-
-def moved_slope(slope: Slope, nodes: Mapping[fx.Node, fx.Node]) -> Slope:
-    factor = None if slope.factor is None else nodes[slope.factor]
-    return replace(slope, operand=nodes[slope.operand], factor=factor)

@@ -15,7 +15,7 @@ from kfac_fx.passes.ir import Registration, Use, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.statistics.lagged import LAGGED, unfolded
 from kfac_fx.statistics.row_sums import Rows, canonical, named, whole
-from kfac_fx.taps.use_rows import both_rows
+from kfac_fx.taps.rows import both_rows
 
 
 def summed(

@@ -21,8 +21,8 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED, unfolded
 from kfac_fx.statistics.row_sums import Matrix, canonical
+from kfac_fx.taps.rows import BothRows, both_rows
 from kfac_fx.taps.tap import Probes, RealRows, apart, quick
-from kfac_fx.taps.use_rows import BothRows, both_rows
 
 
 class Link(nn.Module):

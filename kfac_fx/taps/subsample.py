@@ -65,8 +65,8 @@ def why_all_rows(registration: Registration, use: Use, layer: Layer) -> str | No
         return "its rows are ids, which cost nothing"
     if use.flat is not None:
         return "its rows are gradients of cases"
-    if use.transposed:
-        return "the gradients of its output are rows"
+    if reason := next((step.all_rows for step in use.through if step.all_rows), None):
+        return reason
     if set(tensor_attrs(use)) - {KEPT}:
         return "its rows depend on more than its input"
     return None

@@ -21,8 +21,8 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED
 from kfac_fx.statistics.row_sums import Matrix, Shape, named, whole
+from kfac_fx.taps.rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
 from kfac_fx.taps.subsample import SAMPLED, Parts, parts_of, sample
-from kfac_fx.taps.use_rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
 
 Probes = Mapping[str, Tensor]
 OF_INPUTS = ("count", "A", "A_diag")

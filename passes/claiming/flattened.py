@@ -43,7 +43,7 @@ def flat(use: Use) -> Use | None:
     if apart or bound.layout.result[2:] not in ((), (1,)):
         return None
     changed = {"weight": Bound(bound.parameter, Layout(own.shape), own, bound.scale)}
-    return replace(use, parameters=changed, attrs=unmasked(use), flat=bound.layout, transposed=False)
+    return replace(use, parameters=changed, attrs=unmasked(use), flat=bound.layout)
 
 
 def alone(shape: Shape) -> Layout:

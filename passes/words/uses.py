@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ..matrix import Layout, MatrixForm, Shape
+from ..parametrization import Parametrization, Transposed
 from .pieces import Made, Region, Slope
 
 Attrs = Mapping[str, Any]
@@ -102,11 +103,11 @@ class Use:
     attrs: Attrs
     nodes: frozenset[fx.Node] = field(repr=False)
     batch_dim: int | None = 0  # of the output; None: the cases are merged with other positions
-    transposed: bool = False  # the roles of input and output gradient are swapped (a tied output layer)
     part_of: str | None = None  # the composite layer that this use is a part of
     tower: int = 0  # which of the mini-batches that the graph computes at once
     steps: int = 1  # how many uses its rows hold one after another
     steps_in_positions: bool = False  # time-major along the positions, not along the cases
+    through: tuple[Parametrization, ...] = ()  # from the operation to the parameters
     made: Mapping[str, tuple[Made, Layout]] = field(default_factory=dict)  # until `cut`: roles that are expressions
     region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
     slopes: tuple[Slope, ...] = ()  # functions between its one parameter and the operation
@@ -131,6 +132,11 @@ class Use:
         return CASES in self.attrs
 
     @property
+    def transposed(self) -> bool:
+        """Whether rows and gradient rows change sides, as of a tied output layer."""
+        return any(isinstance(step, Transposed) for step in self.through)
+
+    @property
     def matrix(self) -> MatrixForm:
         entry = {role: (bound.parameter, bound.layout) for role, bound in self.parameters.items()}
         return MatrixForm(weight=entry.get("weight"), bias=entry.get("bias"))
@@ -140,6 +146,10 @@ class Use:
 
 
 def tensor_attrs(use: Use) -> dict[str, fx.Node]:
-    """Attributes that are tensors at run time and that rows may need; `other` and `_...` are only there to match."""
+    """The tensors that rows may need beside the input: attributes, and nodes of parametrizations, as `"0.index"`.
+    Attributes named `other` and `_...` exist for matching only."""
     nodes = {key: value for key, value in use.attrs.items() if isinstance(value, fx.Node)}
-    return {key: value for key, value in nodes.items() if key != "other" and not key.startswith("_")}
+    nodes = {key: value for key, value in nodes.items() if key != "other" and not key.startswith("_")}
+    for number, step in enumerate(use.through):
+        nodes |= {f"{number}.{key}": node for key, node in step.nodes.items()}
+    return nodes

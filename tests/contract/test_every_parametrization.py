@@ -24,8 +24,8 @@ from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
 from kfac_fx.passes.words.slopes import OWN
 from kfac_fx.statistics.row_sums import named
+from kfac_fx.taps.rows import both_rows
 from kfac_fx.taps.sloped import project
-from kfac_fx.taps.use_rows import both_rows
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -13,12 +13,12 @@ from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matching.gathers import ENTRIES, of_table
 from kfac_fx.passes.matching.linear_maps import MAP, of_elements
+from kfac_fx.passes.parametrization import Rows, RowsStep
 from kfac_fx.passes.words.pieces import Region
 from kfac_fx.taps.factored import factored
 from kfac_fx.taps.flat_rows import of_cases
 from kfac_fx.taps.sloped import slopes_of
 
-Rows = tuple[Tensor, Tensor]  # and gradient rows
 BothRows = Callable[..., Rows]
 Step = Callable[[Rows, Mapping[str, Any]], Rows]
 UNSCALED = (1.0, 1.0)
@@ -48,29 +48,33 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
 
 
 def steps_of(registration: Registration, use: Use) -> Iterator[Step]:
-    """What is done to the rows of the layer, in this order: they are those of the tensor in the use, and become those
-    of the registration's matrix."""
+    """The functions that turn the rows of the layer into those of the registration's matrix, in their order."""
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
+    if (by := scales(use)) != UNSCALED:
+        yield lambda both, attrs: scaled(both, by)
+    if registration.matrix.weight is None:
+        yield lambda both, attrs: without_inputs(*both)
+    if use.free:
+        yield lambda both, attrs: shared_by_cases(*both)
     if (gathered := use.gathered) is not None:
         yield lambda both, attrs: of_table(*both, attrs[ENTRIES], gathered)
     if (mapped := use.mapped) is not None:
         yield lambda both, attrs: of_elements(*both, attrs[MAP], mapped)
     if (region := use.region) is not None:
         yield lambda both, attrs: within(*both, region)
-    if (by := scales(use)) != UNSCALED:
-        yield lambda both, attrs: scaled(both, by)
     if use.factor is not None:
         yield factored(use.factor)
     if (sloped := slopes_of(registration, use)) is not None:
         yield sloped
-    if registration.matrix.weight is None:
-        yield lambda both, attrs: without_inputs(*both)
-    if use.free:
-        yield lambda both, attrs: shared_by_cases(*both)
     if use.flat is not None:
         yield of_cases(use.flat)
-    elif use.transposed:
-        yield lambda both, attrs: (both[1], both[0])
+    for number, parametrization in enumerate(use.through):
+        yield with_tensors(parametrization.step(), {key: f"{number}.{key}" for key in parametrization.nodes})
+
+
+def with_tensors(step: RowsStep, names: Mapping[str, str]) -> Step:
+    """A parametrization's step, which knows its tensors by its own names, as one that takes all tensors of the use."""
+    return lambda both, attrs: step(both, {key: attrs[name] for key, name in names.items()})
 
 
 def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> BothRows | None:

@@ -1,0 +1,155 @@
+"""Parametrizations: what stands between a parameter and the matrix of its layer.
+
+A layer is a matrix times rows, `y = W r`. The matrix may be a function of the parameter:
+
+    F.linear(x, w[:4])               Sliced            a part of the matrix                 exact
+    F.linear(x, w[index])            Gathered          outputs or inputs of a table         exact
+    x + interpolate(table)           LinearMap         a constant matrix times the table    exact
+    x * exp(s)                       Elementwise       a function of every element          exact
+    F.linear(x, g * v / |v|)         WeightNorm, ...   normalized weights; `Gain` for g     the direction v: not exact
+    F.linear(x, a @ b)               Factor            one factor of a product              exact
+    x * softmax(s)                   PerCase           any small function, by its Jacobian  exact
+    h @ w                            Transposed        a weight that is tied to another     exact
+
+`Use.through` lists them from the operation to the parameter. Each one turns the rows and gradient rows of a tensor into
+those of the tensor before it, so that with Σ over cases and positions
+
+    Σ grad_rowsᵀ rows = ∂L/∂W    becomes    Σ grad_rowsᵀ rows + remainder = ∂L/∂p
+
+`tests/contract/test_every_parametrization.py` holds this, for every parametrization and for pairs of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor, fx
+
+from .matrix import Layout, Shape
+
+Rows = tuple[
+    Tensor, Tensor
+]  # rows [N, S, g, i] or ids [N, S], and gradient rows [N, S, g, o]; one group may be left out
+Tensors = Mapping[str, Tensor]  # the values of `Parametrization.nodes`, by the same names
+RowsStep = Callable[[Rows, Tensors], Rows]
+Views = tuple[tuple[Shape, Shape], ...]  # views of a tensor one after another: (order, shape), one of them empty
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parametrization(ABC):
+    """One step between a parameter and the matrix of its layer: plain data, nodes of the graph among it."""
+
+    @abstractmethod
+    def step(self) -> RowsStep:
+        """The function from (rows, gradient rows) of the matrix, and tensors, to (rows, gradient rows) of what stands
+        before it. It closes over literals and functions only: Dynamo takes nothing else into a tap."""
+
+    @property
+    def nodes(self) -> dict[str, fx.Node]:
+        """The tensors that `step` and `remainder` need beside the rows."""
+        found: dict[str, fx.Node] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            several = enumerate(value) if isinstance(value, tuple) else [("", value)]
+            found |= {f"{field.name}{n}": one for n, one in several if isinstance(one, fx.Node)}
+        return found
+
+    def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor | None:
+        """What the rows leave out of the parameter's gradient, for the numeric proof; None if they are exact.
+
+        gradient: what the rows make, in the parameter's shape. tensors: `nodes`, with their history.
+
+        Returns a number whose gradient with respect to the parameter is to be added.
+        """
+        return None
+
+    # --- what it allows -----------------------------------------------------------------------------------------------
+
+    @property
+    def left_out(self) -> str | None:
+        """For the report: what the rows leave out, so that only Kronecker products are offered; None if exact."""
+        return None
+
+    @property
+    def keeps_pixels(self) -> bool:
+        """Whether rows are still pixels of the layer's input, as SUA needs them."""
+        return False
+
+    @property
+    def keeps_elements(self) -> bool:
+        """Whether each element of the matrix is still a function of one element of the parameter alone."""
+        return False
+
+    @property
+    def all_rows(self) -> str | None:
+        """Why the input factor needs all rows; None if a sample will do."""
+        return None
+
+    @property
+    def unmasked(self) -> str | None:
+        """Why no mask of positions goes with the rows; None if one does."""
+        return None
+
+    @property
+    def merges_groups(self) -> bool:
+        """Whether the groups of a position become positions of their own."""
+        return False
+
+    @property
+    def default(self) -> str | None:
+        """The approximation that it prefers to the layer's own."""
+        return None
+
+
+@dataclass(frozen=True)
+class Transposed(Parametrization):
+    """A weight that is used the other way round, as the output layer that is tied to an embedding.
+
+        h = F.embedding(ids, w);  y = h @ w.T        the second use has the matrix of the first, transposed
+
+    Rows and gradient rows change sides, and both uses add up in the same two factors.
+    """
+
+    def step(self) -> RowsStep:
+        return lambda both, tensors: (both[1], both[0])
+
+    @property
+    def keeps_elements(self) -> bool:
+        return True
+
+    @property
+    def all_rows(self) -> str | None:
+        return "the gradients of its output are rows"
+
+
+def moved(value: T, nodes: Mapping[fx.Node, fx.Node]) -> T:
+    """Plain data with other nodes in the place of its own, as in a copy of the graph."""
+    found: Any = value
+    if isinstance(value, fx.Node):
+        found = nodes[value]
+    elif isinstance(value, (tuple, frozenset)):
+        found = type(value)(moved(item, nodes) for item in value)
+    elif isinstance(value, Mapping):
+        found = {key: moved(item, nodes) for key, item in value.items()}
+    elif is_dataclass(value) and not isinstance(value, (type, Layout)):
+        found = replace(value, **{f.name: moved(getattr(value, f.name), nodes) for f in fields(value) if f.init})
+    return found  # type: ignore[no-any-return]
+
+
+# --- views, as literals -----------------------------------------------------------------------------------------------
+
+
+def views(before: Layout, after: Layout) -> Views:
+    """Back through one layout and on through another."""
+    back = [(step.back, ()) if step.back else ((), step.before) for step in reversed(before.steps)]
+    return (*back, *((step.order, ()) if step.order else ((), step.after) for step in after.steps))
+
+
+def viewed(tensor: Tensor, steps: Views) -> Tensor:
+    for order, shape in steps:
+        tensor = tensor.permute(order) if order else tensor.reshape(shape)
+    return tensor
