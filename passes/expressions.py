@@ -24,7 +24,6 @@ from .graphs.labels import Label, ancestors, differentiated, labels
 from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, op_name
 from .graphs.views import bound_parameter
 from .ir import Program
-from .matching.elements import KEY as ELEMENTS
 from .matching.functions import FUNCTIONS, Functions
 from .matching.jacobians import small_functions
 from .matching.products import MULTIPLIES, added, complete, product, reshaped
@@ -42,6 +41,7 @@ from .matching.values import (
     unsqueezed,
     without_data,
 )
+from .parametrizations.gathered import KEY as ELEMENTS
 from .words.pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied

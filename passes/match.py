@@ -22,13 +22,12 @@ from .graphs.spelling import order_operands, respell
 from .ir import CASES, Bound, Program, Use
 from .layers import Form, Layer
 from .matching.binding import Binding, fits, reads_itself
-from .matching.elements import KEY as ELEMENTS
-from .matching.gathers import ENTRIES, entries
 from .matching.jacobians import static_shape
-from .matching.linear_maps import MAP
 from .matrix import Layout, Shape
+from .parametrizations.gathered import KEY as ELEMENTS
+from .parametrizations.gathered import gathered_weight
+from .parametrizations.linear_map import LinearMap
 from .words.pieces import Made
-from .words.uses import Mapped
 
 
 @dataclass(frozen=True)
@@ -154,13 +153,13 @@ def lay_over(
         return None  # the shape is not the form's: a 3-D weight in a matmul is no linear layer
     input, nodes = binding.names[form.inputs[0]], frozenset(inside)
     use = Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, made=made)
-    return use if binding.mapped is None else with_map(use, *binding.mapped)
+    return use if binding.map is None else with_map(use, binding.map)
 
 
-def with_map(use: Use, mapped: Mapped, matrix: fx.Node) -> Use:
-    """A use whose parameter stands behind a table that is made of it: to the layer its shape is the table's."""
+def with_map(use: Use, linear_map: LinearMap) -> Use:
+    """The layer has a table in the place of its parameter, so the shape that it knows is the table's."""
     (role,) = use.parameters
-    return replace(use, mapped=mapped, attrs={**use.attrs, role: mapped.shape, MAP: matrix})
+    return replace(use, through=(linear_map,), attrs={**use.attrs, role: linear_map.columns.shape})
 
 
 def lay_over_gathered(
@@ -172,9 +171,9 @@ def lay_over_gathered(
     if use is None or binding.numbers is None:
         return None
     bound = use.parameters["weight"]
-    found = entries(binding.numbers, bound.layout, shapes[bound.parameter], program.root, label)
+    found = gathered_weight(binding.numbers, bound.layout, shapes[bound.parameter], program.root, label)
     if found is None:
         return None
-    canonical, side, node = found
+    canonical, gathered = found
     weight = Bound(bound.parameter, Layout(shapes[bound.parameter]), canonical)
-    return replace(use, parameters={"weight": weight}, attrs={**use.attrs, ENTRIES: node}, gathered=side)
+    return replace(use, parameters={"weight": weight}, through=(gathered,))

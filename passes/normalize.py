@@ -14,17 +14,22 @@ Parameters are read under their canonical names, once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .graphs.edit import numbers
 from .graphs.inplace import functional, sequence
-from .graphs.operations import has_effect
+from .graphs.labels import Label, is_layer_of_data, labels
+from .graphs.operations import has_effect, op_name
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding
 from .ir import Program
+from .layers.embedding import learned
 from .layers.experts import route
-from .matching.elements import expand_masks, mark_tables, note_elements
+from .parametrizations.gathered import merely_viewed, note_elements
 
 
 def normalize(program: Program) -> Program:
@@ -90,3 +95,68 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: dict[fx.No
     return graph.call_function(
         F.batch_norm, (operand, mean, var, held("weight"), held("bias"), training, momentum, module.eps)
     )
+
+
+# --- tables that layers are applied to --------------------------------------------------------------------------------
+
+
+def mark_tables(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """Mark a parameter that stands in the place of a layer's input, or behind it: it is an embedding of all its rows.
+
+    layer_norm(table, w, b)           ->   layer_norm(learned(table), w, b)
+    linear(dropout(table)[:n], w)     ->   linear(dropout(learned(table))[:n], w)
+    """
+    label = labels(graph, parameters)
+    for node in [node for node in graph.nodes if label[node] is Label.FREE and is_layer_of_data(node, label)]:
+        table, reader = node.args[0], node
+        if not isinstance(table, fx.Node) or label[table] is not Label.PURE:
+            continue
+        while not merely_viewed(table):
+            before = [operand for operand in table.all_input_nodes if label.get(operand) is Label.PURE]
+            if len(before) != 1:
+                break
+            (table, reader) = before[0], table
+        if merely_viewed(table) and (reader is node or has_rows(table)):
+            with graph.inserting_before(reader):
+                marked = graph.call_function(learned, (table,))
+            marked.meta = dict(table.meta) | {key: node.meta[key] for key in ("stack_trace",) if key in node.meta}
+            reader.replace_input_with(table, marked)
+
+
+def has_rows(table: fx.Node) -> bool:
+    value = table.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
+# --- masks of attention -----------------------------------------------------------------------------------------------
+
+
+def expand_masks(graph: fx.Graph, parameters: Iterable[str]) -> None:
+    """Expand a mask that is added inside attention to the cases, so that its gradient has a row for every case.
+
+    sdpa(q, k, v, table)   ->   sdpa(q, k, v, table.expand(n, -1, -1, -1))
+    """
+    attention = [node for node in graph.nodes if op_name(node) == "scaled_dot_product_attention"]
+    if not attention:
+        return
+    label = labels(graph, parameters)
+    for node in attention:
+        given = [*node.args[3:4], *(value for key, value in node.kwargs.items() if key == "attn_mask")]
+        if not given or not isinstance(given[0], fx.Node):
+            continue
+        query, mask = node.args[0], given[0]
+        seen, known = (one.meta.get("val") if isinstance(one, fx.Node) else None for one in (query, mask))
+        if label[mask] not in (Label.PURE, Label.FREE) or not isinstance(seen, Tensor) or not isinstance(known, Tensor):
+            continue
+        new = seen.dim() - known.dim()  # dimensions that the mask lacks
+        if new < 0 or (new == 0 and known.shape[0] != 1):
+            continue
+        rest = [1] * (new - 1) + [-1] * (seen.dim() - max(1, new))
+        with graph.inserting_before(node):
+            cases: Any = seen.shape[0]
+            if not isinstance(cases, int):
+                cases = graph.call_function(torch.ops.aten.sym_size.int, (query, 0))
+                cases.meta["val"] = seen.shape[0]
+            expanded = graph.call_method("expand", (mask, (cases, *rest)))
+        expanded.meta = {**node.meta, "val": known.expand(seen.shape[0], *rest)}
+        node.replace_input_with(mask, expanded)

@@ -208,12 +208,13 @@ def spread_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
     form = layer.forms[use.form]
     grad_rows, dims = form.grad_rows, use.mask_dims
     literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
-    batch_dim, gathered = (use.batch_dim or 0) if form.leading else 0, use.gathered is not None
+    batch_dim = (use.batch_dim or 0) if form.leading else 0
+    merged = any(step.merges_groups for step in use.through)
 
     def rows(output: Tensor, mask: Tensor) -> Tensor:
         over = spread(mask, dims, output.shape)
         found = grad_rows(over.movedim(batch_dim, 0) if batch_dim else over, literals)
-        return found.flatten(1, 2) if gathered and found.dim() == 4 else found
+        return found.flatten(1, 2) if merged and found.dim() == 4 else found
 
     return rows
 

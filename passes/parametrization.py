@@ -30,9 +30,7 @@ from torch import Tensor, fx
 
 from .matrix import Layout, Shape
 
-Rows = tuple[
-    Tensor, Tensor
-]  # rows [N, S, g, i] or ids [N, S], and gradient rows [N, S, g, o]; one group may be left out
+Rows = tuple[Tensor, Tensor]  # [N, S, g, i], or ids [N, S], and [N, S, g, o]; without g if it is 1
 Tensors = Mapping[str, Tensor]  # the values of `Parametrization.nodes`, by the same names
 RowsStep = Callable[[Rows, Tensors], Rows]
 Views = tuple[tuple[Shape, Shape], ...]  # views of a tensor one after another: (order, shape), one of them empty

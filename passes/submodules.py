@@ -25,8 +25,8 @@ from .graphs.labels import Label, has_gradient, is_size, labels, parameters_behi
 from .graphs.operations import AUTOCAST, EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
 from .graphs.sizes import NUMBER
 from .ir import Program, Registration, Submodule, Use
-from .matching.elements import KEY
 from .parametrization import moved
+from .parametrizations.gathered import KEY
 
 
 def in_model(
@@ -87,9 +87,7 @@ def join(nothing: Program, captured: Sequence[tuple[Submodule, Program]]) -> Pro
                 copies[node].meta = {**node.meta, NUMBER: number} | of_cases(node)
         for node in program.graph.nodes:
             if KEY in node.meta:
-                parameter, numbers, made = node.meta[KEY]
-                made = None if made is None else (made[0], copies[made[1]])
-                copies[node].meta[KEY] = parameter, copies[numbers], made
+                copies[node].meta[KEY] = moved(node.meta[KEY], copies)
     graph.output(tuple(outputs))
     own = tuple(one for one, _ in captured)
     return nothing.but(graph=graph, root=holder(held), submodules=own, history=())

@@ -123,8 +123,8 @@ class DeclaredBlock:
             raise RegistrationError(f"{', '.join(self.params)}: the use at {places} lays them out differently")
         for use in aligned:
             known = self.layer_collection.layers[use.layer].approximations
-            apart = (
-                use.transposed or use.region or use.slopes or use.gain_of or use.factor or use.flat
+            apart = not all(step.keeps_pixels for step in use.through) or bool(
+                use.region or use.slopes or use.gain_of or use.factor or use.flat
             )  # its pixels are not those of the input
             if self.approximation not in known or (self.structure.needs_pixels and apart):
                 kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer

@@ -11,8 +11,6 @@ from torch import Tensor, fx
 from kfac_fx.linalg.matrices import bordered
 from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.matching.gathers import ENTRIES, of_table
-from kfac_fx.passes.matching.linear_maps import MAP, of_elements
 from kfac_fx.passes.parametrization import Rows, RowsStep
 from kfac_fx.passes.words.pieces import Region
 from kfac_fx.taps.factored import factored
@@ -56,10 +54,6 @@ def steps_of(registration: Registration, use: Use) -> Iterator[Step]:
         yield lambda both, attrs: without_inputs(*both)
     if use.free:
         yield lambda both, attrs: shared_by_cases(*both)
-    if (gathered := use.gathered) is not None:
-        yield lambda both, attrs: of_table(*both, attrs[ENTRIES], gathered)
-    if (mapped := use.mapped) is not None:
-        yield lambda both, attrs: of_elements(*both, attrs[MAP], mapped)
     if (region := use.region) is not None:
         yield lambda both, attrs: within(*both, region)
     if use.factor is not None:

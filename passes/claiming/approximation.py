@@ -85,7 +85,7 @@ def cases_apart(layers: Mapping[str, Layer], use: Use) -> bool:
 def has_pixels(program: Program, use: Use) -> bool:
     return (
         program.layers[use.layer].forms[use.form].pixels is not None
-        and not use.transposed
+        and all(step.keeps_pixels for step in use.through)
         and not (use.region or use.slopes or use.gain_of or use.factor or use.flat)
     )
 

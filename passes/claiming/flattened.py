@@ -39,7 +39,7 @@ def flat(use: Use) -> Use | None:
     own = alone(bound.layout.shape)
     if role == "weight" and same(bound.layout, own):
         return use
-    apart = use.gain_of or use.flat or use.factor or use.gathered or use.mapped
+    apart = use.gain_of or use.flat or use.factor or not all(step.keeps_elements for step in use.through)
     if apart or bound.layout.result[2:] not in ((), (1,)):
         return None
     changed = {"weight": Bound(bound.parameter, Layout(own.shape), own, bound.scale)}

@@ -13,11 +13,11 @@ from ..graphs.operations import CASTS, op_name
 from ..graphs.views import bound_parameter
 from ..layers import Form
 from ..matrix import Layout, Shape
+from ..parametrizations.gathered import KEY as ELEMENTS
+from ..parametrizations.gathered import constant
+from ..parametrizations.linear_map import LinearMap
 from ..words.pieces import Made
 from ..words.slopes import OWN
-from ..words.uses import Mapped
-from .elements import KEY as ELEMENTS
-from .gathers import constant
 from .jacobians import by_jacobian, static_shape
 
 
@@ -35,7 +35,7 @@ class Binding:
     gathers: nn.Module | None = None  # the weight is what was gathered from a parameter of this model, and no other
     # role has one
     numbers: fx.Node | None = None  # then: of its elements
-    mapped: tuple[Mapped, fx.Node] | None = None  # the parameter is behind a table that is made of it
+    map: LinearMap | None = None  # from the parameter to the table in its place
 
 
 def fits(
@@ -97,8 +97,9 @@ def binds(
         binding.made[name] = binding.expressions[given]
         return True
     if parameter is None and "elements" in form.inputs and ELEMENTS in given.meta:
-        gathered, binding.names["elements"], binding.mapped = given.meta[ELEMENTS]
-        parameter = gathered, Layout(shapes[gathered])
+        elements = given.meta[ELEMENTS]
+        binding.names["elements"], binding.map = elements.numbers, elements.map
+        parameter = elements.parameter, Layout(shapes[elements.parameter])
     if parameter is None and len(form.roles) > 1 and static_shape(given) is not None:
         binding.foreign[name] = given  # the rows of the other roles do not depend on its values
         return True
@@ -115,16 +116,16 @@ def binds_gathered(name: str, given: fx.Node, binding: Binding, label: Mapping[f
         return static_shape(given) is not None
     if ELEMENTS not in given.meta or given in binding.expressions:
         return False
-    parameter, numbers, mapped = given.meta[ELEMENTS]
-    if mapped is not None:
+    elements = given.meta[ELEMENTS]
+    if elements.map is not None:
         return False
     shape = static_shape(given)
     if shape is None:
-        value = constant(numbers, binding.gathers, label)
+        value = constant(elements.numbers, binding.gathers, label)
         if value is None:
             return False
         shape = tuple(value.shape)
-    binding.parameters[name], binding.numbers = (parameter, Layout(shape)), numbers
+    binding.parameters[name], binding.numbers = (elements.parameter, Layout(shape)), elements.numbers
     return True
 
 

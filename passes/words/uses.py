@@ -76,18 +76,6 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """A table in the place of a parameter, with as many columns, whose entries are mixed from the parameter's; see
-    `passes.matching.linear_maps`. column, dim: where the columns are, of the parameter, which has the shape `whole`,
-    and of the table."""
-
-    shape: Shape
-    dim: int
-    whole: Shape
-    column: int
-
-
-@dataclass(frozen=True)
 class Use:
     """One application of a layer: `output = layer(input, **attrs, **parameters)`.
 
@@ -113,9 +101,7 @@ class Use:
     slopes: tuple[Slope, ...] = ()  # functions between its one parameter and the operation
     slope_side: str | None = None  # what they multiply: gradient rows ("outputs") or rows ("inputs")
     gain_of: Gain | None = None  # the parameter is the gain of these filters
-    gathered: tuple[str, int] | None = None  # "outputs" or "inputs", of a table with so many (`matching.gathers`)
     factor: Factor | None = None  # the parameter is one factor of the weight
-    mapped: Mapped | None = None  # what the layer has in the place of its one parameter
     flat: Layout | None = None  # from the tensor in the role to the layer's matrix, where the gradients of whole cases
     # take the place of rows: the parameter's own matrix has a group for every element, and rows of ones
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one

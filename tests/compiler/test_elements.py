@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.matching.elements import KEY
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.parametrizations.gathered import KEY
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, code, found, node
@@ -43,12 +43,12 @@ def test_elements_are_numbered(function: Callable[[Tensor], Tensor], expected: l
     x = torch.randn(1)
     program = normal(lambda x, w: x * function(w).sum(), *([x] if exported else []), w=(3, 2))
     noted = [one for one in program.graph.nodes if KEY in one.meta]
-    parameter, numbers, _ = noted[-1].meta[KEY]
+    elements = noted[-1].meta[KEY]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(program.graph, copies)
-    graph.output(copies[numbers])
-    assert parameter == "w"
+    graph.output(copies[elements.numbers])
+    assert elements.parameter == "w"
     assert fx.GraphModule(program.root, graph)(x).tolist() == expected
 
 

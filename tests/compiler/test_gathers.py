@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.matching.gathers import ENTRIES, INPUTS, OUTPUTS, of_table
+from kfac_fx.passes.parametrizations.gathered import INPUTS, OUTPUTS, Gathered, of_table
 from kfac_fx.passes.resolve import resolve
 from tests.compiler.toy import Toy, before, found
 
@@ -43,7 +43,8 @@ def test_which_side_is_gathered(
     program = resolve(before("resolve", Toy(function, w=shape), *([x] if exported else [])))
     (one,) = program.registrations
     (use,) = one.uses
-    assert use.gathered == side
+    (step,) = use.through
+    assert isinstance(step, Gathered) and (step.side, step.size) == side
     assert one.matrix is not None and one.matrix.shape == matrix
 
 
@@ -66,7 +67,7 @@ def test_rows_give_the_gradient_of_every_case(function: Function, shape: tuple[i
 
 def test_ids_of_gathered_inputs_are_those_of_the_table() -> None:
     ids = torch.tensor([[0, 3, 1], [2, -1, 0]])
-    rows, grad_rows = of_table(ids, torch.ones(2, 3, 4), ORDER[None], (INPUTS, 3))
+    rows, grad_rows = of_table(ids, torch.ones(2, 3, 4), ORDER[None], INPUTS, 3)
     assert rows.tolist() == [[2, 1, 0], [2, -1, 2]] and list(grad_rows.shape) == [2, 3, 4]
     model = Toy(lambda x, w: F.embedding(x, w[ORDER]), w=(3, 5))
     net = kfac_fx.compile(model, (torch.tensor([[0, 3, 1], [2, 2, 0]]),), loss="normal")
@@ -126,7 +127,7 @@ def test_indices_are_read_at_every_recording() -> None:
 
     model, x = Moving(), torch.randn(5, 4)
     net = kfac_fx.compile(model, (x,), loss="normal", approximations={"w": "diagonal"})
-    assert ENTRIES in net.registrations[0].uses[0].attrs
+    assert isinstance(net.registrations[0].uses[0].through[0], Gathered)
     model.index.fill_(1)
     square = net.record((x,), {}).statistics["w",]["square"]
     assert bool(square[0, 1].all()) and not bool(square[0, [0, 2]].any())

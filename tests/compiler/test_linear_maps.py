@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx.passes.matching import jacobians, linear_maps
-from kfac_fx.passes.matching.linear_maps import by_entry, matrix_of, of_elements
+from kfac_fx.passes.matching import jacobians
+from kfac_fx.passes.parametrizations import linear_map
+from kfac_fx.passes.parametrizations.linear_map import by_entry, matrix_of, of_parameter
 from tests.compiler.toy import Toy
 
 Function = Callable[[Tensor], Tensor]
@@ -39,13 +40,13 @@ def test_a_table_is_a_matrix_times_its_parameter(function: Function, shape: tupl
     torch.manual_seed(0)
     found = matrix_of(function, shape, torch.float64)
     assert found is not None
-    mapped, matrix = found
+    columns, matrix = found
     table = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     made = function(table)
-    assert (mapped.shape, mapped.whole) == (tuple(made.shape), shape)
-    torch.testing.assert_close(by_entry(made, mapped.dim), matrix @ by_entry(table, mapped.column))
+    assert (columns.shape, columns.whole) == (tuple(made.shape), shape)
+    torch.testing.assert_close(by_entry(made, columns.dim), matrix @ by_entry(table, columns.column))
     gradients = torch.randn(3, *made.shape, dtype=torch.float64)
-    rows, grad_rows = of_elements(torch.empty(3, 1, made.numel(), 0), gradients.view(3, 1, -1, 1), matrix, mapped)
+    rows, grad_rows = of_parameter(torch.empty(3, 1, made.numel(), 0), gradients.view(3, 1, -1, 1), matrix, columns)
     wanted = [torch.autograd.grad(made, table, one, retain_graph=True)[0] for one in gradients]
     torch.testing.assert_close(grad_rows, torch.stack(wanted).view(3, 1, -1, 1))
     assert list(rows.shape) == [3, 1, table.numel(), 0]
@@ -54,7 +55,7 @@ def test_a_table_is_a_matrix_times_its_parameter(function: Function, shape: tupl
 def test_no_matrix_for_columns_that_are_not_treated_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix_of(lambda t: t.flip(0, 1), (3, 4), torch.float32) is None
     assert matrix_of(lambda t: t.flip(0), (3, 4), torch.float32) is not None
-    monkeypatch.setattr(linear_maps, "LARGEST", 8)
+    monkeypatch.setattr(linear_map, "LARGEST", 8)
     assert matrix_of(lambda t: t.flip(0), (3, 4), torch.float32) is None
 
 

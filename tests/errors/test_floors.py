@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "data": "passes.errors passes.approximations passes.matrix passes.parametrization passes.words passes.registration passes.ir",
     "graphs": "passes.graphs passes.timeline",
-    "declarations": "passes.layers passes.matching passes.claiming",
+    "declarations": "passes.layers passes.parametrizations passes.matching passes.claiming",
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",

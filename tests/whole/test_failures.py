@@ -18,9 +18,9 @@ from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
 from kfac_fx.passes.graphs.labels import labels
 from kfac_fx.passes.match import form_graph
-from kfac_fx.passes.matching.gathers import constant
-from kfac_fx.passes.matching.linear_maps import Maps
 from kfac_fx.passes.padding import LENGTH
+from kfac_fx.passes.parametrizations.gathered import constant
+from kfac_fx.passes.parametrizations.linear_map import LinearMaps
 from kfac_fx.passes.trace import capture
 from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
 from kfac_fx.recording.exact import Pullback
@@ -167,7 +167,7 @@ def table_made_by_it() -> tuple[nn.Module, fx.Node]:
 
 def matrix_of_a_table() -> object:
     root, made = table_made_by_it()
-    return Maps(made.graph, labels(made.graph, ["table"]), root).of(made)
+    return LinearMaps(made.graph, labels(made.graph, ["table"]), root).of(made)
 
 
 def constant_indices() -> object:

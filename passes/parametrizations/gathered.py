@@ -1,0 +1,284 @@
+"""Tensors whose elements were gathered from one parameter: tables of relative positions, slices of the batch's length.
+
+    table[index].view(s, s, h).permute(2, 0, 1)   ->   the same of the elements' numbers, beside it in the graph
+
+A shift by such a tensor has its elements' numbers as an attribute of the layer, and adds every gradient to the element
+that the number names. A weight may be gathered, too:
+
+    W[g, o, :] = T[index[g, o], :]          einsum("bhqd,qkd->bhqk", q, table[index]): a group a position of queries
+    W[g, :, i] = T[:, index[g, i]]          linear(x, w[:, chosen])
+
+That is the layer of the whole table, of whose outputs, or inputs, some are taken, and some more than once. Its rows are
+those of W, of every group one after the other; in its gradient rows the gradients of all outputs that are one entry add
+up. Gathered inputs add up in the rows instead. Both are exact.
+
+The numbers are constants that only the tap of a use reads; without one they are no part of the emitted module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..errors import fatal
+from ..graphs.edit import attribute
+from ..graphs.labels import Label, has_gradient, labels
+from ..graphs.operations import CASTS, EXPANDS, PARTS, VIEWS, changes_memory, computed, is_random, op_name
+from ..matrix import Layout, Shape
+from ..parametrization import Parametrization, Rows, RowsStep, Views, viewed, views
+from .linear_map import LinearMap, LinearMaps
+
+SELECTS = (VIEWS - CASTS) | PARTS | EXPANDS
+SELECTS |= {"index", "index_select", "flip", "roll", "take", "unfold", "diagonal", "gather"}
+OUTPUTS, INPUTS = "outputs", "inputs"
+KEY = "elements"  # in a node's meta: its `Elements`
+
+
+@dataclass(frozen=True)
+class Gathered(Parametrization):
+    """A weight whose outputs, or inputs, are entries of a table.
+
+    index: the node of the entries' numbers, [g, o] or [g, i].
+    side: "outputs" or "inputs".
+    size: how many entries the table has on this side.
+    """
+
+    index: fx.Node
+    side: str
+    size: int
+
+    def step(self) -> RowsStep:
+        side, size = self.side, self.size
+        return lambda both, tensors: of_table(*both, tensors["index"], side, size)
+
+    @property
+    def keeps_pixels(self) -> bool:
+        return self.side == OUTPUTS
+
+    @property
+    def merges_groups(self) -> bool:
+        return True
+
+
+def of_table(rows: Tensor, grad_rows: Tensor, index: Tensor, side: str, size: int) -> Rows:
+    """The rows and gradient rows of a weight as those of its table: [N, S, g, i] and [N, S, g, o] -> [N, S g, i] and
+    [N, S g, o]; see the module's docstring. Ids [N, S] are those of the table's inputs."""
+    grad_rows = grad_rows if grad_rows.dim() == 4 else grad_rows.unsqueeze(2)
+    if side == OUTPUTS:
+        grad_rows = added(grad_rows, index, size)
+    if not rows.is_floating_point():
+        ids = rows if side == OUTPUTS else torch.where(rows >= 0, index[0][rows.clamp(min=0)], -1)
+        return ids, grad_rows.flatten(1, 2)
+    rows = rows if rows.dim() == 4 else rows.unsqueeze(2)
+    if side == INPUTS:
+        rows = added(rows, index, size)
+    return rows.flatten(1, 2), grad_rows.flatten(1, 2)
+
+
+def added(rows: Tensor, index: Tensor, size: int) -> Tensor:
+    """[N, S, g, k], to its places [g, k] among `size`."""
+    return rows.new_zeros(*rows.shape[:3], size).scatter_add(3, index.expand(rows.shape), rows)
+
+
+# --- which elements a tensor holds ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Elements:
+    """What a tensor holds that was gathered from a parameter, or from a linear map of it.
+
+    numbers: the node of the elements' numbers; -1 stands for a constant.
+    """
+
+    parameter: str
+    numbers: fx.Node
+    map: LinearMap | None
+
+
+def note_elements(graph: fx.Graph, parameters: Iterable[str], root: nn.Module) -> None:
+    """Note the elements of every tensor that holds nothing but elements of one parameter, or of a linear map of it, and
+    constants, in the node's meta."""
+    label = labels(graph, parameters)
+    numbers = Numbers(graph, label, LinearMaps(graph, label, root))
+    for node in list(graph.nodes):
+        node.meta.pop(KEY, None)
+        if label[node] is Label.PURE and numbers.gathered(node) and not merely_viewed(node):
+            node.meta[KEY] = numbers.elements(node)
+
+
+def merely_viewed(node: fx.Node) -> bool:
+    """Whether a matcher sees the parameter through views alone."""
+    while node.op != "get_attr" and op_name(node) in VIEWS:
+        node = node.all_input_nodes[0]
+    return node.op == "get_attr"
+
+
+class Numbers:
+    """The numbers of the elements of nodes, which are inserted into the graph when they are asked for."""
+
+    def __init__(self, graph: fx.Graph, label: Mapping[fx.Node, Label], maps: LinearMaps) -> None:
+        self.graph, self.label, self.maps = graph, label, maps
+        self.inserted: dict[fx.Node, fx.Node] = {}
+        self.known: dict[fx.Node, bool] = {}
+
+    def elements(self, node: fx.Node) -> Elements:
+        table = node
+        while not self.is_table(table):
+            table = source(table)
+        parameter = self.maps.parameter(table)
+        assert parameter is not None, "bug in kfac_fx: a table that is made of nothing"
+        return Elements(str(parameter.target), self.of(node), self.maps.of(table))
+
+    def gathered(self, node: fx.Node) -> bool:
+        if node not in self.known:
+            self.known[node] = self.is_table(node) or self.gathers(node)
+        return self.known[node] and self.label.get(node) is Label.PURE
+
+    def gathers(self, node: fx.Node) -> bool:
+        """Whether the node moves elements of its one operand that is no constant."""
+        if op_name(node) not in GATHERS or not has_gradient(node):
+            return False
+        pure = [operand for operand in node.all_input_nodes if self.label.get(operand) is not Label.CONST]
+        return len(pure) == 1 and self.gathered(pure[0]) and source(node) is pure[0]
+
+    def is_table(self, node: fx.Node) -> bool:
+        """Whether elements are numbered in this node's tensor."""
+        return node.op == "get_attr" or self.maps.of(node) is not None
+
+    def of(self, node: fx.Node) -> fx.Node:
+        if node not in self.inserted:
+            with self.graph.inserting_after(node):
+                self.inserted[node] = self.insert(node)
+        return self.inserted[node]
+
+    def insert(self, node: fx.Node) -> fx.Node:
+        if self.is_table(node):
+            return self.graph.call_function(numbered, (node,))
+        before = self.of(source(node))
+        if op_name(node) in CASTS:
+            return before
+        special = SPECIAL.get(op_name(node))
+        if special is not None:
+            place = PLACE.get(op_name(node), 0)
+            return self.graph.call_function(special, (before, *node.args[:place], *node.args[place + 1 :]))
+        return self.graph.node_copy(node, lambda n: before if n is source(node) else n)
+
+
+def source(node: fx.Node) -> Any:
+    """The operand whose elements are moved."""
+    return node.args[PLACE.get(op_name(node), 0)]
+
+
+def numbered(parameter: Tensor) -> Tensor:
+    """The number of every element, in the shape of the parameter."""
+    return torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
+
+
+def looked_up(numbers: Tensor, ids: Tensor, padding_idx: int | None, *_: Any) -> Tensor:
+    entries = numbers[ids]
+    if padding_idx is None:
+        return entries
+    return entries.masked_fill((ids == padding_idx % numbers.shape[0]).unsqueeze(-1), -1)
+
+
+def beside_constant(numbers: Tensor, constant: Any) -> Tensor:
+    """Of a sum."""
+    shape = constant.shape if isinstance(constant, Tensor) else ()
+    return numbers.expand(torch.broadcast_shapes(numbers.shape, shape))
+
+
+def where_not_masked(numbers: Tensor, mask: Tensor, _: Any) -> Tensor:
+    shape = torch.broadcast_shapes(numbers.shape, mask.shape)
+    return numbers.expand(shape).masked_fill(mask, -1)
+
+
+def where_masked(numbers: Tensor, mask: Tensor, _: Any) -> Tensor:
+    return where_not_masked(numbers, mask.logical_not(), _)
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {
+    "embedding": looked_up,
+    "add": beside_constant,
+    "masked_fill": where_not_masked,
+    "where": where_masked,
+}
+PLACE = {"embedding": 1, "where": 1}
+GATHERS = SELECTS | CASTS | SPECIAL.keys()
+
+
+# --- gathered weights -------------------------------------------------------------------------------------------------
+
+
+def gathered_weight(
+    numbers: fx.Node, layout: Layout, shape: Shape, root: Any, label: Mapping[fx.Node, Label]
+) -> tuple[Layout, Gathered] | None:
+    """How a weight was gathered from a parameter of `shape`, and the parameter as [1, o, i]; None if in another way, or
+    if only the batch knows.
+
+    numbers: of the parameter's elements in the weight. layout: from there to the weight's matrix.
+    """
+    value = constant(numbers, root, label)
+    sizes = [size for size in shape if size != 1]
+    if value is None or len(sizes) != 2 or not value.numel() or bool((value < 0).any()):
+        return None
+    matrix, width = layout.apply(value), sizes[1]
+    if 1 in matrix.shape[1:]:
+        return None  # every element on its own
+    steps = views(Layout(layout.shape), layout)
+    straight = Layout(shape).reshape(tuple(sizes))
+    for table in (straight, straight.permute((1, 0))):
+        whole = table.apply(torch.arange(sizes[0] * width, device=value.device).view(shape))
+        for side in (OUTPUTS, INPUTS):
+            along = (side == OUTPUTS) == (table is straight)  # whether the gathered side is the table's first
+            index = picked(value, steps, side, width, along)
+            taken = whole[index] if side == OUTPUTS else whole[:, index].movedim(1, 0)
+            if taken.shape == matrix.shape and torch.equal(taken, matrix):
+                with numbers.graph.inserting_after(numbers):
+                    node = numbers.graph.call_function(picked, (numbers, steps, side, width, along))
+                size = int(whole.shape[0 if side == OUTPUTS else 1])
+                return table.reshape((1, *table.result)), Gathered(node, side, size)
+    return None
+
+
+def picked(numbers: Tensor, steps: Views, side: str, width: int, along: bool) -> Tensor:
+    """The indices of a gathered side, from the numbers of elements of a table that is `width` wide."""
+    matrix = viewed(numbers, steps)
+    first = matrix[:, :, 0] if side == OUTPUTS else matrix[:, 0]
+    return first // width if along else first % width
+
+
+def constant(node: fx.Node, root: Any, label: Mapping[fx.Node, Label]) -> Any:
+    """The value of what is computed from constants alone, or None."""
+    behind, stack = set[fx.Node](), [node]
+    while stack:
+        ancestor = stack.pop()
+        if label.get(ancestor, Label.CONST).activation:
+            return None  # a size that only the batch knows
+        stack += () if ancestor in behind else ancestor.all_input_nodes
+        behind.add(ancestor)
+    known: dict[fx.Node, Any] = {}
+    for ancestor in sorted(behind):  # nodes compare by their places
+        held = ancestor.op == "get_attr"
+        known[ancestor] = attribute(root, str(ancestor.target)) if held else of_constants(ancestor, known)
+        if known[ancestor] is None:
+            return None
+    return known[node]
+
+
+def of_constants(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    if is_random(node) or op_name(node) == "written":
+        return None
+    arguments: Any = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    args, kwargs = arguments
+    if changes_memory(node):
+        args = (args[0].clone(), *args[1:])
+    try:
+        return computed(node, args, kwargs)
+    except (RuntimeError, TypeError) as error:
+        if fatal(error):
+            raise
+        return None  # sizes that are no numbers here, tensors without data
