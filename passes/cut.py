@@ -16,20 +16,21 @@ that would need it are dropped.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 
 from torch import fx
 
-from .claiming.cut_plan import Plan, Uncuttable
-from .claiming.flattened import flattened
-from .claiming.parts import Part, partial, parts_of, taken_apart, whole_uses
 from .graphs.labels import Label, differentiated, labels, parameters_behind, use_edges
 from .ir import Note, Program, Use, where
 from .matrix import Shape
-from .words.pieces import Slab, axis_along, ranges, view_of
-from .words.slopes import SLICED
+from .parametrizations.jacobian import by_jacobian
+from .parametrizations.normalized import BySlice, WithGain
+from .parametrizations.parts import NOTHING, Part, partial, parts_of, taken_apart, whole_uses
+from .pieces import Piece, Slab, axis_along, ranges, view_of
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
 
@@ -37,7 +38,7 @@ OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias
 def cut(program: Program) -> Program:
     """See the module's docstring. Afterwards no match has a role that is an expression."""
     shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
-    program = program.but(matches=tuple(one for use in program.matches for one in flattened(use, shapes)))
+    program = program.but(matches=tuple(one for use in program.matches for one in by_jacobian(use, shapes)))
     if not any(use.made for use in program.matches) and not program.options.pieces:
         return program.but(made={})
     cutter = Cutter(program, shapes)
@@ -69,9 +70,10 @@ class Cutter:
                 self.forget(number, "its parameters have no place of their own in its matrix")
             elif self.parts[number] is None and not program.layers[use.layer].parts:
                 self.rigid |= use.parameter_set
-            sloped = [part for part in self.parts.get(number) or () if any(one.name in SLICED for one in part.slopes)]
-            gains = [one.gain.parameter for part in sloped for one in part.slopes if one.gain is not None]
-            self.rigid.update(gains, (part.parameter for part in sloped))
+            for part in self.parts.get(number) or ():
+                steps = [step for step in part.slopes if isinstance(step, BySlice)]
+                gains = [step.gain for step in steps if isinstance(step, WithGain) and step.gain is not None]
+                self.rigid.update([part.parameter] * bool(steps), (gain.parameter for gain in gains))
         self.drop_factors()
         self.label = labels(program.graph, program.parameters, cases=program.cases)
         self.edges = use_edges(program.graph, self.label, program.outputs)
@@ -214,7 +216,8 @@ def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -
         if node.op == "get_attr" and (pieces := plan.pieces(str(node.target))):
             found[node] = frozenset(piece.name for piece in pieces)
     for node, made in program.made.items():
-        factors = [one.factor for slab in made.slabs for one in slab.slopes if one.factor is not None]
+        steps = [step for slab in made.slabs for step in slab.slopes]
+        factors = [factor for step in steps for key, factor in step.nodes.items() if key != "operand"]
         factors += [node] if made.products else []
         names = {name for slab in made.slabs for name in names_in(slab, plan)}
         found[node] = frozenset(names.union(*(parameters_behind(one, label, found) for one in factors)))
@@ -228,3 +231,73 @@ def names_in(slab: Slab, plan: Plan) -> list[str]:
     dim, shape = plan.dims[slab.parameter], plan.shapes[slab.parameter]
     start, stop = ranges(view_of(slab), shape).get(dim, (0, shape[dim]))
     return [one.name for one in plan.meeting(slab.parameter, start, stop)]
+
+
+# --- where parameters are cut -----------------------------------------------------------------------------------------
+
+
+class Uncuttable(Exception):
+    """A parameter cannot be cut as its uses need it; never leaves passes.cut."""
+
+
+@dataclass
+class Plan:
+    """Where parameters are cut: along which dimension, at which places, their ends among them, in order."""
+
+    shapes: Mapping[str, Shape]
+    dims: dict[str, int] = field(default_factory=dict)
+    places: dict[str, list[int]] = field(default_factory=dict)
+
+    def cut(self, parameter: str, dim: int, place: int) -> bool:
+        """Returns whether there was need to. Raises Uncuttable."""
+        known = self.places.setdefault(parameter, [0, self.shapes[parameter][dim]])
+        if self.dims.setdefault(parameter, dim) != dim:
+            raise Uncuttable(parameter)
+        at = bisect_left(known, place)
+        if at < len(known) and known[at] == place:
+            return False
+        known.insert(at, place)
+        return True
+
+    def cuts(self, parameter: str) -> bool:
+        return len(self.places.get(parameter, ())) > 2
+
+    def pieces(self, parameter: str) -> list[Piece]:
+        """Empty for what is not cut."""
+        return self.at(parameter, self.places[parameter]) if self.cuts(parameter) else []
+
+    def at(self, parameter: str, places: Sequence[int]) -> list[Piece]:
+        return [Piece(parameter, self.dims[parameter], *one) for one in pairwise(places)]
+
+    def inside(self, parameter: str, start: int, stop: int) -> list[Piece]:
+        """Of a parameter that is cut, the pieces that have no element outside."""
+        places = self.places[parameter]
+        return self.at(parameter, places[bisect_left(places, start) : bisect_right(places, stop)])
+
+    def meeting(self, parameter: str, start: int, stop: int) -> list[Piece]:
+        """Of a parameter that is cut, the pieces that have an element between."""
+        places = self.places[parameter]
+        return self.at(parameter, places[bisect_right(places, start) - 1 : bisect_left(places, stop) + 1])
+
+    def divided(self, part: Part) -> list[Part]:
+        """A part of a parameter as parts of its pieces. Raises Uncuttable."""
+        if not self.cuts(part.parameter):
+            return [part]
+        dim, shape = self.dims[part.parameter], self.shapes[part.parameter]
+        start, stop = ranges(part.view, shape).get(dim, NOTHING)
+        inside = self.inside(part.parameter, start, stop)
+        if len(inside) == 1:
+            return [replace(part, piece=inside[0])]
+        along = axis_along(part.view, shape, dim, stop - start)
+        if along is None:
+            raise Uncuttable(part.parameter)
+        axis, steps = along
+        ends = [(steps * (one.start - start), steps * (one.stop - start)) for one in inside]
+        return [between(part, axis, *one, piece) for one, piece in zip(ends, inside, strict=True)]
+
+
+def between(part: Part, axis: int, start: int, stop: int, piece: Piece) -> Part:
+    region, first = list(part.region), part.region[axis][0]
+    region[axis] = first + start, first + stop
+    g, o, i = region
+    return replace(part, view=part.view.narrow(axis, start, stop - start), region=(g, o, i), piece=piece)

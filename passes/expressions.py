@@ -24,10 +24,11 @@ from .graphs.labels import Label, ancestors, differentiated, labels
 from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, op_name
 from .graphs.views import bound_parameter
 from .ir import Program
-from .matching.functions import FUNCTIONS, Functions
-from .matching.jacobians import small_functions
-from .matching.products import MULTIPLIES, added, complete, product, reshaped
-from .matching.values import (
+from .parametrizations.functions import FUNCTIONS, Functions
+from .parametrizations.gathered import KEY as ELEMENTS
+from .parametrizations.jacobian import small_functions
+from .parametrizations.product import MULTIPLIES, added, complete, product, reshaped
+from .parametrizations.slices import (
     basic,
     called,
     dims_after,
@@ -41,8 +42,7 @@ from .matching.values import (
     unsqueezed,
     without_data,
 )
-from .parametrizations.gathered import KEY as ELEMENTS
-from .words.pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
+from .pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied
 MOVES = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}

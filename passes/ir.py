@@ -15,9 +15,24 @@ from typing import Any
 from torch import fx, nn
 
 from .matrix import Shape
-from .registration import GENERIC, WANTED, Registration, Sampling, source_line, where
-from .words.pieces import Made, Piece
-from .words.uses import CASES, KEPT, STEP, UNROLLED, Attrs, Bound, Dims, Use, tensor_attrs
+from .pieces import Made, Piece
+from .registration import (
+    CASES,
+    GENERIC,
+    KEPT,
+    STEP,
+    UNROLLED,
+    WANTED,
+    Attrs,
+    Bound,
+    Dims,
+    Registration,
+    Sampling,
+    Use,
+    source_line,
+    tensor_attrs,
+    where,
+)
 
 __all__ = [
     "CASES",

@@ -7,27 +7,28 @@ way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a produ
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from .errors import LayerError, fatal
 from .graphs.edit import attribute
 from .graphs.inplace import functional
-from .graphs.labels import Label, ancestors, labels
+from .graphs.labels import Label, ancestors, labels, parameters_behind
+from .graphs.operations import CASTS, op_name
 from .graphs.sizes import number_of_cases, with_batch_dim, with_mask
 from .graphs.spelling import order_operands, respell
+from .graphs.views import bound_parameter
 from .ir import CASES, Bound, Program, Use
 from .layers import Form, Layer
-from .matching.binding import Binding, fits, reads_itself
-from .matching.jacobians import static_shape
 from .matrix import Layout, Shape
 from .parametrizations.gathered import KEY as ELEMENTS
-from .parametrizations.gathered import gathered_weight
+from .parametrizations.gathered import constant, gathered_weight
+from .parametrizations.jacobian import static_shape
 from .parametrizations.linear_map import LinearMap
-from .words.pieces import Made
+from .pieces import Made
 
 
 @dataclass(frozen=True)
@@ -177,3 +178,129 @@ def lay_over_gathered(
     canonical, gathered = found
     weight = Bound(bound.parameter, Layout(shapes[bound.parameter]), canonical)
     return replace(use, parameters={"weight": weight}, through=(gathered,))
+
+
+# --- what the names of a form stand for -------------------------------------------------------------------------------
+
+
+@dataclass
+class Binding:
+    """What the names of a form stand for while it is being laid over the graph."""
+
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # pattern's operation -> graph's
+    names: dict[str, Any] = field(default_factory=dict)  # placeholder -> node or literal
+    parameters: dict[str, tuple[str, Layout]] = field(default_factory=dict)
+    expressions: Mapping[fx.Node, Made] = field(default_factory=dict)  # what may fill a role beside a parameter
+    made: dict[str, Made] = field(default_factory=dict)  # the roles that an expression fills
+    foreign: dict[str, fx.Node] = field(default_factory=dict)  # roles that something else fills, whatever it is
+    free: bool = False  # of the batch: what is computed from parameters alone may be the input
+    gathers: nn.Module | None = None  # the weight is what was gathered from a parameter of this model, and no other
+    # role has one
+    numbers: fx.Node | None = None  # then: of its elements
+    map: LinearMap | None = None  # from the parameter to the table in its place
+
+
+def fits(
+    wanted: Any, given: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
+) -> bool:
+    """Lay the pattern's `wanted` over the graph's `given`, extending `binding`."""
+    if isinstance(wanted, (list, tuple)):
+        return (
+            isinstance(given, (list, tuple))
+            and len(wanted) == len(given)
+            and all(fits(w, g, form, binding, label, shapes) for w, g in zip(wanted, given, strict=True))
+        )
+    if not isinstance(wanted, fx.Node):
+        return not isinstance(given, fx.Node) and wanted == given
+    if wanted.op == "placeholder":
+        return binds(wanted, given, form, binding, label, shapes)
+    given = uncast(given, binding, label)
+    if not isinstance(given, fx.Node) or (wanted.op, wanted.target) != (given.op, given.target):
+        return False
+    if binding.nodes.setdefault(wanted, given) is not given or set(wanted.kwargs) != set(given.kwargs):
+        return False
+    pairs = [(wanted.args, given.args), *((value, given.kwargs[key]) for key, value in wanted.kwargs.items())]
+    return all(fits(w, g, form, binding, label, shapes) for w, g in pairs)
+
+
+def uncast(given: Any, binding: Binding, label: Mapping[fx.Node, Label]) -> Any:
+    """Past casts and copies of what is computed from parameters alone, such as position embeddings: same rows."""
+    while isinstance(given, fx.Node) and label[given] is Label.PURE and op_name(given) in CASTS:
+        binding.nodes[given] = given
+        given = given.args[0]
+    return given
+
+
+def binds(
+    wanted: fx.Node,
+    given: Any,
+    form: Form,
+    binding: Binding,
+    label: Mapping[fx.Node, Label],
+    shapes: Mapping[str, Shape],
+) -> bool:
+    """Bind a placeholder of the form: a role to a parameter or to None, another name to a node or a literal."""
+    name = str(wanted.target)
+    if name in binding.names:
+        return bool(binding.names[name] is given)
+    binding.names[name] = given
+    if name not in form.roles:
+        return not isinstance(given, fx.Node) or label[given] is not Label.PURE or binding.free
+    if given is None:
+        return bool(wanted.args)  # optional: the form gives it a default
+    if not isinstance(given, fx.Node) or label[given].activation:
+        return False
+    if binding.gathers is not None:
+        return binds_gathered(name, given, binding, label)
+    parameter = bound_parameter(given, shapes)
+    if name == "weight" and "value" in form.inputs:
+        binding.names["value"] = given
+    if parameter is None and given in binding.expressions:
+        binding.made[name] = binding.expressions[given]
+        return True
+    if parameter is None and "elements" in form.inputs and ELEMENTS in given.meta:
+        elements = given.meta[ELEMENTS]
+        binding.names["elements"], binding.map = elements.numbers, elements.map
+        parameter = elements.parameter, Layout(shapes[elements.parameter])
+    if parameter is None and len(form.roles) > 1 and static_shape(given) is not None:
+        binding.foreign[name] = given  # the rows of the other roles do not depend on its values
+        return True
+    if parameter is None or any(parameter[0] == other for other, _ in binding.parameters.values()):
+        return False
+    binding.parameters[name] = parameter
+    return True
+
+
+def binds_gathered(name: str, given: fx.Node, binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
+    """Bind a role where one weight was gathered: as a parameter of its own shape, for now."""
+    if name != "weight":
+        binding.foreign[name] = given
+        return static_shape(given) is not None
+    if ELEMENTS not in given.meta or given in binding.expressions:
+        return False
+    elements = given.meta[ELEMENTS]
+    if elements.map is not None:
+        return False
+    shape = static_shape(given)
+    if shape is None:
+        value = constant(elements.numbers, binding.gathers, label)
+        if value is None:
+            return False
+        shape = tuple(value.shape)
+    binding.parameters[name], binding.numbers = (elements.parameter, Layout(shape)), elements.numbers
+    return True
+
+
+def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
+    """Whether a parameter of one role is also in what fills another: a use that the match would hide."""
+    own = {name for name, _ in binding.parameters.values()}
+    slabs = [slab for made in binding.made.values() for slab in made.slabs]
+    own |= {slab.parameter for slab in slabs}
+    own |= {one.parameter for made in binding.made.values() for one in made.products}
+    makers = [{name} for name, _ in binding.parameters.values()]
+    makers += [{slab.parameter for slab in made.slabs} for made in binding.made.values()]
+    if any(made.function is not None for made in binding.made.values()) and sum(map(len, makers)) > len(own):
+        return True
+    steps = [step.nodes for slab in slabs for step in slab.slopes]
+    factors = [nodes["factor"] for nodes in steps if "factor" in nodes]
+    return any(own & parameters_behind(one, label) for one in (*binding.foreign.values(), *factors))

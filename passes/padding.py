@@ -120,8 +120,8 @@ class Places:
             return None, "its pixels are not its output positions"
         if use.factor is not None and use.factor.repeats:
             return None, "its weight is a Kronecker product, whose factors have several rows a position"
-        if use.flat is not None:
-            return None, "its rows are gradients of whole cases"
+        if reason := next((step.unmasked for step in use.through if step.unmasked), None):
+            return None, reason
         if use.output in self.moved:
             return None, f"positions are moved by {where(self.moved[use.output])}"
         found = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]

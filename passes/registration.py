@@ -5,16 +5,19 @@ Registrations: the parameters and the uses that one Fisher block is made from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
 from .approximations import APPROXIMATIONS, Approximation
-from .matrix import MatrixForm
-from .words.pieces import Piece
-from .words.uses import Use
+from .matrix import Layout, MatrixForm, Shape
+from .parametrization import Parametrization, Transposed
+from .pieces import Made, Piece, Region
 
 OWN_FOLDER = str(Path(__file__).parents[1])  # the compiler
 
@@ -34,6 +37,110 @@ def source_line(node: fx.Node) -> str | None:
             path, _, rest = frame.removeprefix('File "').partition('", line ')
             found = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
     return found
+
+
+# --- uses -------------------------------------------------------------------------------------------------------------
+
+Attrs = Mapping[str, Any]
+Dims = tuple[int, ...]
+KEPT = "kept"  # among the attributes of a use: a mask [N, S] of the rows that are no padding
+CASES = "cases"  # among the attributes of a use that is free of the batch: the number of cases that share it
+STEP = "step"  # in the meta of a node: at which step of a recurrent layer it is, and of how many
+UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part of another: of which
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A parameter in a role of a use; `used` leads from the parameter to the tensor that enters the operation,
+    `canonical` from there to the layer's matrix ([g, o, i] for a weight, [g, o] for a bias). The operation sees
+    `scale` times it, and perhaps a constant more."""
+
+    parameter: str
+    used: Layout
+    canonical: Layout
+    scale: float = 1.0
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.used.shape, self.used.steps + self.canonical.steps)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Of a weight that is a product; see `passes.parametrizations.product`.
+
+    steps: (kind, shape of the other factor as a matrix, whether it is turned), the last first. turned: the layer's
+    matrix is the product transposed.
+    """
+
+    steps: tuple[tuple[str, Shape, bool], ...]
+    turned: bool
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a position has several rows."""
+        return any(kind.startswith("kron") for kind, *_ in self.steps)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One application of a layer: `output = layer(input, **attrs, **parameters)`.
+
+    As long as it may still be dropped it is called a match. `attrs` holds literals, shapes of the bound parameters
+    under their roles' names, and graph nodes where an argument is a tensor.
+    """
+
+    layer: str
+    form: int
+    input: fx.Node
+    output: fx.Node
+    parameters: Mapping[str, Bound]
+    attrs: Attrs
+    nodes: frozenset[fx.Node] = field(repr=False)
+    batch_dim: int | None = 0  # of the output; None: the cases are merged with other positions
+    part_of: str | None = None  # the composite layer that this use is a part of
+    tower: int = 0  # which of the mini-batches that the graph computes at once
+    steps: int = 1  # how many uses its rows hold one after another
+    steps_in_positions: bool = False  # time-major along the positions, not along the cases
+    through: tuple[Parametrization, ...] = ()  # from the operation to the parameters
+    made: Mapping[str, tuple[Made, Layout]] = field(default_factory=dict)  # until `cut`: roles that are expressions
+    region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
+    factor: Factor | None = None  # the parameter is one factor of the weight
+    mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
+    # twice if cases and positions are merged in it
+    calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any
+
+    @cached_property
+    def parameter_set(self) -> frozenset[str]:
+        return frozenset(bound.parameter for bound in self.parameters.values())
+
+    @property
+    def free(self) -> bool:
+        """Whether it does not see the batch: its output's gradient is a sum over the cases."""
+        return CASES in self.attrs
+
+    @property
+    def transposed(self) -> bool:
+        """Whether rows and gradient rows change sides, as of a tied output layer."""
+        return any(isinstance(step, Transposed) for step in self.through)
+
+    @property
+    def matrix(self) -> MatrixForm:
+        entry = {role: (bound.parameter, bound.layout) for role, bound in self.parameters.items()}
+        return MatrixForm(weight=entry.get("weight"), bias=entry.get("bias"))
+
+    def __str__(self) -> str:
+        return f"{self.layer}({', '.join(b.parameter for b in self.parameters.values())})"
+
+
+def tensor_attrs(use: Use) -> dict[str, fx.Node]:
+    """The tensors that rows may need beside the input: attributes, and nodes of parametrizations, as `"0.index"`.
+    Attributes named `other` and `_...` exist for matching only."""
+    nodes = {key: value for key, value in use.attrs.items() if isinstance(value, fx.Node)}
+    nodes = {key: value for key, value in nodes.items() if key != "other" and not key.startswith("_")}
+    for number, step in enumerate(use.through):
+        nodes |= {f"{number}.{key}": node for key, node in step.nodes.items()}
+    return nodes
 
 
 # --- registration -----------------------------------------------------------------------------------------------------

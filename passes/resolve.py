@@ -37,8 +37,6 @@ import torch
 from torch import fx
 
 from .claiming.approximation import check_requests, choose, declared_generic, requested, side_blocks
-from .claiming.flattened import flat
-from .claiming.gains import reads_ids
 from .errors import AmbiguousRegistrationError, LinkError, table
 from .graphs.labels import Edge, ancestors, entries
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
@@ -46,7 +44,9 @@ from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, sou
 from .layers import LAYERS
 from .matrix import Layout, MatrixForm
 from .parametrization import Transposed
-from .words.pieces import viewed, whole
+from .parametrizations.gains import reads_ids
+from .parametrizations.jacobian import PerCase, per_case
+from .pieces import viewed, whole
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
@@ -75,16 +75,20 @@ def without_functions(matches: list[Use]) -> tuple[list[Use], list[Note]]:
         bound.parameter
         for use in matches
         for role, bound in use.parameters.items()
-        if use.flat is None and flat(replace(use, parameters={role: bound})) is None
+        if not by_cases(use) and per_case(replace(use, parameters={role: bound})) is None
     }
     kept: list[Use] = []
     notes: list[Note] = []
     for use in matches:
-        if use.flat is not None and use.parameter_set & matrices:
+        if by_cases(use) and use.parameter_set & matrices:
             notes.append(Note(str(use), "a function of a parameter that is a matrix elsewhere"))
         else:
             kept.append(use)
     return kept, notes
+
+
+def by_cases(use: Use) -> bool:
+    return any(isinstance(step, PerCase) for step in use.through)
 
 
 def split_shared(program: Program, matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], str]]:
@@ -136,13 +140,13 @@ def grouped(matches: Iterable[Use]) -> list[list[Use]]:
 def align(uses: list[Use]) -> list[Use] | None:
     """Uses of one parameter set over one matrix: equal layouts, or transposed ones, or that of the elements where all
     scale or shift; None if they differ otherwise."""
-    return aligned(uses) or aligned_flat(uses)
+    return aligned(uses) or aligned_per_case(uses)
 
 
-def aligned_flat(uses: list[Use]) -> list[Use] | None:
+def aligned_per_case(uses: list[Use]) -> list[Use] | None:
     if any(len(use.parameters) > 1 for use in uses):
         return None
-    found = [one for one in map(flat, uses) if one is not None]
+    found = [one for one in map(per_case, uses) if one is not None]
     return found if len(found) == len(uses) else None
 
 

@@ -26,8 +26,8 @@ from .graphs.inplace import memories
 from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect
 from .ir import KEPT, Program, Registration, Use, tensor_attrs
-from .matching.jacobians import KEY as JACOBIAN
-from .matching.jacobians import Jacobian
+from .parametrizations.jacobian import KEY as JACOBIAN
+from .parametrizations.jacobian import Jacobian
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 LinkFactory = Callable[[Registration, Use, bool, bool], nn.Module]  # of a use, the first, the last of its tower

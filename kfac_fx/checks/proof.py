@@ -26,12 +26,9 @@ from kfac_fx.passes.claiming.approximation import requested
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
 from kfac_fx.passes.ir import KEPT, Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.words.pieces import Slope
-from kfac_fx.passes.words.slopes import DIVIDED, OWN
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.rows import BothRows
-from kfac_fx.taps.sloped import project
 from kfac_fx.taps.tap import Tap
 
 
@@ -39,7 +36,7 @@ class ProofTap(Tap):
     """A tap whose rows may be wrong: it keeps what went wrong instead of raising in the middle of a backward."""
 
     failure: str | None = None
-    changes: list[tuple[Tensor, Tensor]]  # of numbers that weights are divided by: (a number, the gradient for it)
+    remainders: list[Tensor]  # of every use: numbers whose gradients the rows leave out
     kind: tuple[Any, ...] = ()  # of its rows: are they ids, and how many
     reached: bool = False  # whether the last backward sent anything to other cases than the first
 
@@ -49,9 +46,9 @@ class ProofTap(Tap):
         g, o, i = self.matrix
         inputs = i - (registration.matrix.bias is not None)
         self.cases: set[int] = set()  # of every call
-        self.changes = []
+        self.remainders = []
         matrix, names, bias = registration.matrix, tuple(tensor_attrs(use)), registration.matrix.bias is not None
-        own = next(((n, one) for n, one in enumerate(use.slopes) if one.name in OWN), None)
+        some = [(number, step) for number, step in enumerate(use.through) if step.left_out]
 
         def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             try:
@@ -59,13 +56,13 @@ class ProofTap(Tap):
                 check_shapes(rows, grad_rows, (g, o, inputs))
                 self.cases.add(grad_rows.shape[0])
                 self.reached = self.reached or reaches_others(rows, grad_rows)
-                if own is not None:
-                    n, slope = own
-                    (sums,) = matrix.unpack(
-                        named("gradient").compute(rows, grad_rows, bias, self.matrix, None)
-                    ).values()
+                if some:
+                    summed = named("gradient").compute(rows, grad_rows, bias, self.matrix, None)
+                    (gradient,) = matrix.unpack(summed).values()
                     attrs = dict(zip(names, tensors, strict=True))
-                    self.changes.append(change(slope, sums, attrs[f"factor{n}"], attrs[f"operand{n}"]))
+                    for number, step in some:
+                        remainder = step.remainder(gradient, {key: attrs[f"{number}.{key}"] for key in step.nodes})
+                        self.remainders += [] if remainder is None else [remainder]
                 self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 if fatal(error):
@@ -75,13 +72,6 @@ class ProofTap(Tap):
             return rows, grad_rows
 
         return guarded
-
-
-def change(slope: Slope, gradient: Tensor, number: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """σ, and the gradient for it: -⟨D / σ, v⟩ / σ, where `gradient` is D / σ; or ⟨D σ, v⟩ / σ where it is D σ."""
-    products = slope.layout.apply(gradient) * value / number
-    products = -products if slope.name == DIVIDED else products
-    return number, products.sum_to_size(number.shape).to(number)
 
 
 def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
@@ -107,17 +97,15 @@ def check_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -
         raise ValueError(f"rows of shape {list(rows.shape)}, wanted [{cases}, {positions}, {g}, {i}]")
 
 
-def divides(one: Registration) -> bool:
-    return any(slope.name in OWN for use in one.uses for slope in use.slopes)
+def inexact(registration: Registration) -> bool:
+    """Whether its rows leave something of the gradient out."""
+    return any(step.left_out for use in registration.uses for step in use.through)
 
 
-def gradient_of(parameter: Tensor, changes: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Of the numbers that it is divided by."""
-    learned = [(number, gradient) for number, gradient in changes if number.requires_grad]
-    if not learned:
-        return torch.zeros_like(parameter)
-    numbers, gradients = zip(*learned, strict=True)
-    return torch.autograd.grad(numbers, parameter, gradients)[0]
+def gradient_of(parameter: Tensor, remainders: Sequence[Tensor]) -> Tensor:
+    """What the rows leave out; see `Parametrization.remainder`."""
+    learned = [number for number in remainders if number.requires_grad]
+    return torch.autograd.grad(learned, parameter)[0] if learned else torch.zeros_like(parameter)
 
 
 # --- proof ------------------------------------------------------------------------------------------------------------
@@ -258,7 +246,7 @@ def gradients(
         names = list(dict.fromkeys(name for one in (*registrations, *idle) for name in one.owners))
         leaves = [live[name] for name in names] + [probe for one in probes for probe in one.values()]
         recorded = bool(outputs) and bool(leaves)
-        taps = [(one, proof_taps(prover)[one.parameters]) for one in registrations if divides(one)]
+        taps = [(one, proof_taps(prover)[one.parameters]) for one in registrations if inexact(one)]
         asked = [one for one in registrations if by_case(prover.program, one)]
         grads = (
             torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(taps or asked))
@@ -266,7 +254,7 @@ def gradients(
             else [None] * len(leaves)
         )
         changes = {
-            one.parameters: gradient_of(live[one.parameters[0]], [each for tap in some for each in tap.changes])
+            one.parameters: gradient_of(live[one.parameters[0]], [number for tap in some for number in tap.remainders])
             for one, some in taps
         }
         mixing = behind_which_cases_meet(prover, asked, outputs, cotangents, leaves[len(names) :]) if asked else set()
@@ -277,7 +265,7 @@ def gradients(
     def pairs() -> Pairs:
         for one in registrations:
             assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
-            got = project(one, next(statistics), live)
+            got = next(statistics)
             if one.parameters in changes:
                 got = got + one.matrix.pack({one.parameters[0]: changes[one.parameters]})
             bound = (next(statistics).sum() * next(statistics).sum()).sqrt()

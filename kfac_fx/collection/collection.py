@@ -18,7 +18,7 @@ from kfac_fx.collection.registry import VARIABLE_SCOPE, Key, LayerParametersDict
 from kfac_fx.fisher_blocks import FisherBlock, block_class
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError, ReuseError, nearest
 from kfac_fx.passes.ir import Program, Sampling, Use
-from kfac_fx.passes.words.pieces import Piece
+from kfac_fx.passes.pieces import Piece
 
 
 class BaseCollection(Names):

@@ -16,8 +16,8 @@ from kfac_fx.passes.claiming.approximation import cases_apart
 from kfac_fx.passes.errors import ApproximationError, RegistrationError
 from kfac_fx.passes.ir import Registration, Sampling, Use
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
-from kfac_fx.passes.words.pieces import Piece
 
 Nodes = Any  # a node, its name, or a sequence of them, one a use
 
@@ -124,7 +124,7 @@ class DeclaredBlock:
         for use in aligned:
             known = self.layer_collection.layers[use.layer].approximations
             apart = not all(step.keeps_pixels for step in use.through) or bool(
-                use.region or use.slopes or use.gain_of or use.factor or use.flat
+                use.region or use.factor
             )  # its pixels are not those of the input
             if self.approximation not in known or (self.structure.needs_pixels and apart):
                 kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer

@@ -11,7 +11,7 @@ from kfac_fx.collection.captured import CapturedModel
 from kfac_fx.linalg.vectors import piece_of_view, read_piece
 from kfac_fx.passes.errors import RegistrationError, nearest
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.words.pieces import Piece
+from kfac_fx.passes.pieces import Piece
 
 
 class Names:

@@ -9,9 +9,9 @@ from torch import nn
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.losses import case_size
-from kfac_fx.passes.matching.jacobians import KEY as JACOBIAN
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.parametrization import moved
+from kfac_fx.passes.parametrizations.jacobian import KEY as JACOBIAN
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.unroll import unroll
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from kfac_fx.linalg.vectors import overlap
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.words.pieces import Piece
+from kfac_fx.passes.pieces import Piece
 
 Value = TypeVar("Value")
 Key = tuple[str, ...]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.words.pieces import Piece, ranges
-from kfac_fx.passes.words.pieces import whole as without_data
+from kfac_fx.passes.pieces import Piece, ranges
+from kfac_fx.passes.pieces import whole as without_data
 
 Tensors = dict[str, Tensor]
 

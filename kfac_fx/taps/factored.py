@@ -1,4 +1,4 @@
-"""Rows of the factors of a weight that is a product, from those of the weight; see `passes.matching.products`."""
+"""Rows of the factors of a product, from those of the product; see `passes.parametrizations.product`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.passes.matching.products import KRON_LEFT, KRON_RIGHT, LEFT, RIGHT, TIMES
-from kfac_fx.passes.words.uses import Factor
+from kfac_fx.passes.parametrizations.product import KRON_LEFT, KRON_RIGHT, LEFT, RIGHT, TIMES
+from kfac_fx.passes.registration import Factor
 
 Rows = tuple[Tensor, Tensor]
 Attrs = Mapping[str, Any]

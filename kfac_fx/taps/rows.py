@@ -12,10 +12,8 @@ from kfac_fx.linalg.matrices import bordered
 from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.parametrization import Rows, RowsStep
-from kfac_fx.passes.words.pieces import Region
+from kfac_fx.passes.pieces import Region
 from kfac_fx.taps.factored import factored
-from kfac_fx.taps.flat_rows import of_cases
-from kfac_fx.taps.sloped import slopes_of
 
 BothRows = Callable[..., Rows]
 Step = Callable[[Rows, Mapping[str, Any]], Rows]
@@ -58,10 +56,6 @@ def steps_of(registration: Registration, use: Use) -> Iterator[Step]:
         yield lambda both, attrs: within(*both, region)
     if use.factor is not None:
         yield factored(use.factor)
-    if (sloped := slopes_of(registration, use)) is not None:
-        yield sloped
-    if use.flat is not None:
-        yield of_cases(use.flat)
     for number, parametrization in enumerate(use.through):
         yield with_tensors(parametrization.step(), {key: f"{number}.{key}" for key in parametrization.nodes})
 

@@ -63,8 +63,6 @@ def why_all_rows(registration: Registration, use: Use, layer: Layer) -> str | No
         return f"{registration.approximation!r} {why}"
     if not layer.dense_rows:
         return "its rows are ids, which cost nothing"
-    if use.flat is not None:
-        return "its rows are gradients of cases"
     if reason := next((step.all_rows for step in use.through if step.all_rows), None):
         return reason
     if set(tensor_attrs(use)) - {KEPT}:

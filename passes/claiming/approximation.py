@@ -26,7 +26,6 @@ from ..graphs.operations import VIEWS, op_name
 from ..ir import GENERIC, KEPT, Program, Use, tensor_attrs, where
 from ..layers import Layer
 from ..matrix import MatrixForm
-from ..words.slopes import NORMALIZED, OWN
 
 BY_DIAGONAL_SIDES = {  # by (diagonal inputs, diagonal outputs)
     (False, False): KRON,
@@ -45,18 +44,16 @@ def choose(
     asked = next(iter(requested(program, parameters, layer)), None)
     if matrix is None:
         return (FULL if asked == FULL.name else DIAGONAL), None
-    default = FULL.name if any(use.gain_of or use.flat for use in uses) else program.layers[layer].default
+    steps = [step for use in uses for step in use.through]
+    default = next((step.default for step in steps if step.default), program.layers[layer].default)
     chosen = APPROXIMATIONS[asked or default]
     reason: str | None = None
     if chosen.needs_cases and not all(cases_apart(program.layers, use) for use in uses):
         how = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
         reason = f"{how} at its output, so not {chosen.name!r}"
         chosen = KRON
-    behind = {one.name for use in uses for one in use.slopes}
-    if behind & {*NORMALIZED, *OWN}:
-        reason = "its filters are normalized: without the projection of their gradients that this makes"
-        if behind & {*OWN}:
-            reason = "it is divided by a function of itself: without the change of that, which is of rank one"
+    if left_out := next((step.left_out for step in steps if step.left_out), None):
+        reason = left_out
         if chosen.needs_exact_rows:
             reason, chosen = f"{reason}, so not {chosen.name!r}", KRON
     if chosen.needs_pixels and (other := next((use for use in uses if not has_pixels(program, use)), None)):
@@ -86,7 +83,7 @@ def has_pixels(program: Program, use: Use) -> bool:
     return (
         program.layers[use.layer].forms[use.form].pixels is not None
         and all(step.keeps_pixels for step in use.through)
-        and not (use.region or use.slopes or use.gain_of or use.factor or use.flat)
+        and not (use.region or use.factor)
     )
 
 

@@ -15,17 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.checks.proof import change
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.ir import Options, Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.passes.matching import jacobians
+from kfac_fx.passes.parametrizations import jacobian as jacobians
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
-from kfac_fx.passes.words.slopes import OWN
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.rows import both_rows
-from kfac_fx.taps.sloped import project
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -223,20 +220,19 @@ class Checked:
             torch.testing.assert_close(found, wanted, msg=lambda text: f"{registration}: {text}")
 
     def with_remainder(self, registration: Registration, use: Use, summed: Tensor) -> Tensor:
-        """With what the rows of normalized weights leave out."""
+        """With what the rows leave out."""
         matrix = registration.matrix
         assert matrix is not None
-        live = {name: self.parameters[name] for name in registration.owners}
-        total = project(registration, summed, live)
-        for n, slope in enumerate(use.slopes):
-            if slope.name in OWN:
-                attrs = {key: self.values.value[node.name] for key, node in tensor_attrs(use).items()}
-                (own,) = matrix.unpack(summed).values()
-                number, gradient = change(slope, own, attrs[f"factor{n}"], attrs[f"operand{n}"])
-                (parameter,) = live.values()
-                (more,) = torch.autograd.grad(number, parameter, gradient.detach(), retain_graph=True)
-                total = total + matrix.pack({registration.parameters[0]: more})
-        return total
+        gradient = next(iter(matrix.unpack(summed).values()))
+        for step in use.through:
+            tensors = {key: self.values.value[node.name] for key, node in step.nodes.items()}
+            number = step.remainder(gradient, tensors)
+            assert (number is None) == (step.left_out is None)
+            if number is not None:
+                (name,) = registration.parameters
+                (more,) = torch.autograd.grad(number, self.parameters[name], retain_graph=True)
+                summed = summed + matrix.pack({name: more})
+        return summed
 
 
 def batch() -> Tensor:

@@ -11,9 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
-    "data": "passes.errors passes.approximations passes.matrix passes.parametrization passes.words passes.registration passes.ir",
+    "data": "passes.errors passes.approximations passes.matrix passes.parametrization passes.pieces "
+    "passes.registration passes.ir",
     "graphs": "passes.graphs passes.timeline",
-    "declarations": "passes.layers passes.parametrizations passes.matching passes.claiming",
+    "declarations": "passes.layers passes.parametrizations passes.claiming",
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
@@ -27,7 +28,7 @@ FLOORS = {
 }
 
 # The numerical floor knows what a registration is, and no other part of the compiler.
-SHARED = {"passes.approximations", "passes.errors", "passes.matrix", "passes.words.pieces", "passes.ir"}
+SHARED = {"passes.approximations", "passes.errors", "passes.matrix", "passes.pieces", "passes.ir"}
 
 # passes/__init__.py imports itself by its installed name, to be one package under both names.
 ALIAS = ("passes", "kfac_fx.passes")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.matching import jacobians
+from kfac_fx.passes.parametrizations import jacobian as jacobians
 from tests.runtime.squares import dense_fisher, recorded
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.checks import proof
-from kfac_fx.passes.matching import jacobians
+from kfac_fx.passes.parametrizations import jacobian as jacobians
 from tests.runtime.squares import dense_fisher, recorded
 
 Function = Callable[[Tensor], Tensor]

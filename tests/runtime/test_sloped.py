@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import kfac_fx
 from kfac_fx.checks import proof
+from kfac_fx.passes.parametrizations.gains import Gain
 from tests.runtime.squares import dense_fisher, recorded
 from tests.zoo.reparametrized import StandardizedConv
 
@@ -174,7 +175,7 @@ def test_a_sloped_weight_may_be_tied_and_transposed() -> None:
     net = kfac_fx.compile(Tied(), (torch.randn(5, 4),), loss="normal")
     direction, gain = net.registrations
     assert [use.transposed for use in direction.uses].count(True) == 1 and direction.approximation == "kron_indep"
-    assert [use.gain_of and use.gain_of.side for use in gain.uses] == ["outputs", "inputs"]
+    assert [step.side for use in gain.uses for step in use.through if isinstance(step, Gain)] == ["outputs", "inputs"]
 
 
 class Everything(nn.Module):

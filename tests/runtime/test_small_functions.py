@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.matching import jacobians
+from kfac_fx.passes.parametrizations import jacobian as jacobians
 from tests.compiler.toy import Toy
 from tests.runtime.squares import dense_fisher, recorded
 from tests.runtime.test_products import toy

@@ -26,9 +26,9 @@ from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, op_name
 from ..ir import Bound, Use
 from ..matrix import Layout, Shape
-from ..words.pieces import Made, Piece, Product, Step, layout_in, view_of, viewed, whole
-from ..words.uses import Factor
-from .values import called, dims_after, scaled, without_data
+from ..pieces import Made, Piece, Product, Step, layout_in, view_of, viewed, whole
+from ..registration import Factor
+from .slices import called, dims_after, scaled, without_data
 
 LEFT, RIGHT, TIMES, KRON_LEFT, KRON_RIGHT = "left", "right", "times", "kron left", "kron right"
 KRON = (KRON_LEFT, KRON_RIGHT)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..matrix import Layout, Shape
+from .matrix import Layout, Shape
+from .parametrization import Parametrization
 
 Box = tuple[tuple[int, int], ...]  # of a tensor: (start, stop) along each dimension
 Region = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # of a matrix [g, o, i]
@@ -57,28 +57,11 @@ class Slab:
     strides: Shape
     offset: int
     scale: float = 1.0
-    slopes: tuple[Slope, ...] = ()
+    slopes: tuple[Parametrization, ...] = ()
 
     @property
     def shape(self) -> Shape:
         return tuple(stop - start for start, stop in self.box)
-
-
-@dataclass(frozen=True)
-class Slope:
-    """A function on the way from a parameter to its use, that multiplies its gradient; see `passes.words.slopes`.
-
-    operand: its argument, `layout` of the parameter, or a multiple of it and a constant. factor: γ of a normalization;
-    gain: the parameter that it is, in its own order, if it is one. piece: the only one of the parameter that is meant.
-    """
-
-    name: str
-    operand: fx.Node
-    layout: Layout
-    factor: fx.Node | None = None
-    settings: tuple[Any, ...] = ()
-    gain: Slab | None = None
-    piece: Piece | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Product:
-    """`scale` times a matrix of `shape` in which a parameter is one factor; see `passes.matching.products`.
+    """`scale` times a matrix of `shape` in which a parameter is one factor; see `passes.parametrizations.product`.
 
     layout: from the parameter to the factor, a matrix. steps: the last, which makes the product, first.
     """
@@ -114,6 +97,7 @@ class Made:
     shape: Shape
     slabs: tuple[Slab, ...]
     products: tuple[Product, ...] = ()
+    function: fx.Node | None = None  # the node, if it is any function of the slabs, which are whole parameters
 
 
 # --- strides --------------------------------------------------------------------------------------------------------
@@ -131,7 +115,7 @@ def view_of(slab: Slab) -> Tensor:
     return whole((reach,)).as_strided(sizes, slab.strides, slab.offset)
 
 
-def slab_of(parameter: str, view: Tensor, scale: float = 1.0, slopes: tuple[Slope, ...] = ()) -> Slab:
+def slab_of(parameter: str, view: Tensor, scale: float = 1.0, slopes: tuple[Parametrization, ...] = ()) -> Slab:
     """All of a tensor."""
     box = tuple((0, int(size)) for size in view.shape)
     return Slab(box, parameter, view.stride(), int(view.storage_offset()), scale, slopes)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx.passes.matching import jacobians
+from kfac_fx.passes.parametrizations import jacobian as jacobians
 from kfac_fx.passes.parametrizations import linear_map
 from kfac_fx.passes.parametrizations.linear_map import by_entry, matrix_of, of_parameter
 from tests.compiler.toy import Toy

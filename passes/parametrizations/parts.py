@@ -14,10 +14,13 @@ from torch import Tensor
 
 from ..errors import LayerError
 from ..ir import Bound, Program, Use
-from ..matching.products import uses_of_factors
 from ..matrix import Layout, Shape
-from ..words.pieces import Piece, Region, Slope, constant_along, layout_in, region_in, view_of, viewed, whole
-from .gains import constant_in, gains_of, reads_ids, side_of, with_slopes
+from ..parametrization import Parametrization
+from ..pieces import Piece, Region, constant_along, layout_in, region_in, view_of, viewed, whole
+from .elementwise import placed, side_of
+from .gains import constant_in, gains_of, reads_ids
+from .jacobian import PerCase
+from .product import uses_of_factors
 
 NOTHING = (0, 0)
 
@@ -35,13 +38,13 @@ class Part:
     region: Region
     scale: float = 1.0
     piece: Piece | None = None
-    slopes: tuple[Slope, ...] = ()
+    slopes: tuple[Parametrization, ...] = ()
 
 
 def parts_of(use: Use, program: Program) -> list[Part] | None:
     """The parameters in a use's matrix, without roles that do not say where they are in it; None if there are none, if
     a whole parameter is copied on the way, and for a composite layer."""
-    if program.layers[use.layer].parts or use.flat is not None:
+    if program.layers[use.layer].parts or any(isinstance(step, PerCase) for step in use.through):
         return None
     found: list[Part] = []
     for role, bound in use.parameters.items():
@@ -114,8 +117,9 @@ def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
             side = side_of(slab.slopes, (*canonical.result, 1)[:3], constant_in(bound.layout))
             if slab.slopes and side is None:
                 return None
-            one = with_slopes(replace(use, parameters={role: bound}, made={}), slab.slopes, side)
-            apart += [one, *(gains_of(one, shapes) if slab.slopes else ())]
+            through = placed(slab.slopes, bound.layout, side)
+            own_use = replace(use, parameters={role: bound}, made={}, through=through)
+            apart += [own_use, *gains_of(own_use, shapes)]
         if made.products and role == "weight":
             apart += uses_of_factors(use, made, canonical, reads_ids(use))
     return [*apart, *([replace(use, parameters=found, made={})] if found else [])]
@@ -128,8 +132,9 @@ def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str,
     bound = {part.role: bound_to(part, shapes[part.parameter]) for part in parts}
     all_of_it = region == ((0, g), (0, o), (0, i))
     use = replace(use, parameters=bound, made={}, region=None if all_of_it else region)
-    slopes = tuple(replace(one, piece=parts[0].piece) for one in parts[0].slopes)
-    return with_slopes(use, slopes, sides_of(parts[0], shapes[parts[0].parameter]))
+    first = parts[0]
+    side = sides_of(first, shapes[first.parameter])
+    return replace(use, through=placed(first.slopes, bound[first.role].layout, side, first.piece))
 
 
 def sides_of(part: Part, shape: Shape) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ..graphs.operations import computed
 from ..matrix import Shape
-from ..words.pieces import Box, Made, Slab, narrowed, slab_of, view_of, whole
+from ..pieces import Box, Made, Slab, narrowed, slab_of, view_of, whole
 
 
 def called(node: fx.Node, args: Any) -> Any:

@@ -1,1 +1,0 @@
-"""What is said of parameters and their uses: matrices, pieces, slopes, uses, registrations."""
