@@ -2,16 +2,19 @@
 
 from kfac_fx import fisher_blocks, losses
 from kfac_fx.blocks.spectrum import Spectrum
-from kfac_fx.collection.captured import CapturedModel, capture
-from kfac_fx.collection.registry import AUTO_REUSE, VARIABLE_SCOPE, variable_scope
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.layer_collection import (
+    AUTO_REUSE,
+    VARIABLE_SCOPE,
+    CapturedModel,
     LayerCollection,
+    capture,
     get_default_layer_collection,
     set_default_layer_collection,
+    variable_scope,
 )
 from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optimizer import KFAC

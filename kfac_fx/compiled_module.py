@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from kfac_fx.capture_cache import Captures
 from kfac_fx.checks.unchanged import unwrapped
-from kfac_fx.collection.captured import CapturedModel
-from kfac_fx.layer_collection import LayerCollection
+from kfac_fx.layer_collection import CapturedModel, LayerCollection
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError
 from kfac_fx.passes.ir import Program, Registration

@@ -72,6 +72,8 @@ def compile(
 
     Raises UntraceableError, RegistrationError and its kinds, LossError, LayerError; each names all culprits.
     """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}.{nearest(backend, BACKENDS)}")
     if isinstance(model, LayerCollection):
         given = {
             "example_inputs": example_inputs,
@@ -104,8 +106,6 @@ def compile(
             f"modules inside are compiled already, and would be captured twice: {', '.join(inner)}; put net.model there"
         )
     refuse_unfit(model)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}.{nearest(backend, BACKENDS)}")
     if isinstance(linked, str) or (not isinstance(linked, Mapping) and any(isinstance(group, str) for group in linked)):
         raise LinkError('linked takes groups of names, as in linked=[("fc.weight", "fc.bias")]; names were given')
     groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
@@ -136,15 +136,15 @@ def compiled_collection(
     verify: bool = True,
     backend: str = "eager",
 ) -> CompiledModule:
-    """A module with the registrations and the losses of a collection, which becomes final.
+    """A module with the registrations and the losses of a collection, which becomes final if no error is raised.
 
     variables: the parameters that must be registered, and no others; None: all that the losses depend on.
     """
-    collection.finalize(variables)
+    collection.check_final(variables)
     captured = collection.captured
     declared = Declared(
         captured.program.options, collection.layers, collection.registered_losses, verify, backend, collection.on
     )
     net = CompiledModule(captured.model, declared, captured.args, captured.kwargs, captured.capture)
-    net._collection = collection
+    net._collection, collection.finalized = collection, True
     return net

@@ -94,39 +94,40 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables` and for
         a model of which nothing is trained.
         """
+        # Every argument is checked before the collection is finalized: a wrong one must leave it usable.
+        collection = net if isinstance(net, LayerCollection) else None
+        named = dict((net.model if isinstance(net, LayerCollection) else net).named_parameters())
         check_mode(estimation_mode)
-        refuse_untrained((net.model if isinstance(net, LayerCollection) else net).named_parameters())
-        if isinstance(net, LayerCollection):
-            net.estimator, net, variables = self, compiled_collection(net, variables), None
+        refuse_untrained(named.items())
         if not 0 <= cov_ema_decay <= 1:
             raise ValueError(f"cov_ema_decay must be between 0 and 1, got {cov_ema_decay}.")
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}.")
         if isinstance(damping, (int, float)) and not damping >= 0:
             raise ValueError(f"damping must not be negative, got {damping}.")
-        self.net, self.cov_ema_decay, self.estimation_mode, self.fraction = (
-            net,
-            cov_ema_decay,
-            estimation_mode,
-            fraction,
-        )
-        self.variables = None if variables is None else frozenset(variables)
-        kept: list[Root] = sorted({float(exp) for exp in exps} - {1.0})
-        kept += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
-        example = next(param for _, param in net.named_parameters())
+        roots: list[Root] = sorted({float(exp) for exp in exps} - {1.0})
+        roots += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
+        example = next(iter(named.values()))
         if not isinstance(damping, Tensor):
             precision = torch.promote_types(example.dtype.to_real(), torch.float32)
             damping = torch.full((), float(damping), dtype=precision, device=example.device)
-        super().__init__(kept, damping)
+        super().__init__(roots, damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
         self._pending: dict[Key, dict[str, Tensor]] = {}
         self._pending_cases = 0
         self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
         self._options |= {} if memory is None else {"memory": memory}
         self._pending_gradients: dict[str, Tensor] = {}
+        self.cov_ema_decay = cov_ema_decay
+        self.estimation_mode = estimation_mode
+        self.fraction = fraction
         self.batch_size = batch_size
         self.replicas = None if process_group is None else Replicas(process_group)
         self.params_stats: dict[str, Tensor] = {}
+        self.variables = None if variables is None or collection is not None else frozenset(variables)
+        self.net: Net = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
+        if collection is not None:
+            collection.estimator = self
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
         registrations, parameters = self.net.registrations, dict(self.net.named_parameters())

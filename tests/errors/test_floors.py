@@ -21,7 +21,7 @@ FLOORS = {
     "pipelines": "passes.pipeline passes.divided passes",
     "numerics": "kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",
     "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks kfac_fx.divided",
-    "models": "kfac_fx.capture_cache kfac_fx.collection kfac_fx.layer_collection kfac_fx.report "
+    "models": "kfac_fx.capture_cache kfac_fx.layer_collection kfac_fx.fisher_blocks kfac_fx.report "
     "kfac_fx.compiled_module kfac_fx.compiler kfac_fx.distributed kfac_fx.estimator",
     "training": "kfac_fx.optim kfac_fx.optimizer",
     "programs": "kfac_fx kfac_fx.demo kfac_fx.cli",
@@ -52,7 +52,7 @@ PASSES = set(FLOORS["passes"].split())
 
 def place(module: str) -> str:
     """The folder that a module lies in, or the module itself on the top level of a package."""
-    return "kfac_fx.collection" if module == "kfac_fx.fisher_blocks" else ".".join(module.split(".")[:2])
+    return ".".join(module.split(".")[:2])
 
 
 def imports(module: str, tree: ast.AST, is_package: bool) -> Iterator[tuple[str, bool]]:

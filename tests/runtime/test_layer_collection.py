@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LayerCollection
-from kfac_fx.collection.registry import LayerParametersDict
 from kfac_fx.fisher_blocks import (
     ConvDiagonalFB,
     ConvKFCBasicFB,
@@ -27,6 +26,7 @@ from kfac_fx.fisher_blocks import (
     ScaleAndShiftDiagonalFB,
     ScaleAndShiftFullFB,
 )
+from kfac_fx.layer_collection import LayerParametersDict
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
 from tests.runtime.collections_of_toys import BOTH, B, W, affine, collection, fully_connected, two_uses
 

@@ -74,6 +74,57 @@ def test_a_linked_approximation_means_what_it_means_at_a_registration() -> None:
     assert scanned(two_uses(), "cat", "w", linked="kron") == "kron_indep"
 
 
+# --- an estimator that cannot be built ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"cov_ema_decay": 2.0}, "cov_ema_decay must be between 0 and 1, got 2.0"),
+        ({"fraction": 0.0}, "fraction must be above 0 and at most 1, got 0.0"),
+        ({"damping": -1.0}, "damping must not be negative, got -1.0"),
+        ({"estimation_mode": "gradient"}, "gradient"),
+        ({"exps": ["half"]}, "could not convert string to float: 'half'"),
+    ],
+    ids=["cov_ema_decay", "fraction", "damping", "estimation_mode", "exps"],
+)
+def test_an_estimator_with_a_wrong_argument_leaves_the_collection_open(wrong: dict[str, Any], message: str) -> None:
+    lc = registered()
+    with pytest.raises(ValueError, match=message):
+        kfac_fx.FisherEstimator(lc, **wrong)
+    assert lc.estimator is None
+    estimator = kfac_fx.FisherEstimator(lc)
+    assert lc.estimator is estimator
+
+
+def test_a_backend_that_does_not_exist_leaves_the_collection_open() -> None:
+    lc = registered()
+    with pytest.raises(ValueError, match="backend='eagr' is none of eager, .* Did you mean 'eager'"):
+        kfac_fx.compile(lc, backend="eagr")
+    assert kfac_fx.compile(lc, backend="eager").registrations == lc.registrations
+
+
+def test_a_first_capture_that_fails_leaves_the_collection_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    lc = registered()
+    with monkeypatch.context() as patch, pytest.raises(RegistrationError, match="refuted"):
+        patch.setattr("kfac_fx.compiler.CompiledModule.recorder", refuted)
+        kfac_fx.FisherEstimator(lc)
+    assert lc.estimator is None
+    assert kfac_fx.FisherEstimator(lc) is lc.estimator
+
+
+def registered() -> LayerCollection:
+    """One layer and one loss, both registered, with an example batch."""
+    lc = affine(torch.randn(6, 10))
+    lc.register_normal_predictive_distribution("add")
+    lc.register_fully_connected(("w", "b"), None, "add")
+    return lc
+
+
+def refuted(*args: Any) -> None:
+    raise RegistrationError("refuted")
+
+
 # --- losses on a batch ----------------------------------------------------------------------------------------------
 
 
@@ -148,7 +199,7 @@ def test_a_gradient_of_every_case_needs_cases_apart_from_positions(approx: str) 
         lambda x, w: (x.reshape(-1, 3) @ w).reshape(x.shape[0], 5, 2).sum(1), torch.randn(4, 5, 3), w=(3, 2)
     )
     with pytest.raises(
-        ApproximationError, match="w at matmul: the cases are merged with positions there, and 'dia|'ful"
+        ApproximationError, match="w at matmul: the cases are merged with positions there, and '(dia|ful)"
     ):
         lc.register_block("w", with_use(lc, approx))
     lc.register_fully_connected("w", None, "matmul")

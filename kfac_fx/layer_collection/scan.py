@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 from torch import fx
 
-from kfac_fx.collection.collected_losses import CollectedLosses
-from kfac_fx.collection.kinds import INDEP, KINDS
-from kfac_fx.collection.registry import Key
-from kfac_fx.fisher_blocks import CLASSES, FisherBlock, block_class
+from kfac_fx.layer_collection.find_use import Collection
+from kfac_fx.layer_collection.fisher_blocks import CLASSES, INDEP, KINDS, FisherBlock, block_class
+from kfac_fx.layer_collection.names import Key
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.check import check
 from kfac_fx.passes.claiming.approximation import cut_sides
@@ -33,7 +33,7 @@ class Scan:
     wanted: names of parameters, or of pieces. owners: the parameters that have something left to register.
     """
 
-    def __init__(self, collection: CollectedLosses, wanted: Sequence[str], batch_size: int | None) -> None:
+    def __init__(self, collection: Collection, wanted: Sequence[str], batch_size: int | None) -> None:
         self.collection, self.batch_size = collection, batch_size
         self.taken, self.owner = collection.registered_variables, collection.fisher_blocks.owner
         self.wanted = frozenset(
@@ -174,7 +174,7 @@ class Scan:
 
 
 def block_of(
-    collection: CollectedLosses, one: Registration, towers: Sequence[tuple[Use, ...]], num_uses: int | None = None
+    collection: Collection, one: Registration, towers: Sequence[tuple[Use, ...]], num_uses: int | None = None
 ) -> FisherBlock:
     """The block of a registration that the compiler made."""
     multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
@@ -197,3 +197,25 @@ def shape_of(use: Use) -> list[int]:
     """Of the output, on the captured example; empty if the graph knows no sizes."""
     value = use.output.meta.get("val")
     return [] if value is None else [in_example(size) for size in value.shape]
+
+
+def misplaced(collection: Collection, subgraph: frozenset[fx.Node]) -> Iterator[str]:
+    """Errors that counting edges does not show: uses registered twice, uses that no loss depends on, and several
+    uses of one mini-batch registered as several mini-batches."""
+    several = max((len(towers) for towers in collection.towers_by_loss), default=1) > 1
+    all_cases = {sizes[0] for node in collection.registered_losses.nodes if (sizes := symbolic_sizes(node))}
+    for names, block in collection.fisher_blocks.items():
+        uses = dict.fromkeys(use.output for tower in block.towers for use in tower)
+        whole = [where(node) for node in uses if symbolic_sizes(node)[:1] == [*all_cases]]
+        if len(block.towers) > 1 and not several and None not in all_cases and len(whole) > 1:
+            yield (
+                f"{', '.join(names)} has {len(block.towers)} towers, which are mini-batches of their own, but all "
+                f"cases of the losses at each of {', '.join(whole)}: register the uses of one mini-batch together, "
+                "with the _multi function"
+            )
+        outputs = Counter((use.output, use.region) for use in block.registration.uses)
+        for (output, _), times in outputs.items():
+            if times > 1:
+                yield f"{', '.join(names)} is registered with {times} uses at {where(output)}, which is 1 use"
+            if output not in subgraph:
+                yield f"{', '.join(names)} is registered at {where(output)}; the losses do not depend on it"

@@ -1,0 +1,405 @@
+"""`FisherBlock`: a Fisher block of a `LayerCollection`, its parameters, its approximation and its uses by tower.
+
+Its numbers are those of `kfac_fx.blocks.block`, which knows matrices and no layers. A block multiplies once an
+estimator was built on its collection, or after `instantiate_factors` on the user's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from kfac_fx.blocks import block as blocks
+from kfac_fx.checks.proof import check_shapes
+from kfac_fx.factors.factor import NotRegisteredError
+from kfac_fx.layer_collection.find_use import Collection, Nodes, in_time
+from kfac_fx.layer_collection.names import Key
+from kfac_fx.linalg.matrices import Root
+from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
+from kfac_fx.passes.claiming.approximation import cases_apart
+from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError, fatal, first_line
+from kfac_fx.passes.ir import Registration, Sampling, Use, where
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.resolve import align
+from kfac_fx.passes.words.pieces import Piece
+from kfac_fx.statistics.lagged import LAGGED, unfolded
+from kfac_fx.statistics.row_sums import Rows, canonical, named, whole
+from kfac_fx.taps.use_rows import both_rows
+
+REGISTERED_BY = {
+    "multiply_inverse": "register_inverse()",
+    "multiply_matpower": "register_matpower(exp)",
+    "multiply_cholesky": "register_cholesky()",
+    "multiply_cholesky_inverse": "register_cholesky_inverse()",
+}
+NESTED = "write instantiate_factors([[gradient]], damping, [input]) for one source, one tower and one use"
+
+
+class FisherBlock:
+    """One block of the Fisher. Vectors are dicts by name, or tensors in the order of `params`.
+
+    Attributes:
+        layers, default: the declared layers that the class may stand for, empty for any; its approximation.
+        params: the names of the parameters.
+        towers: for every mini-batch the uses of the parameters in it.
+        num_uses: how many uses one output holds, one after another; None: one.
+        reason: why the block is another than the default one; None if it is the default one.
+        sampling: the share of the rows that the input factor is computed from; None: all.
+        patch_mask: what every patch is multiplied with; None: nothing.
+        side_blocks: into how many diagonal blocks the factors of the outputs and of the inputs are cut.
+    """
+
+    layers: ClassVar[tuple[str, ...]] = ()
+    default: ClassVar[str] = "kron"
+
+    def __init_subclass__(cls, layers: tuple[str, ...] | None = None, default: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.layers, cls.default = layers or cls.layers, default or cls.default
+
+    def __init__(
+        self,
+        layer_collection: Collection,
+        params: Any,
+        approximation: str | None = None,
+        *,
+        num_uses: int | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """A block without uses. approximation: a name of `passes.approximations`; None: the default of the class.
+
+        Raises RegistrationError for parameters that the model does not have, ApproximationError for an unknown name.
+        """
+        self.layer_collection = layer_collection
+        self.params = layer_collection.names_of(params)
+        self.approximation = approximation or self.default
+        if self.approximation not in APPROXIMATIONS:
+            available = ", ".join(APPROXIMATIONS)
+            raise ApproximationError(f"{self.approximation!r} is no approximation; known are {available}")
+        self.num_uses, self.reason = num_uses, reason
+        self.sampling: Sampling | None = layer_collection.sampling
+        self.patch_mask: Tensor | None = None
+        self.side_blocks = (1, 1)
+        self.towers: list[tuple[Use, ...]] = []
+        self._roots: tuple[Root, ...] = ()
+        self._batch: tuple[dict[str, Tensor], int, float | Tensor] | None = None
+        self._operator: blocks.FisherBlock | None = None  # made of the batch
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.params)}, {self.approximation}, {len(self.towers)} towers)"
+
+    # --- uses -------------------------------------------------------------------------------------------------------
+
+    @property
+    def structure(self) -> Approximation:
+        """The approximation that `approximation` names."""
+        return APPROXIMATIONS[self.approximation]
+
+    @property
+    def terms(self) -> str:
+        """The facts that another registration of the same parameters must agree with."""
+        uses = "" if self.num_uses is None else f", num_uses={self.num_uses}"
+        return f"{type(self).__name__} ({self.approximation}{uses})"
+
+    def check_rows(self, sampling: Sampling | None, patch_mask: Tensor | None) -> None:
+        """Raises RegistrationError if its input factor is of other rows. None agrees with everything."""
+        names = ", ".join(self.params)
+        if sampling is not None and sampling != (self.sampling or Sampling()):
+            raise RegistrationError(f"{names}: its input factor is of {self.sampling or Sampling()}, not of {sampling}")
+        same = self.patch_mask is not None and patch_mask is not None and torch.equal(self.patch_mask, patch_mask)
+        if patch_mask is not None and not same:
+            there = "no patch_mask" if self.patch_mask is None else "another patch_mask"
+            raise RegistrationError(f"{names}: its first registration has {there}; all towers have one")
+
+    @property
+    def num_registered_towers(self) -> int:
+        """The number of mini-batches that were registered."""
+        return len(self.towers)
+
+    num_registered_minibatches = num_registered_towers
+
+    def register_additional_tower(self, inputs: Nodes = None, outputs: Nodes = None) -> None:
+        """Add the uses of one more mini-batch: the layer at `outputs`, a node or a list with one node per use.
+
+        Raises RegistrationError if there is no such layer with these parameters; else as `add_tower`.
+        """
+        self.add_tower(self.layer_collection.find_uses(self.layers, self.params, inputs, outputs))
+
+    register_additional_minibatch = register_additional_tower
+
+    def add_tower(self, uses: Iterable[Use]) -> None:
+        """Add uses that were found.
+
+        Raises RegistrationError if the uses lay out the parameters differently, ApproximationError if one is of a
+        layer or a place that does not have the block's approximation, and both as `in_time` does for series.
+        """
+        tower = tuple(uses)
+        places = ", ".join(use.output.name for use in tower)
+        aligned = align([use for uses in (*self.towers, tower) for use in uses])
+        if aligned is None:
+            raise RegistrationError(f"{', '.join(self.params)}: the use at {places} lays them out differently")
+        layers = self.layer_collection.layers
+        for use in aligned:
+            available = layers[use.layer].approximations
+            apart = (
+                use.transposed or use.region or use.slopes or use.gain_of or use.factor or use.flat
+            )  # its pixels are not those of the input
+            if self.approximation not in available or (self.structure.needs_pixels and apart):
+                kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer
+                raise ApproximationError(
+                    f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "
+                    f"{', '.join(name for name in available if name != self.approximation)}"
+                )
+            if self.structure.needs_cases and not cases_apart(layers, use):
+                raise ApproximationError(
+                    f"{', '.join(self.params)} at {use.output.name}: the cases are merged with positions there, and "
+                    f"{self.approximation!r} needs the gradient of every case: keep their dimension, or take 'kron'"
+                )
+        if self.structure.series:
+            latest = aligned[len(aligned) - len(tower) :]
+            tower = in_time(self.params, self.approximation, (*self.towers, latest), layers, self.num_uses)
+        self.towers.append(tower)
+        self._operator = None
+
+    @property
+    def registration(self) -> Registration:
+        """The block as the rest of the library sees it."""
+        uses = align([replace(use, tower=n) for n, tower in enumerate(self.towers) for use in tower])
+        assert uses, f"bug in kfac_fx: {self} without uses"
+        first = next((use for use in uses if not use.transposed), uses[0])
+        names = first.matrix.parameters
+        return Registration(
+            first.layer,
+            first.matrix,
+            names,
+            tuple(uses),
+            self.approximation,
+            self.reason,
+            self.pieces(names),
+            self.sampling,
+            None if self.patch_mask is None else tuple(self.patch_mask.flatten().tolist()),
+            self.side_blocks,
+        )
+
+    def pieces(self, names: Key) -> tuple[Piece, ...]:
+        pieces = self.layer_collection.pieces
+        return tuple(pieces[name] for name in names if name in pieces)
+
+    def tensors_to_compute_grads(self) -> list[list[fx.Node]] | tuple[str, ...]:
+        """The output nodes of every tower; of a generic block the names of its parameters."""
+        return [[use.output for use in tower] for tower in self.towers]
+
+    # --- factors of one batch ---------------------------------------------------------------------------------------
+
+    def instantiate_factors(
+        self, grads_list: Sequence[Any], damping: float | Tensor, inputs: Sequence[Any] = (), cases: int | None = None
+    ) -> None:
+        """Make the factors from the tensors of one batch, without an estimator.
+
+        Args:
+            grads_list: for every source, for every tower (for every use, if there are several) the gradient of the
+                loss, summed over cases, with respect to the output, shaped as the output.
+            damping: λ of F + λ I.
+            inputs: for every tower (and use) the value of the layer's input.
+            cases: the number of cases in the batch; None: the first dimension of the outputs, over all towers.
+
+        Raises ValueError for tensors in the place of lists, and for tensors that are not of the block's uses.
+        """
+        if isinstance(grads_list, Tensor) or not len(grads_list):
+            raise ValueError(f"grads_list of {self} must hold a list for every source; {NESTED}")
+        registration, layers = self.registration, self.layer_collection.layers
+        values = self.by_use(inputs, "inputs")
+        sums = [
+            summed(registration, self.by_use(grads, f"grads_list[{n}]"), values, layers)
+            for n, grads in enumerate(grads_list)
+        ]
+        first = [next(iter(flattened(tower))) for tower in grads_list[0]]
+        counted = sum(grad.shape[0] // (self.num_uses or 1) for grad in first)
+        self.take(joined(sums), cases or counted, damping)
+
+    def by_use(self, tensors: Sequence[Any], argument: str) -> list[Tensor]:
+        if isinstance(tensors, Tensor):
+            text = f"{argument} of {self} is one tensor, in the place of a list with one for every tower"
+            raise ValueError(f"{text}; {NESTED}")
+        values = [tensor for tower in tensors for tensor in flattened(tower)]
+        if len(values) != (uses := sum(map(len, self.towers))):
+            several = "1 use" if uses == 1 else f"{uses} uses"
+            raise ValueError(f"{self} has {several} in its towers, and {argument} has {len(values)} tensors; {NESTED}")
+        return values
+
+    def take(self, sums: dict[str, Tensor], cases: int, damping: float | Tensor) -> None:
+        self._batch, self._operator = (sums, cases, damping), None
+
+    @property
+    def operator(self) -> blocks.FisherBlock:
+        """The block with numbers: of the batch of `instantiate_factors`, else the estimator's.
+
+        Raises FactorNotReady without both.
+        """
+        if self._operator is not None:
+            return self._operator
+        if self._batch is None:
+            if self.layer_collection.estimator is None:
+                raise FactorNotReady(
+                    f"{self} has no factors yet: build a FisherEstimator on its layer collection, or call "
+                    "instantiate_factors with the gradients of a batch."
+                )
+            block: blocks.FisherBlock = self.layer_collection.estimator.blocks[self.registration.parameters]
+            return block
+        sums, cases, damping = self._batch
+        self._operator = blocks.make_block(
+            self.registration,
+            parameters=self.layer_collection.parameters,
+            damping=damping,
+            roots=self._roots,
+            dtype=next(iter(sums.values())).dtype,
+        )
+        self._operator.update(sums, cases, decay=0.0)
+        self._operator.update_inverses()
+        return self._operator
+
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def register_matpower(self, exp: float) -> None:
+        """Keep the power `exp` of F + λ I for `multiply_matpower`. An estimator takes `exps` instead."""
+        self.register_root(float(exp))
+
+    def register_inverse(self) -> None:
+        """Keep the inverse for `multiply_inverse`. An estimator keeps it unless `exps` leaves it out."""
+        self.register_root(-1.0)
+
+    def register_cholesky(self) -> None:
+        """Keep the Cholesky factor for `multiply_cholesky`. An estimator takes `compute_cholesky` instead."""
+        self.register_root("cholesky")
+
+    def register_cholesky_inverse(self) -> None:
+        """Keep its inverse for `multiply_cholesky_inverse`. An estimator takes `compute_cholesky_inverse` instead."""
+        self.register_root("cholesky_inverse")
+
+    def register_root(self, root: Root) -> None:
+        if root != 1 and root not in self._roots:
+            self._roots, self._operator = (*self._roots, root), None
+
+    def multiply(self, vector: Any) -> Any:
+        """(F + λ I) v, with tensors of the shapes of the parameters. Raises as `multiply_matpower`."""
+        return self.applied("multiply", vector)
+
+    def multiply_inverse(self, vector: Any) -> Any:
+        """(F + λ I)⁻¹ v. Raises as `multiply_matpower`."""
+        return self.applied("multiply_inverse", vector)
+
+    def multiply_matpower(self, vector: Any, exp: float) -> Any:
+        """(F + λ I)^exp v.
+
+        Raises FactorNotReady without an estimator and before `instantiate_factors`, NotRegisteredError for a root that
+        was not registered, ValueError for another number of tensors.
+        """
+        return self.applied("multiply_matpower", vector, exp)
+
+    def multiply_cholesky(self, vector: Any, transpose: bool = False) -> Any:
+        """L v, or Lᵀ v with `transpose`, where L Lᵀ = F + λ I. Raises as `multiply_matpower`."""
+        return self.applied("multiply_cholesky", vector, transpose)
+
+    def multiply_cholesky_inverse(self, vector: Any, transpose: bool = False) -> Any:
+        """L⁻¹ v, or L⁻ᵀ v with `transpose`. Raises as `multiply_matpower`."""
+        return self.applied("multiply_cholesky_inverse", vector, transpose)
+
+    def full_fisher_block(self) -> Tensor:
+        """F without damping as a dense matrix [p, p], in the order of the flattened matrix [g, o, i]."""
+        return self.operator.full_fisher_block()
+
+    def applied(self, method: str, vector: Any, *args: Any) -> Any:
+        if isinstance(vector, Mapping):
+            return self.product(method, vector, *args)
+        single = not isinstance(vector, (tuple, list))
+        parts = (vector,) if single else vector
+        if len(parts) != len(self.params):
+            raise ValueError(f"a vector of {self} has {len(self.params)} tensors, and got {len(parts)}")
+        product = self.product(method, dict(zip(self.params, parts, strict=True)), *args)
+        return product[self.params[0]] if single else tuple(product[name] for name in self.params)
+
+    def product(self, method: str, vector: Mapping[str, Tensor], *args: Any) -> dict[str, Tensor]:
+        operator = self.operator
+        try:
+            product: dict[str, Tensor] = getattr(operator, method)(vector, *args)
+        except NotRegisteredError as error:
+            if operator is not self._operator or vector.keys() != set(self.registration.parameters):
+                raise
+            needed = f"{self} does not keep what {method} needs: call {REGISTERED_BY[method]} before"
+            raise NotRegisteredError(needed) from error
+        return product
+
+
+def flattened(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+# --- statistics without a graph -------------------------------------------------------------------------------------
+
+
+def summed(
+    registration: Registration, grads: Sequence[Tensor], inputs: Sequence[Tensor], layers: Mapping[str, Layer]
+) -> dict[str, Tensor]:
+    """The statistics of one source over all uses, as taps and links compute them in a backward.
+
+    Gradients of single cases add up within a tower; towers are concatenated.
+    """
+    total: dict[tuple[str, int], Tensor] = {}
+    towers: defaultdict[int, list[Rows]] = defaultdict(list)
+    matrix, bias = registration.rows
+    names = blocks.statistics_of(registration)
+    for use, grad, value in zip(registration.uses, grads, inputs, strict=True):
+        rows, grad_rows = checked_rows(registration, use, layers[use.layer], grad, value)
+        towers[use.tower].append(canonical(rows, grad_rows, bias, matrix))
+        for name in names:
+            if name not in LAGGED:
+                statistic = named(name).compute(rows, grad_rows, bias, matrix)
+                key = name, use.tower if name == "per_case" else 0
+                total[key] = total[key] + statistic if key in total else statistic
+    sums = {
+        name: torch.cat([value for key, value in total.items() if key[0] == name]) if name == "per_case"
+        else total[name, 0]
+        for name in names if name not in LAGGED
+    }  # fmt: skip
+    first = registration.uses[0]
+    pairs = [pair for tower in towers.values() for pair in zip(tower[1:], tower, strict=False)]
+    if first.steps > 1:
+        pairs = [unfolded(rows, first.steps, first.steps_in_positions) for tower in towers.values() for rows in tower]
+    zero = towers[first.tower][0].d.new_zeros(())
+    lagged = {
+        name: sum((LAGGED[name].compute(*pair) for pair in pairs), zero.expand(LAGGED[name].shape(matrix)))
+        for name in names
+        if name in LAGGED
+    }
+    return sums | lagged
+
+
+def checked_rows(registration: Registration, use: Use, layer: Layer, grad: Tensor, value: Tensor) -> list[Tensor]:
+    """Rows and gradient rows. Raises ValueError for tensors that are not those of this use."""
+    (g, o, i), bias = registration.rows
+    try:
+        rows, grad_rows = both_rows(registration, use, layer)(grad, value)
+        if not registration.structure.needs_pixels:  # pixels are not as many as output positions
+            check_shapes(rows, grad_rows, (g, o, i - bias))
+    except (RuntimeError, ValueError, IndexError) as error:
+        if fatal(error):
+            raise
+        raise ValueError(
+            f"{registration} at {where(use.output)}: an input of shape {list(value.shape)} and an output's gradient of "
+            f"shape {list(grad.shape)} are not of one {use.layer}: {first_line(error)}"
+        ) from error
+    return [rows, grad_rows]
+
+
+def joined(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
+    once, listed = ("count", "A", "A_diag", "A1", "pairs"), ("per_case", "gradient")
+    return {
+        name: first if whole(name) in once else torch.stack([s[name] for s in sources]) if name in listed
+        else torch.stack([s[name] for s in sources]).sum(0)
+        for name, first in sources[0].items()
+    }  # fmt: skip
