@@ -186,6 +186,7 @@ class FisherBlock:
         )
 
     def pieces(self, names: Key) -> tuple[Piece, ...]:
+        """The pieces of parameters among `names`."""
         pieces = self.layer_collection.pieces
         return tuple(pieces[name] for name in names if name in pieces)
 
@@ -212,16 +213,16 @@ class FisherBlock:
         if isinstance(grads_list, Tensor) or not len(grads_list):
             raise ValueError(f"grads_list of {self} must hold a list for every source; {NESTED}")
         registration, layers = self.registration, self.layer_collection.layers
-        values = self.by_use(inputs, "inputs")
+        values = self._by_use(inputs, "inputs")
         sums = [
-            summed(registration, self.by_use(grads, f"grads_list[{n}]"), values, layers)
+            summed(registration, self._by_use(grads, f"grads_list[{n}]"), values, layers)
             for n, grads in enumerate(grads_list)
         ]
         first = [next(iter(flattened(tower))) for tower in grads_list[0]]
         counted = sum(grad.shape[0] // (self.num_uses or 1) for grad in first)
-        self.take(joined(sums), cases or counted, damping)
+        self._take(joined(sums), cases or counted, damping)
 
-    def by_use(self, tensors: Sequence[Any], argument: str) -> list[Tensor]:
+    def _by_use(self, tensors: Sequence[Any], argument: str) -> list[Tensor]:
         if isinstance(tensors, Tensor):
             text = f"{argument} of {self} is one tensor, in the place of a list with one for every tower"
             raise ValueError(f"{text}; {NESTED}")
@@ -231,7 +232,7 @@ class FisherBlock:
             raise ValueError(f"{self} has {several} in its towers, and {argument} has {len(values)} tensors; {NESTED}")
         return values
 
-    def take(self, sums: dict[str, Tensor], cases: int, damping: float | Tensor) -> None:
+    def _take(self, sums: dict[str, Tensor], cases: int, damping: float | Tensor) -> None:
         self._batch, self._operator = (sums, cases, damping), None
 
     @property
@@ -266,31 +267,31 @@ class FisherBlock:
 
     def register_matpower(self, exp: float) -> None:
         """Keep the power `exp` of F + λ I for `multiply_matpower`. An estimator takes `exps` instead."""
-        self.register_root(float(exp))
+        self._register_root(float(exp))
 
     def register_inverse(self) -> None:
         """Keep the inverse for `multiply_inverse`. An estimator keeps it unless `exps` leaves it out."""
-        self.register_root(-1.0)
+        self._register_root(-1.0)
 
     def register_cholesky(self) -> None:
         """Keep the Cholesky factor for `multiply_cholesky`. An estimator takes `compute_cholesky` instead."""
-        self.register_root("cholesky")
+        self._register_root("cholesky")
 
     def register_cholesky_inverse(self) -> None:
         """Keep its inverse for `multiply_cholesky_inverse`. An estimator takes `compute_cholesky_inverse` instead."""
-        self.register_root("cholesky_inverse")
+        self._register_root("cholesky_inverse")
 
-    def register_root(self, root: Root) -> None:
+    def _register_root(self, root: Root) -> None:
         if root != 1 and root not in self._roots:
             self._roots, self._operator = (*self._roots, root), None
 
     def multiply(self, vector: Any) -> Any:
         """(F + λ I) v, with tensors of the shapes of the parameters. Raises as `multiply_matpower`."""
-        return self.applied("multiply", vector)
+        return self._applied("multiply", vector)
 
     def multiply_inverse(self, vector: Any) -> Any:
         """(F + λ I)⁻¹ v. Raises as `multiply_matpower`."""
-        return self.applied("multiply_inverse", vector)
+        return self._applied("multiply_inverse", vector)
 
     def multiply_matpower(self, vector: Any, exp: float) -> Any:
         """(F + λ I)^exp v.
@@ -298,31 +299,31 @@ class FisherBlock:
         Raises FactorNotReady without an estimator and before `instantiate_factors`, NotRegisteredError for a root that
         was not registered, ValueError for another number of tensors.
         """
-        return self.applied("multiply_matpower", vector, exp)
+        return self._applied("multiply_matpower", vector, exp)
 
     def multiply_cholesky(self, vector: Any, transpose: bool = False) -> Any:
         """L v, or Lᵀ v with `transpose`, where L Lᵀ = F + λ I. Raises as `multiply_matpower`."""
-        return self.applied("multiply_cholesky", vector, transpose)
+        return self._applied("multiply_cholesky", vector, transpose)
 
     def multiply_cholesky_inverse(self, vector: Any, transpose: bool = False) -> Any:
         """L⁻¹ v, or L⁻ᵀ v with `transpose`. Raises as `multiply_matpower`."""
-        return self.applied("multiply_cholesky_inverse", vector, transpose)
+        return self._applied("multiply_cholesky_inverse", vector, transpose)
 
     def full_fisher_block(self) -> Tensor:
         """F without damping as a dense matrix [p, p], in the order of the flattened matrix [g, o, i]."""
         return self.operator.full_fisher_block()
 
-    def applied(self, method: str, vector: Any, *args: Any) -> Any:
+    def _applied(self, method: str, vector: Any, *args: Any) -> Any:
         if isinstance(vector, Mapping):
-            return self.product(method, vector, *args)
+            return self._product(method, vector, *args)
         single = not isinstance(vector, (tuple, list))
         parts = (vector,) if single else vector
         if len(parts) != len(self.params):
             raise ValueError(f"a vector of {self} has {len(self.params)} tensors, and got {len(parts)}")
-        product = self.product(method, dict(zip(self.params, parts, strict=True)), *args)
+        product = self._product(method, dict(zip(self.params, parts, strict=True)), *args)
         return product[self.params[0]] if single else tuple(product[name] for name in self.params)
 
-    def product(self, method: str, vector: Mapping[str, Tensor], *args: Any) -> dict[str, Tensor]:
+    def _product(self, method: str, vector: Mapping[str, Tensor], *args: Any) -> dict[str, Tensor]:
         operator = self.operator
         try:
             product: dict[str, Tensor] = getattr(operator, method)(vector, *args)

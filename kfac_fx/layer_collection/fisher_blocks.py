@@ -96,7 +96,7 @@ class NaiveFB(FisherBlock, default="diagonal"):
         if cases is None:
             raise ValueError(f"{self}: how many cases were summed over is not in a parameter's gradient; pass cases=")
         sources = torch.stack([torch.cat([grad.flatten() for grad in flattened(grads)]) for grads in grads_list])
-        self.take(additive(self.structure, {"gradient": sources}), cases, damping)
+        self._take(additive(self.structure, {"gradient": sources}), cases, damping)
 
 
 class NaiveFullFB(NaiveFB, FullFB, default="full"):

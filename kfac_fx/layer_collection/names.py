@@ -87,7 +87,7 @@ class CapturedModel:
             operands = dict.fromkeys(operand for node in call for operand in node.all_input_nodes)
             return [node for node in operands if node not in call and node.op != "get_attr"]
 
-        return self.node_per_call(module, "inputs", [read(call) for call in self.calls_of(module)])
+        return self._node_per_call(module, "inputs", [read(call) for call in self.calls_of(module)])
 
     def outputs_of(self, module: str) -> fx.Node | list[fx.Node]:
         """The node that a submodule computes; a list with one node per call if it is called several times.
@@ -98,7 +98,7 @@ class CapturedModel:
         def computed(call: Sequence[fx.Node]) -> list[fx.Node]:
             return [node for node in call if any(user not in call for user in node.users)]
 
-        return self.node_per_call(module, "outputs", [computed(call) for call in self.calls_of(module)])
+        return self._node_per_call(module, "outputs", [computed(call) for call in self.calls_of(module)])
 
     def calls_of(self, module: str) -> list[list[fx.Node]]:
         """The operations of every call of a submodule, in order."""
@@ -114,7 +114,7 @@ class CapturedModel:
             raise RegistrationError(f"no operation of the graph is in a module {module!r}.{nearest(module, paths)}")
         return list(calls.values())
 
-    def node_per_call(self, module: str, side: str, calls: Sequence[Sequence[fx.Node]]) -> fx.Node | list[fx.Node]:
+    def _node_per_call(self, module: str, side: str, calls: Sequence[Sequence[fx.Node]]) -> fx.Node | list[fx.Node]:
         for nodes in calls:
             if len(nodes) != 1:
                 names = ", ".join(node.name for node in nodes) or "none"
