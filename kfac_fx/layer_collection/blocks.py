@@ -48,9 +48,8 @@ class FisherBlock:
         params: the names of the parameters.
         towers: for every mini-batch the uses of the parameters in it.
         num_uses: how many uses one output holds, one after another; None: one.
-        reason: why the block is another than the default one; None if it is the default one.
-        sampling: the share of the rows that the input factor is computed from; None: all.
-        patch_mask: what every patch is multiplied with; None: nothing.
+        reason: why the block is not the default one; None if it is.
+        sampling, patch_mask: the rows that the input factor is computed from, and what patches are multiplied with.
         side_blocks: into how many diagonal blocks the factors of the outputs and of the inputs are cut.
     """
 
@@ -187,8 +186,7 @@ class FisherBlock:
 
     def pieces(self, names: Key) -> tuple[Piece, ...]:
         """The pieces of parameters among `names`."""
-        pieces = self.layer_collection.pieces
-        return tuple(pieces[name] for name in names if name in pieces)
+        return tuple(self.layer_collection.pieces[name] for name in names if name in self.layer_collection.pieces)
 
     def tensors_to_compute_grads(self) -> list[list[fx.Node]] | tuple[str, ...]:
         """The output nodes of every tower; of a generic block the names of its parameters."""
@@ -214,19 +212,17 @@ class FisherBlock:
             raise ValueError(f"grads_list of {self} must hold a list for every source; {NESTED}")
         registration, layers = self.registration, self.layer_collection.layers
         values = self._by_use(inputs, "inputs")
-        sums = [
-            summed(registration, self._by_use(grads, f"grads_list[{n}]"), values, layers)
-            for n, grads in enumerate(grads_list)
-        ]
-        first = [next(iter(flattened(tower))) for tower in grads_list[0]]
+        by_source = [self._by_use(grads, f"grads_list[{n}]") for n, grads in enumerate(grads_list)]
+        sums = [over_uses(registration, grads, values, layers) for grads in by_source]
+        first = [next(iter(listed_tensors(tower))) for tower in grads_list[0]]
         counted = sum(grad.shape[0] // (self.num_uses or 1) for grad in first)
-        self._take(joined(sums), cases or counted, damping)
+        self._take(over_sources(sums), cases or counted, damping)
 
     def _by_use(self, tensors: Sequence[Any], argument: str) -> list[Tensor]:
         if isinstance(tensors, Tensor):
             text = f"{argument} of {self} is one tensor, in the place of a list with one for every tower"
             raise ValueError(f"{text}; {NESTED}")
-        values = [tensor for tower in tensors for tensor in flattened(tower)]
+        values = [tensor for tower in tensors for tensor in listed_tensors(tower)]
         if len(values) != (uses := sum(map(len, self.towers))):
             several = "1 use" if uses == 1 else f"{uses} uses"
             raise ValueError(f"{self} has {several} in its towers, and {argument} has {len(values)} tensors; {NESTED}")
@@ -244,20 +240,17 @@ class FisherBlock:
         if self._operator is not None:
             return self._operator
         if self._batch is None:
-            if self.layer_collection.estimator is None:
+            if (estimator := self.layer_collection.estimator) is None:
                 raise FactorNotReady(
                     f"{self} has no factors yet: build a FisherEstimator on its layer collection, or call "
                     "instantiate_factors with the gradients of a batch."
                 )
-            block: blocks.FisherBlock = self.layer_collection.estimator.blocks[self.registration.parameters]
+            block: blocks.FisherBlock = estimator.blocks[self.registration.parameters]
             return block
         sums, cases, damping = self._batch
+        parameters, dtype = self.layer_collection.parameters, next(iter(sums.values())).dtype
         self._operator = blocks.make_block(
-            self.registration,
-            parameters=self.layer_collection.parameters,
-            damping=damping,
-            roots=self._roots,
-            dtype=next(iter(sums.values())).dtype,
+            self.registration, parameters=parameters, damping=damping, roots=self._roots, dtype=dtype
         )
         self._operator.update(sums, cases, decay=0.0)
         self._operator.update_inverses()
@@ -310,39 +303,39 @@ class FisherBlock:
         return self._applied("multiply_cholesky_inverse", vector, transpose)
 
     def full_fisher_block(self) -> Tensor:
-        """F without damping as a dense matrix [p, p], in the order of the flattened matrix [g, o, i]."""
+        """F without damping as a dense matrix [p, p], in the order of the listed_tensors matrix [g, o, i]."""
         return self.operator.full_fisher_block()
 
     def _applied(self, method: str, vector: Any, *args: Any) -> Any:
+        listed = isinstance(vector, (tuple, list))
         if isinstance(vector, Mapping):
-            return self._product(method, vector, *args)
-        single = not isinstance(vector, (tuple, list))
-        parts = (vector,) if single else vector
-        if len(parts) != len(self.params):
-            raise ValueError(f"a vector of {self} has {len(self.params)} tensors, and got {len(parts)}")
-        product = self._product(method, dict(zip(self.params, parts, strict=True)), *args)
-        return product[self.params[0]] if single else tuple(product[name] for name in self.params)
-
-    def _product(self, method: str, vector: Mapping[str, Tensor], *args: Any) -> dict[str, Tensor]:
+            named_vector = vector
+        else:
+            parts = vector if listed else (vector,)
+            if len(parts) != len(self.params):
+                raise ValueError(f"a vector of {self} has {len(self.params)} tensors, and got {len(parts)}")
+            named_vector = dict(zip(self.params, parts, strict=True))
         operator = self.operator
         try:
-            product: dict[str, Tensor] = getattr(operator, method)(vector, *args)
+            product: dict[str, Tensor] = getattr(operator, method)(named_vector, *args)
         except NotRegisteredError as error:
-            if operator is not self._operator or vector.keys() != set(self.registration.parameters):
+            if operator is not self._operator or named_vector.keys() != set(self.registration.parameters):
                 raise
-            needed = f"{self} does not keep what {method} needs: call {REGISTERED_BY[method]} before"
-            raise NotRegisteredError(needed) from error
-        return product
+            text = f"{self} does not keep what {method} needs: call {REGISTERED_BY[method]} before"
+            raise NotRegisteredError(text) from error
+        if isinstance(vector, Mapping):
+            return product
+        return tuple(product[name] for name in self.params) if listed else product[self.params[0]]
 
 
-def flattened(value: Any) -> list[Tensor]:
+def listed_tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
 # --- statistics without a graph -------------------------------------------------------------------------------------
 
 
-def summed(
+def over_uses(
     registration: Registration, grads: Sequence[Tensor], inputs: Sequence[Tensor], layers: Mapping[str, Layer]
 ) -> dict[str, Tensor]:
     """The statistics of one source over all uses, as taps and links compute them in a backward.
@@ -396,7 +389,7 @@ def checked_rows(registration: Registration, use: Use, layer: Layer, grad: Tenso
     return [rows, grad_rows]
 
 
-def joined(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def over_sources(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
     once, listed = ("count", "A", "A_diag", "A1", "pairs"), ("per_case", "gradient")
     return {

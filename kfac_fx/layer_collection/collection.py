@@ -51,8 +51,7 @@ class LayerCollection(RegisterMethods):
 
     Attributes:
         model, parameters, layers: the model, its trainable parameters by name, the layer declarations by name.
-        fisher_blocks: the blocks by their parameters, in the order of registration.
-        fisher_factors: the factors that were asked for.
+        fisher_blocks, fisher_factors: blocks by their parameters, in the order of registration; factors asked for.
         padding_mask: the node of the padding mask; None: no padding.
         estimator: the estimator that was built on the collection; None: none yet.
         finalized: whether registrations are refused.
@@ -121,8 +120,6 @@ class LayerCollection(RegisterMethods):
         """The name of a parameter or a piece. Raises RegistrationError for others than the model's trainable ones."""
         return self._names(parameter)
 
-    # --- parameters -------------------------------------------------------------------------------------------------
-
     def names_of(self, params: Any) -> Key:
         """The names of a parameter or of several. Raises RegistrationError for others than the model's."""
         return self.fisher_blocks.names(params)
@@ -175,7 +172,7 @@ class LayerCollection(RegisterMethods):
 
     def set_default_approximation(self, kind: str, value: str) -> None:
         """Raises ApproximationError if the kind of layer does not have this approximation, or is unknown."""
-        if kind_named(kind).own(value) is None:
+        if kind_named(kind).ours(value) is None:
             valid = ", ".join(KINDS[kind].approximations)
             raise ApproximationError(f"{value!r} is not a valid approximation for {kind}; valid are {valid}")
         self._defaults[kind] = value
@@ -190,11 +187,10 @@ class LayerCollection(RegisterMethods):
     def chosen(self, kind: str, names: Key, approx: str | None) -> str:
         """Our name of `approx`, else of the approximation of these linked parameters, else of the kind's default."""
         asked = approx or self.linked_parameters.get(frozenset(names)) or self._defaults[kind]
-        own = KINDS[kind].own(asked)
-        if own is None:
+        if (ours := KINDS[kind].ours(asked)) is None:
             valid = ", ".join(KINDS[kind].approximations)
             raise ApproximationError(f"Bad value {asked!r} for approx of {', '.join(names)}; {kind} has {valid}")
-        return own
+        return ours
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
@@ -339,8 +335,8 @@ class LayerCollection(RegisterMethods):
 
     def on(self, traced: Program) -> Program:
         """The same registrations on another capture of the model. Raises ModelChangedError if it is another graph."""
-        program = self.program
-        return program if traced is self.captured.capture.program else recaptured(program, traced, self.model)
+        same = traced is self.captured.capture.program
+        return self.program if same else recaptured(self.program, traced, self.model)
 
     # --- checks -----------------------------------------------------------------------------------------------------
 

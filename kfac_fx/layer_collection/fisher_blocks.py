@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kfac_fx.factors.factor import additive
 from kfac_fx.layer_collection.blocks import FisherBlock as FisherBlock
-from kfac_fx.layer_collection.blocks import flattened
+from kfac_fx.layer_collection.blocks import listed_tensors
 from kfac_fx.layer_collection.find_use import Nodes
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS
@@ -88,14 +88,14 @@ class NaiveFB(FisherBlock, default="diagonal"):
         parameters = split(self.layer_collection.parameters, [self.registration])
         wanted = [list(parameters[name].shape) for name in self.params]
         for n, grads in enumerate(grads_list):
-            if (shapes := [list(grad.shape) for grad in flattened(grads)]) != wanted:
+            if (shapes := [list(grad.shape) for grad in listed_tensors(grads)]) != wanted:
                 raise ValueError(
                     f"grads_list[{n}] of {self} has tensors of shapes {shapes}, and the parameters have {wanted}: "
                     "write instantiate_factors([[gradient]], damping, cases=...) for one source and one parameter"
                 )
         if cases is None:
             raise ValueError(f"{self}: how many cases were summed over is not in a parameter's gradient; pass cases=")
-        sources = torch.stack([torch.cat([grad.flatten() for grad in flattened(grads)]) for grads in grads_list])
+        sources = torch.stack([torch.cat([grad.flatten() for grad in listed_tensors(grads)]) for grads in grads_list])
         self._take(additive(self.structure, {"gradient": sources}), cases, damping)
 
 
@@ -220,7 +220,7 @@ class Kind:
         names = {(row.multi_name or row.name) if self.multi else row.name: row.name for row in rows}
         return {**self.aliases, **names}
 
-    def own(self, approx: str) -> str | None:
+    def ours(self, approx: str) -> str | None:
         """Our name of an approximation; None if the kind does not have it."""
         return self.approximations.get(approx)
 
@@ -253,7 +253,7 @@ def kind_named(kind: str) -> Kind:
 
 def check_approximation(approximation: str | None) -> None:
     """Raises ApproximationError for a name that no kind of layer has."""
-    if approximation is not None and not any(kind.own(approximation) for kind in KINDS.values()):
+    if approximation is not None and not any(kind.ours(approximation) for kind in KINDS.values()):
         names = dict.fromkeys(name for kind in KINDS.values() for name in kind.approximations)
         raise ApproximationError(f"{approximation!r} is no approximation.{nearest(approximation, names)}")
 
@@ -291,10 +291,10 @@ def factor_keys(registration: Registration) -> Iterator[tuple[str, bool, Hashabl
     """The arguments of `FisherFactor` for each factor of a block."""
     for side in (registration.structure.left, registration.structure.right):
         if side is not None:
-            yield side.factor, side.diagonal, source(registration, side.factor)
+            yield side.factor, side.diagonal, source_of(registration, side.factor)
 
 
-def source(registration: Registration, factor: str) -> Hashable:
+def source_of(registration: Registration, factor: str) -> Hashable:
     if factor == "F" or registration.matrix is None:
         return registration.parameters, registration.generic
     if factor == "G":

@@ -17,24 +17,22 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from kfac_fx.layer_collection.blocks import FisherBlock
 from kfac_fx.layer_collection.find_use import Collection, Nodes
 from kfac_fx.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, LINEAR
-from kfac_fx.layer_collection.losses import register_distribution
+from kfac_fx.layer_collection.losses import Node, Targets, register_distribution
 from kfac_fx.layer_collection.names import VARIABLE_SCOPE, Reuse
 from kfac_fx.layer_collection.registering import register_generic, register_layer, register_separable
 from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.losses.registered import RegisteredLoss
 
-F = TypeVar("F", bound=Callable[..., Any])
+Row = TypeVar("Row", bound=Callable[..., Any])
 Approx = str | None
-Node = fx.Node | str
 Share = bool | float | None
 Sizes = Sequence[int] | int | None
-Targets = Tensor | Node | None
 
 PARAMS = 'a parameter or a tuple of them: names, the objects, or pieces such as "w[0:64]"'
 ARGUMENTS = {
@@ -78,7 +76,7 @@ LOSS_RAISES = """
 Returns the loss. Raises LossError if the variance is no positive float, and as `register_loss_function`."""
 
 
-def declared(function: F, run: Callable[..., Any], raises: str, **words: str) -> F:
+def declared(function: Row, run: Callable[..., Any], raises: str, **words: str) -> Row:
     """The method with the signature of `function` that calls `run` with the collection and all arguments by name."""
     signature = inspect.signature(function)
 
@@ -100,14 +98,16 @@ def declared(function: F, run: Callable[..., Any], raises: str, **words: str) ->
     return method  # type: ignore[return-value]
 
 
-def layer(kind: str, layers: tuple[str, ...] = (), run: Callable[..., Any] = register_layer) -> Callable[[F], F]:
+def layer_row(
+    kind: str, layers: tuple[str, ...] = (), run: Callable[..., Any] = register_layer
+) -> Callable[[Row], Row]:
     """A row for a layer. kind: of KINDS; layers: the declared layers to search for, empty: those of the kind."""
     words = {"kind": kind, "approximations": ", ".join(f'"{name}"' for name in KINDS[kind].approximations)}
     bound = functools.partial(run, kind=kind, layers=layers)
     return lambda function: declared(function, bound, LAYER_RAISES, **words)
 
 
-def loss(distribution: type[LossFunction], base_name: str) -> Callable[[F], F]:
+def loss_row(distribution: type[LossFunction], base_name: str) -> Callable[[Row], Row]:
     """A row for a loss. base_name: its name in a collection, with a number if it is taken."""
     bound = functools.partial(register_distribution, distribution=distribution, base_name=base_name)
     return lambda function: declared(function, bound, LOSS_RAISES)
@@ -157,20 +157,20 @@ class SetDefault:
 class RegisterMethods:
     """See the module's docstring."""
 
-    @layer("generic", run=register_generic)
+    @layer_row("generic", run=register_generic)
     def register_generic(
         self, params: Any, batch_size: int | None = None, approx: Approx = None, reuse: Reuse = VARIABLE_SCOPE
     ) -> FisherBlock:
         """Register parameters that belong to no layer."""
 
-    @layer("fully_connected")
+    @layer_row("fully_connected")
     def register_fully_connected(
         self, params: Any, inputs: Nodes, outputs: Nodes, approx: Approx = None, reuse: Reuse = VARIABLE_SCOPE, *,
         dense_inputs: bool = True
     ) -> FisherBlock:
         """Register a fully connected layer."""
 
-    @layer("fully_connected_multi")
+    @layer_row("fully_connected_multi")
     def register_fully_connected_multi(
         self, params: Any, inputs: Nodes, outputs: Nodes, num_uses: int | None = None, approx: Approx = None,
         reuse: Reuse = VARIABLE_SCOPE, *, dense_inputs: bool = True
@@ -181,13 +181,13 @@ class RegisterMethods:
         `num_uses` uses one after another, [num_uses * batch, ...] or [num_uses, batch, ...].
         """
 
-    @layer("embedding")
+    @layer_row("embedding")
     def register_embedding(
         self, params: Any, inputs: Nodes, outputs: Nodes, approx: Approx = None, reuse: Reuse = VARIABLE_SCOPE
     ) -> FisherBlock:
         """Register an embedding. Its input factor is diagonal."""
 
-    @layer("embedding_multi", EMBEDDINGS + LINEAR)
+    @layer_row("embedding_multi", EMBEDDINGS + LINEAR)
     def register_embedding_multi(
         self, params: Any, inputs: Nodes, outputs: Nodes, num_uses: int | None = None, approx: Approx = None,
         reuse: Reuse = VARIABLE_SCOPE
@@ -197,13 +197,13 @@ class RegisterMethods:
         The output layer that is tied to the embedding is one more use.
         """
 
-    @layer("scale_and_shift")
+    @layer_row("scale_and_shift")
     def register_scale_and_shift(
         self, params: Any, inputs: Nodes, outputs: Nodes, approx: Approx = None, reuse: Reuse = VARIABLE_SCOPE
     ) -> FisherBlock:
         """Register `x * scale + shift`, or a normalization with its own scale and shift."""
 
-    @layer("conv2d", ("conv1d", "conv_transpose1d"))
+    @layer_row("conv2d", ("conv1d", "conv_transpose1d"))
     def register_conv1d(
         self, params: Any, strides: Sizes = None, padding: Any = None, inputs: Nodes = None, outputs: Nodes = None,
         dilations: Sizes = None, approx: Approx = None, reuse: Reuse = VARIABLE_SCOPE, sub_sample_inputs: Share = None,
@@ -211,7 +211,7 @@ class RegisterMethods:
     ) -> FisherBlock:
         """Register a convolution over one dimension, grouped and transposed ones included."""
 
-    @layer("conv2d", ("conv2d", "conv_transpose2d"))
+    @layer_row("conv2d", ("conv2d", "conv_transpose2d"))
     def register_conv2d(
         self, params: Any, strides: Sizes = None, padding: Any = None, inputs: Nodes = None, outputs: Nodes = None,
         data_format: str | None = None, dilations: Sizes = None, approx: Approx = None, reuse: Reuse = VARIABLE_SCOPE,
@@ -222,7 +222,7 @@ class RegisterMethods:
         The input factor of "kron" is of patches (KFC), that of the "kron_sua" family of pixels (`kfac_fx.factors.sua`).
         """
 
-    @layer("conv2d_multi")
+    @layer_row("conv2d_multi")
     def register_conv2d_multi(
         self, params: Any, strides: Sizes = None, padding: Any = None, inputs: Nodes = None, outputs: Nodes = None,
         num_uses: int | None = None, data_format: str | None = None, dilations: Sizes = None, approx: Approx = None,
@@ -231,7 +231,7 @@ class RegisterMethods:
     ) -> FisherBlock:
         """Register a convolution with several uses, as `register_fully_connected_multi`. Their geometry may differ."""
 
-    @layer("conv2d")
+    @layer_row("conv2d")
     def register_convolution(
         self, params: Any, inputs: Nodes, outputs: Nodes, padding: Any = None, strides: Sizes = None,
         dilation_rate: Sizes = None, data_format: str | None = None, approx: Approx = None,
@@ -239,14 +239,14 @@ class RegisterMethods:
     ) -> FisherBlock:
         """Register a convolution over one, two or three dimensions, grouped and transposed ones included."""
 
-    @layer("depthwise_conv2d")
+    @layer_row("depthwise_conv2d")
     def register_depthwise_conv2d(
         self, params: Any, inputs: Nodes, outputs: Nodes, strides: Sizes = None, padding: Any = None,
         rate: Sizes = None, data_format: str | None = None, approx: Approx = None, reuse: Reuse = VARIABLE_SCOPE
     ) -> FisherBlock:
         """Register a depthwise convolution. "kron" is one product per channel."""
 
-    @layer("conv2d", run=register_separable)
+    @layer_row("conv2d", run=register_separable)
     def register_separable_conv2d(
         self, depthwise_params: Any, pointwise_params: Any, inputs: Nodes, depthwise_outputs: Nodes,
         pointwise_outputs: Nodes, strides: Sizes = None, padding: Any = None, rate: Sizes = None,
@@ -257,42 +257,42 @@ class RegisterMethods:
         `strides`, `padding` and `rate` are of the first, `approx` is of the second one.
         """
 
-    @loss(Categorical, "categorical_predictive_distribution")
+    @loss_row(Categorical, "categorical_predictive_distribution")
     def register_categorical_predictive_distribution(
         self, logits: Node, seed: int | None = None, targets: Targets = None, name: str | None = None,
         coeff: float = 1.0, reuse: Reuse = VARIABLE_SCOPE
     ) -> RegisteredLoss:
         """Register a categorical distribution. Every distribution is a case, as in torch's cross_entropy."""
 
-    @loss(Categorical, "sparse_softmax_cross_entropy_loss")
+    @loss_row(Categorical, "sparse_softmax_cross_entropy_loss")
     def register_softmax_cross_entropy_loss(
         self, logits: Node, seed: int | None = None, targets: Targets = None, name: str | None = None,
         coeff: float = 1.0, reuse: Reuse = VARIABLE_SCOPE
     ) -> RegisteredLoss:
         """As `register_categorical_predictive_distribution`."""
 
-    @loss(Normal, "normal_predictive_distribution")
+    @loss_row(Normal, "normal_predictive_distribution")
     def register_normal_predictive_distribution(
         self, mean: Node, var: float = 0.5, seed: int | None = None, targets: Targets = None, name: str | None = None,
         coeff: float = 1.0, reuse: Reuse = VARIABLE_SCOPE
     ) -> RegisteredLoss:
         """Register a normal distribution with a fixed variance."""
 
-    @loss(Normal, "squared_error_loss")
+    @loss_row(Normal, "squared_error_loss")
     def register_squared_error_loss(
         self, prediction: Node, seed: int | None = None, targets: Targets = None, name: str | None = None,
         coeff: float = 1.0, reuse: Reuse = VARIABLE_SCOPE
     ) -> RegisteredLoss:
         """Register |target - prediction|², a normal distribution with variance 0.5."""
 
-    @loss(MultiBernoulli, "multi_bernoulli_predictive_distribution")
+    @loss_row(MultiBernoulli, "multi_bernoulli_predictive_distribution")
     def register_multi_bernoulli_predictive_distribution(
         self, logits: Node, seed: int | None = None, targets: Targets = None, name: str | None = None,
         coeff: float = 1.0, reuse: Reuse = VARIABLE_SCOPE
     ) -> RegisteredLoss:
         """Register independent bits, each with its own logit."""
 
-    @loss(MultiBernoulli, "sigmoid_cross_entropy_loss")
+    @loss_row(MultiBernoulli, "sigmoid_cross_entropy_loss")
     def register_sigmoid_cross_entropy_loss(
         self, logits: Node, seed: int | None = None, targets: Targets = None, name: str | None = None,
         coeff: float = 1.0, reuse: Reuse = VARIABLE_SCOPE

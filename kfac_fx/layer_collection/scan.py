@@ -28,9 +28,13 @@ from kfac_fx.passes.resolve import resolve
 
 
 class Scan:
-    """One scan of a collection's graph for blocks of what of the parameters `wanted` is not registered yet.
+    """One scan of a collection's graph for blocks of the parameters that are not registered yet.
 
-    wanted: names of parameters, or of pieces. owners: the parameters that have something left to register.
+    Attributes:
+        wanted: the names of parameters and pieces that are to be registered.
+        owners: the parameters that these names belong to.
+        taken: the names that are registered already.
+        behind: for every tower of the losses the nodes behind it. Losses were registered in the order of towers.
     """
 
     def __init__(self, collection: Collection, wanted: Sequence[str], batch_size: int | None) -> None:
@@ -40,6 +44,13 @@ class Scan:
             name for name in wanted if name not in self.taken and self.owner(name) not in self.taken
         )
         self.owners = {self.owner(name) for name in self.wanted}
+        by_loss = collection.towers_by_loss
+        if len({len(towers) for towers in by_loss}) > 1:
+            rows = ", ".join(f"{towers[0].name}: {len(towers)}" for towers in by_loss)
+            raise RegistrationError(f"every loss must be registered for the same number of towers, not {rows}")
+        self.behind = [
+            ancestors([node for loss in tower for node in loss.inputs]) for tower in zip(*by_loss, strict=True)
+        ]
 
     def open(self, name: str) -> bool:
         """Whether a parameter or a piece is to be registered."""
@@ -49,49 +60,23 @@ class Scan:
 
     def blocks(self) -> dict[Key, FisherBlock]:
         """See `LayerCollection.auto_register_layers`."""
-        behind = self.towers()
-
-        def apart(program: Program) -> Program:
-            """What is registered already is as if it were frozen."""
-            self.collection.pieces.update(program.pieces)
-            rest = [(use, {r: one for r, one in use.parameters.items() if self.open(one.parameter)})
-                    for use in program.matches]  # fmt: skip
-            matches = (replace(use, parameters=own) for use, own in rest if own)
-            return program.but(matches=tuple(self.with_tower(use, behind) for use in matches))
-
-        found = run(self.program(), (link, express, match, cut, apart, resolve, check))
+        program = run(self.program(), (link, express, match, cut, self.without_taken, resolve, check))
         return {
-            one.parameters: self.block(one, behind)
-            for one in found.registrations
-            if all(self.open(name) for name in one.parameters)
+            registration.parameters: self.block(registration)
+            for registration in program.registrations
+            if all(self.open(name) for name in registration.parameters)
         }
-
-    def towers(self) -> list[set[fx.Node]]:
-        """The graph behind every tower, which the order in which losses were registered tells apart."""
-        by_loss = self.collection.towers_by_loss
-        if len({len(towers) for towers in by_loss}) > 1:
-            rows = ", ".join(f"{one[0].name}: {len(one)}" for one in by_loss)
-            raise RegistrationError(f"every loss must be registered for the same number of towers, not {rows}")
-        return [ancestors([node for one in tower for node in one.inputs]) for tower in zip(*by_loss, strict=True)]
-
-    def with_tower(self, use: Use, behind: Sequence[set[fx.Node]]) -> Use:
-        """With its cases where those of its tower's loss are: towers may be of different sizes."""
-        (first, *_) = self.collection.towers_by_loss
-        size = symbolic_sizes(first[tower_of(use, behind)].inputs[0])[:1]
-        return with_batch_dim(use, size[0]) if use.batch_dim is None and size and size[0] else use
 
     def program(self) -> Program:
-        """Where only the parameters that are still to be registered count as such."""
-        bare = self.collection.bare_program
-        kinds = [kind for kind in KINDS if not KINDS[kind].multi]
-        defaults = {
-            layer: own
-            for kind in kinds
-            for layer in KINDS[kind].layers or (kind,)
-            if self.collection.default_approximation(kind) != KINDS[kind].default
-            and (own := KINDS[kind].own(self.collection.default_approximation(kind)))
-        }
-        pieces = tuple(one for one in self.collection.asked_pieces(*self.wanted) if one.parameter in self.owners)
+        """The graph, in which only the parameters that are to be registered count as parameters."""
+        collection = self.collection
+        defaults: dict[str, str] = {}
+        for name, kind in KINDS.items():
+            default = collection.default_approximation(name)
+            if not kind.multi and default != kind.default:
+                defaults |= dict.fromkeys(kind.layers or (name,), kind.approximations[default])
+        bare = collection.bare_program
+        pieces = tuple(piece for piece in collection.asked_pieces(*self.wanted) if piece.parameter in self.owners)
         options = replace(bare.options, strict=False, linked=self.linked(), approximations=defaults, pieces=pieces)
         return bare.but(
             parameters={name: value for name, value in bare.parameters.items() if name in self.owners},
@@ -103,100 +88,117 @@ class Scan:
         """Groups to keep together. Raises LinkError for one that is registered in part."""
         groups: dict[frozenset[str], str | None] = {}
         for group, approximation in self.collection.linked_parameters.items():
-            rest_of = {name for name in group if self.open(name)}
-            if group == rest_of:
+            unregistered = {name for name in group if self.open(name)}
+            if group == unregistered:
                 groups[group] = approximation if approximation in APPROXIMATIONS else INDEP.get(approximation or "")
-            elif rest_of:
-                whole = ", ".join(sorted(group))
-                rest = ", ".join(sorted(rest_of))
+            elif unregistered:
+                whole, rest = ", ".join(sorted(group)), ", ".join(sorted(unregistered))
                 raise LinkError(f"{rest} in linked group ({whole}) was not matched: the others are registered already")
         return groups
 
-    def block(self, one: Registration, behind: Sequence[set[fx.Node]]) -> FisherBlock:
+    def without_taken(self, program: Program) -> Program:
+        """Registered parameters as if they were frozen, and every use with its cases where those of its loss are."""
+        self.collection.pieces.update(program.pieces)
+        (first, *_) = self.collection.towers_by_loss
+        matches = []
+        for use in program.matches:
+            places = {role: place for role, place in use.parameters.items() if self.open(place.parameter)}
+            if not places:
+                continue
+            use = replace(use, parameters=places)
+            cases = symbolic_sizes(first[self.tower_of(use)].inputs[0])[:1]  # towers may be of different sizes
+            matches.append(with_batch_dim(use, cases[0]) if use.batch_dim is None and cases and cases[0] else use)
+        return program.but(matches=tuple(matches))
+
+    def tower_of(self, use: Use) -> int:
+        return next((number for number, nodes in enumerate(self.behind) if use.output in nodes), 0)
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
+
+    def block(self, registration: Registration) -> FisherBlock:
+        """The block of a registration, with its uses by tower."""
         towers: list[tuple[Use, ...]] = [
-            tuple(use for use in one.uses if tower_of(use, behind) == number) for number in range(len(behind))
+            tuple(use for use in registration.uses if self.tower_of(use) == number)
+            for number in range(len(self.behind))
         ]
-        if not one.generic:
+        if not registration.generic:
             towers = [tower for tower in towers if tower]
-        num_uses = self.folded(one)
+        num_uses = self.folded(registration)
         multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
-        chosen = self.approximation(one, multi)
-        one = replace(one, approximation=chosen, blocks=cut_sides(APPROXIMATIONS[chosen], one.blocks))
-        if one.structure.series:
-            try:
-                return block_of(self.collection, one, towers, num_uses)
-            except RegistrationError as error:
-                if self.asked(one) is not None:
-                    raise
-                one = replace(one, approximation="kron_indep", reason=str(error))
-        return block_of(self.collection, one, towers, num_uses)
+        name = self.approximation(registration, multi)
+        blocks = cut_sides(APPROXIMATIONS[name], registration.blocks)
+        registration = replace(registration, approximation=name, blocks=blocks)
+        try:
+            return block_of(self.collection, registration, towers, num_uses)
+        except RegistrationError as error:
+            if not registration.structure.series or self.asked(registration) is not None:
+                raise
+            registration = replace(registration, approximation="kron_indep", reason=str(error))
+        return block_of(self.collection, registration, towers, num_uses)
 
-    def approximation(self, one: Registration, multi: bool) -> str:
+    def approximation(self, registration: Registration, multi: bool) -> str:
         """Towers are no uses: one use in each is a plain layer. Several take the default of the kind's multi form."""
-        family = next((layers for layers in CLASSES if one.layer in layers), ())
-        kinds = [name for name in KINDS if (KINDS[name].layers or (name,)) == family]
-        kind = next((name for name in kinds if KINDS[name].multi), None)
-        if self.asked(one) is not None:
-            return self.linked_approximation(one, kinds)
+        family = next((layers for layers in CLASSES if registration.layer in layers), ())
+        kinds = [name for name, kind in KINDS.items() if (kind.layers or (name,)) == family]
+        if self.asked(registration) is not None:
+            return self.linked_approximation(registration, kinds)
         if not multi:
-            return "kron" if one.approximation == "kron_indep" else one.approximation
-        if kind is None or one.approximation not in ("kron", "kron_indep", "diagonal"):
-            return one.approximation
-        return KINDS[kind].own(self.collection.default_approximation(kind)) or one.approximation
+            return "kron" if registration.approximation == "kron_indep" else registration.approximation
+        kind = next((name for name in kinds if KINDS[name].multi), None)
+        if kind is None or registration.approximation not in ("kron", "kron_indep", "diagonal"):
+            return registration.approximation
+        return KINDS[kind].ours(self.collection.default_approximation(kind)) or registration.approximation
 
-    def asked(self, one: Registration) -> str | None:
+    def asked(self, registration: Registration) -> str | None:
         """The approximation of the linked group that these parameters are."""
-        return self.collection.linked_parameters.get(frozenset(one.parameters))
+        return self.collection.linked_parameters.get(frozenset(registration.parameters))
 
-    def linked_approximation(self, one: Registration, kinds: Sequence[str]) -> str:
-        """In our names. Raises ApproximationError for what parameters of no layer have not."""
-        asked = self.asked(one) or ""
-        own = next((own for kind in kinds if (own := KINDS[kind].own(asked))), None)
-        if one.generic and own is None:
+    def linked_approximation(self, registration: Registration, kinds: Sequence[str]) -> str:
+        """Our name. Raises ApproximationError if parameters of no layer do not have it."""
+        asked = self.asked(registration) or ""
+        own = next((own for kind in kinds if (own := KINDS[kind].ours(asked))), None)
+        if registration.generic and own is None:
             there = " and ".join(map(repr, KINDS["generic"].approximations))
-            raise ApproximationError(f"Bad value {asked!r} for the linked {one}, which no layer has: there are {there}")
-        return one.approximation if own is None or own == asked else own
+            raise ApproximationError(
+                f"Bad value {asked!r} for the linked {registration}, which no layer has: there are {there}"
+            )
+        return registration.approximation if own is None or own == asked else own
 
-    def folded(self, one: Registration) -> int | None:
-        """How many uses one after another are in the rows of an output, if batch_size tells."""
-        outputs = [shape_of(use) for use in one.uses] if one.layer in ("linear", "embedding", "conv2d") else []
-        if self.batch_size is None or not outputs or not outputs[0]:
+    def folded(self, registration: Registration) -> int | None:
+        """How many uses the rows of an output hold, one after another, if batch_size tells."""
+        if self.batch_size is None or registration.layer not in ("linear", "embedding", "conv2d"):
             return None
-        rows = outputs[0][:1] if one.layer == "conv2d" else outputs[0][:-1]
+        use = registration.uses[0]
+        value = use.output.meta.get("val")
+        sizes = [] if value is None else [in_example(size) for size in value.shape]
+        rows = sizes[:1] if registration.layer == "conv2d" else sizes[:-1]
+        if not sizes:
+            return None
         if self.batch_size in rows:
             return prod(rows) // self.batch_size if prod(rows) > self.batch_size else None
         if rows and rows[0] % self.batch_size == 0:
             return rows[0] // self.batch_size
         raise RegistrationError(
-            f"{one} at {where(one.uses[0].output)} has {list(rows)} rows, which is no multiple of "
+            f"{registration} at {where(use.output)} has {rows} rows, which is no multiple of "
             f"batch_size={self.batch_size}"
         )
 
 
 def block_of(
-    collection: Collection, one: Registration, towers: Sequence[tuple[Use, ...]], num_uses: int | None = None
+    collection: Collection, registration: Registration, towers: Sequence[tuple[Use, ...]], num_uses: int | None = None
 ) -> FisherBlock:
     """The block of a registration that the compiler made."""
     multi = any(len(tower) > 1 for tower in towers) or (num_uses or 1) > 1
-    made = block_class(one.layer, one.approximation, multi)
-    block = made(collection, one.parameters, one.approximation, num_uses=num_uses, reason=one.reason)
-    block.sampling, block.side_blocks = one.sampling or collection.sampling, one.blocks
+    make = block_class(registration.layer, registration.approximation, multi)
+    names, name = registration.parameters, registration.approximation
+    block = make(collection, names, name, num_uses=num_uses, reason=registration.reason)
+    block.sampling, block.side_blocks = registration.sampling or collection.sampling, registration.blocks
     for tower in towers:
-        if one.generic:
+        if registration.generic:
             block.register_additional_tower()
         else:
             block.add_tower(tower)
     return block
-
-
-def tower_of(use: Use, behind: Sequence[set[fx.Node]]) -> int:
-    return next((number for number, nodes in enumerate(behind) if use.output in nodes), 0)
-
-
-def shape_of(use: Use) -> list[int]:
-    """Of the output, on the captured example; empty if the graph knows no sizes."""
-    value = use.output.meta.get("val")
-    return [] if value is None else [in_example(size) for size in value.shape]
 
 
 def misplaced(collection: Collection, subgraph: frozenset[fx.Node]) -> Iterator[str]:
