@@ -15,11 +15,6 @@ from kfac_fx.passes.errors import ApproximationError, LossError, RegistrationErr
 from tests.runtime.collections_of_toys import affine, collection, two_uses
 
 
-def test_a_model_must_be_captured_first() -> None:
-    with pytest.raises(RegistrationError, match=r"got a Linear: LayerCollection\(kfac_fx.capture\(model, example_in"):
-        LayerCollection(nn.Linear(2, 3))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("var", [-1.0, 0.0, torch.tensor(1.0)])
 def test_a_variance_is_looked_at_when_it_is_registered(var: Any) -> None:
     lc = affine()
@@ -28,28 +23,7 @@ def test_a_variance_is_looked_at_when_it_is_registered(var: Any) -> None:
     assert lc.losses == ()
 
 
-def test_kinds_of_layers_that_there_are_not_are_named() -> None:
-    lc = affine()
-    for call in (lambda: lc.default_approximation("convd"), lambda: lc.set_default_approximation("convd", "kron")):
-        with pytest.raises(ApproximationError, match="'convd' is no kind of layer; there are .* Did you mean 'conv2d'"):
-            call()
-
-
-def test_something_else_than_a_block_is_no_registration() -> None:
-    lc = affine()
-    with pytest.raises(RegistrationError, match="register_block takes a block of kfac_fx.fisher_blocks, not a str"):
-        lc.register_block("w", "kron")  # type: ignore[arg-type]
-    assert len(lc.fisher_blocks) == 0
-
-
 # --- approximations of linked groups --------------------------------------------------------------------------------
-
-
-def test_an_approximation_that_no_layer_has_cannot_be_linked() -> None:
-    lc = affine()
-    with pytest.raises(ApproximationError, match="'krn' is no approximation. Did you mean 'kron'"):
-        lc.define_linked_parameters(("w", "b"), "krn")
-    assert lc.linked_parameters == {}
 
 
 def scanned(lc: LayerCollection, output: str, *params: str, linked: str) -> str:
@@ -72,57 +46,6 @@ def test_a_linked_approximation_means_what_it_means_at_a_registration() -> None:
     assert scanned(embedding, "embedding", "w", linked="kron") == "kron_in_diag"
     assert scanned(two_uses(), "cat", "w", linked="kron_indep_in_diag") == "kron_in_diag"
     assert scanned(two_uses(), "cat", "w", linked="kron") == "kron_indep"
-
-
-# --- an estimator that cannot be built ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"cov_ema_decay": 2.0}, "cov_ema_decay must be between 0 and 1, got 2.0"),
-        ({"fraction": 0.0}, "fraction must be above 0 and at most 1, got 0.0"),
-        ({"damping": -1.0}, "damping must not be negative, got -1.0"),
-        ({"estimation_mode": "gradient"}, "gradient"),
-        ({"exps": ["half"]}, "could not convert string to float: 'half'"),
-    ],
-    ids=["cov_ema_decay", "fraction", "damping", "estimation_mode", "exps"],
-)
-def test_an_estimator_with_a_wrong_argument_leaves_the_collection_open(wrong: dict[str, Any], message: str) -> None:
-    lc = registered()
-    with pytest.raises(ValueError, match=message):
-        kfac_fx.FisherEstimator(lc, **wrong)
-    assert lc.estimator is None
-    estimator = kfac_fx.FisherEstimator(lc)
-    assert lc.estimator is estimator
-
-
-def test_a_backend_that_does_not_exist_leaves_the_collection_open() -> None:
-    lc = registered()
-    with pytest.raises(ValueError, match="backend='eagr' is none of eager, .* Did you mean 'eager'"):
-        kfac_fx.compile(lc, backend="eagr")
-    assert kfac_fx.compile(lc, backend="eager").registrations == lc.registrations
-
-
-def test_a_first_capture_that_fails_leaves_the_collection_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    lc = registered()
-    with monkeypatch.context() as patch, pytest.raises(RegistrationError, match="refuted"):
-        patch.setattr("kfac_fx.compiler.CompiledModule.recorder", refuted)
-        kfac_fx.FisherEstimator(lc)
-    assert lc.estimator is None
-    assert kfac_fx.FisherEstimator(lc) is lc.estimator
-
-
-def registered() -> LayerCollection:
-    """One layer and one loss, both registered, with an example batch."""
-    lc = affine(torch.randn(6, 10))
-    lc.register_normal_predictive_distribution("add")
-    lc.register_fully_connected(("w", "b"), None, "add")
-    return lc
-
-
-def refuted(*args: Any) -> None:
-    raise RegistrationError("refuted")
 
 
 # --- losses on a batch ----------------------------------------------------------------------------------------------
@@ -230,11 +153,3 @@ def test_what_was_captured_without_an_example_needs_a_batch() -> None:
     ):
         lc.total_sampled_loss()
     assert lc.total_sampled_loss(torch.randn(6, 10)).isfinite()
-
-
-def test_a_key_that_is_not_registered_is_named() -> None:
-    lc = affine()
-    lc.register_fully_connected(("w", "b"), None, "add")
-    with pytest.raises(KeyError, match=r"no block of exactly \(w\)"):
-        lc.fisher_blocks["w"]
-    assert lc.fisher_blocks.get("w") is None
