@@ -85,12 +85,14 @@ def register_distribution(
     targets: Targets,
     reuse: Reuse,
     var: float = 0.5,
-    **parameter: Node,
+    logits: Node = "",
+    mean: Node = "",
+    prediction: Node = "",
 ) -> RegisteredLoss:
-    """parameter: the one node, under the name that it has in the distribution."""
+    """The one node has the name of the parameter that it is of the distribution."""
     check_variance(var)
     loss = (lambda mean: Normal(mean, var)) if distribution is Normal else distribution
-    (node,) = parameter.values()
+    node = next((node for node in (logits, mean) if node != ""), prediction)
     return register_loss_function(collection, loss, node, base_name, name, coeff, seed, targets, reuse)
 
 

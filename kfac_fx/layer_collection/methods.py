@@ -95,6 +95,7 @@ def declared(function: Row, run: Callable[..., Any], raises: str, **words: str) 
         text = f"{name}: {ARGUMENTS[name].format(**words)}."
         lines.append(textwrap.fill(text, 112, initial_indent=" " * 4, subsequent_indent=" " * 8))
     method.__doc__ = "\n".join([*lines, raises])
+    method.run = run  # type: ignore[attr-defined]
     return method  # type: ignore[return-value]
 
 

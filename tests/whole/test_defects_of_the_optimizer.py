@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import kfac_fx
+from kfac_fx.layer_collection.losses import register_loss_function
+from kfac_fx.layer_collection.registering import check_geometry, layer_block
 from kfac_fx.optim.options import read_options
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 
@@ -87,21 +89,28 @@ def test_inverses_are_where_the_parameters_are_and_all_of_them_are_new() -> None
 
 def test_no_argument_is_taken_and_ignored() -> None:
     """`distribute_transformations` is an argument of a placement that nothing reads. Here every public function reads
-    all of its arguments, and no constructor takes unknown ones; KFAC hands its options on to `read_options`."""
+    all of its arguments, and no constructor takes unknown ones. KFAC hands its options on to `read_options`, and a
+    method that is declared in the table of a LayerCollection to the functions that do its work."""
     net = kfac_fx.compile(mlp(), loss="categorical")
     for option in ("distribute_transformations", "placement_strategy"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
             kfac_fx.KFAC(net, lr=0.1, damping=0.1, **{option: True})
     ignored: list[str] = []
     for name, function in public_functions():
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-        assert isinstance(tree, ast.FunctionDef)
-        read = {node.id for line in tree.body for node in ast.walk(line) if isinstance(node, ast.Name)}
+        declared = hasattr(function, "run")
+        workers = (function.run.func, layer_block, check_geometry, register_loss_function) if declared else (function,)
+        read = set().union(*(names_read(inspect.unwrap(worker)) for worker in workers))
         read |= set(inspect.signature(read_options).parameters) if function is kfac_fx.KFAC.__init__ else set()
         parameters = inspect.signature(function).parameters.values()
         ignored += [f"{name}({one.name})" for one in parameters if one.name not in {*read, "self", "cls"}]
         assert not (name.endswith("__init__") and any(one.kind is one.VAR_KEYWORD for one in parameters)), name
     assert ignored == ["as_rows(attrs)"]  # of every function that makes rows
+
+
+def names_read(function: Any) -> set[str]:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(tree, ast.FunctionDef)
+    return {node.id for line in tree.body for node in ast.walk(line) if isinstance(node, ast.Name)}
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:
@@ -120,7 +129,7 @@ def public_functions() -> Iterator[tuple[str, Any]]:
             found += [(f"{name}.{key}", value) for key, value in functions if key == "__init__" or key[0] != "_"]
         for said, function in found:
             if inspect.isfunction(function) and not function.__code__.co_filename.startswith("<"):
-                yield said, inspect.unwrap(function)
+                yield said, function
 
 
 def test_every_option_does_something() -> None:
