@@ -25,11 +25,11 @@ from kfac_fx.passes.claiming.approximation import cases_apart
 from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError, fatal, first_line
 from kfac_fx.passes.ir import Registration, Sampling, Use, where
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
-from kfac_fx.passes.words.pieces import Piece
 from kfac_fx.statistics.lagged import LAGGED, unfolded
 from kfac_fx.statistics.row_sums import Rows, canonical, named, whole
-from kfac_fx.taps.use_rows import both_rows
+from kfac_fx.taps.rows import both_rows
 
 REGISTERED_BY = {
     "multiply_inverse": "register_inverse()",
@@ -144,8 +144,8 @@ class FisherBlock:
         layers = self.layer_collection.layers
         for use in aligned:
             available = layers[use.layer].approximations
-            apart = (
-                use.transposed or use.region or use.slopes or use.gain_of or use.factor or use.flat
+            apart = not all(step.keeps_pixels for step in use.through) or bool(
+                use.region or use.factor
             )  # its pixels are not those of the input
             if self.approximation not in available or (self.structure.needs_pixels and apart):
                 kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer

@@ -31,8 +31,8 @@ from kfac_fx.passes.graphs.labels import ancestors, entries, everything_behind
 from kfac_fx.passes.ir import Program, Registration, Sampling, Use, where
 from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.padding import padding
+from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
-from kfac_fx.passes.words.pieces import Piece
 from kfac_fx.recording.masks import checked
 from kfac_fx.taps.subsample import read_sampling
 

@@ -25,9 +25,9 @@ from kfac_fx.passes.ir import Program, Sampling, Use, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, match, patterns_by_target
+from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import own
-from kfac_fx.passes.words.pieces import Piece
 
 Nodes = Any  # a node, its name, or a list of them, one per use
 

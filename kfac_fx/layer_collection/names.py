@@ -16,12 +16,12 @@ from kfac_fx.passes.errors import RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.trace import capture as trace
 from kfac_fx.passes.tracing.signature import PREFIX
 from kfac_fx.passes.unroll import unroll
-from kfac_fx.passes.words.pieces import Piece
 
 Value = TypeVar("Value")
 Key = tuple[str, ...]
