@@ -30,6 +30,7 @@ from .matrix import Shape
 from .parametrizations.jacobian import by_jacobian
 from .parametrizations.normalized import BySlice, WithGain
 from .parametrizations.parts import NOTHING, Part, partial, parts_of, taken_apart, whole_uses
+from .parametrizations.product import Factor
 from .pieces import Piece, Slab, axis_along, ranges, view_of
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
@@ -87,7 +88,7 @@ class Cutter:
                 if role == "weight" and not self.program.layers[use.layer].parts:
                     groups[bound.parameter].add(bound.layout.result[0])
         for number, uses in self.entire.items():
-            kept = [one for one in uses if not one.factor or all(len(groups[name]) == 1 for name in one.parameter_set)]
+            kept = [use for use in uses if not is_factor(use) or all(len(groups[n]) == 1 for n in use.parameter_set)]
             if len(kept) < len(uses):
                 self.entire[number] = kept
                 reason = "a factor of its weight has a use of another form"
@@ -207,6 +208,10 @@ class Cutter:
                 yield from taken_apart(use, [one for part in parts for one in plan.divided(part)], self.shapes)
             elif number in self.parts and not use.made and not cut:
                 yield use
+
+
+def is_factor(use: Use) -> bool:
+    return any(isinstance(step, Factor) for step in use.through)
 
 
 def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -> dict[fx.Node, frozenset[str]]:

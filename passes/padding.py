@@ -118,8 +118,6 @@ class Places:
         """(the mask and its dimensions in the output, why not)."""
         if one.structure.needs_pixels and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
             return None, "its pixels are not its output positions"
-        if use.factor is not None and use.factor.repeats:
-            return None, "its weight is a Kronecker product, whose factors have several rows a position"
         if reason := next((step.unmasked for step in use.through if step.unmasked), None):
             return None, reason
         if use.output in self.moved:

@@ -65,12 +65,16 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a factor V of a product meets on the way: "left" C V, "right" V C, "times" V * C, "kron left" V ⊗ C, or
-    "kron right" C ⊗ V. shape: of C as a matrix. turned: it is used transposed."""
+class Partner:
+    """What a factor V of a product is multiplied with, C.
+
+    kind: "left" C V, "right" V C, "times" V * C, "kron left" V ⊗ C, or "kron right" C ⊗ V.
+    shape: of C as a matrix.
+    turned: whether C is used transposed.
+    """
 
     kind: str
-    other: fx.Node
+    node: fx.Node
     shape: Shape
     turned: bool = False
 
@@ -79,13 +83,14 @@ class Step:
 class Product:
     """`scale` times a matrix of `shape` in which a parameter is one factor; see `passes.parametrizations.product`.
 
-    layout: from the parameter to the factor, a matrix. steps: the last, which makes the product, first.
+    layout: from the parameter to the factor, a matrix.
+    partners: what the factor is multiplied with; the last one, which makes the product, comes first.
     """
 
     parameter: str
     layout: Layout
     shape: Shape
-    steps: tuple[Step, ...] = ()
+    partners: tuple[Partner, ...] = ()
     scale: float = 1.0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from .approximations import APPROXIMATIONS, Approximation
-from .matrix import Layout, MatrixForm, Shape
+from .matrix import Layout, MatrixForm
 from .parametrization import Parametrization, Transposed
 from .pieces import Made, Piece, Region
 
@@ -66,23 +66,6 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Factor:
-    """Of a weight that is a product; see `passes.parametrizations.product`.
-
-    steps: (kind, shape of the other factor as a matrix, whether it is turned), the last first. turned: the layer's
-    matrix is the product transposed.
-    """
-
-    steps: tuple[tuple[str, Shape, bool], ...]
-    turned: bool
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a position has several rows."""
-        return any(kind.startswith("kron") for kind, *_ in self.steps)
-
-
-@dataclass(frozen=True)
 class Use:
     """One application of a layer: `output = layer(input, **attrs, **parameters)`.
 
@@ -105,7 +88,6 @@ class Use:
     through: tuple[Parametrization, ...] = ()  # from the operation to the parameters
     made: Mapping[str, tuple[Made, Layout]] = field(default_factory=dict)  # until `cut`: roles that are expressions
     region: Region | None = None  # of the layer's matrix, if the parameters are only a part of it
-    factor: Factor | None = None  # the parameter is one factor of the weight
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
     calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any

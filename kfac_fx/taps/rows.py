@@ -13,7 +13,6 @@ from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.parametrization import Rows, RowsStep
 from kfac_fx.passes.pieces import Region
-from kfac_fx.taps.factored import factored
 
 BothRows = Callable[..., Rows]
 Step = Callable[[Rows, Mapping[str, Any]], Rows]
@@ -54,8 +53,6 @@ def steps_of(registration: Registration, use: Use) -> Iterator[Step]:
         yield lambda both, attrs: shared_by_cases(*both)
     if (region := use.region) is not None:
         yield lambda both, attrs: within(*both, region)
-    if use.factor is not None:
-        yield factored(use.factor)
     for number, parametrization in enumerate(use.through):
         yield with_tensors(parametrization.step(), {key: f"{number}.{key}" for key in parametrization.nodes})
 

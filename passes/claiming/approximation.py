@@ -83,7 +83,7 @@ def has_pixels(program: Program, use: Use) -> bool:
     return (
         program.layers[use.layer].forms[use.form].pixels is not None
         and all(step.keeps_pixels for step in use.through)
-        and not (use.region or use.factor)
+        and not use.region
     )
 
 

@@ -134,7 +134,8 @@ def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str,
     use = replace(use, parameters=bound, made={}, region=None if all_of_it else region)
     first = parts[0]
     side = sides_of(first, shapes[first.parameter])
-    return replace(use, through=placed(first.slopes, bound[first.role].layout, side, first.piece))
+    functions = placed(first.slopes, bound[first.role].layout, side, first.piece)
+    return replace(use, through=(*use.through, *functions))
 
 
 def sides_of(part: Part, shape: Shape) -> str | None:

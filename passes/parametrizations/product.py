@@ -6,9 +6,14 @@
                                             b: every input has gradient rows of its own
     linear(x, w + s * (a @ b))              w, and each factor
 
-W is linear in each of its factors, so every one is exact for what the others are. A weight Hadamard-multiplied by
-another one has no matrix of rows and gradient rows, unless it is a product itself: each row of a, or column of b, is a
-group. (LoHa and LoKr: Yeh et al. 2024; Hyeon-Woo et al. 2022.)
+The weight is linear in each of its factors, so each is exact for the values of the others. Let the gradient of the
+weight be Σ l rᵀ over positions. A factor V that the partner C multiplies
+
+    C V  has Cᵀ l        V C  has C r        V ⊗ C  has a row for every row of C at each position
+
+A weight that is Hadamard-multiplied by another one has no matrix of rows and gradient rows, unless it is a product
+itself: each row of its left factor, or column of its right one, is a group then. (LoHa and LoKr: Yeh et al. 2024;
+Hyeon-Woo et al. 2022.)
 """
 
 from __future__ import annotations
@@ -16,18 +21,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx, nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, op_name
-from ..ir import Bound, Use
 from ..matrix import Layout, Shape
-from ..pieces import Made, Piece, Product, Step, layout_in, view_of, viewed, whole
-from ..registration import Factor
+from ..parametrization import Parametrization, Rows, RowsStep, Tensors
+from ..pieces import Made, Partner, Piece, Product, layout_in, view_of, viewed, whole
+from ..registration import Bound, Use
 from .slices import called, dims_after, scaled, without_data
 
 LEFT, RIGHT, TIMES, KRON_LEFT, KRON_RIGHT = "left", "right", "times", "kron left", "kron right"
@@ -35,6 +42,87 @@ KRON = (KRON_LEFT, KRON_RIGHT)
 OTHER_SIDE = {LEFT: RIGHT, RIGHT: LEFT}
 MULTIPLIES = {"matmul", "kron", "mul", "div"}
 KEEPS_ORDER = {"reshape", "flatten", "view", "unflatten", "reshape_as", "squeeze", "unsqueeze", "view_as"}
+
+
+@dataclass(frozen=True)
+class Factor(Parametrization):
+    """One factor of a weight that is a product.
+
+    partners: what it is multiplied with, the last multiplication first.
+    turned: whether the layer's matrix is the product transposed.
+    """
+
+    partners: tuple[Partner, ...]
+    turned: bool
+
+    @property
+    def nodes(self) -> dict[str, fx.Node]:
+        return {str(number): partner.node for number, partner in enumerate(self.partners)}
+
+    def step(self) -> RowsStep:
+        partners = [(str(n), one.kind, one.shape, one.turned) for n, one in enumerate(self.partners)]
+        turned = self.turned
+
+        def step(both: Rows, tensors: Tensors) -> Rows:
+            rows, grad_rows = (without_group(side) for side in both)
+            left, right = (rows, grad_rows) if turned else (grad_rows, rows)
+            times: Tensor | None = None  # a Hadamard product that waits for the next product of matrices
+            for name, kind, shape, other_turned in partners:
+                other = tensors[name].reshape(shape).to(grad_rows)
+                other = other.mT if other_turned else other
+                if kind == TIMES:
+                    times = other if times is None else times * other
+                elif kind == LEFT and times is not None:
+                    left, right, times = groups(left, other.mT, times.mT), right.unsqueeze(-1), None
+                elif kind == RIGHT and times is not None:
+                    left, right, times = left.unsqueeze(-1), groups(right, other, times), None
+                elif kind == LEFT:
+                    left = applied(left, other.mT)
+                elif kind == RIGHT:
+                    right = applied(right, other)
+                else:
+                    left, right = kronecker(left, right, other, kind)
+            left, right = (side if side.dim() != 3 else side.unsqueeze(2) for side in (left, right))
+            return (left, right) if turned else (right, left)
+
+        return step
+
+    @property
+    def unmasked(self) -> str | None:
+        repeats = any(partner.kind in KRON for partner in self.partners)
+        return "its weight is a Kronecker product, whose factors have several rows a position" if repeats else None
+
+
+def without_group(rows: Tensor) -> Tensor:
+    """[N, S, 1, d] -> [N, S, d]; ids as they are."""
+    return rows.squeeze(2) if rows.dim() == 4 else rows
+
+
+def applied(rows: Tensor, matrix: Tensor) -> Tensor:
+    """matrix [m, d] times every row."""
+    if rows.is_floating_point():
+        return rows @ matrix.mT
+    return torch.where((rows >= 0).unsqueeze(-1), F.embedding(rows.clamp(min=0), matrix.mT.contiguous()), 0)
+
+
+def groups(rows: Tensor, matrix: Tensor, times: Tensor) -> Tensor:
+    """rows [N, S, d], matrix [m, d], times [e, d] -> Σ_d times[e, d] matrix[m, d] rows[d], [N, S, e, m]."""
+    return ((rows.unsqueeze(-2) * matrix) @ times.mT).mT
+
+
+def kronecker(left: Tensor, right: Tensor, other: Tensor, kind: str) -> Rows:
+    """Of a factor V of V ⊗ C, or C ⊗ V: a position for every row of C, or for every column if these are fewer."""
+    outputs, inputs = other.shape
+    if kind == KRON_LEFT:
+        left, right = (side.unflatten(-1, (-1, size)).mT for side, size in ((left, outputs), (right, inputs)))
+    else:
+        assert kind == KRON_RIGHT, f"bug in kfac_fx: {kind} is no step of a product"
+        left, right = (side.unflatten(-1, (size, -1)) for side, size in ((left, outputs), (right, inputs)))
+    if outputs <= inputs:  # [N, S, rows of C, i]
+        right = other @ right
+    else:
+        left = other.mT @ left
+    return left.flatten(1, 2), right.flatten(1, 2)
 
 
 # --- what a node is a product of ------------------------------------------------------------------------------------
@@ -54,9 +142,9 @@ def product(node: fx.Node, operands: Sequence[Made], root: nn.Module) -> Made | 
     else:
         return None
     found = [
-        replace(one, shape=matrix(shape), steps=(Step(kind, other, matrix(its)), *one.steps))
+        replace(factor, shape=matrix(shape), partners=(Partner(kind, other, matrix(its)), *factor.partners))
         for value, kind, other, its in ((a, of_a, right, b.shape), (b, of_b, left, a.shape))
-        for one in factors(value, root)
+        for factor in factors(value, root)
     ]
     return Made(shape, (), tuple(found)) if found else None
 
@@ -89,9 +177,12 @@ def reshaped(node: fx.Node, value: Made, known: Mapping[fx.Node, Any]) -> Made |
     return Made(tuple(called(node, (whole(value.shape), *rest)).shape), (), value.products)
 
 
-def turned(one: Product) -> Product:
-    steps = [replace(step, kind=OTHER_SIDE.get(step.kind, step.kind), turned=not step.turned) for step in one.steps]
-    return replace(one, layout=one.layout.permute((1, 0)), shape=one.shape[::-1], steps=tuple(steps))
+def turned(product: Product) -> Product:
+    partners = tuple(
+        replace(partner, kind=OTHER_SIDE.get(partner.kind, partner.kind), turned=not partner.turned)
+        for partner in product.partners
+    )
+    return replace(product, layout=product.layout.permute((1, 0)), shape=product.shape[::-1], partners=partners)
 
 
 def added(node: fx.Node, first: Made, second: Any) -> Made | None:
@@ -127,42 +218,36 @@ def ways_to(node: fx.Node, known: dict[fx.Node, Counter[str]]) -> Counter[str]:
     return known[node]
 
 
-# --- uses -----------------------------------------------------------------------------------------------------------
+# --- uses -------------------------------------------------------------------------------------------------------------
 
 
-def uses_of_factors(use: Use, made: Made, canonical: Layout, ids: bool) -> list[Use]:
-    """Of all parameters of which every product has rows and gradient rows, in one form of matrix."""
-    found = [(one.parameter, use_of_factor(use, made, one, canonical, ids)) for one in made.products]
+def uses_of_factors(use: Use, value: Made, canonical: Layout, ids: bool) -> list[Use]:
+    """The uses of all parameters of which every product has rows and gradient rows, in one form of matrix."""
+    found = [(product.parameter, use_of_factor(use, value, product, canonical, ids)) for product in value.products]
     forms: dict[str, set[Any]] = {}
-    for name, own in found:
-        forms.setdefault(name, set()).add(own and form_of(own))
-    right = {name for name, own in forms.items() if None not in own and len({form[0] for form in own}) == 1}
-    return [own for name, own in found if own is not None and name in right]
+    for name, factor_use in found:
+        forms.setdefault(name, set()).add(factor_use and groups_in(factor_use))
+    alike = {name for name, groups in forms.items() if None not in groups and len(groups) == 1}
+    return [factor_use for name, factor_use in found if factor_use is not None and name in alike]
 
 
-def form_of(use: Use) -> tuple[int, bool]:
+def groups_in(use: Use) -> int:
     """How many groups a factor's matrix has."""
     (bound,) = use.parameters.values()
-    return bound.layout.result[0], use.factor is not None and use.factor.turned
+    return bound.layout.result[0]
 
 
-def use_of_factor(use: Use, made: Made, one: Product, canonical: Layout, ids: bool) -> Use | None:
+def use_of_factor(use: Use, value: Made, product: Product, canonical: Layout, ids: bool) -> Use | None:
     """The use of a factor of a weight; None where it has no rows and gradient rows."""
-    turns = turns_to(one.shape, made.shape, canonical)
-    group = groups_of(one.steps)
-    kinds = {step.kind for step in one.steps}
+    turns = turns_to(product.shape, value.shape, canonical)
+    group = groups_of(product.partners)
+    kinds = {partner.kind for partner in product.partners}
     if turns is None or group is None or (ids and (group or kinds & set(KRON))):
         return None
-    result = Layout(one.layout.result).rearrange(
-        {"": "l r -> 1 l r", RIGHT: "l r -> l 1 r", LEFT: "l r -> r l 1"}[group]
-    )
-    if turns:
-        result = result.permute((0, 2, 1))
-    bound = Bound(one.parameter, one.layout, result, one.scale)
-    nodes = {f"factor{k}": step.other for k, step in enumerate(one.steps)}
-    steps = tuple((step.kind, step.shape, step.turned) for step in one.steps)
-    factor = Factor(steps, turns)
-    return replace(use, parameters={"weight": bound}, made={}, attrs={**use.attrs, **nodes}, factor=factor)
+    pattern = {"": "l r -> 1 l r", RIGHT: "l r -> l 1 r", LEFT: "l r -> r l 1"}[group]
+    result = Layout(product.layout.result).rearrange(pattern)
+    bound = Bound(product.parameter, product.layout, result.permute((0, 2, 1)) if turns else result, product.scale)
+    return replace(use, parameters={"weight": bound}, made={}, through=(Factor(product.partners, turns),))
 
 
 def turns_to(shape: Shape, seen: Shape, canonical: Layout) -> bool | None:
@@ -170,24 +255,24 @@ def turns_to(shape: Shape, seen: Shape, canonical: Layout) -> bool | None:
     view = viewed(canonical, whole(seen))
     if view is None or view.dim() != 3 or view.shape[0] != 1:
         return None
-    for turned_, own in ((False, view[0]), (True, view[0].mT)):
-        strides = zip(own.shape, own.stride(), (shape[1], 1), strict=True)
-        if tuple(own.shape) == shape and all(size == 1 or step == wanted for size, step, wanted in strides):
-            return turned_
+    for transposed, matrix in ((False, view[0]), (True, view[0].mT)):
+        strides = zip(matrix.shape, matrix.stride(), (shape[1], 1), strict=True)
+        if tuple(matrix.shape) == shape and all(size == 1 or step == wanted for size, step, wanted in strides):
+            return transposed
     return None
 
 
-def groups_of(steps: Sequence[Step]) -> str | None:
+def groups_of(partners: Sequence[Partner]) -> str | None:
     """Which factor of a Hadamard product's factor it is, "left" or "right", whose columns or rows are groups; "" where
     there are no groups; None where there are no rows."""
     group, waits = "", False
-    for step in steps:
-        if step.kind in OTHER_SIDE:
-            if group and step.kind != group:
+    for partner in partners:
+        if partner.kind in OTHER_SIDE:
+            if group and partner.kind != group:
                 return None
-            group, waits = step.kind if waits else group, False
-        elif group or (waits and step.kind != TIMES):
+            group, waits = partner.kind if waits else group, False
+        elif group or (waits and partner.kind != TIMES):
             return None
         else:
-            waits = step.kind == TIMES
+            waits = partner.kind == TIMES
     return None if waits else group
