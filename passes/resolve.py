@@ -46,6 +46,7 @@ from .matrix import Layout, MatrixForm
 from .parametrization import Transposed
 from .parametrizations.gains import reads_ids
 from .parametrizations.jacobian import PerCase, per_case
+from .parametrizations.slices import region_of
 from .pieces import viewed, whole
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
@@ -192,7 +193,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     first = next((use for use in uses if not use.transposed), uses[0])
     matrix: MatrixForm = first.matrix
     reason = reasons.get(first.parameter_set) or first.output.meta.get(UNROLLED)
-    if reason is None and (part := next((use for use in uses if use.region is not None), None)):
+    if reason is None and (part := next((use for use in uses if region_of(use) is not None), None)):
         reason = f"a part of the {part.layer} at {where(part.output)}, apart from the rest of its outputs or inputs"
     if first.part_of:
         reason = f"part of {first.part_of}"

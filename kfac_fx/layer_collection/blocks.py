@@ -144,9 +144,7 @@ class FisherBlock:
         layers = self.layer_collection.layers
         for use in aligned:
             available = layers[use.layer].approximations
-            apart = not all(step.keeps_pixels for step in use.through) or bool(
-                use.region or use.factor
-            )  # its pixels are not those of the input
+            apart = not all(step.keeps_pixels for step in use.through)
             if self.approximation not in available or (self.structure.needs_pixels and apart):
                 kind = f"{'a transposed' if use.transposed else 'a part of a'} {use.layer}" if apart else use.layer
                 raise ApproximationError(

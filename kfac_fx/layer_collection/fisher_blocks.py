@@ -298,7 +298,7 @@ def source_of(registration: Registration, factor: str) -> Hashable:
     if factor == "F" or registration.matrix is None:
         return registration.parameters, registration.generic
     if factor == "G":
-        return tuple((use.output, use.transposed, registration.matrix.shape[:2]) for use in registration.uses)
+        return tuple((use.output, use.through, scales(use)[1], registration.matrix.shape[:2]) for use in registration.uses)
     g, _, i = registration.matrix.shape
     if registration.structure.needs_pixels:
         return (g, "pixels", *(use.input for use in registration.uses))
@@ -309,4 +309,5 @@ def rows_key(use: Use) -> Hashable:
     """The input, and all that its rows depend on besides: geometry, but not the number of outputs."""
     weight: Any = use.attrs.get("weight")
     literals = {name: value for name, value in use.attrs.items() if name not in ("weight", "bias")}
-    return use.input, use.layer, use.form, use.transposed, weight and weight[2:], repr(sorted(literals.items()))
+    literal = repr(sorted(literals.items()))
+    return use.input, use.layer, use.form, use.through, scales(use)[0], weight and weight[2:], literal

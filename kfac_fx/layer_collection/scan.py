@@ -215,7 +215,7 @@ def misplaced(collection: Collection, subgraph: frozenset[fx.Node]) -> Iterator[
                 f"cases of the losses at each of {', '.join(whole)}: register the uses of one mini-batch together, "
                 "with the _multi function"
             )
-        outputs = Counter((use.output, use.region) for use in block.registration.uses)
+        outputs = Counter((use.output, use.through) for use in block.registration.uses)
         for (output, _), times in outputs.items():
             if times > 1:
                 yield f"{', '.join(names)} is registered with {times} uses at {where(output)}, which is 1 use"

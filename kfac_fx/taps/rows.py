@@ -12,7 +12,6 @@ from kfac_fx.linalg.matrices import bordered
 from kfac_fx.passes.ir import Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.parametrization import Rows, RowsStep
-from kfac_fx.passes.pieces import Region
 
 BothRows = Callable[..., Rows]
 Step = Callable[[Rows, Mapping[str, Any]], Rows]
@@ -51,8 +50,6 @@ def steps_of(registration: Registration, use: Use) -> Iterator[Step]:
         yield lambda both, attrs: without_inputs(*both)
     if use.free:
         yield lambda both, attrs: shared_by_cases(*both)
-    if (region := use.region) is not None:
-        yield lambda both, attrs: within(*both, region)
     for number, parametrization in enumerate(use.through):
         yield with_tensors(parametrization.step(), {key: f"{number}.{key}" for key in parametrization.nodes})
 
@@ -121,13 +118,3 @@ def scaled(both: Rows, by: tuple[float, float]) -> Rows:
 def without_inputs(rows: Tensor, grad_rows: Tensor) -> Rows:
     """Of a bias alone: [N, S, 0], or [N, S, g, 0]."""
     return (rows if rows.is_floating_point() else grad_rows)[..., :0], grad_rows
-
-
-def within(rows: Tensor, grad_rows: Tensor, region: Region) -> Rows:
-    """What of the rows belongs to a part of the matrix: its groups and inputs, and its groups and outputs."""
-    groups, outputs, inputs = (slice(*ends) for ends in region)
-    grad_rows = grad_rows[:, :, groups, outputs] if grad_rows.dim() == 4 else grad_rows[..., outputs]
-    if rows.is_floating_point():
-        return rows[:, :, groups, inputs] if rows.dim() == 4 else rows[..., inputs], grad_rows
-    inside = (rows >= inputs.start) & (rows < inputs.stop)
-    return torch.where(inside, rows - inputs.start, -1), grad_rows

@@ -80,11 +80,8 @@ def cases_apart(layers: Mapping[str, Layer], use: Use) -> bool:
 
 
 def has_pixels(program: Program, use: Use) -> bool:
-    return (
-        program.layers[use.layer].forms[use.form].pixels is not None
-        and all(step.keeps_pixels for step in use.through)
-        and not use.region
-    )
+    form = program.layers[use.layer].forms[use.form]
+    return form.pixels is not None and all(step.keeps_pixels for step in use.through)
 
 
 def why_no_series(uses: Sequence[Use], least: int = 2) -> str | None:

@@ -21,6 +21,7 @@ from .elementwise import placed, side_of
 from .gains import constant_in, gains_of, reads_ids
 from .jacobian import PerCase
 from .product import uses_of_factors
+from .slices import Sliced
 
 NOTHING = (0, 0)
 
@@ -131,11 +132,11 @@ def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str,
     g, o, i = layouts["weight"].result if "weight" in layouts else (*layouts["bias"].result, 0)
     bound = {part.role: bound_to(part, shapes[part.parameter]) for part in parts}
     all_of_it = region == ((0, g), (0, o), (0, i))
-    use = replace(use, parameters=bound, made={}, region=None if all_of_it else region)
     first = parts[0]
     side = sides_of(first, shapes[first.parameter])
     functions = placed(first.slopes, bound[first.role].layout, side, first.piece)
-    return replace(use, through=(*use.through, *functions))
+    sliced = () if all_of_it else (Sliced(region),)
+    return replace(use, parameters=bound, made={}, through=(*use.through, *sliced, *functions))
 
 
 def sides_of(part: Part, shape: Shape) -> str | None:

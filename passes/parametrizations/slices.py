@@ -1,16 +1,63 @@
-"""Operations on values of expressions; see `expressions`."""
+"""Parameters that reach their use in slices, and uses that are put together from several parameters.
+
+    linear(x, w[:4])                                 a part of w in another order, perhaps
+    linear(x, w, torch.cat([q, zeros, v]))           two parts of the layer's matrix [g, o, i]
+    linear(x, 1 - 0.5 * w)                           a multiple, which is the bound parameter's `scale`
+
+A use is taken apart along its matrix: outputs that are a parameter's own have gradient rows of their own, inputs have
+rows, and groups have both. So each part is a use of the same layer on a region of its matrix, and exact.
+
+The functions below follow such values through a graph. Nothing is computed: a slice of a parameter is a view of a
+tensor without data, whose strides say which elements it has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..graphs.operations import computed
 from ..matrix import Shape
-from ..pieces import Box, Made, Slab, narrowed, slab_of, view_of, whole
+from ..parametrization import Parametrization, Rows, RowsStep
+from ..pieces import Box, Made, Region, Slab, narrowed, slab_of, view_of, whole
+from ..registration import Use
+
+
+@dataclass(frozen=True)
+class Sliced(Parametrization):
+    """The parameters of the use are a region of the layer's matrix: (start, stop) of groups, outputs and inputs."""
+
+    region: Region
+
+    def step(self) -> RowsStep:
+        region = self.region
+        return lambda both, tensors: within(*both, region)
+
+    @property
+    def keeps_elements(self) -> bool:
+        return True
+
+
+def within(rows: Tensor, grad_rows: Tensor, region: Region) -> Rows:
+    """What of the rows belongs to a part of the matrix: its groups and inputs, and its groups and outputs."""
+    groups, outputs, inputs = (slice(*ends) for ends in region)
+    grad_rows = grad_rows[:, :, groups, outputs] if grad_rows.dim() == 4 else grad_rows[..., outputs]
+    if rows.is_floating_point():
+        return rows[:, :, groups, inputs] if rows.dim() == 4 else rows[..., inputs], grad_rows
+    inside = (rows >= inputs.start) & (rows < inputs.stop)
+    return torch.where(inside, rows - inputs.start, -1), grad_rows
+
+
+def region_of(use: Use) -> Region | None:
+    """The region of the layer's matrix that a use has; None if it has all of it."""
+    return next((step.region for step in use.through if isinstance(step, Sliced)), None)
+
+
+# --- values in a graph ------------------------------------------------------------------------------------------------
 
 
 def called(node: fx.Node, args: Any) -> Any:

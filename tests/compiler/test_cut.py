@@ -16,6 +16,7 @@ from kfac_fx.passes.errors import LinkError, RegistrationError
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.match import match
+from kfac_fx.passes.parametrizations.slices import region_of
 from kfac_fx.passes.pipeline import verify
 from kfac_fx.passes.resolve import resolve
 from tests.compiler.toy import Toy, before, found
@@ -33,13 +34,13 @@ def registered(function: Function, options: dict[str, Any] | None = None, **shap
 
 
 def regions(program: Program) -> list[tuple[tuple[str, ...], Any]]:
-    return [(one.parameters, use.region) for one in program.registrations for use in one.uses]
+    return [(one.parameters, region_of(use)) for one in program.registrations for use in one.uses]
 
 
 def test_nothing_is_cut_where_parameters_are_used_whole() -> None:
     program = cut_up(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)))
     assert program.pieces == {} and program.behind == {} and program.made == {}
-    assert all(use.region is None for use in program.matches)
+    assert all(region_of(use) is None for use in program.matches)
 
 
 def test_slices_of_one_weight_are_registered_apart() -> None:
@@ -118,7 +119,7 @@ def test_multiples_are_noted_in_the_use() -> None:
     program = registered(lambda x, w, b: F.linear(x, w / 2, 1 - 3 * b), w=(6, 4), b=(6,))
     (one,) = program.registrations
     assert {role: bound.scale for role, bound in one.uses[0].parameters.items()} == {"weight": 0.5, "bias": -3.0}
-    assert one.parameters == ("w", "b") and one.uses[0].region is None and program.pieces == {}
+    assert one.parameters == ("w", "b") and region_of(one.uses[0]) is None and program.pieces == {}
 
 
 def test_a_parameter_read_whole_by_no_layer_stays_whole() -> None:

@@ -301,3 +301,40 @@ def test_rows_compile_without_graph_breaks(use: str) -> None:
             function, arguments = checked.rows_of(registration, one)
             compiled = torch.compile(function, fullgraph=True, backend="eager")
             torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
+class Shared(nn.Module):
+    """Two uses of one parameter, through two functions of it."""
+
+    def __init__(self, first: Example, second: Example) -> None:
+        super().__init__()
+        self.functions, self.numbers = (first.function, second.function), (len(first.shapes), len(second.shapes))
+        rest = [*list(first.shapes.items())[1:], *((f"{k}2", size) for k, size in list(second.shapes.items())[1:])]
+        shapes = {"w": first.shapes["w"], **dict(rest)}
+        self.names = tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.rand(shape) + 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, *rest = (self.get_parameter(name) for name in self.names)
+        number = self.numbers[0] - 1
+        first, second = self.functions[0](w, *rest[:number]), self.functions[1](w, *rest[number:])
+        return F.linear(x[..., :4], first).sum(-1, keepdim=True) + F.linear(torch.tanh(x[..., :4]), second)
+
+
+SHARED = [name for name in EXAMPLES if EXAMPLES[name].shapes["w"] == (4, 4)]
+
+
+@pytest.mark.usefixtures("no_jacobians")
+@pytest.mark.parametrize("first", SHARED)
+def test_a_parameter_with_two_uses_has_the_rows_of_both_or_is_refused(first: str) -> None:
+    torch.manual_seed(0)
+    models = {name: Shared(EXAMPLES[first], EXAMPLES[name]) for name in SHARED}
+    checked = Checked(Side(models), batch())
+    for registration in checked.program.registrations:
+        if registration.generic:
+            assert registration.reason, f"{registration} is generic without a reason"
+        else:
+            checked.check(registration)
+    alike = {name for name in SHARED if f"models.{name}.w" in checked.structured}
+    print("S", first, alike)

@@ -14,6 +14,7 @@ from torch.func import functional_call, jacrev
 import kfac_fx
 from kfac_fx import LayerCollection
 from kfac_fx.passes.errors import LinkError, RegistrationError
+from kfac_fx.passes.parametrizations.slices import region_of
 from tests.runtime.collections_of_toys import collection
 
 
@@ -119,7 +120,7 @@ def test_a_piece_at_two_places_of_one_operation_is_two_uses() -> None:
     block = lc.register_fully_connected("w", None, "linear")
     lc.register_normal_predictive_distribution("linear")
     lc.check_registration()
-    assert [use.region for use in block.registration.uses] == [((0, 1), (0, 2), (0, 3)), ((0, 1), (2, 4), (0, 3))]
+    assert [region_of(use) for use in block.registration.uses] == [((0, 1), (0, 2), (0, 3)), ((0, 1), (2, 4), (0, 3))]
 
 
 def test_what_was_registered_whole_leaves_its_partner_in_one_piece() -> None:

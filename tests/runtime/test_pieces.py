@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.parametrizations.slices import within
 from kfac_fx.passes.pieces import Piece
-from kfac_fx.taps.rows import within
 
 PIECES = (Piece("w", 0, 0, 2), Piece("w", 0, 3, 4))
 REGISTRATIONS = [
