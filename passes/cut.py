@@ -31,7 +31,7 @@ from .parametrizations.jacobian import by_jacobian
 from .parametrizations.normalized import BySlice, WithGain
 from .parametrizations.parts import NOTHING, Part, partial, parts_of, taken_apart, whole_uses
 from .parametrizations.product import Factor
-from .pieces import Piece, Slab, axis_along, ranges, view_of
+from .pieces import Piece, Slice, axis_along, ranges, view_of
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
 
@@ -39,20 +39,26 @@ OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias
 def cut(program: Program) -> Program:
     """See the module's docstring. Afterwards no match has a role that is an expression."""
     shapes = {name: tuple(parameter.shape) for name, parameter in program.parameters.items()}
-    program = program.but(matches=tuple(one for use in program.matches for one in by_jacobian(use, shapes)))
-    if not any(use.made for use in program.matches) and not program.options.pieces:
-        return program.but(made={})
+    program = program.but(matches=tuple(part for use in program.matches for part in by_jacobian(use, shapes)))
+    if not any(use.exprs for use in program.matches) and not program.options.pieces:
+        return program.but(parameter_exprs={})
     cutter = Cutter(program, shapes)
     plan = cutter.plan()
     pieces = {piece.name: piece for name in program.parameters for piece in plan.pieces(name)}
     dropped = (*program.dropped, *cutter.notes)
     behind = behind_nodes(program, plan, cutter.label)
-    return program.but(matches=tuple(cutter.matches(plan)), made={}, pieces=pieces, dropped=dropped, behind=behind)
+    return program.but(
+        matches=tuple(cutter.matches(plan)), parameter_exprs={}, pieces=pieces, dropped=dropped, behind=behind
+    )
 
 
 class Cutter:
-    """parts: of every use by its number among the matches, None where they are no views of parameters. entire: uses of
-    whole parameters in the place of those. rigid: parameters that may not be cut."""
+    """Where parameters may be cut.
+
+    parts: of every use by its number among the matches; None where they are no views of parameters.
+    entire: uses of whole parameters in the place of such a use.
+    rigid: parameters that may not be cut.
+    """
 
     def __init__(self, program: Program, shapes: Mapping[str, Shape]) -> None:
         self.program, self.shapes = program, shapes
@@ -62,17 +68,17 @@ class Cutter:
         self.entire: dict[int, list[Use]] = {}
         for number, use in enumerate(program.matches):
             placed = {part.role for part in self.parts[number] or ()}
-            products = any(made.products for made, _ in use.made.values())
-            entire = whole_uses(use, shapes) if products or use.made.keys() - placed else None
+            products = any(expr.products for expr, _ in use.exprs.values())
+            entire = whole_uses(use, shapes) if products or use.exprs.keys() - placed else None
             if entire is not None:
                 self.parts[number], self.entire[number] = None, entire
-                self.rigid |= {name for one in entire for name in one.parameter_set}
-            elif self.parts[number] is None and use.made:
+                self.rigid |= {name for part in entire for name in part.parameter_set}
+            elif self.parts[number] is None and use.exprs:
                 self.forget(number, "its parameters have no place of their own in its matrix")
             elif self.parts[number] is None and not program.layers[use.layer].parts:
                 self.rigid |= use.parameter_set
             for part in self.parts.get(number) or ():
-                steps = [step for step in part.slopes if isinstance(step, BySlice)]
+                steps = [step for step in part.through if isinstance(step, BySlice)]
                 gains = [step.gain for step in steps if isinstance(step, WithGain) and step.gain is not None]
                 self.rigid.update([part.parameter] * bool(steps), (gain.parameter for gain in gains))
         self.drop_factors()
@@ -80,7 +86,7 @@ class Cutter:
         self.edges = use_edges(program.graph, self.label, program.outputs)
 
     def drop_factors(self) -> None:
-        """Of products, those that another use of theirs lays out in other groups."""
+        """Drop the factors of products that another use lays out in other groups."""
         groups: dict[str, set[int]] = defaultdict(set)
         others = [use for number, use in enumerate(self.program.matches) if number not in self.entire]
         for use in chain(others, *self.entire.values()):
@@ -95,7 +101,7 @@ class Cutter:
                 self.notes.append(Note(f"{uses[0].layer} at {where(uses[0].output)}", reason))
 
     def plan(self) -> Plan:
-        """The first that no use objects to; every objection leaves one more parameter whole."""
+        """The first plan that no use objects to; every objection leaves one more parameter whole."""
         while True:
             self.drop()
             plan = Plan(self.shapes)
@@ -109,7 +115,7 @@ class Cutter:
                 self.rigid.add(str(error))
 
     def drop(self) -> None:
-        """Uses of a part of what must stay whole; what they leave unmatched is read whole, too."""
+        """Drop uses of a part of what must stay whole. The parameters that they leave unmatched are read whole, too."""
         while True:
             self.rigid |= self.read_whole()
             dropped = [n for n, parts in self.parts.items() if parts and any(map(self.impossible, parts))]
@@ -128,7 +134,7 @@ class Cutter:
         return part.parameter in self.rigid and partial(part.view, self.shapes[part.parameter])
 
     def read_whole(self) -> set[str]:
-        """Parameters that something reads whole which no use explains."""
+        """Parameters that a node reads whole which no use explains."""
         explained: set[tuple[fx.Node, str]] = set()
         for number, parts in self.parts.items():
             use = self.program.matches[number]
@@ -142,10 +148,10 @@ class Cutter:
         stack, seen = [pure], {pure}
         while stack:
             node = stack.pop()
-            if node in self.program.made:
-                slabs = self.program.made[node].slabs
-                names |= {one.parameter for one in slabs if not partial(view_of(one), self.shapes[one.parameter])}
-                names |= {one.parameter for one in self.program.made[node].products}
+            if node in self.program.parameter_exprs:
+                slices = self.program.parameter_exprs[node].slices
+                names |= {part.parameter for part in slices if not partial(view_of(part), self.shapes[part.parameter])}
+                names |= {product.parameter for product in self.program.parameter_exprs[node].products}
                 continue
             if node.op == "get_attr" and self.label[node] is Label.PURE:
                 names.add(str(node.target))
@@ -175,12 +181,12 @@ class Cutter:
                     plan.cut(part.parameter, dim, place)
 
     def cut_alike(self, plan: Plan, parts: Sequence[Part]) -> bool:
-        """Weight and bias of a use where the other one is cut; returns whether anything had to be. Where it cannot be,
-        they will be registered apart."""
-        divided = [one for part in parts for one in plan.divided(part)]
+        """Cut the weight and the bias of a use where the other one is cut. Where one cannot be cut, they are registered
+        apart. Returns whether there was need to."""
+        divided = [piece for part in parts for piece in plan.divided(part)]
         changed = False
         for axis in OUTPUTS:
-            edges = {edge for one in divided for edge in one.region[axis]}
+            edges = {edge for piece in divided for edge in piece.region[axis]}
             for part in parts:
                 start, stop = part.region[axis]
                 for edge in edges:
@@ -204,9 +210,9 @@ class Cutter:
             parts = self.parts.get(number)
             cut = any(plan.cuts(bound.parameter) for bound in use.parameters.values())
             yield from self.entire.get(number, ())
-            if parts is not None and (use.made or cut):
-                yield from taken_apart(use, [one for part in parts for one in plan.divided(part)], self.shapes)
-            elif number in self.parts and not use.made and not cut:
+            if parts is not None and (use.exprs or cut):
+                yield from taken_apart(use, [piece for part in parts for piece in plan.divided(part)], self.shapes)
+            elif number in self.parts and not use.exprs and not cut:
                 yield use
 
 
@@ -215,27 +221,27 @@ def is_factor(use: Use) -> bool:
 
 
 def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -> dict[fx.Node, frozenset[str]]:
-    """What the nodes are made of that are expressions, or that pieces stand behind."""
+    """The pieces and parameters behind every node that is an expression or is cut."""
     found: dict[fx.Node, frozenset[str]] = {}
     for node in program.graph.nodes:
         if node.op == "get_attr" and (pieces := plan.pieces(str(node.target))):
             found[node] = frozenset(piece.name for piece in pieces)
-    for node, made in program.made.items():
-        steps = [step for slab in made.slabs for step in slab.slopes]
+    for node, expr in program.parameter_exprs.items():
+        steps = [step for slice_ in expr.slices for step in slice_.through]
         factors = [factor for step in steps for key, factor in step.nodes.items() if key != "operand"]
-        factors += [node] if made.products else []
-        names = {name for slab in made.slabs for name in names_in(slab, plan)}
-        found[node] = frozenset(names.union(*(parameters_behind(one, label, found) for one in factors)))
+        factors += [node] if expr.products else []
+        names = {name for slice_ in expr.slices for name in names_in(slice_, plan)}
+        found[node] = frozenset(names.union(*(parameters_behind(factor, label, found) for factor in factors)))
     return found
 
 
-def names_in(slab: Slab, plan: Plan) -> list[str]:
-    """The pieces that a slab may read."""
-    if not plan.cuts(slab.parameter):
-        return [slab.parameter]
-    dim, shape = plan.dims[slab.parameter], plan.shapes[slab.parameter]
-    start, stop = ranges(view_of(slab), shape).get(dim, (0, shape[dim]))
-    return [one.name for one in plan.meeting(slab.parameter, start, stop)]
+def names_in(slice_: Slice, plan: Plan) -> list[str]:
+    """The pieces that a slice may read."""
+    if not plan.cuts(slice_.parameter):
+        return [slice_.parameter]
+    dim, shape = plan.dims[slice_.parameter], plan.shapes[slice_.parameter]
+    start, stop = ranges(view_of(slice_), shape).get(dim, (0, shape[dim]))
+    return [piece.name for piece in plan.meeting(slice_.parameter, start, stop)]
 
 
 # --- where parameters are cut -----------------------------------------------------------------------------------------
@@ -247,7 +253,7 @@ class Uncuttable(Exception):
 
 @dataclass
 class Plan:
-    """Where parameters are cut: along which dimension, at which places, their ends among them, in order."""
+    """Where parameters are cut: along which dimension, and at which places, in order; their ends are among these."""
 
     shapes: Mapping[str, Shape]
     dims: dict[str, int] = field(default_factory=dict)
@@ -272,7 +278,7 @@ class Plan:
         return self.at(parameter, self.places[parameter]) if self.cuts(parameter) else []
 
     def at(self, parameter: str, places: Sequence[int]) -> list[Piece]:
-        return [Piece(parameter, self.dims[parameter], *one) for one in pairwise(places)]
+        return [Piece(parameter, self.dims[parameter], *ends) for ends in pairwise(places)]
 
     def inside(self, parameter: str, start: int, stop: int) -> list[Piece]:
         """Of a parameter that is cut, the pieces that have no element outside."""
@@ -297,8 +303,8 @@ class Plan:
         if along is None:
             raise Uncuttable(part.parameter)
         axis, steps = along
-        ends = [(steps * (one.start - start), steps * (one.stop - start)) for one in inside]
-        return [between(part, axis, *one, piece) for one, piece in zip(ends, inside, strict=True)]
+        ends = [(steps * (piece.start - start), steps * (piece.stop - start)) for piece in inside]
+        return [between(part, axis, *places, piece) for places, piece in zip(ends, inside, strict=True)]
 
 
 def between(part: Part, axis: int, start: int, stop: int, piece: Piece) -> Part:

@@ -32,17 +32,17 @@ from .parametrizations.slices import (
     basic,
     called,
     dims_after,
+    expr_of,
     factor,
-    is_one_slab,
+    is_one_slice,
     joined,
-    made_of,
     part_of,
     permuted,
     scaled,
     unsqueezed,
     without_data,
 )
-from .pieces import Made, Slab, narrowed, ranges, slab_of, view_of, whole
+from .pieces import ParameterExpr, Slice, narrowed, ranges, slice_of, view_of, whole
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied
 MOVES = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
@@ -54,31 +54,31 @@ Value = Any  # Made, a tuple of Made, or a number
 def express(program: Program) -> Program:
     """Note the expression of every such tensor that is read as it is, unless it is a view of a whole parameter."""
     expressions, behind = Expressions(program), ancestors(program.outputs)
-    known, made = expressions.known, dict[fx.Node, Made]()
+    known, exprs = expressions.known, dict[fx.Node, ParameterExpr]()
     others: list[fx.Node] = []
     in_pieces: set[str] = set()
     for node in program.graph.nodes:
         value = known.get(node)
         pure = value is None and expressions.label[node] is Label.PURE and ELEMENTS not in node.meta
-        if not pure and not isinstance(value, Made):
+        if not pure and not isinstance(value, ParameterExpr):
             continue
         readers = [user for user in node.users if user in behind and user not in known and node in differentiated(user)]
         read = any(op_name(user) not in WRITES for user in readers)
         plain = node.op == "get_attr" or bound_parameter(node, program.shapes)
-        value = complete(value, node) if isinstance(value, Made) and value.products else value
+        value = complete(value, node) if isinstance(value, ParameterExpr) and value.products else value
         if plain or not (read or node in program.outputs):
             continue
         enters = any(expressions.label[user].activation for user in readers)
-        if isinstance(value, Made):
-            made[node] = value
-            in_pieces |= {slab.parameter for slab in value.slabs if enters and is_part(slab, program)}
+        if isinstance(value, ParameterExpr):
+            exprs[node] = value
+            in_pieces |= {slice_.parameter for slice_ in value.slices if enters and is_part(slice_, program)}
         elif enters:
             others.append(node)
-    return program.but(made={**made, **small_functions(program, expressions.label, others, in_pieces)})
+    return program.but(parameter_exprs={**exprs, **small_functions(program, expressions.label, others, in_pieces)})
 
 
-def is_part(slab: Slab, program: Program) -> bool:
-    return math.prod(slab.shape) < program.parameters[slab.parameter].numel()
+def is_part(slice_: Slice, program: Program) -> bool:
+    return math.prod(slice_.shape) < program.parameters[slice_.parameter].numel()
 
 
 class Expressions:
@@ -97,10 +97,10 @@ class Expressions:
     def value(self, node: fx.Node) -> Value | None:
         if node.op == "get_attr" and self.label[node] is Label.PURE:
             view = whole(tuple(attribute(self.root, str(node.target)).shape))
-            return Made(tuple(view.shape), (slab_of(str(node.target), view),))
+            return ParameterExpr(tuple(view.shape), (slice_of(str(node.target), view),))
         if node.op == "get_attr" and self.label[node] is Label.CONST:
             held = attribute(self.root, str(node.target))
-            return Made(tuple(held.shape), ()) if isinstance(held, Tensor) else None
+            return ParameterExpr(tuple(held.shape), ()) if isinstance(held, Tensor) else None
         if node.op not in ("call_function", "call_method") or self.label[node] not in (Label.PURE, Label.CONST):
             return None
         try:
@@ -112,14 +112,16 @@ class Expressions:
         """A size of a tensor, or what is computed from sizes; a part of a constant."""
         if not node.all_input_nodes or any(operand not in self.known for operand in node.all_input_nodes):
             return None
-        if op_name(node) in SHAPE_ONLY or not any(isinstance(self.known[n], Made) for n in node.all_input_nodes):
+        if op_name(node) in SHAPE_ONLY or not any(
+            isinstance(self.known[n], ParameterExpr) for n in node.all_input_nodes
+        ):
             result = called(node, without_data(node.args, self.known))
             return None if isinstance(result, Tensor) else result
         if op_name(node) in MOVES | CASTS:
             result = called(node, without_data(node.args, self.known))
             if isinstance(result, (list, tuple)):
-                return tuple(Made(tuple(one.shape), ()) for one in result)
-            return Made(tuple(result.shape), ())
+                return tuple(ParameterExpr(tuple(one.shape), ()) for one in result)
+            return ParameterExpr(tuple(result.shape), ())
         return None
 
     def tensor(self, node: fx.Node) -> Value | None:
@@ -146,38 +148,38 @@ class Expressions:
     def same(self, node: fx.Node, operand: fx.Node, value: Value) -> Value:
         return value
 
-    def viewed(self, node: fx.Node, operand: fx.Node, value: Made) -> Value | None:
+    def viewed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> Value | None:
         if value.products:
             return reshaped(node, value, self.known)
         if op_name(node) == "getitem" and not basic(node.args[1]):
             return None
         rest = without_data(node.args[1:], self.known)
-        found = self.seen(node, value.slabs[0], rest) if is_one_slab(value) else None
+        found = self.seen(node, value.slices[0], rest) if is_one_slice(value) else None
         if found is None and op_name(node) in PERMUTES:
             order = dims_after(node, len(value.shape), rest)
-            turned = [permuted(one, order) for one in value.slabs]
-            return Made(tuple(value.shape[d] for d in order), tuple(turned))
-        if found is None and op_name(node) in PARTS and not is_one_slab(value):
+            turned = [permuted(one, order) for one in value.slices]
+            return ParameterExpr(tuple(value.shape[d] for d in order), tuple(turned))
+        if found is None and op_name(node) in PARTS and not is_one_slice(value):
             shown = called(node, (whole(value.shape), *rest))
             several = isinstance(shown, (list, tuple))
             return tuple(part_of(value, one) for one in shown) if several else part_of(value, shown)
         return found
 
-    def seen(self, node: fx.Node, slab: Slab, rest: Any) -> Value | None:
-        view = view_of(slab)
+    def seen(self, node: fx.Node, slice_: Slice, rest: Any) -> Value | None:
+        view = view_of(slice_)
         result = called(node, (view, *rest))
         if op_name(node) in RESHAPES:
             result = view.view(result.shape)  # raises where the elements had to be copied
         several = isinstance(result, (list, tuple))
-        return tuple(made_of(one, slab) for one in result) if several else made_of(result, slab)
+        return tuple(expr_of(one, slice_) for one in result) if several else expr_of(result, slice_)
 
-    def multiple(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
+    def multiple(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
         return scaled(value, factor(op_name(node), node))
 
-    def function(self, node: fx.Node, operand: fx.Node, value: Made) -> Made | None:
+    def function(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
         return self.functions.of(node, operand, value)
 
-    def summed(self, node: fx.Node, operand: fx.Node, value: Made) -> Value | None:
+    def summed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> Value | None:
         other: Any = node.args[1]
         if op_name(node) == "sub" and isinstance(other, fx.Node):
             without = self.functions.centered(node, operand, other)
@@ -186,30 +188,30 @@ class Expressions:
         total = added(node, value, self.known.get(other))
         return self.shifted(operand, other, 1.0) if total is None else total
 
-    def product(self, node: fx.Node, left: Any, right: Any) -> Made | None:
+    def product(self, node: fx.Node, left: Any, right: Any) -> ParameterExpr | None:
         """Of a weight and a factor for its slices, or of matrices."""
         found = self.functions.product(node, left, right) if op_name(node) in ("mul", "div") else None
         return found or product(node, [self.operand(one, of_parameters=True) for one in (left, right)], self.root)
 
-    def joined(self, node: fx.Node, stack: bool) -> Made | None:
+    def joined(self, node: fx.Node, stack: bool) -> ParameterExpr | None:
         operands: Any = node.args[0]
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         assert isinstance(operands, (list, tuple)), "bug in kfac_fx: cat of something else than a list"
         parts = [self.operand(one) for one in operands]
         return joined([unsqueezed(one, dim) for one in parts] if stack else parts, dim)
 
-    def operand(self, node: Any, of_parameters: bool = False) -> Made:
+    def operand(self, node: Any, of_parameters: bool = False) -> ParameterExpr:
         """A value, or a constant, or anything of parameters. Raises ValueError for anything else."""
-        if isinstance(self.known.get(node), Made):
+        if isinstance(self.known.get(node), ParameterExpr):
             return self.known[node]  # type: ignore[no-any-return]
         if not isinstance(node, fx.Node) or self.label[node] not in ((Label.CONST, Label.PURE)[: 1 + of_parameters]):
             raise ValueError
-        return Made(self.functions.shape_of(node), ())
+        return ParameterExpr(self.functions.shape_of(node), ())
 
     def shifted(self, operand: Any, constant: Any, sign: float) -> Value | None:
         """A multiple of the operand and a constant that makes no new elements."""
         value = self.known.get(operand)
-        if not isinstance(value, Made):
+        if not isinstance(value, ParameterExpr):
             return None
         if isinstance(constant, fx.Node):
             if self.label[constant] is not Label.CONST:
@@ -218,14 +220,14 @@ class Expressions:
                 return None
         return scaled(value, sign)
 
-    def overwritten(self, node: fx.Node, base: fx.Node, value: Made) -> Made | None:
-        """A tensor after constants were written into a slab of a copy: of itself, or of what it was copied from."""
+    def overwritten(self, node: fx.Node, base: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
+        """A tensor after constants were written into a slice of a copy: of itself, or of what it was copied from."""
         write: Any = node.args[1]
         copy = target = write.args[0]
         while shares_memory(copy) and op_name(copy) != "clone":
             copy = copy.args[0]
         constant = all(self.label[n] is Label.CONST for n in write.all_input_nodes if n is not target)
-        if op_name(copy) != "clone" or op_name(write) not in WRITES or not constant or not is_one_slab(value):
+        if op_name(copy) != "clone" or op_name(write) not in WRITES or not constant or not is_one_slice(value):
             return None
         if copy is not base:
             return value if base.op == "get_attr" else None  # not what was written into
@@ -234,7 +236,7 @@ class Expressions:
         view = called(target, (whole(value.shape), *fx.map_arg(target.args[1:], lambda n: self.known[n])))
         dim, (start, stop) = next(iter(ranges(view, value.shape).items()))
         ends = [(first, last) for first, last in ((0, start), (stop, value.shape[dim])) if first < last]
-        return Made(value.shape, tuple(narrowed(value.slabs[0], dim, *one) for one in ends))
+        return ParameterExpr(value.shape, tuple(narrowed(value.slices[0], dim, *one) for one in ends))
 
 
 RULES: dict[str, Callable[[Expressions, fx.Node, fx.Node, Any], Value | None]] = {  # of one known value, and constants

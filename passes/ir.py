@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from .matrix import Shape
-from .pieces import Made, Piece
+from .pieces import ParameterExpr, Piece
 from .registration import (
     CASES,
     GENERIC,
@@ -149,7 +149,9 @@ class Program:
     mask: fx.Node | None = None  # [N, S], nonzero where a position of a case is no padding; None: everywhere
     mask_dims: tuple[Dims | None, ...] = ()  # of every output, along which the mask goes
     unmasked: tuple[Note, ...] = ()  # uses that the mask does not fit
-    made: Mapping[fx.Node, Made] = field(default_factory=dict)  # expressions of parameters that layers may be made of
+    parameter_exprs: Mapping[fx.Node, ParameterExpr] = field(
+        default_factory=dict
+    )  # expressions of parameters that layers may be made of
     pieces: Mapping[str, Piece] = field(default_factory=dict)  # of parameters that are used in pieces, by their names
     behind: Mapping[fx.Node, frozenset[str]] = field(default_factory=dict)  # the pieces that a node is made of
     matches: tuple[Use, ...] = ()

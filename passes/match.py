@@ -28,7 +28,7 @@ from .parametrizations.gathered import KEY as ELEMENTS
 from .parametrizations.gathered import constant, gathered_weight
 from .parametrizations.jacobian import static_shape
 from .parametrizations.linear_map import LinearMap
-from .pieces import Made
+from .pieces import ParameterExpr
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def match(program: Program) -> Program:
             continue
         gathered = any(ELEMENTS in operand.meta for operand in node.all_input_nodes)
         for pattern in patterns.get(node.target, ()):
-            uses = [lay_over(pattern, node, label, shapes, program.parameters, program.made)]
+            uses = [lay_over(pattern, node, label, shapes, program.parameters, program.parameter_exprs)]
             if gathered and not pattern.layer.parts:
                 uses.append(lay_over_gathered(pattern, node, label, shapes, program))
             for use in filter(None, uses):
@@ -115,13 +115,13 @@ def lay_over(
     label: Mapping[fx.Node, Label],
     shapes: Mapping[str, Shape],
     trained: Collection[str],
-    expressions: Mapping[fx.Node, Made] | None = None,
+    expressions: Mapping[fx.Node, ParameterExpr] | None = None,
     binding: Binding | None = None,
 ) -> Use | None:
-    """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered, nor is one
-    that is computed in a way of its own; what of an expression is registered is for `cut` to say."""
+    """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; neither is
+    one that is computed in another way. Which parameters of an expression are registered, `cut` decides."""
     form, known = pattern.form, {} if pattern.layer.parts else expressions or {}
-    binding = binding or Binding(expressions=known, free=label[root] is Label.FREE)
+    binding = binding or Binding(expressions=known, batch_independent=label[root] is Label.FREE)
     if not fits(pattern.root, root, form, binding, label, shapes):
         return None
     inside = set(binding.nodes.values())
@@ -133,27 +133,27 @@ def lay_over(
         return None
     attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
     attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
-    attrs |= {role: one.shape for role, one in binding.made.items()}
-    attrs |= {role: static_shape(one) for role, one in binding.foreign.items()}
+    attrs |= {role: expr.shape for role, expr in binding.exprs.items()}
+    attrs |= {role: static_shape(node) for role, node in binding.foreign.items()}
     roles = [role for role in form.roles if role in binding.parameters]
     trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
-    learned = trainable or any(one.slabs or one.products for one in binding.made.values())
+    learned = trainable or any(expr.slices or expr.products for expr in binding.exprs.values())
     if not learned or not form.where(attrs) or reads_itself(binding, label):
         return None
-    if binding.free:
+    if binding.batch_independent:
         attrs[CASES] = number_of_cases(root, None)
     bound: dict[str, Bound] = {}
-    made: dict[str, tuple[Made, Layout]] = {}
+    exprs: dict[str, tuple[ParameterExpr, Layout]] = {}
     try:
         for role, (name, used) in trainable.items():
             canonical = form.layout(role, used, attrs) if not pattern.layer.parts else Layout(used.result)
             bound[role] = Bound(name, used, canonical)
-        for role, one in binding.made.items():
-            made[role] = one, form.layout(role, Layout(one.shape), attrs)
+        for role, expr in binding.exprs.items():
+            exprs[role] = expr, form.layout(role, Layout(expr.shape), attrs)
     except LayerError:
         return None  # the shape is not the form's: a 3-D weight in a matmul is no linear layer
     input, nodes = binding.names[form.inputs[0]], frozenset(inside)
-    use = Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, made=made)
+    use = Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, exprs=exprs)
     return use if binding.map is None else with_map(use, binding.map)
 
 
@@ -166,8 +166,10 @@ def with_map(use: Use, linear_map: LinearMap) -> Use:
 def lay_over_gathered(
     pattern: Pattern, root: fx.Node, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape], program: Program
 ) -> Use | None:
-    """The use of a weight whose outputs or inputs were gathered from a parameter's, alone, or None."""
-    binding = Binding(expressions=program.made, free=label[root] is Label.FREE, gathers=program.root)
+    """The use of a weight alone whose outputs or inputs were gathered from a parameter's; None if it is no such one."""
+    binding = Binding(
+        expressions=program.parameter_exprs, batch_independent=label[root] is Label.FREE, gathers=program.root
+    )
     use = lay_over(pattern, root, label, shapes, program.parameters, None, binding)
     if use is None or binding.numbers is None:
         return None
@@ -185,19 +187,29 @@ def lay_over_gathered(
 
 @dataclass
 class Binding:
-    """What the names of a form stand for while it is being laid over the graph."""
+    """What the names of a form stand for while it is being laid over the graph.
 
-    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # pattern's operation -> graph's
-    names: dict[str, Any] = field(default_factory=dict)  # placeholder -> node or literal
+    expressions: what may fill a role beside a parameter.
+    batch_independent: what is computed from parameters alone may be the input.
+    gathers: the model, if the weight must be gathered from one of its parameters, and no other role has one.
+
+    nodes: the pattern's operation -> the graph's.
+    names: the pattern's placeholder -> a node or a literal.
+    parameters, exprs, foreign: the roles that a parameter, an expression or any other node fills.
+    numbers: of the elements that were gathered.
+    map: from the parameter to the table in its place.
+    """
+
+    expressions: Mapping[fx.Node, ParameterExpr] = field(default_factory=dict)
+    batch_independent: bool = False
+    gathers: nn.Module | None = None
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    names: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, tuple[str, Layout]] = field(default_factory=dict)
-    expressions: Mapping[fx.Node, Made] = field(default_factory=dict)  # what may fill a role beside a parameter
-    made: dict[str, Made] = field(default_factory=dict)  # the roles that an expression fills
-    foreign: dict[str, fx.Node] = field(default_factory=dict)  # roles that something else fills, whatever it is
-    free: bool = False  # of the batch: what is computed from parameters alone may be the input
-    gathers: nn.Module | None = None  # the weight is what was gathered from a parameter of this model, and no other
-    # role has one
-    numbers: fx.Node | None = None  # then: of its elements
-    map: LinearMap | None = None  # from the parameter to the table in its place
+    exprs: dict[str, ParameterExpr] = field(default_factory=dict)
+    foreign: dict[str, fx.Node] = field(default_factory=dict)
+    numbers: fx.Node | None = None
+    map: LinearMap | None = None
 
 
 def fits(
@@ -224,7 +236,7 @@ def fits(
 
 
 def uncast(given: Any, binding: Binding, label: Mapping[fx.Node, Label]) -> Any:
-    """Past casts and copies of what is computed from parameters alone, such as position embeddings: same rows."""
+    """Skip casts and copies of what is computed from parameters alone, such as position embeddings: same rows."""
     while isinstance(given, fx.Node) and label[given] is Label.PURE and op_name(given) in CASTS:
         binding.nodes[given] = given
         given = given.args[0]
@@ -245,7 +257,7 @@ def binds(
         return bool(binding.names[name] is given)
     binding.names[name] = given
     if name not in form.roles:
-        return not isinstance(given, fx.Node) or label[given] is not Label.PURE or binding.free
+        return not isinstance(given, fx.Node) or label[given] is not Label.PURE or binding.batch_independent
     if given is None:
         return bool(wanted.args)  # optional: the form gives it a default
     if not isinstance(given, fx.Node) or label[given].activation:
@@ -256,7 +268,7 @@ def binds(
     if name == "weight" and "value" in form.inputs:
         binding.names["value"] = given
     if parameter is None and given in binding.expressions:
-        binding.made[name] = binding.expressions[given]
+        binding.exprs[name] = binding.expressions[given]
         return True
     if parameter is None and "elements" in form.inputs and ELEMENTS in given.meta:
         elements = given.meta[ELEMENTS]
@@ -292,15 +304,13 @@ def binds_gathered(name: str, given: fx.Node, binding: Binding, label: Mapping[f
 
 
 def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
-    """Whether a parameter of one role is also in what fills another: a use that the match would hide."""
-    own = {name for name, _ in binding.parameters.values()}
-    slabs = [slab for made in binding.made.values() for slab in made.slabs]
-    own |= {slab.parameter for slab in slabs}
-    own |= {one.parameter for made in binding.made.values() for one in made.products}
-    makers = [{name} for name, _ in binding.parameters.values()]
-    makers += [{slab.parameter for slab in made.slabs} for made in binding.made.values()]
-    if any(made.function is not None for made in binding.made.values()) and sum(map(len, makers)) > len(own):
+    """Whether a parameter of one role is also behind what fills another: the match would hide this use of it."""
+    exprs = list(binding.exprs.values())
+    in_roles = [{name} for name, _ in binding.parameters.values()]
+    in_roles += [{slice_.parameter for slice_ in expr.slices} for expr in exprs]
+    names = set[str]().union(*in_roles, {product.parameter for expr in exprs for product in expr.products})
+    if any(expr.function is not None for expr in exprs) and sum(map(len, in_roles)) > len(names):
         return True
-    steps = [step.nodes for slab in slabs for step in slab.slopes]
+    steps = [step.nodes for expr in exprs for slice_ in expr.slices for step in slice_.through]
     factors = [nodes["factor"] for nodes in steps if "factor" in nodes]
-    return any(own & parameters_behind(one, label) for one in (*binding.foreign.values(), *factors))
+    return any(names & parameters_behind(node, label) for node in (*binding.foreign.values(), *factors))

@@ -1,7 +1,7 @@
-"""Parts of parameters: slabs that are used apart from each other, and tensors that are put together from several.
+"""Parts of parameters: slices that are used apart from each other, and tensors that are put together from several.
 
 q, kv = in_proj_weight.split([e, 2 * e])        two pieces of one parameter
-torch.cat([q_bias, zeros, v_bias])              a tensor made of two parameters and a constant
+torch.cat([q_bias, zeros, v_bias])              an expression of two parameters and a constant
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Region = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # of a matrix
 
 @dataclass(frozen=True)
 class Piece:
-    """A slab of a parameter that is used apart from the rest: to the compiler and to blocks a parameter of its own.
+    """A slice of a parameter that is used apart from the rest: to the compiler and to blocks a parameter of its own.
 
     name: `"attn.in_proj_weight[0:64]"`, `"table[:, 2:5]"`; written once, for Dynamo writes no names of numbers.
     """
@@ -40,12 +40,12 @@ class Piece:
         return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
 
     def of(self, whole: Tensor, lead: int = 0) -> Tensor:
-        """The slab of a tensor that has the parameter's shape behind `lead` more dimensions; a view."""
+        """The slice of a tensor that has the parameter's shape behind `lead` more dimensions; a view."""
         return whole.narrow(lead + self.dim, self.start, self.stop - self.start)
 
 
 @dataclass(frozen=True)
-class Slab:
+class Slice:
     """`scale` times some elements of a parameter, in a box of a tensor: (start, stop) along each of its dimensions.
 
     strides, offset: which elements these are and in what order, as those of a view of the parameter. slopes: functions
@@ -57,7 +57,7 @@ class Slab:
     strides: Shape
     offset: int
     scale: float = 1.0
-    slopes: tuple[Parametrization, ...] = ()
+    through: tuple[Parametrization, ...] = ()
 
     @property
     def shape(self) -> Shape:
@@ -95,14 +95,18 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A tensor that is computed from parameters alone by moving elements; where no slab is, it is constant, or a sum of
-    products, a matrix each that is seen in this shape."""
+class ParameterExpr:
+    """A tensor that is computed from parameters alone.
+
+    slices: where it holds elements of parameters. It is constant elsewhere.
+    products: matrices of this tensor's shape, perhaps with dimensions merged, that are added to it.
+    function: the tensor's node, if it is any function of the slices, which are whole parameters then.
+    """
 
     shape: Shape
-    slabs: tuple[Slab, ...]
+    slices: tuple[Slice, ...]
     products: tuple[Product, ...] = ()
-    function: fx.Node | None = None  # the node, if it is any function of the slabs, which are whole parameters
+    function: fx.Node | None = None
 
 
 # --- strides --------------------------------------------------------------------------------------------------------
@@ -113,24 +117,24 @@ def whole(shape: Shape) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
-def view_of(slab: Slab) -> Tensor:
+def view_of(slice_: Slice) -> Tensor:
     """Without data."""
-    sizes = slab.shape
-    reach = slab.offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, slab.strides, strict=True))
-    return whole((reach,)).as_strided(sizes, slab.strides, slab.offset)
+    sizes = slice_.shape
+    reach = slice_.offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, slice_.strides, strict=True))
+    return whole((reach,)).as_strided(sizes, slice_.strides, slice_.offset)
 
 
-def slab_of(parameter: str, view: Tensor, scale: float = 1.0, slopes: tuple[Parametrization, ...] = ()) -> Slab:
+def slice_of(parameter: str, view: Tensor, scale: float = 1.0, through: tuple[Parametrization, ...] = ()) -> Slice:
     """All of a tensor."""
     box = tuple((0, int(size)) for size in view.shape)
-    return Slab(box, parameter, view.stride(), int(view.storage_offset()), scale, slopes)
+    return Slice(box, parameter, view.stride(), int(view.storage_offset()), scale, through)
 
 
-def narrowed(slab: Slab, dim: int, start: int, stop: int) -> Slab:
-    """What of a slab is between these places of its tensor along `dim`."""
-    first, _ = slab.box[dim]
-    box = (*slab.box[:dim], (start, stop), *slab.box[dim + 1 :])
-    return replace(slab, box=box, offset=slab.offset + (start - first) * slab.strides[dim])
+def narrowed(slice_: Slice, dim: int, start: int, stop: int) -> Slice:
+    """What of a slice is between these places of its tensor along `dim`."""
+    first, _ = slice_.box[dim]
+    box = (*slice_.box[:dim], (start, stop), *slice_.box[dim + 1 :])
+    return replace(slice_, box=box, offset=slice_.offset + (start - first) * slice_.strides[dim])
 
 
 def viewed(layout: Layout, tensor: Tensor) -> Tensor | None:
@@ -144,7 +148,7 @@ def viewed(layout: Layout, tensor: Tensor) -> Tensor | None:
 
 
 def ranges(view: Tensor, shape: Shape) -> dict[int, tuple[int, int]]:
-    """The dimensions along which a view of a parameter of `shape` shows a slab, every element once: (start, stop)."""
+    """The dimensions along which a view of a parameter of `shape` shows a slice, every element once: (start, stop)."""
     found: dict[int, tuple[int, int]] = {}
     for dim, size in enumerate(shape):
         before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
@@ -187,7 +191,7 @@ def layout_in(piece: Piece, shape: Shape, view: Tensor) -> Layout | None:
 
 
 def axis_along(view: Tensor, shape: Shape, dim: int, length: int) -> tuple[int, int] | None:
-    """The axis of a view on which a slab of `length` along `dim` lies from end to end, and the steps on it that one
+    """The axis of a view on which a slice of `length` along `dim` lies from end to end, and the steps on it that one
     step along `dim` takes; None if there is none."""
     stride = math.prod(shape[dim + 1 :])
     for axis, (size, step) in enumerate(zip(view.shape, view.stride(), strict=True)):

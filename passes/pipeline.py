@@ -46,7 +46,7 @@ def summary(name: str, program: Program) -> str:
         "find_outputs": f"{len(program.submodules)} submodules",
         "leave_python": f"{len(program.python)} parameters left",
         "link": f"{len(program.options.linked)} groups",
-        "express": f"{len(program.made)} expressions",
+        "express": f"{len(program.parameter_exprs)} expressions",
         "match": f"{len(program.matches)} uses",
         "cut": f"{len(program.pieces)} pieces",
         "resolve": f"{len(program.registrations)} registrations, {len(program.dropped)} dropped",
@@ -83,7 +83,7 @@ def check_use(use: Use, program: Program, nodes: set[fx.Node], after: str) -> No
     assert use.layer in program.layers, f"bug in kfac_fx: {after} left a use of the unknown layer {use.layer}"
     assert use.input in nodes, f"bug in kfac_fx: {after} left {use} without its input {use.input.name}"
     assert use.output in nodes, f"bug in kfac_fx: {after} left {use} without its output {use.output.name}"
-    some = use.parameters or use.made
+    some = use.parameters or use.exprs
     assert some, f"bug in kfac_fx: {after} left {use.layer} at {use.output.name} without parameters"
     for bound in use.parameters.values():
         name = bound.parameter

@@ -17,7 +17,7 @@ from torch import fx
 from .approximations import APPROXIMATIONS, Approximation
 from .matrix import Layout, MatrixForm
 from .parametrization import Parametrization, Transposed
-from .pieces import Made, Piece
+from .pieces import ParameterExpr, Piece
 
 OWN_FOLDER = str(Path(__file__).parents[1])  # the compiler
 
@@ -86,7 +86,9 @@ class Use:
     steps: int = 1  # how many uses its rows hold one after another
     steps_in_positions: bool = False  # time-major along the positions, not along the cases
     through: tuple[Parametrization, ...] = ()  # from the operation to the parameters
-    made: Mapping[str, tuple[Made, Layout]] = field(default_factory=dict)  # until `cut`: roles that are expressions
+    exprs: Mapping[str, tuple[ParameterExpr, Layout]] = field(
+        default_factory=dict
+    )  # until `cut`: roles that are expressions
     mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
     # twice if cases and positions are merged in it
     calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any

@@ -127,7 +127,7 @@ def graph_of(program: Program, number: int) -> Program:
         replace(one, uses=tuple(within(use, copies) for use in one.uses if use.output in copies))
         for one in program.registrations
     )
-    return program.but(graph=graph, registrations=registrations, outputs=(), made={}, behind={})
+    return program.but(graph=graph, registrations=registrations, outputs=(), parameter_exprs={}, behind={})
 
 
 def wanted(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -13,10 +13,10 @@ from ..graphs.edit import attribute
 from ..graphs.labels import Label, parameters_behind
 from ..graphs.operations import VIEWS, op_name
 from ..matrix import Shape
-from ..pieces import Made, Slab, view_of
+from ..pieces import ParameterExpr, Slice, view_of
 from .elementwise import DERIVATIVES, Elementwise, elementwise
 from .normalized import MAKERS, Centered, Scaled, WithGain, dim_of, laid_out, scaled_by
-from .slices import called, is_one_slab, without_data
+from .slices import called, is_one_slice, without_data
 
 FUNCTIONS = {*DERIVATIVES, "batch_norm", "_weight_norm"}
 SPREADS = {"var_mean", "std_mean"}
@@ -28,49 +28,51 @@ class Functions:
     def __init__(self, root: nn.Module, label: Mapping[fx.Node, Label], known: Mapping[fx.Node, Any]) -> None:
         self.root, self.label, self.known = root, label, known
 
-    def of(self, node: fx.Node, operand: fx.Node, value: Made, other: Shape | None = None) -> Made | None:
-        """A function of every element, or of every slice, of one slab.
+    def of(
+        self, node: fx.Node, operand: fx.Node, value: ParameterExpr, other: Shape | None = None
+    ) -> ParameterExpr | None:
+        """A function of every element, or of every slice, of one slice.
 
         other: the shape of what it is multiplied with or divided by, if that does not depend on the parameter.
         """
-        (slab,) = value.slabs
+        (slice_,) = value.slices
         name, plain = op_name(node), value
-        if other is None and name in ("mul", "div") and [type(step) for step in slab.slopes] == [Centered]:
-            plain = Made(value.shape, (replace(slab, slopes=()),))
-        layout = laid_out(plain, self.shape(slab))
-        multiple = name in MAKERS and (slab.scale != 1.0 or plain.slabs[0].slopes)
+        if other is None and name in ("mul", "div") and [type(step) for step in slice_.through] == [Centered]:
+            plain = ParameterExpr(value.shape, (replace(slice_, through=()),))
+        layout = laid_out(plain, self.shape(slice_))
+        multiple = name in MAKERS and (slice_.scale != 1.0 or plain.slices[0].through)
         if layout is None or multiple:
             return None
         make = MAKERS.get(name, elementwise)
         step = make(node, operand, layout) if other is None else scaled_by(node, operand, layout, other)
         if isinstance(step, WithGain):
             step = replace(step, gain=self.gain(step))
-        return None if step is None else Made(value.shape, (replace(slab, slopes=(*slab.slopes, step)),))
+        return None if step is None else ParameterExpr(value.shape, (replace(slice_, through=(*slice_.through, step)),))
 
-    def gain(self, step: WithGain) -> Slab | None:
+    def gain(self, step: WithGain) -> Slice | None:
         """The parameter that slices are multiplied by, if it is a whole one in its own order."""
         value = None if step.factor is None else self.known.get(step.factor)
-        if step.factor is None or not isinstance(value, Made) or not is_one_slab(value):
+        if step.factor is None or not isinstance(value, ParameterExpr) or not is_one_slice(value):
             return None
-        slab, shape = value.slabs[0], self.shape(value.slabs[0])
+        slice_, shape = value.slices[0], self.shape(value.slices[0])
         layout = laid_out(value, shape)
         if isinstance(step, Scaled) and step.divides and layout is not None:
-            slab = replace(slab, slopes=(*slab.slopes, Elementwise(step.factor, layout, "reciprocal")))
-        plain, size = all(isinstance(one, Elementwise) for one in slab.slopes), math.prod(shape)
-        return slab if plain and view_of(slab).is_contiguous() and math.prod(slab.shape) == size else None
+            slice_ = replace(slice_, through=(*slice_.through, Elementwise(step.factor, layout, "reciprocal")))
+        plain, size = all(isinstance(one, Elementwise) for one in slice_.through), math.prod(shape)
+        return slice_ if plain and view_of(slice_).is_contiguous() and math.prod(slice_.shape) == size else None
 
-    def shape(self, slab: Slab) -> Shape:
-        """Of the slab's parameter."""
-        return tuple(attribute(self.root, slab.parameter).shape)
+    def shape(self, slice_: Slice) -> Shape:
+        """Of the slice's parameter."""
+        return tuple(attribute(self.root, slice_.parameter).shape)
 
-    def product(self, node: fx.Node, left: fx.Node, right: fx.Node) -> Made | None:
+    def product(self, node: fx.Node, left: fx.Node, right: fx.Node) -> ParameterExpr | None:
         """Of a weight and a factor that may be another parameter; a quotient's may be a number of the weight."""
         pairs = ((left, right), (right, left)) if op_name(node) == "mul" else ((left, right),)
         for operand, by in pairs:
             value, shape = self.known.get(operand), self.sizes(by)
-            if not isinstance(value, Made) or len(value.slabs) != 1 or self.label[by].activation:
+            if not isinstance(value, ParameterExpr) or len(value.slices) != 1 or self.label[by].activation:
                 continue
-            behind, own = parameters_behind(by, self.label), {value.slabs[0].parameter}
+            behind, own = parameters_behind(by, self.label), {value.slices[0].parameter}
             if behind == own:
                 found = self.of(node, operand, value)
                 if found is not None or op_name(node) == "div":
@@ -80,22 +82,22 @@ class Functions:
                 return found
         return None
 
-    def centered(self, node: fx.Node, operand: fx.Node, mean: fx.Node) -> Made | None:
+    def centered(self, node: fx.Node, operand: fx.Node, mean: fx.Node) -> ParameterExpr | None:
         """A weight without the mean of each of its filters."""
         value, shape = self.known.get(operand), self.sizes(mean)
-        if not isinstance(value, Made) or not is_one_slab(value) or shape is None or node.kwargs:
+        if not isinstance(value, ParameterExpr) or not is_one_slice(value) or shape is None or node.kwargs:
             return None
-        (slab,) = value.slabs
-        layout = laid_out(value, self.shape(slab))
-        if layout is None or slab.slopes or slab.scale != 1.0 or dim_of(shape, layout) != 0:
+        (slice_,) = value.slices
+        layout = laid_out(value, self.shape(slice_))
+        if layout is None or slice_.through or slice_.scale != 1.0 or dim_of(shape, layout) != 0:
             return None
-        if not is_mean(mean, slab.parameter, self.known):
+        if not is_mean(mean, slice_.parameter, self.known):
             return None
-        return Made(value.shape, (replace(slab, slopes=(Centered(operand, layout, 0),)),))
+        return ParameterExpr(value.shape, (replace(slice_, through=(Centered(operand, layout, 0),)),))
 
     def sizes(self, node: fx.Node) -> Shape | None:
         value = self.known.get(node)
-        if isinstance(value, Made):
+        if isinstance(value, ParameterExpr):
             return value.shape
         try:
             return self.shape_of(node)
@@ -124,10 +126,10 @@ def is_mean(node: fx.Node, parameter: str, known: Mapping[fx.Node, Any]) -> bool
 def dimensions_left(node: fx.Node, parameter: str, known: Mapping[fx.Node, Any]) -> list[bool] | None:
     """Of the parameter, or of it as filters [o, ...], which dimensions are no mean yet; None for anything else."""
     value = known.get(node)
-    if isinstance(value, Made):
-        entire = is_one_slab(value) and view_of(value.slabs[0]).is_contiguous()
-        plain = entire and value.slabs[0].parameter == parameter and not value.slabs[0].slopes
-        return [True] * len(value.shape) if plain and value.slabs[0].scale == 1.0 else None
+    if isinstance(value, ParameterExpr):
+        entire = is_one_slice(value) and view_of(value.slices[0]).is_contiguous()
+        plain = entire and value.slices[0].parameter == parameter and not value.slices[0].through
+        return [True] * len(value.shape) if plain and value.slices[0].scale == 1.0 else None
     name, source = op_name(node), node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None

@@ -103,7 +103,7 @@ def gains_of(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
     matrix = (1, 1, slices) if gain.ids and side == INPUTS else (slices, 1, 1)
     weight = Bound(step.gain.parameter, Layout(shape), Layout(shape).reshape(matrix), step.gain.scale * bound.scale)
     before = tuple(other for other in use.through if not isinstance(other, Diagonal))
-    behind = placed(step.gain.slopes, weight.layout, OUTPUTS if matrix[0] == slices else INPUTS)
+    behind = placed(step.gain.through, weight.layout, OUTPUTS if matrix[0] == slices else INPUTS)
     yield replace(use, parameters={"weight": weight}, through=(*before, gain, *behind))
 
 

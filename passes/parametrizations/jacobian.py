@@ -30,7 +30,7 @@ from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import KEPT, Program
 from ..matrix import Layout, Shape
 from ..parametrization import Parametrization, Rows, RowsStep, Tensors, Transposed, views
-from ..pieces import Made, slab_of, whole
+from ..pieces import ParameterExpr, slice_of, whole
 from ..pieces import viewed as view_through
 from ..registration import Bound, Use
 
@@ -112,17 +112,17 @@ def by_group(grad_rows: Tensor) -> Tensor:
 
 def by_jacobian(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
     """A use of every parameter behind a function of its own, and what is left of the use."""
-    rest = {role: expression for role, expression in use.made.items() if expression[0].function is None}
-    for role in use.made.keys() - rest.keys():
-        value, canonical = use.made[role]
+    rest = {role: expression for role, expression in use.exprs.items() if expression[0].function is None}
+    for role in use.exprs.keys() - rest.keys():
+        value, canonical = use.exprs[role]
         assert value.function is not None, "bug in kfac_fx: a function of nothing"
-        for slab in value.slabs:
-            shape = shapes[slab.parameter]
-            bound = Bound(slab.parameter, Layout(shape), one_by_one(shape))
-            case = PerCase(canonical, jacobian_of(value.function, slab.parameter))
-            yield replace(use, parameters={"weight": bound}, made={}, attrs=unmasked(use), through=(case,))
+        for slice_ in value.slices:
+            shape = shapes[slice_.parameter]
+            bound = Bound(slice_.parameter, Layout(shape), one_by_one(shape))
+            case = PerCase(canonical, jacobian_of(value.function, slice_.parameter))
+            yield replace(use, parameters={"weight": bound}, exprs={}, attrs=unmasked(use), through=(case,))
     if rest or use.parameters:
-        yield replace(use, made=rest) if use.made else use
+        yield replace(use, exprs=rest) if use.exprs else use
 
 
 def per_case(use: Use) -> Use | None:
@@ -158,18 +158,18 @@ def unmasked(use: Use) -> dict[str, Any]:
 
 def small_functions(
     program: Program, label: Mapping[fx.Node, Label], nodes: Iterable[fx.Node], in_pieces: AbstractSet[str]
-) -> dict[fx.Node, Made]:
-    """Those of the nodes that are functions of parameters and constants alone, and small, as expressions: a slab for
+) -> dict[fx.Node, ParameterExpr]:
+    """Those of the nodes that are functions of parameters and constants alone, and small, as expressions: a slice for
     every parameter, all of it. A parameter that another use has in pieces is none of them."""
-    found: dict[fx.Node, Made] = {}
+    found: dict[fx.Node, ParameterExpr] = {}
     for node in nodes:
         shape = static_shape(node)
         sizes = {name: tuple(program.parameters[name].shape) for name in sorted(parameters_behind(node, label))}
         if shape is None or not all(0 < math.prod((*shape, *size)) <= LARGEST for size in sizes.values()):
             continue
         if in_pieces.isdisjoint(sizes) and node.meta["val"].is_floating_point() and is_function(node):
-            slabs = tuple(slab_of(name, whole(size)) for name, size in sizes.items())
-            found[node] = Made(shape, slabs, function=node)
+            slices = tuple(slice_of(name, whole(size)) for name, size in sizes.items())
+            found[node] = ParameterExpr(shape, slices, function=node)
     return found
 
 

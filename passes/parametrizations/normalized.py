@@ -30,9 +30,9 @@ from torch import Tensor, fx
 from ..graphs.operations import EXPANDS, op_name
 from ..matrix import Layout, Shape
 from ..parametrization import Rows, RowsStep, Tensors
-from ..pieces import Made, Piece, Slab, layout_in, view_of, viewed, whole
+from ..pieces import ParameterExpr, Piece, Slice, layout_in, view_of, viewed, whole
 from .elementwise import INPUTS, OUTPUTS, Constant, Derivative, Diagonal
-from .slices import is_one_slab
+from .slices import is_one_slice
 
 PROJECTION = "its filters are normalized: without the projection of their gradients that this makes"
 CHANGE = "it is divided by a function of itself: without the change of that, which is of rank one"
@@ -64,7 +64,7 @@ class Scaled(BySlice):
 
     factor: fx.Node
     divides: bool
-    gain: Slab | None = None
+    gain: Slice | None = None
 
     def derivative(self) -> Derivative:
         divides = self.divides
@@ -157,7 +157,7 @@ class WeightNorm(Normalized):
     """`_weight_norm(v, g, dim)`. factor, gain: see `Scaled`."""
 
     factor: fx.Node
-    gain: Slab | None = None
+    gain: Slice | None = None
 
     def derivative(self) -> Derivative:
         dim = self.dim
@@ -190,7 +190,7 @@ class Standardized(Normalized):
 
     eps: float
     factor: fx.Node | None
-    gain: Slab | None = None
+    gain: Slice | None = None
 
     def derivative(self) -> Derivative:
         eps, bare = self.eps, self.factor is None
@@ -233,12 +233,12 @@ WithGain = Scaled | WeightNorm | Standardized
 # --- in a graph -------------------------------------------------------------------------------------------------------
 
 
-def laid_out(value: Made, shape: Shape) -> Layout | None:
+def laid_out(value: ParameterExpr, shape: Shape) -> Layout | None:
     """From a parameter of `shape` to a value that is all of it and may have one more function; else None."""
-    if not is_one_slab(value) or any(isinstance(step, BySlice) for step in value.slabs[0].slopes):
+    if not is_one_slice(value) or any(isinstance(step, BySlice) for step in value.slices[0].through):
         return None
-    (slab,) = value.slabs
-    return layout_in(Piece(slab.parameter, 0, 0, *shape[:1] or (1,)), shape, view_of(slab))
+    (slice_,) = value.slices
+    return layout_in(Piece(slice_.parameter, 0, 0, *shape[:1] or (1,)), shape, view_of(slice_))
 
 
 def standardized(node: fx.Node, operand: fx.Node, layout: Layout) -> Standardized | None:

@@ -1,7 +1,9 @@
-"""Uses by parts: what of each parameter is where in the matrix [g, o, i] of a use, and the uses that these make.
+"""Uses taken apart: where in the matrix [g, o, i] of a use the elements of each parameter are, and the uses of these.
 
-Outputs that are a parameter's own have gradient rows of their own, and inputs have rows, so every part of a use is one
-of the same layer on a region of its matrix.
+    linear(x, torch.cat([w, v * e]))    w at outputs 0:4, v at outputs 4:6, and e a gain of the latter
+
+Each part is a use of the same layer on a region of its matrix, see `slices`, with the functions that its parameter goes
+through, see `elementwise`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ NOTHING = (0, 0)
 class Part:
     """Some elements of a parameter in the matrix of a use.
 
-    view: of the parameter, as [g, o, i]; [g, o, 1] for a bias. piece: None for a parameter that is not cut.
+    view: of the parameter, as [g, o, i]; [g, o, 1] for a bias.
+    region: where they are in the matrix.
+    scale: the matrix has a multiple of them.
+    piece: the piece of the parameter that they are; None for a parameter that is not cut.
+    through: the functions that the parameter goes through.
     """
 
     role: str
@@ -39,12 +45,12 @@ class Part:
     region: Region
     scale: float = 1.0
     piece: Piece | None = None
-    slopes: tuple[Parametrization, ...] = ()
+    through: tuple[Parametrization, ...] = ()
 
 
 def parts_of(use: Use, program: Program) -> list[Part] | None:
-    """The parameters in a use's matrix, without roles that do not say where they are in it; None if there are none, if
-    a whole parameter is copied on the way, and for a composite layer."""
+    """The parameters in a use's matrix, without roles whose place in it is not known. None if there are none, if a
+    whole parameter is copied on the way, and for a composite layer."""
     if program.layers[use.layer].parts or any(isinstance(step, PerCase) for step in use.through):
         return None
     found: list[Part] = []
@@ -53,43 +59,43 @@ def parts_of(use: Use, program: Program) -> list[Part] | None:
         if view is None:
             return None
         found.append(Part(role, bound.parameter, as_matrix(view), everywhere(as_matrix(view)), bound.scale))
-    for role in use.made:
-        found += parts_made(use, role, program) or []
+    for role in use.exprs:
+        found += parts_of_expr(use, role, program) or []
     return found or None
 
 
-def parts_made(use: Use, role: str, program: Program) -> list[Part] | None:
-    form, (made, canonical) = program.layers[use.layer].forms[use.form], use.made[role]
-    matrix = viewed(canonical, whole(made.shape))
+def parts_of_expr(use: Use, role: str, program: Program) -> list[Part] | None:
+    form, (expr, canonical) = program.layers[use.layer].forms[use.form], use.exprs[role]
+    matrix = viewed(canonical, whole(expr.shape))
     found: list[Part] = []
-    for slab in made.slabs:
+    for slice_ in expr.slices:
         try:
-            layout = form.layout(role, Layout(slab.shape), use.attrs)
+            layout = form.layout(role, Layout(slice_.shape), use.attrs)
         except LayerError:
             return None
-        box = whole(made.shape)[tuple(slice(*ends) for ends in slab.box)]
-        place, view = viewed(layout, box), viewed(layout, view_of(slab))
+        box = whole(expr.shape)[tuple(slice(*ends) for ends in slice_.box)]
+        place, view = viewed(layout, box), viewed(layout, view_of(slice_))
         if matrix is None or place is None or view is None:
             return None
         region = region_in(as_matrix(matrix), as_matrix(place))
         if region is None:
             return None
-        part = Part(role, slab.parameter, as_matrix(view), region, slab.scale, None, slab.slopes)
-        if slab.slopes and sides_of(part, tuple(program.parameters[slab.parameter].shape)) is None:
+        part = Part(role, slice_.parameter, as_matrix(view), region, slice_.scale, None, slice_.through)
+        if slice_.through and sides_of(part, tuple(program.parameters[slice_.parameter].shape)) is None:
             return None
         found.append(part)
     return found
 
 
 def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Iterator[Use]:
-    """A use for every part of the weight, with the bias of its outputs, and for every bias that has no such weight.
-    What has slopes is on its own: they are not those of its partner."""
+    """A use for every part of the weight, with the bias of its outputs, and for every bias that has no such weight. A
+    part that goes through functions is on its own: they are not those of its partner."""
     biases = {part.region[:2]: part for part in parts if part.role == "bias"}
     for part in sorted((part for part in parts if part.role == "weight"), key=lambda part: part.region):
         bias = biases.get(part.region[:2])
-        if bias is None or bias.slopes or part.slopes:
-            yield (own := use_of(use, part.region, [part], shapes))
-            yield from gains_of(own, shapes)
+        if bias is None or bias.through or part.through:
+            yield (alone := use_of(use, part.region, [part], shapes))
+            yield from gains_of(alone, shapes)
         else:
             yield use_of(use, part.region, [part, biases.pop(part.region[:2])], shapes)
     for region, bias in biases.items():
@@ -97,50 +103,48 @@ def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) ->
 
 
 def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
-    """Of a use whose expressions hold all of a parameter each, in whatever order, or products; None if one does not.
-
-    The matrix of a transposed convolution is no view of its weight, so nothing says what a part of it would be.
-    """
+    """The uses that a use is taken apart into if its expressions are products, or all of a parameter each in any order;
+    None if one is not. The matrix of a transposed convolution, which is no view of its weight, has such uses only."""
     found: dict[str, Bound] = dict(use.parameters)
     apart: list[Use] = []
-    for role, (made, canonical) in use.made.items():
-        for slab in made.slabs:
-            own = shapes[slab.parameter]
-            used = layout_in(Piece(slab.parameter, 0, 0, *own[:1] or (1,)), own, view_of(slab))
-            if slab.shape != made.shape or used is None:
+    for role, (expr, canonical) in use.exprs.items():
+        for slice_ in expr.slices:
+            shape = shapes[slice_.parameter]
+            used = layout_in(Piece(slice_.parameter, 0, 0, *shape[:1] or (1,)), shape, view_of(slice_))
+            if slice_.shape != expr.shape or used is None:
                 return None
-            bound = Bound(slab.parameter, used, canonical, slab.scale)
-            if role not in found and not slab.slopes:
+            bound = Bound(slice_.parameter, used, canonical, slice_.scale)
+            if role not in found and not slice_.through:
                 found[role] = bound
                 continue
-            if slab.slopes and role != "weight":
+            if slice_.through and role != "weight":
                 return None
-            side = side_of(slab.slopes, (*canonical.result, 1)[:3], constant_in(bound.layout))
-            if slab.slopes and side is None:
+            side = side_of(slice_.through, (*canonical.result, 1)[:3], constant_in(bound.layout))
+            if slice_.through and side is None:
                 return None
-            through = placed(slab.slopes, bound.layout, side)
-            own_use = replace(use, parameters={role: bound}, made={}, through=through)
-            apart += [own_use, *gains_of(own_use, shapes)]
-        if made.products and role == "weight":
-            apart += uses_of_factors(use, made, canonical, reads_ids(use))
-    return [*apart, *([replace(use, parameters=found, made={})] if found else [])]
+            through = placed(slice_.through, bound.layout, side)
+            alone = replace(use, parameters={role: bound}, exprs={}, through=through)
+            apart += [alone, *gains_of(alone, shapes)]
+        if expr.products and role == "weight":
+            apart += uses_of_factors(use, expr, canonical, reads_ids(use))
+    return [*apart, *([replace(use, parameters=found, exprs={})] if found else [])]
 
 
 def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Use:
     layouts = {role: bound.layout for role, bound in use.parameters.items()}
-    layouts |= {role: layout for role, (_, layout) in use.made.items()}
+    layouts |= {role: layout for role, (_, layout) in use.exprs.items()}
     g, o, i = layouts["weight"].result if "weight" in layouts else (*layouts["bias"].result, 0)
     bound = {part.role: bound_to(part, shapes[part.parameter]) for part in parts}
     all_of_it = region == ((0, g), (0, o), (0, i))
     first = parts[0]
     side = sides_of(first, shapes[first.parameter])
-    functions = placed(first.slopes, bound[first.role].layout, side, first.piece)
+    functions = placed(first.through, bound[first.role].layout, side, first.piece)
     sliced = () if all_of_it else (Sliced(region),)
-    return replace(use, parameters=bound, made={}, through=(*use.through, *sliced, *functions))
+    return replace(use, parameters=bound, exprs={}, through=(*use.through, *sliced, *functions))
 
 
 def sides_of(part: Part, shape: Shape) -> str | None:
-    return side_of(part.slopes, part.view.shape, lambda dim, axis: constant_along(part.view, shape, dim, axis))
+    return side_of(part.through, part.view.shape, lambda dim, axis: constant_along(part.view, shape, dim, axis))
 
 
 def bound_to(part: Part, shape: Shape) -> Bound:

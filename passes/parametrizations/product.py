@@ -33,7 +33,7 @@ from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, op_name
 from ..matrix import Layout, Shape
 from ..parametrization import Parametrization, Rows, RowsStep, Tensors
-from ..pieces import Made, Partner, Piece, Product, layout_in, view_of, viewed, whole
+from ..pieces import ParameterExpr, Partner, Piece, Product, layout_in, view_of, viewed, whole
 from ..registration import Bound, Use
 from .slices import called, dims_after, scaled, without_data
 
@@ -128,7 +128,7 @@ def kronecker(left: Tensor, right: Tensor, other: Tensor, kind: str) -> Rows:
 # --- what a node is a product of ------------------------------------------------------------------------------------
 
 
-def product(node: fx.Node, operands: Sequence[Made], root: nn.Module) -> Made | None:
+def product(node: fx.Node, operands: Sequence[ParameterExpr], root: nn.Module) -> ParameterExpr | None:
     """The value of matmul(a, b), kron(a, b) or a * b of one shape; None where no parameter is such a factor."""
     name, (a, b) = op_name(node), operands
     shape: Shape
@@ -137,7 +137,7 @@ def product(node: fx.Node, operands: Sequence[Made], root: nn.Module) -> Made | 
         shape, of_a, of_b = (a.shape[0], b.shape[1]), RIGHT, LEFT
     elif name == "kron" and len(a.shape) == len(b.shape) > 1 and math.prod(a.shape[2:]) == 1:
         shape, of_a, of_b = tuple(m * n for m, n in zip(a.shape, b.shape, strict=True)), KRON_LEFT, KRON_RIGHT
-    elif name == "mul" and a.shape == b.shape and len(a.shape) > 1 and not a.slabs and not b.slabs:
+    elif name == "mul" and a.shape == b.shape and len(a.shape) > 1 and not a.slices and not b.slices:
         shape, of_a, of_b = a.shape, TIMES, TIMES
     else:
         return None
@@ -146,7 +146,7 @@ def product(node: fx.Node, operands: Sequence[Made], root: nn.Module) -> Made | 
         for value, kind, other, its in ((a, of_a, right, b.shape), (b, of_b, left, a.shape))
         for factor in factors(value, root)
     ]
-    return Made(shape, (), tuple(found)) if found else None
+    return ParameterExpr(shape, (), tuple(found)) if found else None
 
 
 def matrix(shape: Shape) -> Shape:
@@ -154,27 +154,27 @@ def matrix(shape: Shape) -> Shape:
     return shape[0], math.prod(shape[1:])
 
 
-def factors(value: Made, root: nn.Module) -> list[Product]:
+def factors(value: ParameterExpr, root: nn.Module) -> list[Product]:
     found = list(value.products)
-    for slab in value.slabs:
-        own = tuple(attribute(root, slab.parameter).shape)
-        layout = layout_in(Piece(slab.parameter, 0, 0, *own[:1] or (1,)), own, view_of(slab))
-        if layout is not None and slab.shape == value.shape and not slab.slopes:
+    for slice_ in value.slices:
+        own = tuple(attribute(root, slice_.parameter).shape)
+        layout = layout_in(Piece(slice_.parameter, 0, 0, *own[:1] or (1,)), own, view_of(slice_))
+        if layout is not None and slice_.shape == value.shape and not slice_.through:
             shape = matrix(value.shape)
-            found.append(Product(slab.parameter, layout.reshape(shape), shape, (), slab.scale))
+            found.append(Product(slice_.parameter, layout.reshape(shape), shape, (), slice_.scale))
     return found
 
 
-def reshaped(node: fx.Node, value: Made, known: Mapping[fx.Node, Any]) -> Made | None:
+def reshaped(node: fx.Node, value: ParameterExpr, known: Mapping[fx.Node, Any]) -> ParameterExpr | None:
     """A view of products that leaves their elements in their order, or turns a matrix."""
     rest = without_data(node.args[1:], known)
-    if value.slabs:
+    if value.slices:
         return None
     if op_name(node) in PERMUTES and dims_after(node, len(value.shape), rest) == (1, 0):
-        return Made(value.shape[::-1], (), tuple(map(turned, value.products)))
+        return ParameterExpr(value.shape[::-1], (), tuple(map(turned, value.products)))
     if op_name(node) not in KEEPS_ORDER:
         return None
-    return Made(tuple(called(node, (whole(value.shape), *rest)).shape), (), value.products)
+    return ParameterExpr(tuple(called(node, (whole(value.shape), *rest)).shape), (), value.products)
 
 
 def turned(product: Product) -> Product:
@@ -185,25 +185,29 @@ def turned(product: Product) -> Product:
     return replace(product, layout=product.layout.permute((1, 0)), shape=product.shape[::-1], partners=partners)
 
 
-def added(node: fx.Node, first: Made, second: Any) -> Made | None:
+def added(node: fx.Node, first: ParameterExpr, second: Any) -> ParameterExpr | None:
     """A sum, or a difference, in which there is a product."""
-    if not isinstance(second, Made) or first.shape != second.shape or not (first.products or second.products):
+    if not isinstance(second, ParameterExpr) or first.shape != second.shape or not (first.products or second.products):
         return None
-    if node.kwargs or len(node.args) > 2 or any(slab.shape != first.shape for slab in (*first.slabs, *second.slabs)):
+    if (
+        node.kwargs
+        or len(node.args) > 2
+        or any(slice_.shape != first.shape for slice_ in (*first.slices, *second.slices))
+    ):
         return None
     other = scaled(second, -1.0) if op_name(node) == "sub" else second
     assert other is not None, "bug in kfac_fx: a value without its negative"
-    return Made(first.shape, (*first.slabs, *other.slabs), (*first.products, *other.products))
+    return ParameterExpr(first.shape, (*first.slices, *other.slices), (*first.products, *other.products))
 
 
-def complete(value: Made, node: fx.Node) -> Made | None:
+def complete(value: ParameterExpr, node: fx.Node) -> ParameterExpr | None:
     """Without the products of parameters that also reach the node on a way that is none of these; None if there is
-    nothing left, or if there are slabs, which would hide such a parameter."""
-    found = Counter([*(slab.parameter for slab in value.slabs), *(one.parameter for one in value.products)])
+    nothing left, or if there are slices, which would hide such a parameter."""
+    found = Counter([*(slice_.parameter for slice_ in value.slices), *(one.parameter for one in value.products)])
     ways = ways_to(node, {})
     lost = {name for name, number in found.items() if ways[name] != number}
     products = tuple(one for one in value.products if one.parameter not in lost)
-    if (lost and value.slabs) or not products:
+    if (lost and value.slices) or not products:
         return None
     return replace(value, products=products)
 
@@ -221,7 +225,7 @@ def ways_to(node: fx.Node, known: dict[fx.Node, Counter[str]]) -> Counter[str]:
 # --- uses -------------------------------------------------------------------------------------------------------------
 
 
-def uses_of_factors(use: Use, value: Made, canonical: Layout, ids: bool) -> list[Use]:
+def uses_of_factors(use: Use, value: ParameterExpr, canonical: Layout, ids: bool) -> list[Use]:
     """The uses of all parameters of which every product has rows and gradient rows, in one form of matrix."""
     found = [(product.parameter, use_of_factor(use, value, product, canonical, ids)) for product in value.products]
     forms: dict[str, set[Any]] = {}
@@ -237,7 +241,7 @@ def groups_in(use: Use) -> int:
     return bound.layout.result[0]
 
 
-def use_of_factor(use: Use, value: Made, product: Product, canonical: Layout, ids: bool) -> Use | None:
+def use_of_factor(use: Use, value: ParameterExpr, product: Product, canonical: Layout, ids: bool) -> Use | None:
     """The use of a factor of a weight; None where it has no rows and gradient rows."""
     turns = turns_to(product.shape, value.shape, canonical)
     group = groups_of(product.partners)
@@ -247,7 +251,7 @@ def use_of_factor(use: Use, value: Made, product: Product, canonical: Layout, id
     pattern = {"": "l r -> 1 l r", RIGHT: "l r -> l 1 r", LEFT: "l r -> r l 1"}[group]
     result = Layout(product.layout.result).rearrange(pattern)
     bound = Bound(product.parameter, product.layout, result.permute((0, 2, 1)) if turns else result, product.scale)
-    return replace(use, parameters={"weight": bound}, made={}, through=(Factor(product.partners, turns),))
+    return replace(use, parameters={"weight": bound}, exprs={}, through=(Factor(product.partners, turns),))
 
 
 def turns_to(shape: Shape, seen: Shape, canonical: Layout) -> bool | None:

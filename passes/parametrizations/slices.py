@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from ..graphs.operations import computed
 from ..matrix import Shape
 from ..parametrization import Parametrization, Rows, RowsStep
-from ..pieces import Box, Made, Region, Slab, narrowed, slab_of, view_of, whole
+from ..pieces import Box, ParameterExpr, Region, Slice, narrowed, slice_of, view_of, whole
 from ..registration import Use
 
 
@@ -69,23 +69,23 @@ def without_data(arguments: Any, known: Mapping[fx.Node, Any]) -> Any:
 
     def value_of(node: fx.Node) -> Any:
         value = known[node]
-        return whole(value.shape) if isinstance(value, Made) else value
+        return whole(value.shape) if isinstance(value, ParameterExpr) else value
 
     return fx.map_arg(arguments, value_of)
 
 
-def is_one_slab(value: Made) -> bool:
-    return len(value.slabs) == 1 and value.slabs[0].shape == value.shape and not value.products
+def is_one_slice(value: ParameterExpr) -> bool:
+    return len(value.slices) == 1 and value.slices[0].shape == value.shape and not value.products
 
 
-def made_of(view: Tensor, slab: Slab) -> Made:
-    """A view of a slab. Raises ValueError where elements are repeated."""
+def expr_of(view: Tensor, slice_: Slice) -> ParameterExpr:
+    """A view of a slice. Raises ValueError where elements are repeated."""
     if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.stride(), strict=True)):
         raise ValueError
-    return Made(tuple(view.shape), (slab_of(slab.parameter, view, slab.scale, slab.slopes),))
+    return ParameterExpr(tuple(view.shape), (slice_of(slice_.parameter, view, slice_.scale, slice_.through),))
 
 
-def part_of(value: Made, view: Tensor) -> Made | None:
+def part_of(value: ParameterExpr, view: Tensor) -> ParameterExpr | None:
     """What a view of all of a value, of `whole(value.shape)`, shows; None if it is no box of it."""
     rest, box = int(view.storage_offset()), list[tuple[int, int]]()
     kept: list[int] = []
@@ -96,26 +96,26 @@ def part_of(value: Made, view: Tensor) -> Made | None:
         kept += [dim] if shown else []
     if len(kept) < view.dim() or any(stop > size for (_, stop), size in zip(box, value.shape, strict=True)):
         return None
-    slabs = [slab for slab in (cropped(one, tuple(box), kept) for one in value.slabs) if slab is not None]
-    return Made(tuple(view.shape), tuple(slabs))
+    slices = [slice_ for slice_ in (cropped(one, tuple(box), kept) for one in value.slices) if slice_ is not None]
+    return ParameterExpr(tuple(view.shape), tuple(slices))
 
 
-def cropped(slab: Slab, box: Box, kept: list[int]) -> Slab | None:
-    """What of a slab is in a box, in coordinates of the box's dimensions that are kept; None if nothing is."""
+def cropped(slice_: Slice, box: Box, kept: list[int]) -> Slice | None:
+    """What of a slice is in a box, in coordinates of the box's dimensions that are kept; None if nothing is."""
     for dim, (start, stop) in enumerate(box):
-        first, last = max(start, slab.box[dim][0]), min(stop, slab.box[dim][1])
+        first, last = max(start, slice_.box[dim][0]), min(stop, slice_.box[dim][1])
         if first >= last:
             return None
-        slab = narrowed(slab, dim, first, last)
-    inside = tuple((slab.box[dim][0] - box[dim][0], slab.box[dim][1] - box[dim][0]) for dim in kept)
-    return replace(slab, box=inside, strides=tuple(slab.strides[dim] for dim in kept))
+        slice_ = narrowed(slice_, dim, first, last)
+    inside = tuple((slice_.box[dim][0] - box[dim][0], slice_.box[dim][1] - box[dim][0]) for dim in kept)
+    return replace(slice_, box=inside, strides=tuple(slice_.strides[dim] for dim in kept))
 
 
-def scaled(value: Made | None, by: float | None) -> Made | None:
+def scaled(value: ParameterExpr | None, by: float | None) -> ParameterExpr | None:
     if value is None or by is None:
         return None
-    slabs = tuple(replace(slab, scale=by * slab.scale) for slab in value.slabs)
-    return Made(value.shape, slabs, tuple(replace(one, scale=by * one.scale) for one in value.products))
+    slices = tuple(replace(slice_, scale=by * slice_.scale) for slice_ in value.slices)
+    return ParameterExpr(value.shape, slices, tuple(replace(one, scale=by * one.scale) for one in value.products))
 
 
 def factor(name: str, node: fx.Node) -> float | None:
@@ -128,27 +128,27 @@ def factor(name: str, node: fx.Node) -> float | None:
     return 1.0 / by if name == "div" else float(by)
 
 
-def unsqueezed(value: Made, dim: int) -> Made:
+def unsqueezed(value: ParameterExpr, dim: int) -> ParameterExpr:
     dim = dim % (len(value.shape) + 1)
-    slabs = [view_of(slab).unsqueeze(dim).stride() for slab in value.slabs]
-    boxes = [(*slab.box[:dim], (0, 1), *slab.box[dim:]) for slab in value.slabs]
-    new = [replace(old, box=box, strides=by) for old, box, by in zip(value.slabs, boxes, slabs, strict=True)]
-    return Made((*value.shape[:dim], 1, *value.shape[dim:]), tuple(new))
+    slices = [view_of(slice_).unsqueeze(dim).stride() for slice_ in value.slices]
+    boxes = [(*slice_.box[:dim], (0, 1), *slice_.box[dim:]) for slice_ in value.slices]
+    new = [replace(old, box=box, strides=by) for old, box, by in zip(value.slices, boxes, slices, strict=True)]
+    return ParameterExpr((*value.shape[:dim], 1, *value.shape[dim:]), tuple(new))
 
 
-def joined(parts: Sequence[Made], dim: int) -> Made | None:
+def joined(parts: Sequence[ParameterExpr], dim: int) -> ParameterExpr | None:
     """One behind the other; None where all are constants."""
     shape, at = parts[0].shape, 0
     dim %= len(shape)
-    slabs: list[Slab] = []
+    slices: list[Slice] = []
     for one in parts:
-        slabs += [replace(slab, box=moved(slab.box, dim, at)) for slab in one.slabs]
+        slices += [replace(slice_, box=moved(slice_.box, dim, at)) for slice_ in one.slices]
         at += one.shape[dim]
-    return Made((*shape[:dim], at, *shape[dim + 1 :]), tuple(slabs)) if slabs else None
+    return ParameterExpr((*shape[:dim], at, *shape[dim + 1 :]), tuple(slices)) if slices else None
 
 
-def permuted(slab: Slab, order: Shape) -> Slab:
-    return replace(slab, box=tuple(slab.box[d] for d in order), strides=tuple(slab.strides[d] for d in order))
+def permuted(slice_: Slice, order: Shape) -> Slice:
+    return replace(slice_, box=tuple(slice_.box[d] for d in order), strides=tuple(slice_.strides[d] for d in order))
 
 
 def moved(box: Box, dim: int, by: int) -> Box:

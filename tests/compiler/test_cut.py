@@ -39,7 +39,7 @@ def regions(program: Program) -> list[tuple[tuple[str, ...], Any]]:
 
 def test_nothing_is_cut_where_parameters_are_used_whole() -> None:
     program = cut_up(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)))
-    assert program.pieces == {} and program.behind == {} and program.made == {}
+    assert program.pieces == {} and program.behind == {} and program.parameter_exprs == {}
     assert all(region_of(use) is None for use in program.matches)
 
 

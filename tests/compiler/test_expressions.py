@@ -14,7 +14,7 @@ from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.parametrizations.elementwise import Elementwise
 from kfac_fx.passes.parametrizations.normalized import Standardized, WeightNorm
-from kfac_fx.passes.pieces import Made, ranges, view_of
+from kfac_fx.passes.pieces import ParameterExpr, ranges, view_of
 from tests.compiler.toy import Toy, before
 
 Function = Callable[..., Any]
@@ -27,17 +27,17 @@ def expressed(function: Function, exported: bool = False, /, **shapes: tuple[int
     return express(before("match", Toy(function, **shapes), *[torch.randn(X)] * exported))
 
 
-def parts(program: Program, made: Made) -> list[Part]:
+def parts(program: Program, exprs: ParameterExpr) -> list[Part]:
     """`(box, parameter, {dim: (start, stop)})`, and the multiple if it is one."""
     found: list[Part] = []
-    for slab in made.slabs:
-        along = ranges(view_of(slab), tuple(program.parameters[slab.parameter].shape))
-        found.append((slab.box, slab.parameter, along, *[slab.scale] * (slab.scale != 1)))
+    for slice_ in exprs.slices:
+        along = ranges(view_of(slice_), tuple(program.parameters[slice_.parameter].shape))
+        found.append((slice_.box, slice_.parameter, along, *[slice_.scale] * (slice_.scale != 1)))
     return found
 
 
 def test_plain_views_of_whole_parameters_are_left_to_the_matcher() -> None:
-    assert expressed(lambda x, w: x @ w.t().contiguous(), w=(6, 4)).made == {}
+    assert expressed(lambda x, w: x @ w.t().contiguous(), w=(6, 4)).exprs == {}
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_plain_views_of_whole_parameters_are_left_to_the_matcher() -> None:
 def test_slices_are_found_in_all_their_spellings(
     function: Function, shape: tuple[int, ...], rows: tuple[int, int]
 ) -> None:
-    (made,) = expressed(function, w=shape).made.values()
-    (slab,) = made.slabs
-    assert ranges(view_of(slab), shape) == {0: rows}
+    (exprs,) = expressed(function, w=shape).exprs.values()
+    (slice_,) = exprs.slices
+    assert ranges(view_of(slice_), shape) == {0: rows}
 
 
 def test_slices_in_the_spelling_of_aten() -> None:
@@ -70,28 +70,28 @@ def test_slices_in_the_spelling_of_aten() -> None:
         y = F.linear(x, w.chunk(3)[1]) + F.linear(x, w.split([1, 2, 3])[1]) + F.linear(x, w[4:])
         return y @ w.view(3, 2, 4)[2] @ w.narrow(0, 2, 2).mT
 
-    found = expressed(sliced, True, w=(6, 4)).made.values()
-    assert [ranges(view_of(made.slabs[0]), (6, 4))[0] for made in found] == [(2, 4), (1, 3), (4, 6), (4, 6), (2, 4)]
+    found = expressed(sliced, True, w=(6, 4)).exprs.values()
+    assert [ranges(view_of(exprs.slices[0]), (6, 4))[0] for exprs in found] == [(2, 4), (1, 3), (4, 6), (4, 6), (2, 4)]
 
 
 def test_tensors_put_together_hold_parts_and_constants() -> None:
     program = expressed(
         lambda x, w, q, v: F.linear(x, w, torch.cat([q, torch.zeros_like(v), v])), w=(6, 4), q=(2,), v=(2,)
     )
-    (made,) = program.made.values()
-    assert made.shape == (6,)
-    assert parts(program, made) == [(((0, 2),), "q", {0: (0, 2)}), (((4, 6),), "v", {0: (0, 2)})]
+    (exprs,) = program.parameter_exprs.values()
+    assert exprs.shape == (6,)
+    assert parts(program, exprs) == [(((0, 2),), "q", {0: (0, 2)}), (((4, 6),), "v", {0: (0, 2)})]
 
 
 def test_parts_are_put_together_along_any_dimension_and_turned() -> None:
     program = expressed(lambda x, w, v: F.linear(x, torch.cat([w.t(), v], dim=-2).mT), w=(6, 3), v=(1, 6))
-    (made,) = program.made.values()
-    assert made.shape == (6, 4)
-    assert [one[:2] for one in parts(program, made)] == [(((0, 6), (0, 3)), "w"), (((0, 6), (3, 4)), "v")]
+    (exprs,) = program.parameter_exprs.values()
+    assert exprs.shape == (6, 4)
+    assert [one[:2] for one in parts(program, exprs)] == [(((0, 6), (0, 3)), "w"), (((0, 6), (3, 4)), "v")]
     program = expressed(lambda x, w, v: x @ torch.stack([w, v], 1), w=(4,), v=(4,))
-    (made,) = program.made.values()
-    assert made.shape == (4, 2)
-    assert [one[:2] for one in parts(program, made)] == [(((0, 4), (0, 1)), "w"), (((0, 4), (1, 2)), "v")]
+    (exprs,) = program.parameter_exprs.values()
+    assert exprs.shape == (4, 2)
+    assert [one[:2] for one in parts(program, exprs)] == [(((0, 4), (0, 1)), "w"), (((0, 4), (1, 2)), "v")]
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_parts_are_put_together_along_any_dimension_and_turned() -> None:
 )
 def test_parts_of_what_was_put_together(function: Function, wanted: list[Part]) -> None:
     program = expressed(function, True, q=(4,), k=(4,))
-    (made,) = program.made.values()
-    assert made.shape == (4,) and parts(program, made) == wanted
+    (exprs,) = program.parameter_exprs.values()
+    assert exprs.shape == (4,) and parts(program, exprs) == wanted
 
 
 def test_every_second_element_of_several_has_no_expression() -> None:
-    made = expressed(lambda x, q, k: x + torch.cat([q, k])[::2], q=(4,), k=(4,)).made
-    assert [node.name for node in made] == ["cat"]
+    exprs = expressed(lambda x, q, k: x + torch.cat([q, k])[::2], q=(4,), k=(4,)).exprs
+    assert [node.name for node in exprs] == ["cat"]
 
 
 def zeroed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ def filled(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize(("function", "exported"), [(zeroed, False), (filled, False), (zeroed, True), (assigned, True)])
 def test_a_copy_is_constant_where_numbers_were_written(function: Function, exported: bool) -> None:
     program = expressed(function, exported, w=(6, 4), b=(6,))
-    (made,) = program.made.values()
-    assert parts(program, made) == [(((0, 2),), "b", {0: (0, 2)}), (((4, 6),), "b", {0: (4, 6)})]
+    (exprs,) = program.parameter_exprs.values()
+    assert parts(program, exprs) == [(((0, 2),), "b", {0: (0, 2)}), (((4, 6),), "b", {0: (4, 6)})]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_a_copy_is_constant_where_numbers_were_written(function: Function, expor
 @pytest.mark.parametrize("exported", [False, True])
 def test_multiples_and_constants_more_are_followed(function: Function, multiple: float, exported: bool) -> None:
     program = expressed(function, exported, g=(4,))
-    (made,) = program.made.values()
-    assert parts(program, made) == [(((0, 4),), "g", {0: (0, 4)}, multiple)]
+    (exprs,) = program.parameter_exprs.values()
+    assert parts(program, exprs) == [(((0, 4),), "g", {0: (0, 4)}, multiple)]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_multiples_and_constants_more_are_followed(function: Function, multiple:
     ],
 )
 def test_what_computes_has_no_expression(function: Function) -> None:
-    assert expressed(function, g=(4,)).made == {}
+    assert expressed(function, g=(4,)).exprs == {}
 
 
 class Clipped(nn.Module):
@@ -188,8 +188,8 @@ class Clipped(nn.Module):
 
 def test_values_written_into_a_parameter_stay_its_elements() -> None:
     program = express(before("match", Clipped(), torch.randn(X)))
-    (made,) = program.made.values()
-    assert parts(program, made) == [(((0, 4), (0, 4)), "weight", {0: (0, 4)})]
+    (exprs,) = program.parameter_exprs.values()
+    assert parts(program, exprs) == [(((0, 4), (0, 4)), "weight", {0: (0, 4)})]
 
 
 def scattered(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -200,18 +200,18 @@ def scattered(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 def test_a_copy_with_other_parameters_written_into_it_has_no_expression() -> None:
     program = expressed(scattered, w=(6, 4), b=(6,))
-    assert all(node.name != "written" for node in program.made)
+    assert all(node.name != "written" for node in program.parameter_exprs)
 
 
 def test_slices_as_long_as_the_batch_says_have_no_expression() -> None:
-    assert expressed(lambda x, w: x + w[: x.shape[1]], True, w=(7, 4)).made == {}
+    assert expressed(lambda x, w: x + w[: x.shape[1]], True, w=(7, 4)).exprs == {}
 
 
 def functions(program: Program) -> list[Any]:
     """What the only expression goes through."""
-    (made,) = program.made.values()
-    (slab,) = made.slabs
-    return list(slab.slopes)
+    (exprs,) = program.parameter_exprs.values()
+    (slice_,) = exprs.slices
+    return list(slice_.through)
 
 
 @pytest.mark.parametrize(
@@ -257,4 +257,4 @@ def test_normalized_weights_are_followed(exported: bool) -> None:
 )
 def test_other_normalizations_and_functions_are_not(function: Function) -> None:
     program = expressed(function, w=(3, 4))
-    assert program.outputs[0].args[1] not in program.made
+    assert program.outputs[0].args[1] not in program.parameter_exprs

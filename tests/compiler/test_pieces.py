@@ -13,13 +13,13 @@ from torch import Tensor
 from kfac_fx.passes.matrix import Layout
 from kfac_fx.passes.pieces import (
     Piece,
-    Slab,
+    Slice,
     axis_along,
     layout_in,
     narrowed,
     ranges,
     region_in,
-    slab_of,
+    slice_of,
     view_of,
     viewed,
     whole,
@@ -118,11 +118,11 @@ def test_a_scalar_has_a_layout_and_no_dimension_to_cut() -> None:
 
 def test_slabs_keep_a_view() -> None:
     view = whole((6, 4))[2:4].t()
-    slab = slab_of("w", view, 0.5)
-    assert slab == Slab(((0, 4), (0, 2)), "w", (1, 4), 8, 0.5) and slab.shape == (4, 2)
-    again = view_of(slab)
+    slice_ = slice_of("w", view, 0.5)
+    assert slice_ == Slice(((0, 4), (0, 2)), "w", (1, 4), 8, 0.5) and slice_.shape == (4, 2)
+    again = view_of(slice_)
     assert (again.shape, again.stride(), again.storage_offset()) == (view.shape, view.stride(), view.storage_offset())
-    assert narrowed(slab, 1, 1, 2) == Slab(((0, 4), (1, 2)), "w", (1, 4), 12, 0.5)
+    assert narrowed(slice_, 1, 1, 2) == Slice(((0, 4), (1, 2)), "w", (1, 4), 12, 0.5)
 
 
 def test_layouts_that_copy_are_no_views() -> None:
