@@ -104,6 +104,17 @@ class Parametrization(ABC):
 
 
 @dataclass(frozen=True)
+class Example:
+    """For the contract test: a weight [o, i] that is made of parameters, which are given by their shapes.
+
+    The result of another example may take the place of the first parameter.
+    """
+
+    function: Callable[..., Tensor]
+    shapes: Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
 class Transposed(Parametrization):
     """A weight that is used the other way round, as the output layer that is tied to an embedding.
 

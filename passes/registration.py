@@ -51,9 +51,12 @@ UNROLLED = "unrolled"  # in the meta of a node that the capture wrote as a part 
 
 @dataclass(frozen=True)
 class Bound:
-    """A parameter in a role of a use; `used` leads from the parameter to the tensor that enters the operation,
-    `canonical` from there to the layer's matrix ([g, o, i] for a weight, [g, o] for a bias). The operation sees
-    `scale` times it, and perhaps a constant more."""
+    """A parameter in a role of a use.
+
+    used: from the parameter to the tensor that enters the operation.
+    canonical: from there to the layer's matrix, [g, o, i] for a weight, [g, o] for a bias.
+    scale: the operation sees this multiple of it, and perhaps a constant more.
+    """
 
     parameter: str
     used: Layout
@@ -67,10 +70,22 @@ class Bound:
 
 @dataclass(frozen=True)
 class Use:
-    """One application of a layer: `output = layer(input, **attrs, **parameters)`.
+    """One application of a layer: `output = layer(input, **attrs, **parameters)`. Before `resolve` it is a match.
 
-    As long as it may still be dropped it is called a match. `attrs` holds literals, shapes of the bound parameters
-    under their roles' names, and graph nodes where an argument is a tensor.
+    layer, form: the declared layer, by its name, and the number of its form.
+    parameters: by their roles, "weight" and "bias".
+    attrs: literals, shapes of the bound parameters under their roles' names, and nodes where an argument is a tensor.
+    nodes: all nodes that the form covers.
+    batch_dim: the dimension of the cases in the output; None: they are merged with other positions.
+    through: what stands between the operation and the parameters, in this order.
+    exprs: before `cut`, the roles that expressions fill, and the layouts from there to the layer's matrix.
+    part_of: the composite layer that this use is a part of.
+    tower: the number of its mini-batch, if the graph computes several at once.
+    steps: how many uses its rows hold one after another.
+    steps_in_positions: these are time-major along the positions, not along the cases.
+    mask_dims: the dimensions of the output along which the mask in `attrs` goes, if it is not a mask of rows as it is;
+        one dimension twice if cases and positions are merged in it.
+    calls: of its submodule on the first batch, if that is captured on its own; there may be any number later.
     """
 
     layer: str
@@ -80,26 +95,23 @@ class Use:
     parameters: Mapping[str, Bound]
     attrs: Attrs
     nodes: frozenset[fx.Node] = field(repr=False)
-    batch_dim: int | None = 0  # of the output; None: the cases are merged with other positions
-    part_of: str | None = None  # the composite layer that this use is a part of
-    tower: int = 0  # which of the mini-batches that the graph computes at once
-    steps: int = 1  # how many uses its rows hold one after another
-    steps_in_positions: bool = False  # time-major along the positions, not along the cases
-    through: tuple[Parametrization, ...] = ()  # from the operation to the parameters
-    exprs: Mapping[str, tuple[ParameterExpr, Layout]] = field(
-        default_factory=dict
-    )  # until `cut`: roles that are expressions
-    mask_dims: Dims = ()  # of the output, along which the mask in `attrs` goes, if it is not one of rows as it is; one
-    # twice if cases and positions are merged in it
-    calls: int | None = None  # of its submodule on the first batch, where that is captured on its own: may be any
+    batch_dim: int | None = 0
+    through: tuple[Parametrization, ...] = ()
+    exprs: Mapping[str, tuple[ParameterExpr, Layout]] = field(default_factory=dict)
+    part_of: str | None = None
+    tower: int = 0
+    steps: int = 1
+    steps_in_positions: bool = False
+    mask_dims: Dims = ()
+    calls: int | None = None
 
     @cached_property
     def parameter_set(self) -> frozenset[str]:
         return frozenset(bound.parameter for bound in self.parameters.values())
 
     @property
-    def free(self) -> bool:
-        """Whether it does not see the batch: its output's gradient is a sum over the cases."""
+    def batch_independent(self) -> bool:
+        """Whether it does not see the batch: the gradient of its output is a sum over the cases."""
         return CASES in self.attrs
 
     @property

@@ -200,7 +200,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
     if any(use.transposed for use in uses):
         reason = "tied: some uses are transposed, their inputs and output gradients change sides"
     chosen, why = choose(program, first.layer, matrix, uses)
-    free = FREE if any(use.free for use in uses) else None
+    free = FREE if any(use.batch_independent for use in uses) else None
     said = "; ".join(text for text in (reason, free, why) if text) or None
     pieces = program.pieces_among(matrix.parameters)
     return Registration(

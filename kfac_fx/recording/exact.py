@@ -138,7 +138,7 @@ class ExactPass:
         structured = [
             (one, mine)
             for one, mine in zip(self.registrations, self.probes, strict=True)
-            if not one.generic and any(use.free for use in one.uses) is free
+            if not one.generic and any(use.batch_independent for use in one.uses) is free
         ]
         probes = [probe for _, mine in structured for probe in mine.values()]
         inputs = self.everywhere(probes)

@@ -48,7 +48,7 @@ def steps_of(registration: Registration, use: Use) -> Iterator[Step]:
         yield lambda both, attrs: scaled(both, by)
     if registration.matrix.weight is None:
         yield lambda both, attrs: without_inputs(*both)
-    if use.free:
+    if use.batch_independent:
         yield lambda both, attrs: shared_by_cases(*both)
     for number, parametrization in enumerate(use.through):
         yield with_tensors(parametrization.step(), {key: f"{number}.{key}" for key in parametrization.nodes})

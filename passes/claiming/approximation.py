@@ -49,7 +49,11 @@ def choose(
     chosen = APPROXIMATIONS[asked or default]
     reason: str | None = None
     if chosen.needs_cases and not all(cases_apart(program.layers, use) for use in uses):
-        how = "its gradient is summed over cases" if any(u.free for u in uses) else "cases are merged with positions"
+        how = (
+            "its gradient is summed over cases"
+            if any(u.batch_independent for u in uses)
+            else "cases are merged with positions"
+        )
         reason = f"{how} at its output, so not {chosen.name!r}"
         chosen = KRON
     if left_out := next((step.left_out for step in steps if step.left_out), None):
@@ -74,7 +78,7 @@ def choose(
 
 
 def cases_apart(layers: Mapping[str, Layer], use: Use) -> bool:
-    if use.free:
+    if use.batch_independent:
         return False
     return use.batch_dim == 0 or (use.batch_dim is not None and layers[use.layer].forms[use.form].leading)
 
@@ -96,7 +100,7 @@ def why_no_series(uses: Sequence[Use], least: int = 2) -> str | None:
         return "it has one use"
     if turned := next((use for use in uses if use.transposed), None):
         return f"its use at {where(turned.output)} is transposed"
-    if free := next((use for use in uses if use.free), None):
+    if free := next((use for use in uses if use.batch_independent), None):
         return f"its gradient at {where(free.output)} is summed over cases"
     if more := next((use for use in uses if tensor_attrs(use).keys() - {KEPT}), None):
         return f"its rows at {where(more.output)} depend on more than its input"
@@ -110,9 +114,10 @@ def why_no_series(uses: Sequence[Use], least: int = 2) -> str | None:
 
 
 def kind_of(use: Use) -> tuple[Any, ...]:
-    """What makes rows."""
+    """All that the rows of a use depend on beside its input."""
     literals = {name: value for name, value in use.attrs.items() if not isinstance(value, fx.Node)}
-    return use.layer, use.form, use.batch_dim, repr(sorted(literals.items()))
+    scales = tuple(bound.scale for bound in use.parameters.values())
+    return use.layer, use.form, use.batch_dim, use.through, scales, repr(sorted(literals.items()))
 
 
 def sizes(use: Use) -> tuple[str, ...] | None:

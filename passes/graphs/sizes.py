@@ -51,7 +51,7 @@ NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' gra
 def with_batch_dim(use: Use, cases: str) -> Use:
     """Where the cases are in the use's output; None if no dimension has their size."""
     sizes = symbolic_sizes(use.output)
-    if use.free:
+    if use.batch_independent:
         use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output, cases)})
     return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from ..graphs.operations import op_name
 from ..matrix import Layout
-from ..parametrization import Parametrization, Rows, RowsStep, Tensors, viewed, views
+from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors, viewed, views
 from ..pieces import Piece
 
 OUTPUTS, INPUTS = "outputs", "inputs"
@@ -167,3 +167,8 @@ def elementwise(node: fx.Node, operand: fx.Node, layout: Layout) -> Elementwise 
         return None
     numbers = all(setting is None or isinstance(setting, (int, float)) for setting in settings)
     return Elementwise(operand, layout, op_name(node), settings) if numbers else None
+
+
+EXAMPLES = {
+    "exp": Example(torch.exp, {"w": (4, 4)}),
+}

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from ..graphs.labels import has_gradient
 from ..matrix import Layout, Shape
-from ..parametrization import Parametrization, Rows, RowsStep, Tensors, viewed, views
+from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors, viewed, views
 from ..registration import Bound, Use
 from .elementwise import INPUTS, OUTPUTS, Constant, Diagonal, placed
 from .normalized import WithGain
@@ -141,3 +141,8 @@ def repeats(slices: Tensor, count: int) -> tuple[str, tuple[int, int]] | None:
 def reads_ids(use: Use) -> bool:
     value = use.input.meta.get("val")
     return use.layer == "embedding" or (isinstance(value, Tensor) and not has_gradient(use.input))
+
+
+EXAMPLES = {
+    "gain": Example(lambda w, e: w * e.exp(), {"w": (4, 4), "e": (4, 1)}),
+}

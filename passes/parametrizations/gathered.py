@@ -29,7 +29,7 @@ from ..graphs.edit import attribute
 from ..graphs.labels import Label, has_gradient, labels
 from ..graphs.operations import CASTS, EXPANDS, PARTS, VIEWS, changes_memory, computed, is_random, op_name
 from ..matrix import Layout, Shape
-from ..parametrization import Parametrization, Rows, RowsStep, Views, viewed, views
+from ..parametrization import Example, Parametrization, Rows, RowsStep, Views, viewed, views
 from .linear_map import LinearMap, LinearMaps
 
 SELECTS = (VIEWS - CASTS) | PARTS | EXPANDS
@@ -282,3 +282,9 @@ def of_constants(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
         if fatal(error):
             raise
         return None  # sizes that are no numbers here, tensors without data
+
+
+EXAMPLES = {
+    "gathered": Example(lambda w: w[torch.tensor([2, 0, 2, 1])], {"w": (4, 4)}),
+    "gathered inputs": Example(lambda w: w[:, torch.tensor([2, 0, 2, 1])], {"w": (4, 4)}),
+}

@@ -29,7 +29,7 @@ from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import KEPT, Program
 from ..matrix import Layout, Shape
-from ..parametrization import Parametrization, Rows, RowsStep, Tensors, Transposed, views
+from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors, Transposed, views
 from ..pieces import ParameterExpr, slice_of, whole
 from ..pieces import viewed as view_through
 from ..registration import Bound, Use
@@ -248,3 +248,8 @@ class Jacobian(nn.Module):
             rows = torch.eye(result.numel(), dtype=result.dtype, device=result.device)
             (rowwise,) = torch.autograd.grad(result, at, rows, is_grads_batched=True, materialize_grads=True)
         return rowwise.flatten(1)
+
+
+EXAMPLES = {
+    "jacobian": Example(lambda w: w.softmax(1), {"w": (4, 4)}),
+}

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..errors import fatal
@@ -24,7 +25,7 @@ from ..graphs.edit import attribute
 from ..graphs.labels import Label
 from ..graphs.operations import VIEWS, computed, op_name
 from ..matrix import Shape
-from ..parametrization import Parametrization, Rows, RowsStep
+from ..parametrization import Example, Parametrization, Rows, RowsStep
 
 JOINS = {"cat", "concat", "concatenate", "stack"}
 MOVES = VIEWS | JOINS | {"slice", "narrow", "select", "getitem", "flip", "roll"}
@@ -168,3 +169,8 @@ def candidates(whole: Shape, shape: Shape) -> Iterator[Columns]:
         for dim in reversed(range(len(shape))):
             if whole[column] == shape[dim] > 1:
                 yield Columns(shape, dim, whole, column)
+
+
+EXAMPLES = {
+    "linear map": Example(lambda w: F.interpolate(w.t()[None], scale_factor=0.5, mode="linear")[0].t(), {"w": (8, 4)}),
+}

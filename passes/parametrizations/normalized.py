@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..graphs.operations import EXPANDS, op_name
 from ..matrix import Layout, Shape
-from ..parametrization import Rows, RowsStep, Tensors
+from ..parametrization import Example, Rows, RowsStep, Tensors
 from ..pieces import ParameterExpr, Piece, Slice, layout_in, view_of, viewed, whole
 from .elementwise import INPUTS, OUTPUTS, Constant, Derivative, Diagonal
 from .slices import is_one_slice
@@ -298,3 +299,14 @@ def reordered(layout: Layout) -> bool:
 
 
 MAKERS = {"batch_norm": standardized, "_weight_norm": weight_norm, "div": own_number, "mul": own_number}
+
+
+EXAMPLES = {
+    "weight norm": Example(lambda w, g: torch._weight_norm(w, g, 0), {"w": (4, 4), "g": (4, 1)}),
+    "standardized": Example(
+        lambda w, g: F.batch_norm(w.reshape(1, 4, -1), None, None, g, training=True).reshape_as(w),
+        {"w": (4, 4), "g": (4,)},
+    ),
+    "spectral norm": Example(lambda w: w / torch.linalg.matrix_norm(w, 2), {"w": (4, 4)}),
+    "centered": Example(lambda w: w - w.mean(1, keepdim=True), {"w": (4, 4)}),
+}

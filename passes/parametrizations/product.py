@@ -32,7 +32,7 @@ from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, op_name
 from ..matrix import Layout, Shape
-from ..parametrization import Parametrization, Rows, RowsStep, Tensors
+from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors
 from ..pieces import ParameterExpr, Partner, Piece, Product, layout_in, view_of, viewed, whole
 from ..registration import Bound, Use
 from .slices import called, dims_after, scaled, without_data
@@ -280,3 +280,10 @@ def groups_of(partners: Sequence[Partner]) -> str | None:
         else:
             waits = partner.kind == TIMES
     return None if waits else group
+
+
+EXAMPLES = {
+    "product": Example(lambda w, b: w @ b, {"w": (4, 4), "b": (4, 4)}),
+    "kronecker": Example(lambda w, c: torch.kron(c, w), {"w": (2, 2), "c": (2, 2)}),
+    "hadamard": Example(lambda w, b, c, d: (w @ b) * (c @ d), {"w": (4, 2), "b": (2, 4), "c": (4, 3), "d": (3, 4)}),
+}

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from ..graphs.operations import computed
 from ..matrix import Shape
-from ..parametrization import Parametrization, Rows, RowsStep
+from ..parametrization import Example, Parametrization, Rows, RowsStep
 from ..pieces import Box, ParameterExpr, Region, Slice, narrowed, slice_of, view_of, whole
 from ..registration import Use
 
@@ -169,3 +169,9 @@ def basic(index: Any) -> bool:
 
 def as_tuple(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
+
+
+EXAMPLES = {
+    "slices": Example(lambda w, v: torch.cat([w[1:], v]), {"w": (4, 4), "v": (1, 4)}),
+    "multiple": Example(lambda w: 1 - 0.3 * w, {"w": (4, 4)}),
+}
