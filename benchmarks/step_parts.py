@@ -23,20 +23,20 @@ from benchmarks.flops import Flops, flops_of
 from benchmarks.methods import Method, Step, ours, sgd
 from benchmarks.step_models import MODELS, QUICK, Make
 from benchmarks.step_time import seeded
+from kfac_fx import optimizer
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.vectors import Flat
-from kfac_fx.optim.stepper import Stepper
 from kfac_fx.taps import tap
 
 OUT = Path(__file__).parent / "results" / "step_parts.json"
 TRAINING, STATISTICS = "forward and backward", "statistics"
-PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
+PARTS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "averages of factors": [(FisherEstimator, "accumulate"), (FisherEstimator, "fold")],
     "inverses": [(FisherEstimator, "update_inverses")],
     "vectors to matrices and back": [(BlockGroup, "pack"), (BlockGroup, "unpack"), (Flat, "joined"), (Flat, "parts")],
     "preconditioning": [(BlockGroup, "multiply")],
-    "momentum and move": [(Stepper, "take")],
+    "momentum and move": [(optimizer, "take_step")],
 }
 
 

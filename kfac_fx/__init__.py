@@ -4,6 +4,7 @@ from kfac_fx import fisher_blocks, losses
 from kfac_fx.blocks.spectrum import Spectrum
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
+from kfac_fx.diagnostics.loss_scale import LossScaleWarning
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.layer_collection import (
@@ -16,7 +17,6 @@ from kfac_fx.layer_collection import (
     set_default_layer_collection,
     variable_scope,
 )
-from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,

@@ -10,6 +10,8 @@ that is gone, a device that failed, and a bug of ours.
 from __future__ import annotations
 
 import difflib
+import inspect
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -95,6 +97,22 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     rows = list(rows)
     width = max((len(left) for left, _ in rows), default=0)
     return "\n".join(f"  {left:<{width}}  {right}".rstrip() for left, right in rows)
+
+
+def warn_user(warning: Warning) -> None:
+    """Warn, with the file and line of the call that entered the library.
+
+    A `stacklevel` would depend on the depth of our own calls, and of torch's: schedulers, profilers and `no_grad` wrap
+    `step`. Skipped are the frames of the library, of torch, and of generated code, whose module has no name.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "torch").split(".")[0] in ("kfac_fx", "torch"):
+        frame = frame.f_back
+    if frame is None:  # no user's code, as in `python -m kfac_fx.cli`
+        warnings.warn(warning, stacklevel=2)
+        return
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(warning, type(warning), frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

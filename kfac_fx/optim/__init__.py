@@ -1,1 +1,1 @@
-"""What a step of `KFAC` is made of."""
+"""The parts of a step of `KFAC`."""

@@ -2,8 +2,8 @@
 
 K-FAC's step size, momentum and damping rule need the quadratic model with the true Fisher of the batch, not with its
 Kronecker approximation (Martens & Grosse 2015, sections 6.4 and 7). With F = sum over losses of c Jᵀ B Bᵀ J / cases,
-where J is the Jacobian of a loss's inputs, the inner product <d, F e> is c <Bᵀ J d, Bᵀ J e> / cases: one product with
-the Jacobian for each of a handful of vectors, and no backward.
+where J is the Jacobian of a loss's inputs, the inner product <d, F e> is c <Bᵀ J d, Bᵀ J e> / cases. It takes one
+product with the Jacobian for each of a few vectors, and no backward.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfac_fx.losses.loss_function import LossFunction, precise
+from kfac_fx.optim.forwards import Call, CompiledNet
 from kfac_fx.passes.errors import fatal, first_line
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
@@ -40,19 +41,20 @@ def fisher_inner_products(
         losses: from parameters by name to the (coefficient, loss) pairs of the batch; pure.
         vectors: k directions by parameter name, all with the same names. The other parameters are constants.
         ggn: use the generalized Gauss-Newton factor of the losses.
-        multiply_jacobian: remembers for the next batch, and for the report, what the model can do.
+        multiply_jacobian: remembers, for the next batch and for the report, whether forward mode works.
 
-    All vectors go through one forward pass in forward mode. If an operation has no forward-mode derivative, the passes
-    are done in reverse mode, twice: Jᵀu is linear in u, and its derivative in direction d is J d.
+    All vectors go through one forward pass in forward mode. If an operation has no forward-mode derivative, reverse
+    mode is used twice: Jᵀu is linear in u, and its derivative in direction d is J d.
     """
     names = list(vectors[0])
     constant = {name: value.detach() for name, value in parameters.items() if name not in vectors[0]}
     point = tuple(parameters[name].detach() for name in names)
-    found: list[tuple[float, LossFunction]] = []
+    pairs: WeightedLosses = []
 
     def inputs_of_losses(*values: Tensor) -> tuple[Tensor, ...]:
-        found[:] = losses({**constant, **dict(zip(names, values, strict=True))})
-        return tuple(loss.inputs for _, loss in found)
+        nonlocal pairs
+        pairs = losses({**constant, **dict(zip(names, values, strict=True))})
+        return tuple(loss.inputs for _, loss in pairs)
 
     # Parameters may be half precision; a direction is converted to what the model computes with.
     stacked = tuple(
@@ -62,7 +64,7 @@ def fisher_inner_products(
     multiply_jacobian = multiply_jacobian or JacobianProducts()
     inputs, tangents = multiply_jacobian(inputs_of_losses, point, stacked)
     total = torch.zeros((), device=inputs[0].device)
-    for (coefficient, loss), at, tangent in zip(found, inputs, tangents, strict=True):
+    for (coefficient, loss), at, tangent in zip(pairs, inputs, tangents, strict=True):
         here = copy.copy(loss)
         here.inputs = at  # the loss was built on a tensor of the differentiation, which is over
         multiply = here.multiply_ggn_factor_transpose if ggn else here.multiply_fisher_factor_transpose
@@ -71,15 +73,50 @@ def fisher_inner_products(
     return total
 
 
-class JacobianProducts:
-    """Products with the Jacobian of one model: in forward mode, or in reverse mode twice from the first time on that an
-    operation had no forward-mode derivative.
+def batch_products(
+    net: CompiledNet,
+    calls: Sequence[Call],
+    vectors: Sequence[Mapping[str, Tensor]],
+    ggn: bool,
+    multiply_jacobian: JacobianProducts,
+) -> Tensor:
+    """<d_i, F d_j> as above, with the mean Fisher of all cases of the forwards `calls`."""
+    parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    total: Tensor | int = 0
+    cases = 0
+    for call in calls:
+        pairs: WeightedLosses = []
 
-    reason: which one that was, in torch's words; None as long as there was none.
+        def losses(at: Tensors, call: Call = call) -> WeightedLosses:
+            nonlocal pairs
+            pairs = net.losses(*net.functional(at, *call), call=call)
+            return pairs
+
+        products = fisher_inner_products(losses, parameters, vectors, ggn=ggn, multiply_jacobian=multiply_jacobian)
+        cases_of_call = pairs[0][1].cases
+        total, cases = total + cases_of_call * products, cases + cases_of_call
+    return torch.as_tensor(total) / max(1, cases)
+
+
+class JacobianProducts:
+    """Products with the Jacobian of one model: in forward mode or, from the first operation on that has no forward-mode
+    derivative, in reverse mode twice.
+
+    Attributes:
+        reason: the operation, in torch's words; None as long as forward mode works.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
+
+    def fallbacks(self) -> list[str]:
+        """For the report: what is slower than it should be, and why."""
+        if self.reason is None:
+            return []
+        return [
+            "the exact quadratic model runs in reverse mode twice, a multiple of the time and memory of forward mode: "
+            f"{self.reason}"
+        ]
 
     def __call__(
         self, function: Callable[..., tuple[Tensor, ...]], point: tuple[Tensor, ...], tangents: tuple[Tensor, ...]
@@ -96,7 +133,7 @@ class JacobianProducts:
                     raise
                 reason = first_line(error)
                 try:
-                    found = in_reverse_mode_twice(function, point, tangents, check=True)
+                    result = in_reverse_mode_twice(function, point, tangents, check=True)
                 except RuntimeError as second:
                     if fatal(second):
                         raise
@@ -106,7 +143,7 @@ class JacobianProducts:
                         "momentum_type='regular' and 'adam' need none."
                     ) from second
                 self.reason = reason
-                return found
+                return result
 
 
 def in_forward_mode(
@@ -131,7 +168,7 @@ def in_reverse_mode_twice(
     tangents: tuple[Tensor, ...],
     check: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """check: that the model has two such derivatives, for which the host waits; see `check_linear`."""
+    """check: run `check_linear`, for which the host waits."""
     with torch.enable_grad():
         leaves = [value.clone().requires_grad_() for value in point]
         values = function(*leaves)
@@ -153,17 +190,19 @@ def in_reverse_mode_twice(
     ]
     if check:
         check_linear(pulled, tangents, pushed)
-    return tuple(v.detach() for v in values), tuple(torch.stack(one) for one in zip(*pushed, strict=True))
+    return tuple(v.detach() for v in values), tuple(torch.stack(products) for products in zip(*pushed, strict=True))
 
 
 def check_linear(pulled: Sequence[Tensor], tangents: Sequence[Tensor], pushed: Sequence[Sequence[Tensor]]) -> None:
-    """Raises RuntimeError if <u, J d> is not <Jᵀ u, d>, with ones for u: a user's backward may detach its gradient, or
-    clip it, and then the second pass is not of the first."""
-    coarse = max(RELATIVE, *(16 * torch.finfo(one.dtype).eps for one in (*pulled, *pushed[0])))
+    """Raises RuntimeError if <u, J d> is not <Jᵀ u, d>, with ones for u.
+
+    A user's backward may detach its gradient, or clip it. Its derivative is then not J.
+    """
+    tolerance = max(RELATIVE, *(16 * torch.finfo(tensor.dtype).eps for tensor in (*pulled, *pushed[0])))
     for n, products in enumerate(pushed):
         right = torch.cat([(p.detach() * t[n]).double().flatten() for p, t in zip(pulled, tangents, strict=True)])
-        left = torch.cat([one.double().flatten() for one in products])
-        if bool((left.sum() - right.sum()).abs() > coarse * (left.abs().sum() + right.abs().sum())):
+        left = torch.cat([product.double().flatten() for product in products])
+        if bool((left.sum() - right.sum()).abs() > tolerance * (left.abs().sum() + right.abs().sum())):
             raise RuntimeError("the backward of an autograd.Function is not linear in the gradient, or hides it")
 
 

@@ -1,29 +1,123 @@
-"""What an optimizer does at the forwards of its net, and keeps of them until its step."""
+"""The forwards of the net between two steps: what they record, and the losses that a step measures with a closure."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.loss_scale import check
-from kfac_fx.optim.micro_batches import MicroBatches
-from kfac_fx.optim.parameter_groups import CompiledNet
-from kfac_fx.optim.schedule import Schedule
-from kfac_fx.optim.watched import watch
+from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
+from kfac_fx.diagnostics.watched import Watched, watch
+from kfac_fx.estimator import FisherEstimator, Net
+from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.optim.options import Schedule
+from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.recording.recorder import Recorder
+from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
+Closure = Callable[[], Tensor | float]
+
+
+class CompiledNet(Net, Protocol):
+    """What KFAC needs of what `kfac_fx.compile` returns."""
+
+    backend: str
+
+    def buffers(self) -> Iterator[Tensor]: ...
+    def attach(self, listener: Any) -> None: ...
+    def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder: ...
+    def ride(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
+    ) -> tuple[Any, Ride]: ...
+    def functional(
+        self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Tensor, ...]]: ...
+    def losses(
+        self, outputs: Any, fisher: tuple[Tensor, ...], targets: Any = None, call: Any = None
+    ) -> Sequence[tuple[float, LossFunction]]: ...
+
+
+@dataclass
+class MicroBatches:
+    """The forwards since the last step.
+
+    Attributes:
+        forwards: how many there were.
+        calls: their arguments, if the step will need them again; references, which the step drops.
+        rides: statistics that wait for the user's backward.
+        dropped: rides whose gradients were zeroed.
+        start: the random streams before the first forward.
+        watched: until the first step, the gradients that the backward sends into the outputs.
+    """
+
+    forwards: int = 0
+    calls: list[Call] = field(default_factory=list)
+    rides: list[Ride] = field(default_factory=list)
+    dropped: list[Ride] = field(default_factory=list)
+    start: RandomState | None = None
+    watched: list[Watched] = field(default_factory=list)
+
+    def moments(self, reduction: str, loss_scale: float) -> list[Moments]:
+        """The statistics of the rides whose backward happened, for gradients of the loss summed over cases.
+
+        Args:
+            reduction: "mean" if the step's gradient is that of a mean over the cases of all micro-batches.
+            loss_scale: the factor of the loss in the backward, as that of a GradScaler.
+
+        Raises:
+            RuntimeError: for a forward with two backwards.
+        """
+        for ride in self.dropped:
+            ride.check_backwards()
+        done = [ride for ride in self.rides if backward_happened(ride)]
+        cases = sum(ride.cases for ride in done)
+        return [scaled(ride.moments(reduction, cases), 1 / loss_scale) for ride in done]
+
+    def gradients_zeroed(self) -> None:
+        """The backwards so far are no part of the step's gradient."""
+        self.dropped += [ride for ride in self.rides if backward_happened(ride)]
+        self.rides = [ride for ride in self.rides if not backward_happened(ride)]
+        self.watched = [watched for watched in self.watched if not watched.gradients]
+
+
+def backward_happened(ride: Ride) -> bool:
+    """False for a forward without a backward, as one that measures the accuracy."""
+    receivers = [*(probe for probes in ride.probes for probe in probes.values()), *ride.generic.values()]
+    return not receivers or any(receiver.grad is not None for receiver in receivers)
+
+
+def scaled(moments: Moments, scale: float) -> Moments:
+    """As if all output gradients had been `scale` times larger."""
+    if scale == 1.0:
+        return moments
+    statistics = {
+        key: {name: total * scale ** power_of_gradient(name) for name, total in sums.items()}
+        for key, sums in moments.statistics.items()
+    }
+    return Moments(statistics, moments.cases)
 
 
 class Forwards:
-    """seen: the forwards since the last step. paused: no forward counts, while a loss is measured. checked: the user's
-    loss was found to be the registered one, or told to be another; unwatched: or there was nothing to see. used: the
-    gradients of the last step. generator: of everything that is sampled; devices: that have random streams beside the
-    CPU's."""
+    """Listens to the forwards of one net, and asks closures for losses without a trace.
+
+    Attributes:
+        devices: the devices that have random streams beside the CPU's.
+        seen: the forwards since the last step.
+        paused: True while a loss is measured; forwards are then ignored.
+        checked: the training loss has been compared with the registered loss.
+        unwatched: the comparison was impossible.
+        unrecorded: the number of steps with statistics due and no forward before them.
+        before: until the comparison, the random streams before the last forward.
+        used: the gradients of the last step.
+        needs_graph: the closure takes derivatives, so gradients must be on when it is asked for the loss.
+    """
 
     def __init__(
         self,
@@ -36,57 +130,20 @@ class Forwards:
         self.net, self.schedule, self.estimator, self.generator = net, schedule, estimator, generator
         self.devices = devices
         self.seen = MicroBatches()
-        self.paused = self.checked = self.unwatched = False
+        self.paused = self.checked = self.unwatched = self.needs_graph = False
         self.unrecorded = 0
         self.before: RandomState | None = None
         self.used: dict[str, weakref.ref[Tensor]] = {}
 
-    def fallbacks(self) -> list[str]:
-        """What was not looked at, and why."""
-        unwatched = (
-            "whether the training loss is the registered one was not checked: the first step's forward had no outputs "
-            "of the Fisher to watch, or no memory for it"
-        )
-        stale = f"statistics were due at {self.unrecorded} steps that no forward came before"
-        return [unwatched] * self.unwatched + [stale] * bool(self.unrecorded)
-
-    def note_unrecorded(self) -> None:
-        """Of a step with statistics due; warns at the first."""
-        self.unrecorded += 1
-        if self.unrecorded == 1:
-            warnings.warn(
-                "a step takes factors of earlier batches, though statistics are due: no forward was recorded before it."
-                "\nCall the compiled module, net(x) and not the model it was made of, after net.train() and with "
-                "gradients enabled. net.report counts such steps.",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-
-    def forget(self) -> None:
-        """What happened since the last step."""
-        self.seen, self.used = MicroBatches(), {}
-
-    def step_taken(self, gradients: Mapping[str, Tensor]) -> None:
-        self.seen = MicroBatches()
-        self.used = {name: weakref.ref(gradient) for name, gradient in gradients.items()}
-
-    def gradients_zeroed(self) -> None:
-        if not self.paused:
-            self.used = {}
-            self.seen.gradients_zeroed()
-
-    def has_new(self, gradients: Mapping[str, Tensor]) -> bool:
-        """Was there a forward since the last step, and a gradient that it did not use?"""
-        used = {name: gradient() for name, gradient in self.used.items()}
-        return self.seen.forwards > 0 and any(used.get(name) is not gradient for name, gradient in gradients.items())
+    # --- what the net and the user report ---------------------------------------------------------------------------
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the batch if statistics are due; the outputs if it took over the forward, else None."""
+        """Record the batch if statistics are due. Returns the outputs if it ran the forward itself, else None."""
         if self.paused:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
-        if (seen.rides or seen.watched) and all(one.grad is None for _, one in self.net.named_parameters()):
-            seen.gradients_zeroed()  # by the model that the net was made of, or by hand
+        if (seen.rides or seen.watched) and all(parameter.grad is None for _, parameter in self.net.named_parameters()):
+            seen.gradients_zeroed()  # by hand, or by the model that the net was compiled from
         if (schedule.adapting and not seen.forwards) or not self.checked:
             self.before = RandomState.now(self.devices)
             seen.start = seen.start or self.before
@@ -99,30 +156,148 @@ class Forwards:
             outputs, ride = self.net.ride(args, kwargs, generator=self.generator)
             seen.rides.append(ride)
             return outputs
-        self.estimator.accumulate(
-            self.net.record(
-                args, kwargs, mode=options.estimation_mode, fraction=options.fraction, generator=self.generator
-            )
-        )
+        mode, fraction = options.estimation_mode, options.fraction
+        moments = self.net.record(args, kwargs, mode=mode, targets=None, fraction=fraction, generator=self.generator)
+        self.estimator.accumulate(moments)
         return None
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Until the first step, watch what the user's backward sends into the outputs."""
+        """Until the first step, watch the gradients that the user's backward sends into the outputs."""
         if self.checked or self.paused or self.before is None:
             return
         watched = watch(self.net.recorder(args, kwargs), args, kwargs, outputs, self.before)
         self.seen.watched += [] if watched is None else [watched]
 
-    def check_scale(self, loss: Tensor | float | None, loss_scale: float) -> None:
-        """At the first step with gradients, where the host waits to know. Warns with LossScaleWarning."""
+    def gradients_zeroed(self) -> None:
+        if not self.paused:
+            self.used = {}
+            self.seen.gradients_zeroed()
+
+    def has_new(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Whether there was a forward since the last step, and there is a gradient that no step has used."""
+        used = {name: gradient() for name, gradient in self.used.items()}
+        return self.seen.forwards > 0 and any(used.get(name) is not gradient for name, gradient in gradients.items())
+
+    def step_taken(self, gradients: Mapping[str, Tensor]) -> None:
+        self.seen = MicroBatches()
+        self.used = {name: weakref.ref(gradient) for name, gradient in gradients.items()}
+
+    def forget(self) -> None:
+        """Ignore the forwards since the last step."""
+        self.seen, self.used = MicroBatches(), {}
+
+    # --- warnings and fallbacks -------------------------------------------------------------------------------------
+
+    def check_loss(self, loss: Tensor | float | None, loss_scale: float) -> None:
+        """Compare the training loss with the registered one, at the first step with gradients; the host waits.
+
+        Warns with LossScaleWarning.
+        """
+        self.unwatched, options = not self.seen.watched, self.schedule.options
         value = None if loss is None else float(loss)
-        self.unwatched = not self.seen.watched
-        options = self.schedule.options
-        check(
-            self.seen.watched,
-            reduction=options.reduction,
-            loss_scale=loss_scale,
-            value=value,
-            riding=options.riding,
+        check_scale(
+            self.seen.watched, reduction=options.reduction, loss_scale=loss_scale, value=value, riding=options.riding
         )
         self.checked, self.before = True, None
+
+    def check_coverage(self, gradients: Mapping[str, Tensor]) -> None:
+        """Warn of parameters that have a gradient and no curvature; the host waits. gradients: by parameter."""
+        if self.schedule.options.fraction == 1.0:  # in a part of a batch, experts may have no rows
+            check_coverage(self.estimator, gradients)
+
+    def note_unrecorded(self) -> None:
+        """Count a step with statistics due and no forward before it; warns at the first."""
+        self.unrecorded += 1
+        if self.unrecorded == 1:
+            warn_user(
+                RuntimeWarning(
+                    "a step takes factors of earlier batches, though statistics are due: no forward was recorded "
+                    "before it.\nCall the compiled module, net(x) and not the model it was made of, after net.train() "
+                    "and with gradients enabled. net.report counts such steps."
+                )
+            )
+
+    def fallbacks(self) -> list[str]:
+        """For the report: the checks and recordings that did not happen, and why."""
+        unwatched = (
+            "whether the training loss is the registered one was not checked: the first step's forward had no outputs "
+            "of the Fisher to watch, or no memory for it"
+        )
+        stale = f"statistics were due at {self.unrecorded} steps that no forward came before"
+        return [unwatched] * self.unwatched + [stale] * bool(self.unrecorded)
+
+    # --- losses -----------------------------------------------------------------------------------------------------
+
+    def measure(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor | float:
+        """The closure's loss at the present parameters, from the random streams `start`, without a trace.
+
+        with_backward: the closure computes the gradients, too. Gradients are on only if the closure differentiates.
+        """
+        try:
+            return self.ask(closure, with_backward, start)
+        except RuntimeError as error:
+            if with_backward or self.needs_graph or not lacks_graph(error):
+                raise
+        self.needs_graph = True
+        return self.ask(closure, with_backward, start)
+
+    def ask(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor | float:
+        parameters = [parameter for _, parameter in self.net.named_parameters()]
+        self.paused = True
+        try:
+            with without_a_trace(self.net.buffers(), parameters, self.devices, start):
+                loss = evaluate(closure, with_backward=with_backward, graph=self.needs_graph)
+                if not with_backward and any(parameter.grad is not None for parameter in parameters):
+                    raise RuntimeError(
+                        "the closure calls backward, but this step had its gradients already, so it was asked for the "
+                        "loss alone. Either call backward before step() and return the loss without backward in the "
+                        "closure, or do everything in the closure: zero_grad(), forward, backward, return the loss"
+                    )
+        finally:
+            self.paused = False
+        return loss
+
+
+@contextmanager
+def without_a_trace(
+    buffers: Iterable[Tensor], parameters: Iterable[Tensor], devices: Iterable[torch.device], start: RandomState | None
+) -> Iterator[None]:
+    """Buffers, gradients and random streams are afterwards what they were before.
+
+    Args:
+        devices: the devices that have random streams beside the CPU's.
+        start: the state in which the streams begin inside, so that noise is that of the step's forward.
+    """
+    values = [(buffer, buffer.clone()) for buffer in buffers]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    before = RandomState.now(devices)
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None  # set aside: a closure that zeroes gradients in place must not reach them
+        if start is not None:
+            start.restore()
+        yield
+    finally:
+        before.restore()
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def evaluate(closure: Closure, *, with_backward: bool, graph: bool = False) -> Tensor | float:
+    """The closure's loss. Gradients are off, unless it calls backward or differentiates in its forward (`graph`)."""
+    with torch.set_grad_enabled(with_backward or graph):
+        return checked(closure())
+
+
+def checked(loss: Tensor | float | None) -> Tensor | float:
+    if loss is None:
+        raise ValueError("the closure returned None: it must return the loss of the batch")
+    return loss
+
+
+def lacks_graph(error: RuntimeError) -> bool:
+    """Whether torch raised this because something was differentiated while gradients were off."""
+    return "does not require grad" in str(error)

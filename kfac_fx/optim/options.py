@@ -1,194 +1,311 @@
-"""KFAC's options: what may be combined, and what to write instead."""
+"""KFAC's options: one dataclass gives `KFAC` its signature, the documentation of its arguments and their checks."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
 
+import torch
 from torch import Tensor
 
-from kfac_fx.optim.damping import DampingRule
-from kfac_fx.optim.first_order import FirstOrder
+from kfac_fx.optim.rules import DampingRule, FirstOrder
 from kfac_fx.passes.errors import nearest
 
+P = ParamSpec("P")
+OptionsT = TypeVar("OptionsT")
+SelfT = TypeVar("SelfT")
+
 MOMENTUM_TYPES = ("regular", "adam", "qmodel", "qmodel_fixedmu")
-REDUCTIONS = ("mean", "sum")
+
+# --- checks of one option: (name, value) -> None, or a ValueError -----------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of one optimizer, checked together.
-
-    group_lr: the learning rate that parameter groups start with; `qmodel` types scale their own step by it.
-    decay: of the factors at one update of them, so that the decay a step does not depend on how often that is.
-    """
-
-    momentum_type: str
-    momentum: float
-    group_lr: float | Tensor
-    norm_constraint: float | None
-    decay: float
-    cov_update_every: int
-    invert_every: int
-    num_burnin_steps: int
-    adapt_damping: bool
-    update_damping_immediately: bool
-    damping_rule: DampingRule
-    precon_damping_mult: float
-    estimation_mode: str
-    fraction: float
-    reduction: str
-    first_order: FirstOrder
-
-    @property
-    def quadratic(self) -> bool:
-        """Are step size (and momentum) those of the quadratic model?"""
-        return self.momentum_type.startswith("qmodel")
-
-    @property
-    def of_groups(self) -> dict[str, Any]:
-        """What parameter groups start with, besides weight_decay. A quadratic model has one momentum for all."""
-        momentum = {} if self.quadratic else {"momentum": self.momentum}
-        return {"lr": self.group_lr, **momentum}
-
-    @property
-    def riding(self) -> bool:
-        """Do the statistics come from the user's own backward?"""
-        return self.estimation_mode == "empirical"
-
-
-def read_options(
-    lr: float | Tensor | None,
-    damping: float | Tensor,
-    momentum: float | None,
-    momentum_type: str,
-    cov_ema_decay: float,
-    cov_update_every: int,
-    invert_every: int,
-    num_burnin_steps: int,
-    norm_constraint: float | None,
-    weight_decay: float,
-    adapt_damping: bool,
-    update_damping_immediately: bool,
-    damping_adaptation_interval: int,
-    damping_adaptation_decay: float,
-    damping_decrease_rho_threshold: float,
-    damping_increase_rho_threshold: float,
-    min_damping: float,
-    l2_reg: float,
-    precon_damping_mult: float,
-    qmodel_update_rescale: float | None,
-    estimation_mode: str,
-    fraction: float,
-    reduction: str,
-    first_order: Mapping[str, Any] | None,
-) -> Options:
-    """KFAC's arguments of the same names. Raises ValueError for what does not exist, fit, or lie in its range."""
-    kind = momentum_type.lower()
-    if kind not in MOMENTUM_TYPES:
-        known = ", ".join(map(repr, MOMENTUM_TYPES))
-        raise ValueError(f"momentum_type {momentum_type!r} is none of {known}.{nearest(kind, MOMENTUM_TYPES)}")
-    quadratic = kind.startswith("qmodel")
-    if quadratic:
-        check_quadratic(kind, lr, momentum, norm_constraint)
-    else:
-        check_plain(kind, lr, momentum, qmodel_update_rescale)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction {reduction!r} is neither 'mean' nor 'sum'")
-    if reduction == "sum" and (quadratic or adapt_damping):
+def compiled(name: str, value: Any) -> None:
+    if not hasattr(value, "attach") or not hasattr(value, "registrations"):
         raise ValueError(
-            "the quadratic model is that of the mean loss: with momentum_type='qmodel' or adapt_damping=True, divide "
-            "the loss by the number of cases and write reduction='mean'"
+            f"KFAC needs a compiled module and got a {type(value).__name__}: "
+            "net = kfac_fx.compile(model, ...), or of a LayerCollection, KFAC(net, ...), and call net instead of model"
         )
-    if estimation_mode == "empirical" and fraction != 1.0:
-        raise ValueError("estimation_mode='empirical' rides on the whole training backward: leave fraction at 1.0")
-    check_counts(1, cov_update_every=cov_update_every, invert_every=invert_every)
-    check_counts(1, damping_adaptation_interval=damping_adaptation_interval)
-    check_counts(0, num_burnin_steps=num_burnin_steps)
-    check_positive(damping=damping, precon_damping_mult=precon_damping_mult, norm_constraint=norm_constraint)
-    check_positive(damping_adaptation_decay=damping_adaptation_decay)
-    check_not_negative(weight_decay=weight_decay, min_damping=min_damping, l2_reg=l2_reg, lr=lr, momentum=momentum)
-    if not 0 <= cov_ema_decay <= 1:
-        raise ValueError(f"cov_ema_decay is {cov_ema_decay!r}; it must be between 0 and 1")
-    if damping_increase_rho_threshold > damping_decrease_rho_threshold:
-        raise ValueError(
-            f"damping_increase_rho_threshold={damping_increase_rho_threshold} is above damping_decrease_rho_threshold="
-            f"{damping_decrease_rho_threshold}: between them the damping would have to grow and to shrink"
-        )
-    rescale = 1.0 if qmodel_update_rescale is None else qmodel_update_rescale
-    return Options(
-        momentum_type=kind,
-        momentum=0.0 if momentum is None else momentum,
-        group_lr=rescale if lr is None else lr,
-        norm_constraint=norm_constraint,
-        decay=cov_ema_decay**cov_update_every,
-        cov_update_every=cov_update_every,
-        invert_every=invert_every,
-        num_burnin_steps=num_burnin_steps,
-        adapt_damping=adapt_damping,
-        update_damping_immediately=update_damping_immediately,
-        damping_rule=DampingRule(
-            interval=damping_adaptation_interval,
-            decay=damping_adaptation_decay,
-            decrease_above=damping_decrease_rho_threshold,
-            increase_below=damping_increase_rho_threshold,
-            min_damping=min_damping,
-            l2_reg=l2_reg,
-        ),
-        precon_damping_mult=precon_damping_mult,
-        estimation_mode=estimation_mode,
-        fraction=fraction,
-        reduction=reduction,
-        first_order=FirstOrder.read(first_order),
-    )
 
 
-OPTIONS = tuple(inspect.signature(read_options).parameters)  # the names of those that are checked here
+def positive(name: str, value: Any) -> None:
+    """For numbers. A tensor is not read, because the host would wait for it; None is an option that was left out."""
+    if value is not None and not isinstance(value, Tensor) and not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be positive")
 
 
-def check_quadratic(kind: str, lr: Any, momentum: Any, norm_constraint: Any) -> None:
-    if lr is not None:
-        raise ValueError(
-            f"momentum_type={kind!r} finds its own step size: leave lr out, or scale the steps with "
-            "qmodel_update_rescale"
-        )
-    if kind == "qmodel" and momentum is not None:
-        raise ValueError(
-            "momentum_type='qmodel' finds its own momentum: write momentum=None, or momentum_type='qmodel_fixedmu' to "
-            f"keep momentum={momentum}"
-        )
-    if kind == "qmodel_fixedmu" and momentum is None:
-        raise ValueError("momentum_type='qmodel_fixedmu' needs momentum=...; 'qmodel' finds its own")
-    if norm_constraint is not None:
-        raise ValueError(f"norm_constraint bounds a given lr, and momentum_type={kind!r} has none: leave it out")
+def not_negative(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Tensor) and not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must not be negative")
 
 
-def check_plain(kind: str, lr: Any, momentum: Any, rescale: Any) -> None:
-    if lr is None:
-        raise ValueError(f"momentum_type={kind!r} needs lr=...; 'qmodel' and 'qmodel_fixedmu' find their own step size")
-    if rescale is not None:
-        raise ValueError(f"qmodel_update_rescale scales the steps of 'qmodel'; with momentum_type={kind!r} change lr")
-    if momentum is None:
-        raise ValueError(f"momentum_type={kind!r} needs a number for momentum: write momentum=0.0 for none")
+def a_weight(name: str, value: Any) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value!r}; it must be between 0 and 1")
 
 
-def check_counts(least: int, **values: Any) -> None:
-    for name, value in values.items():
+def steps(least: int) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; it must be a whole number of steps, at least {least}")
 
-
-def check_positive(**values: Any) -> None:
-    """Numbers only: a tensor is not read, and None is an option that was not given."""
-    for name, value in values.items():
-        if value is not None and not isinstance(value, Tensor) and not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}; it must be positive")
+    return check
 
 
-def check_not_negative(**values: Any) -> None:
-    for name, value in values.items():
-        if value is not None and not isinstance(value, Tensor) and not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {value!r}; it must not be negative")
+def a_momentum_type(name: str, value: Any) -> None:
+    if value.lower() not in MOMENTUM_TYPES:
+        known = ", ".join(map(repr, MOMENTUM_TYPES))
+        raise ValueError(f"{name} {value!r} is none of {known}.{nearest(value.lower(), MOMENTUM_TYPES)}")
+
+
+def mean_or_sum(name: str, value: Any) -> None:
+    if value not in ("mean", "sum"):
+        raise ValueError(f"{name} {value!r} is neither 'mean' nor 'sum'")
+
+
+def of_first_order(name: str, value: Any) -> None:
+    FirstOrder.read(value)
+
+
+# --- the options ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Args:
+    net: the compiled module, as returned by `kfac_fx.compile`.
+    lr: the learning rate; required, except for the "qmodel" types, which must have None.
+    damping: λ of F + λ I. It scales with the loss. With `adapt_damping` this is its first value.
+    momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
+        schedulers may set.
+    momentum_type: "regular", "adam", "qmodel" or "qmodel_fixedmu"; see KFAC.
+    cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
+    cov_update_every, invert_every: the factors, and the inverses, are updated every so many steps.
+    num_burnin_steps: so many first steps only average statistics, and are not counted.
+    norm_constraint: the bound on the squared Fisher norm of an update, which is scaled down to it. With lr=1, start
+        with 1e-2.
+    weight_decay: decoupled from the gradient.
+    adapt_damping: adapt λ (section 6.5 of the paper). `step` then needs a closure, at least on every
+        `damping_adaptation_interval`-th step.
+    update_damping_immediately: False measures the loss after such a step at the beginning of the next one, before its
+        inverses; that `step` then needs `previous`. The damping of every step is the same either way.
+    damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps.
+    damping_decrease_rho_threshold, damping_increase_rho_threshold: λ shrinks if ρ is above the one, and grows if ρ is
+        below the other.
+    min_damping, l2_reg: λ stays above their sum. The training loss must contain the term l2_reg / 2 |θ|².
+    precon_damping_mult: the preconditioner's damping is this times λ; the quadratic model's is λ (section 6.6).
+    qmodel_update_rescale: the learning rate of the parameter groups with the "qmodel" types; None means 1.
+    estimation_mode: "gradients" samples targets in a pass of its own. "empirical" records in the training backward
+        itself, with the true targets (another matrix, see Kunstner et al. 2019). See FisherEstimator for the others.
+    fraction: the part of every batch that "gradients" records.
+    seed: of the sampled targets, which have a random stream of their own; None takes torch's initial seed.
+    reduction: "mean" if the training loss is a mean over the cases of all micro-batches of a step, "sum" if it is
+        their sum, which "empirical" must know. The gradient of a "sum" is larger by the number of cases; choose lr as
+        much smaller.
+    first_order: options of AdamW for parameters in no Fisher block:
+        dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None).
+    grad_scaler: the GradScaler in use. "empirical" needs it, because it sees scaled gradients.
+    params: parameter groups with their own lr, momentum and weight_decay; None puts all parameters into one group.
+    process_group: of DistributedDataParallel, which averages the gradients; None takes the default group, if any.
+
+    Raises:
+        ValueError: for options that do not exist, lie out of range or do not fit together.
+    """
+
+    net: Annotated[Any, compiled]
+    lr: Annotated[float | Tensor | None, not_negative] = None
+    _: KW_ONLY
+    damping: Annotated[float | Tensor, positive]
+    momentum: Annotated[float | None, not_negative] = 0.9
+    momentum_type: Annotated[str, a_momentum_type] = "regular"
+    cov_ema_decay: Annotated[float, a_weight] = 0.95
+    cov_update_every: Annotated[int, steps(1)] = 1
+    invert_every: Annotated[int, steps(1)] = 10
+    num_burnin_steps: Annotated[int, steps(0)] = 0
+    norm_constraint: Annotated[float | None, positive] = None
+    weight_decay: Annotated[float, not_negative] = 0.0
+    adapt_damping: bool = False
+    update_damping_immediately: bool = True
+    damping_adaptation_interval: Annotated[int, steps(1)] = 5
+    damping_adaptation_decay: Annotated[float, positive] = 0.95
+    damping_decrease_rho_threshold: float = 0.75
+    damping_increase_rho_threshold: float = 0.25
+    min_damping: Annotated[float, not_negative] = 1e-8
+    l2_reg: Annotated[float, not_negative] = 0.0
+    precon_damping_mult: Annotated[float, positive] = 1.0
+    qmodel_update_rescale: float | None = None
+    estimation_mode: str = "gradients"
+    fraction: float = 1.0
+    seed: int | None = None
+    reduction: Annotated[str, mean_or_sum] = "mean"
+    first_order: Annotated[Mapping[str, Any] | None, of_first_order] = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    params: Iterable[Any] | None = None
+    process_group: Any = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            for check in getattr(hints(Options)[field.name], "__metadata__", ()):
+                check(field.name, getattr(self, field.name))
+        self.check_step_size()
+        if self.reduction == "sum" and (self.quadratic or self.adapt_damping):
+            raise ValueError(
+                "the quadratic model is that of the mean loss: with momentum_type='qmodel' or adapt_damping=True, "
+                "divide the loss by the number of cases and write reduction='mean'"
+            )
+        if self.riding and self.fraction != 1.0:
+            raise ValueError("estimation_mode='empirical' rides on the whole training backward: leave fraction at 1.0")
+        if self.damping_increase_rho_threshold > self.damping_decrease_rho_threshold:
+            raise ValueError(
+                f"damping_increase_rho_threshold={self.damping_increase_rho_threshold} is above "
+                f"damping_decrease_rho_threshold={self.damping_decrease_rho_threshold}: between them the damping would "
+                "have to grow and to shrink"
+            )
+
+    def check_step_size(self) -> None:
+        """Raises ValueError if lr, momentum, norm_constraint or qmodel_update_rescale do not fit the momentum type."""
+        kind = self.kind
+        if self.quadratic and self.lr is not None:
+            raise ValueError(
+                f"momentum_type={kind!r} finds its own step size: leave lr out, or scale the steps with "
+                "qmodel_update_rescale"
+            )
+        if kind == "qmodel" and self.momentum is not None:
+            raise ValueError(
+                "momentum_type='qmodel' finds its own momentum: write momentum=None, or momentum_type='qmodel_fixedmu' "
+                f"to keep momentum={self.momentum}"
+            )
+        if kind == "qmodel_fixedmu" and self.momentum is None:
+            raise ValueError("momentum_type='qmodel_fixedmu' needs momentum=...; 'qmodel' finds its own")
+        if self.quadratic and self.norm_constraint is not None:
+            raise ValueError(f"norm_constraint bounds a given lr, and momentum_type={kind!r} has none: leave it out")
+        if not self.quadratic and self.lr is None:
+            raise ValueError(
+                f"momentum_type={kind!r} needs lr=...; 'qmodel' and 'qmodel_fixedmu' find their own step size"
+            )
+        if not self.quadratic and self.qmodel_update_rescale is not None:
+            raise ValueError(
+                f"qmodel_update_rescale scales the steps of 'qmodel'; with momentum_type={kind!r} change lr"
+            )
+        if not self.quadratic and self.momentum is None:
+            raise ValueError(f"momentum_type={kind!r} needs a number for momentum: write momentum=0.0 for none")
+
+    @property
+    def kind(self) -> str:
+        """The momentum type, in lower case."""
+        return self.momentum_type.lower()
+
+    @functools.cached_property
+    def quadratic(self) -> bool:
+        """Whether the quadratic model finds the step size."""
+        return self.kind.startswith("qmodel")
+
+    @property
+    def riding(self) -> bool:
+        """Whether the statistics come from the user's own backward."""
+        return self.estimation_mode == "empirical"
+
+    @property
+    def of_groups(self) -> dict[str, Any]:
+        """The options of parameter groups, with their first values. A quadratic model has one momentum for all."""
+        rescale = 1.0 if self.qmodel_update_rescale is None else self.qmodel_update_rescale
+        momentum = {} if self.quadratic else {"momentum": self.momentum}
+        return {"lr": rescale if self.lr is None else self.lr, **momentum, "weight_decay": self.weight_decay}
+
+    @property
+    def decay(self) -> float:
+        """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
+        return self.cov_ema_decay**self.cov_update_every
+
+    @functools.cached_property
+    def damping_rule(self) -> DampingRule:
+        return DampingRule(
+            interval=self.damping_adaptation_interval,
+            decay=self.damping_adaptation_decay,
+            decrease_above=self.damping_decrease_rho_threshold,
+            increase_below=self.damping_increase_rho_threshold,
+            min_damping=self.min_damping,
+            l2_reg=self.l2_reg,
+        )
+
+    @functools.cached_property
+    def first_order_rule(self) -> FirstOrder:
+        return FirstOrder.read(self.first_order)
+
+
+Options.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError about an argument that does not exist
+
+
+@functools.cache
+def hints(options: Any, checks: bool = True) -> dict[str, Any]:
+    """The types of a dataclass's fields, with or without their checks."""
+    return get_type_hints(options, include_extras=checks)
+
+
+def takes(
+    options: Callable[P, OptionsT],
+) -> Callable[[Callable[[SelfT, OptionsT], None]], Callable[Concatenate[SelfT, P], None]]:
+    """Decorate `__init__(self, options)` to take the fields of the dataclass `options` as its own arguments.
+
+    An explicit signature would repeat every name, type and default, and the body would repeat the names once more;
+    `**kwargs` would hide the arguments from `help` and from type checkers. With `takes`, type checkers infer the
+    arguments from the dataclass through the ParamSpec; `__signature__` and `__doc__` are the dataclass's, too.
+    """
+
+    def decorated(init: Callable[[SelfT, OptionsT], None]) -> Callable[Concatenate[SelfT, P], None]:
+        @functools.wraps(init)
+        def __init__(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, options(*args, **kwargs))
+
+        written, types, public = inspect.signature(options), hints(options, checks=False), cast(Any, __init__)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = [argument.replace(annotation=types[name]) for name, argument in written.parameters.items()]
+        public.__signature__ = written.replace(parameters=[own, *arguments], return_annotation=None)
+        public.__doc__ = options.__doc__
+        return __init__
+
+    return decorated
+
+
+# --- what is due at which step ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Schedule:
+    """Which steps record, invert and adapt.
+
+    Attributes:
+        counter: the number of steps taken.
+        burned_in: the number of steps before them that only averaged statistics.
+    """
+
+    options: Options
+    counter: int = 0
+    burned_in: int = 0
+
+    @property
+    def burning_in(self) -> bool:
+        return self.burned_in < self.options.num_burnin_steps
+
+    @property
+    def recording(self) -> bool:
+        return self.burning_in or self.counter % self.options.cov_update_every == 0
+
+    @property
+    def inverting(self) -> bool:
+        return self.counter % self.options.invert_every == 0
+
+    @property
+    def adapting(self) -> bool:
+        """Whether the change of the loss in this step is measured."""
+        return self.options.adapt_damping and self.options.damping_rule.due(self.counter) and not self.burning_in
+
+    @property
+    def adapting_late(self) -> bool:
+        """Whether the change of the loss in the last step is still to be measured."""
+        measured = self.counter > 0 and self.options.damping_rule.due(self.counter - 1)
+        return self.options.adapt_damping and not self.options.update_damping_immediately and measured

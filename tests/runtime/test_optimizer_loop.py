@@ -359,7 +359,7 @@ def test_what_replicas_must_agree_on_is_averaged_over_them(monkeypatch: pytest.M
         averaged.append(tuple(tensor.shape))
         return 2 * tensor
 
-    monkeypatch.setattr(opt.updater.replicas, "mean", average)
+    monkeypatch.setattr(opt._step_state.replicas, "mean", average)
     for one, optimizer in ((net, opt), (other, same)):
         train(one, optimizer, range(1))
     assert averaged == [(), (2, 2), ()]  # the loss before, the quadratic model, the loss after

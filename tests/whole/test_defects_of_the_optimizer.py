@@ -6,6 +6,8 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 import kfac_fx
 from kfac_fx.layer_collection.losses import register_loss_function
 from kfac_fx.layer_collection.registering import check_geometry, layer_block
-from kfac_fx.optim.options import read_options
+from kfac_fx.optim.options import Options
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 
 
@@ -89,8 +91,8 @@ def test_inverses_are_where_the_parameters_are_and_all_of_them_are_new() -> None
 
 def test_no_argument_is_taken_and_ignored() -> None:
     """`distribute_transformations` is an argument of a placement that nothing reads. Here every public function reads
-    all of its arguments, and no constructor takes unknown ones. KFAC hands its options on to `read_options`, and a
-    method that is declared in the table of a LayerCollection to the functions that do its work."""
+    all of its arguments, and no constructor takes unknown ones. KFAC's arguments are the fields of `Options`, and those
+    of a method that is declared in the table of a LayerCollection are read by the functions that do its work."""
     net = kfac_fx.compile(mlp(), loss="categorical")
     for option in ("distribute_transformations", "placement_strategy"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
@@ -100,11 +102,21 @@ def test_no_argument_is_taken_and_ignored() -> None:
         declared = hasattr(function, "run")
         workers = (function.run.func, layer_block, check_geometry, register_loss_function) if declared else (function,)
         read = set().union(*(names_read(inspect.unwrap(worker)) for worker in workers))
-        read |= set(inspect.signature(read_options).parameters) if function is kfac_fx.KFAC.__init__ else set()
+        read |= options_read() if function is kfac_fx.KFAC.__init__ else set()
         parameters = inspect.signature(function).parameters.values()
         ignored += [f"{name}({one.name})" for one in parameters if one.name not in {*read, "self", "cls"}]
         assert not (name.endswith("__init__") and any(one.kind is one.VAR_KEYWORD for one in parameters)), name
     assert ignored == ["as_rows(attrs)"]  # of every function that makes rows
+
+
+def options_read() -> set[str]:
+    """The options that the optimizer reads, as `options.lr`, or `self.lr` in `Options` itself."""
+    folder = Path(kfac_fx.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in (folder / "optimizer.py", *folder.glob("optim/*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    reads = [node for node in nodes if isinstance(node.ctx, ast.Load)]
+    names = {node.attr for node in reads if ast.unparse(node.value).split(".")[-1] in ("options", "self")}
+    return names & {field.name for field in fields(Options)}
 
 
 def names_read(function: Any) -> set[str]:
@@ -115,7 +127,6 @@ def names_read(function: Any) -> set[str]:
 
 def public_functions() -> Iterator[tuple[str, Any]]:
     """Of the package, and the methods of its classes that stand in a file."""
-    yield "read_options", read_options
     for name in kfac_fx.__all__:
         one = getattr(kfac_fx, name)
         owners = (

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx import layer
 from kfac_fx.checks import equivalence as likeness
+from kfac_fx.diagnostics import watched
 from kfac_fx.divided import recorder as division_recorder
-from kfac_fx.optim import watched
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
 from kfac_fx.passes.graphs.labels import labels

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import LossScaleWarning, losses
-from kfac_fx.optim import watched
+from kfac_fx.diagnostics import watched
 from tests.runtime.collections_of_toys import towers
 
 Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]

@@ -1,0 +1,199 @@
+"""Is the trained loss the one whose curvature is estimated? Checked once, at the first step, from its gradient.
+
+K-FAC divides the gradient of one loss by the curvature of another. A factor between them, for example a sum over the
+batch in the place of a mean, is therefore a factor of every step. The gradient that the user's backward sends into the
+Fisher's outputs shows the factor: for targets that fit, it is a multiple of the registered loss's gradient. Other terms
+of the user's loss, such as a penalty on parameters, do not pass through these outputs. If no targets fit, for example
+with label smoothing, there is no warning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kfac_fx.diagnostics.watched import PROPORTIONAL, Factor, Watched, factors, gradient_behind
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.losses import Categorical, Normal
+from kfac_fx.losses.registered import LossSpec
+from kfac_fx.passes.errors import warn_user
+
+TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
+SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
+LISTED = 8  # parameters that a warning names
+WHY = (
+    "Curvature and gradient must be those of one loss: damping and step size depend on it. This was seen at the first "
+    "step, from the gradient of the model's outputs."
+)
+
+
+class LossScaleWarning(UserWarning):
+    """The loss that is trained is a multiple of the registered one, has its classes on another axis, or reaches other
+    parameters."""
+
+    __module__ = "kfac_fx"
+
+
+# --- a multiple of the registered loss ------------------------------------------------------------------------------
+
+
+def check_scale(
+    watched: Sequence[Watched], *, reduction: str, loss_scale: float, value: float | None, riding: bool
+) -> None:
+    """Warn of a trained loss that is a multiple of the registered one, or has its classes on another axis.
+
+    Args:
+        watched: the forwards of a step.
+        reduction: "mean" or "sum", as the user declared the loss.
+        loss_scale: the factor of the loss in the backward, if the optimizer was told of it.
+        value: of the whole loss, if known.
+        riding: the statistics come from the gradients of that backward, as they are.
+    """
+    used = [forward for forward in watched if forward.gradients]
+    with torch.enable_grad():
+        lines = [line for forward in used[:1] for line in misplaced_classes(forward)]
+        each = [] if lines else [factors(forward, value if len(used) == 1 else None) for forward in used]
+    same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
+    for of_loss in zip(*each, strict=True) if same_losses else ():
+        cases = sum(factor.cases for factor in of_loss)
+        multiple = factor_of_step(of_loss, cases, reduction, loss_scale)
+        if multiple is None or is_right(multiple, of_loss):
+            continue
+        divided = not riding and is_loss_scale(multiple, any(forward.autocast for forward in used))
+        if not divided or near(multiple, cases):
+            lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
+    if lines:
+        warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
+
+
+def factor_of_step(of_loss: Sequence[Factor], cases: int, reduction: str, loss_scale: float) -> float | None:
+    """The factor of one loss in all forwards of a step, relative to its mean, or sum, over all cases.
+
+    None if the forwards differ.
+    """
+    scales = [factor.multiple / loss_scale * cases / factor.cases for factor in of_loss]
+    if reduction == "sum":
+        scales = [scale / cases for scale in scales]
+    mean = sum(scales) / len(scales)
+    return mean if all(near(scale, mean) for scale in scales) else None
+
+
+def is_right(multiple: float, of_loss: Sequence[Factor]) -> bool:
+    """Cases without a target may count, or not."""
+    return near(multiple, 1.0) or (len(of_loss) == 1 and near(multiple, 1.0 / of_loss[0].with_targets))
+
+
+def near(number: float, other: float) -> bool:
+    return abs(number - other) <= TOLERANCE * other
+
+
+def is_loss_scale(multiple: float, autocast: bool) -> bool:
+    """Whether it may be that of a GradScaler, which divides the gradients before the step."""
+    return is_power_of_two(multiple) and (autocast or multiple >= LARGE)
+
+
+def is_power_of_two(multiple: float) -> bool:
+    power = round(math.log2(multiple))
+    return power > 0 and abs(multiple / 2**power - 1) < PROPORTIONAL
+
+
+def advice(multiple: float, factor: Factor, cases: int, forwards: int, reduction: str) -> str:
+    """The line of the warning: the multiple, its usual cause, and the code to write instead."""
+    loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.cases
+    name, weight = type(loss).__name__, factor.coefficient * multiple
+    variance = f", var={loss.var:g}" if isinstance(loss, Normal) else ""
+    register = (
+        f"register it as loss=lambda outputs: ({weight:.4g}, kfac_fx.losses.{name}(outputs{variance}))"
+        if isinstance(factor.spec, LossSpec)
+        else f"register it on a LayerCollection with coeff={weight:.4g}"
+    )
+    if reduction == "mean":
+        usual = [
+            (cases, "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')"),
+            (1 / cases, "it is divided by the number of cases twice: a mean is already"),
+        ]
+    else:
+        usual = [
+            (cases, "it is multiplied by the number of cases: a sum over them needs no factor"),
+            (1 / cases, "it is their mean: write KFAC(..., reduction='mean')"),
+        ]
+    usual += [
+        (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
+        (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {register}"),
+    ]
+    may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
+    scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""
+    other = f"{scaler}take the factor out, or {register}"
+    return (
+        f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss over its {cases} "
+        f"cases; {next((text for number, text in usual if near(multiple, number)), other)}."
+    )
+
+
+# --- classes on another axis ----------------------------------------------------------------------------------------
+
+
+def misplaced_classes(watched: Watched) -> list[str]:
+    """The lines of the warning, for Categorical losses whose classes the trained loss has on another axis.
+
+    Over the axis of its classes the gradient of a cross entropy sums to zero, for all targets and weights.
+    """
+    leaves, weighted = watched.losses()
+    lines = []
+    for _, _, loss in weighted:
+        gradient = gradient_behind(loss.inputs, leaves, watched.arrived()) if isinstance(loss, Categorical) else None
+        axis = None if gradient is None else axis_of_classes(gradient)
+        if axis is not None:
+            name, shape = type(loss).__name__, list(loss.inputs.shape)
+            lines.append(
+                f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on the last: "
+                f"write loss=lambda outputs: kfac_fx.losses.{name}(outputs.movedim({axis}, -1))."
+            )
+    return lines
+
+
+def axis_of_classes(gradient: Tensor) -> int | None:
+    """The axis between the first and the last that a gradient sums to zero over, if it does not over the last."""
+    if gradient.ndim < 3:
+        return None
+    size = float(gradient.abs().sum())
+    if not size or not math.isfinite(size):
+        return None
+    rest = {axis: float(gradient.sum(axis).abs().sum()) / size for axis in range(1, gradient.ndim)}
+    *between, last = rest
+    return next((axis for axis in between if rest[axis] <= PROPORTIONAL < TOLERANCE < rest[last]), None)
+
+
+# --- parameters without curvature -----------------------------------------------------------------------------------
+
+
+def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor]) -> None:
+    """Warn of parameters of Fisher blocks that have a gradient and no curvature. gradients: by parameter.
+
+    Their step would be the gradient divided by the damping alone. This happens if forward computes losses of which only
+    some are distributions that the library knows. Parameters in no block follow the first-order rule; they are right.
+    """
+    curved: dict[str, Tensor] = {}
+    for block in estimator.blocks.values():
+        curvature = block.factors["G" if "G" in block.factors else "F"].moment.any()
+        for name in block.registration.owners:
+            curved[name] = curved[name] | curvature if name in curved else curvature
+    names = [name for name in gradients if name in curved]
+    if not names:
+        return
+    right = torch.stack([curved[name] | ~gradients[name].any() for name in names])
+    wrong = [name for name, is_right in zip(names, right.tolist(), strict=True) if not is_right]
+    if wrong:
+        more = f" and {len(wrong) - LISTED:,} more" if len(wrong) > LISTED else ""
+        warn_user(
+            LossScaleWarning(
+                "the trained loss depends on parameters that no registered loss depends on: "
+                f"{', '.join(wrong[:LISTED])}{more}.\n"
+                "Without curvature their steps are gradients divided by the damping. Register all losses, as in "
+                "loss=lambda outputs: [...], or train these parameters with another optimizer. This was seen at the "
+                "first step, from gradients and factors."
+            )
+        )

@@ -1,0 +1,234 @@
+"""Parameter groups: which parameters K-FAC moves, which the first-order rule, and their values as vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.vectors import Flat, Tensors
+from kfac_fx.losses.loss_function import precise
+from kfac_fx.optim.options import Options, not_negative
+from kfac_fx.optim.rules import FirstOrder, new_adam_state, new_velocity
+
+Group = dict[str, Any]
+OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its own, as numbers
+# "first_order" in a group says which rule moves it.
+OF_ALL_GROUPS = frozenset(option.name for option in fields(Options)) - {"params", "first_order"}
+
+
+def split_group(
+    group: Mapping[str, Any],
+    names: Mapping[nn.Parameter, str],
+    registered: Collection[str],
+    first_order: FirstOrder,
+    of_groups: Collection[str],
+) -> list[Group]:
+    """Split a user's group into that of the parameters in Fisher blocks and that of the others.
+
+    Args:
+        of_groups: the options that a group may set.
+
+    Raises:
+        ValueError: for a parameter that is not the compiled module's, and for an option that groups do not have.
+    """
+    if common := {name: group[name] for name in group if name in OF_ALL_GROUPS and name not in of_groups}:
+        written = ", ".join(f"{name}={value!r}" for name, value in common.items())
+        raise ValueError(
+            f"a parameter group has its own {', '.join(of_groups)}, and shares all other options with the rest: "
+            f"KFAC(..., {written}), and not {', '.join(common)} in a group"
+        )
+    for name in of_groups:
+        not_negative(name, group.get(name))
+    params: Any = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    members: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+    foreign = [list(parameter.shape) for parameter in members if parameter not in names]
+    if foreign:
+        raise ValueError(
+            f"{len(foreign)} parameters are not of the compiled module, the first of shape {foreign[0]}: its graph "
+            "does not have them, so K-FAC knows nothing of them. Give them to an optimizer of their own, or compile "
+            "the model again with them in it"
+        )
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    inside = [parameter for parameter in members if names[parameter] in registered]
+    outside = [parameter for parameter in members if names[parameter] not in registered]
+    parts: list[Group] = []
+    if inside or not outside:
+        parts.append({**options, "params": inside, "first_order": False})
+    if outside:
+        decay = {} if first_order.weight_decay is None else {"weight_decay": first_order.weight_decay}
+        parts.append({**options, **decay, "params": outside, "lr": first_order.lr, "first_order": True})
+    return parts
+
+
+# --- a step's vectors -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A move that a rule proposes.
+
+    Attributes:
+        move: δ, [P].
+        state: the new state, vectors by name.
+    """
+
+    move: Tensor
+    state: Tensors
+
+
+@dataclass(frozen=True)
+class FlatParameters:
+    """The parameters that have a gradient and follow one rule, as vectors [P] in the order of `flat`.
+
+    Scalars are tensors, so that a compiled update is not specialized to their values.
+
+    Attributes:
+        flat: where the parameters lie in the vectors.
+        parameters: by name.
+        g: the gradient, in float32 at least.
+        state: what the rule keeps between steps, by name; written in place.
+        lr: 0-dim or, where groups differ, [P].
+        momentum: likewise; None if it is no option of groups.
+        weight_decay: likewise; None if no parameter has any.
+    """
+
+    flat: Flat
+    parameters: Tensors
+    g: Tensor
+    state: Tensors
+    lr: Tensor
+    momentum: Tensor | None
+    weight_decay: Tensor | None
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether a move is a multiple of the update: true with one parameter group and no weight decay."""
+        return self.weight_decay is None and self.lr.dim() == 0
+
+    def displacement(self, update: Tensor) -> Tensor:
+        """δ = -lr (Δ + weight_decay θ), in the precision of the update Δ."""
+        if self.weight_decay is None:
+            return -self.lr * update
+        theta = self.flat.joined(self.parameters).to(update.dtype)
+        return -self.lr * (update + self.weight_decay * theta)
+
+    def commit(self, proposal: Proposal, ok: Tensor) -> None:
+        """Add the move and store the new state; if `ok` is False, everything stays as it was. Overwrites the move."""
+        self.flat.add_to(self.parameters, proposal.move.masked_fill_(~ok, 0))
+        for name, new in proposal.state.items():
+            torch.where(ok, new, self.state[name], out=self.state[name])
+
+
+@dataclass(frozen=True)
+class StateVectors:
+    """The state of a rule as vectors [P]; the optimizer's own state tensors are views of them.
+
+    Attributes:
+        g: the buffer of the gradient.
+        vectors: by name.
+        views: of the vectors, by vector and parameter.
+    """
+
+    g: Tensor
+    vectors: Tensors
+    views: Mapping[str, Tensors]
+
+    @staticmethod
+    def of(first_order: bool, flat: Flat, parameters: Tensors, states: MutableMapping[Any, Any]) -> StateVectors:
+        """From the optimizer's state by parameter, where missing state is made and all is replaced by views."""
+        new = new_adam_state if first_order else new_velocity
+        by_parameter = {name: states[parameter] or new(parameter) for name, parameter in parameters.items()}
+        vectors: Tensors = {}
+        views: dict[str, Tensors] = {}
+        for key in next(iter(by_parameter.values())):
+            tensors = {name: state[key] for name, state in by_parameter.items()}
+            places = Flat({name: tensor.shape for name, tensor in tensors.items()})
+            vectors[key] = places.joined(tensors)
+            views[key] = places.parts(vectors[key])
+            for name, view in views[key].items():
+                states[parameters[name]][key] = view
+        return StateVectors(torch.empty_like(precise(flat.joined(parameters))), vectors, views)
+
+    def hold(self, parameters: Tensors, states: Mapping[Any, Any]) -> bool:
+        """Whether these are the parameters, and the optimizer's state is still made of the views."""
+        return all(
+            views.keys() == parameters.keys()
+            and all(states[parameters[name]].get(key) is views[name] for name in views)
+            for key, views in self.views.items()
+        )
+
+
+@dataclass
+class GroupedParameters:
+    """The parameters of all groups, with the scalars of their groups on the device.
+
+    Attributes:
+        scalars: by the names of `OF_GROUPS` that the groups have, and by parameter.
+        parameters: by name.
+        first_order: the names of those that the first-order rule moves; the others are in Fisher blocks.
+        decaying: the names of those with a weight decay other than 0.
+        kept: the state of the last step, by whether it is the first-order rule's.
+    """
+
+    scalars: dict[str, Tensors]
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    first_order: set[str] = field(default_factory=set)
+    decaying: set[str] = field(default_factory=set)
+    kept: dict[bool, StateVectors] = field(default_factory=dict)
+
+    @staticmethod
+    def of(groups: Sequence[Group], names: Mapping[nn.Parameter, str], scalar: Tensor) -> GroupedParameters:
+        """scalar: a tensor with the dtype and the device of all scalars."""
+        grouped = GroupedParameters({key: {} for key in OF_GROUPS if all(key in group for group in groups)})
+        for group in groups:
+            members = [names[parameter] for parameter in group["params"]]
+            grouped.parameters |= zip(members, group["params"], strict=True)
+            for by_name in grouped.scalars.values():
+                by_name |= dict.fromkeys(members, torch.empty_like(scalar))
+            if group["first_order"]:
+                grouped.first_order.update(members)
+        return grouped
+
+    def refresh(self, groups: Iterable[Group], names: Mapping[nn.Parameter, str]) -> None:
+        """Read the present values of the groups, which a scheduler may have changed."""
+        self.decaying = set()
+        for group in groups:
+            if group["params"]:
+                name = names[group["params"][0]]
+                for key, scalars in self.scalars.items():
+                    value = group[key]
+                    scalars[name].copy_(value) if isinstance(value, Tensor) else scalars[name].fill_(value)
+                if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
+                    self.decaying.update(names[parameter] for parameter in group["params"])
+
+    def flat(self, first_order: bool, states: MutableMapping[Any, Any]) -> FlatParameters | None:
+        """What the first-order rule moves, or what K-FAC moves; None if nothing of it has a gradient.
+
+        states: the optimizer's, by parameter; new ones are put into it.
+        """
+        with_gradient = {
+            name: (parameter, parameter.grad)
+            for name, parameter in self.parameters.items()
+            if (name in self.first_order) == first_order and parameter.grad is not None
+        }
+        if not with_gradient:
+            return None
+        parameters: Tensors = {name: parameter for name, (parameter, _) in with_gradient.items()}
+        flat = Flat({name: parameter.shape for name, parameter in parameters.items()})
+        if first_order not in self.kept or not self.kept[first_order].hold(parameters, states):
+            self.kept[first_order] = StateVectors.of(first_order, flat, parameters, states)
+        state, decays = self.kept[first_order], not self.decaying.isdisjoint(parameters)
+        return FlatParameters(
+            flat,
+            parameters,
+            flat.joined({name: dense(gradient) for name, (_, gradient) in with_gradient.items()}, out=state.g),
+            state.vectors,
+            flat.spread(self.scalars["lr"]),
+            flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
+            flat.spread(self.scalars["weight_decay"]) if decays else None,
+        )

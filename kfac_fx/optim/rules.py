@@ -1,0 +1,252 @@
+"""The rules of an update, as functions of vectors over all parameters: momentum, AdamW, the quadratic model, damping.
+
+`g` is the gradient, `v` the velocity, `P` the damped inverse of the Fisher. An update Δ moves the parameters by -lr Δ.
+No function here reads a value back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.vectors import Flat, Tensors
+from kfac_fx.passes.errors import nearest
+
+Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
+Products = Callable[[Sequence[Tensor]], Tensor]  # <d_i, F d_j> of k vectors [P]: [k, k]
+ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+
+# --- momentum -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preconditioner:
+    """The product of the Fisher, or its inverse, with a vector over the parameters that have a gradient.
+
+    Attributes:
+        multiply: the product on tensors by name, of all parameters in a Fisher block.
+        flat: where the parameters that have a gradient lie in the vector.
+        absent: zeros for the parameters that are not in `flat`.
+    """
+
+    multiply: Callable[[Tensors], Tensors]
+    flat: Flat
+    absent: Tensors
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        return self.flat.joined(self.multiply({**self.flat.parts(vector), **self.absent}))
+
+
+@dataclass(frozen=True)
+class MomentumRule:
+    """Momentum after the preconditioner ("regular") or before it ("adam", TF K-FAC's name; it has no second moments).
+
+    Attributes:
+        kind: "regular" or "adam".
+        norm_constraint: the bound of `clipped`; None for no bound.
+    """
+
+    kind: str
+    norm_constraint: float | None
+
+    def __call__(
+        self, g: Tensor, v: Tensor, momentum: Tensor, precondition: Product, lr: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(the new v, Δ): v <- μ v + κ P g, Δ = v; or v <- μ v + g, Δ = κ P v.
+
+        Args:
+            momentum, lr: 0-dim, or [P].
+            precondition: returns a new vector, which is written to.
+        """
+        if self.kind == "adam":
+            v = torch.addcmul(g, v, momentum)
+            return v, self.clipped(v, precondition(v), lr)
+        v = self.clipped(g, precondition(g), lr).addcmul_(v, momentum)
+        return v, v
+
+    def clipped(self, a: Tensor, preconditioned: Tensor, lr: Tensor) -> Tensor:
+        """κ P a with κ = min(1, √(norm_constraint / <lr a, lr P a>)).
+
+        This bounds the squared Fisher norm of a step: roughly twice the Kullback-Leibler divergence between the
+        predictions before and after it.
+        """
+        if self.norm_constraint is None:
+            return preconditioned
+        squared = inner(a, lr.square() * preconditioned)
+        kappa = (self.norm_constraint / squared.clamp(min=torch.finfo(squared.dtype).tiny)).sqrt().clamp(max=1.0)
+        return kappa * preconditioned
+
+
+def new_velocity(parameter: Tensor) -> Tensors:
+    """Zero, in float32 at least."""
+    return {"velocity": torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))}
+
+
+# --- parameters in no Fisher block ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """Adam with decoupled weight decay (Kingma & Ba 2015, Loshchilov & Hutter 2019).
+
+    Attributes:
+        weight_decay: None takes the weight decay of the parameter group.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float | None = None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any] | None) -> FirstOrder:
+        """From KFAC's `first_order=dict(...)`. Raises ValueError for an unknown option."""
+        known = [field.name for field in fields(cls)]
+        for name in options or {}:
+            if name not in known:
+                raise ValueError(f"first_order has no option {name!r}, only {', '.join(known)}.{nearest(name, known)}")
+        return cls(**(options or {}))
+
+    def __call__(self, g: Tensor, state: Mapping[str, Tensor], flat: Flat) -> tuple[Tensor, Tensors]:
+        """(Δ, the new state). All are vectors [P] but "step", [parameters]: every parameter counts its own steps."""
+        first, second = self.betas
+        average = first * state["exp_avg"] + (1 - first) * g
+        square = second * state["exp_avg_sq"] + (1 - second) * g.square()
+        step = state["step"] + 1
+        # The averages start at zero; dividing by 1 - beta^step takes that zero out of them.
+        debias, debias_square = (
+            flat.spread(dict(zip(flat.shapes, (1 - beta**step).unbind(), strict=True))) for beta in self.betas
+        )
+        update = average / debias / ((square / debias_square).sqrt() + self.eps)
+        return update, dict(zip(ADAM_STATE, (average, square, step), strict=True))
+
+
+def new_adam_state(parameter: Tensor) -> Tensors:
+    """Zeros, in float32 at least; the step counts on the device."""
+    like = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+    values = like, like.clone(), torch.zeros((), dtype=like.dtype, device=parameter.device)
+    return dict(zip(ADAM_STATE, values, strict=True))
+
+
+# --- the quadratic model --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuadraticModel:
+    """The model M of the loss along k directions: for δ = Σ s_i d_i, M(δ) = h(θ) + sᵀ c + ½ sᵀ (f + λ b) s.
+
+    The exact Fisher F enters here and nowhere else (Martens & Grosse 2015, sections 6.4 and 7).
+
+    Attributes:
+        fisher: f_ij = <d_i, F d_j>, [k, k].
+        products: b_ij = <d_i, d_j>, [k, k].
+        slopes: c_i = <∇h, d_i>, [k].
+    """
+
+    fisher: Tensor
+    products: Tensor
+    slopes: Tensor
+
+    @staticmethod
+    def along(directions: Sequence[Tensor], g: Tensor, fisher: Products) -> QuadraticModel:
+        """The model along directions [P]."""
+        slopes = torch.stack([inner(g, direction) for direction in directions])
+        return QuadraticModel(fisher(directions), inner_products(directions), slopes)
+
+    def best(self, damping: Tensor) -> Tensor:
+        """The s that minimizes the damped model of two directions: [2].
+
+        If the second direction is zero, or parallel to the first up to rounding: the minimum along the first. If both
+        are zero: zero.
+        """
+        m, c = self.matrix(damping), self.slopes
+        size, determinant = m[0, 0] * m[1, 1], m[0, 0] * m[1, 1] - m[0, 1] * m[1, 0]
+        independent = determinant > 16 * torch.finfo(m.dtype).eps * size
+        divisor = torch.where(independent, determinant, 1)
+        both = torch.stack([m[0, 1] * c[1] - m[1, 1] * c[0], m[1, 0] * c[0] - m[0, 0] * c[1]]) / divisor
+        return torch.where(independent, both, self.best_with_momentum(damping, torch.zeros_like(c[0])))
+
+    def best_with_momentum(self, damping: Tensor, momentum: Tensor) -> Tensor:
+        """The same with the second coefficient fixed."""
+        m, c = self.matrix(damping), self.slopes
+        curved = m[0, 0] > 0
+        step = -(momentum * m[0, 1] + c[0]) / torch.where(curved, m[0, 0], 1)
+        return torch.stack([torch.where(curved, step, 0), momentum])
+
+    def change(self, s: Tensor, damping: Tensor | float) -> Tensor:
+        """M(Σ s_i d_i) - M(0). With the damping of the loss's own l2 term alone it is the predicted change."""
+        return s @ self.slopes + 0.5 * (s @ self.matrix(damping) @ s)
+
+    def matrix(self, damping: Tensor | float) -> Tensor:
+        return self.fisher + damping * self.products
+
+
+def change_by_blocks(g: Tensor, move: Tensor, multiply: Product, excess: Tensor) -> Tensor:
+    """<g, δ> + ½ <δ, (F̂ + λ I) δ> - ½ excess |δ|², with F̂ the block-diagonal Fisher.
+
+    Args:
+        multiply: the product with F̂ + λ I.
+        excess: the part of λ that is no curvature of the loss.
+    """
+    return inner(g, move) + 0.5 * (inner(move, multiply(move)) - excess * inner(move, move))
+
+
+def inner(first: Tensor, second: Tensor) -> Tensor:
+    """<a, b>, in float32 at least. Not a BLAS product, which adds up millions of terms one after another."""
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return (first.to(dtype) * second.to(dtype)).sum()
+
+
+def inner_products(vectors: Sequence[Tensor]) -> Tensor:
+    """<d_i, d_j>: [k, k]."""
+    return torch.stack([torch.stack([inner(a, b) for b in vectors]) for a in vectors])
+
+
+def is_finite(vector: Tensor) -> Tensor:
+    """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
+    return vector.sum().isfinite()
+
+
+# --- the damping ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DampingRule:
+    """The Levenberg-Marquardt rule for the damping λ (Martens & Grosse 2015, section 6.5).
+
+    Every `interval` steps the change of the loss is compared with the change that the quadratic model predicted.
+
+    Attributes:
+        interval: in steps.
+        decay: the factor of a step, so λ changes by decay^interval.
+        decrease_above: λ shrinks if ρ is above this number.
+        increase_below: λ grows if ρ is below this number.
+        min_damping: λ never falls below min_damping + l2_reg.
+        l2_reg: an l2 term in the loss has this curvature, which the Fisher does not have.
+    """
+
+    interval: int = 5
+    decay: float = 0.95
+    decrease_above: float = 0.75
+    increase_below: float = 0.25
+    min_damping: float = 1e-8
+    l2_reg: float = 0.0
+
+    def due(self, step: int) -> bool:
+        """Whether the damping is adapted at the end of step `step`, counted from 0."""
+        return (step + 1) % self.interval == 0
+
+    def __call__(self, damping: Tensor, before: Tensor, after: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
+        """(the new damping, ρ = actual change / predicted change). The damping stays where ρ is not a number."""
+        omega = self.decay**self.interval
+        change = after - before
+        rho = change / predicted
+        # A model that predicted an increase was wrong in the right direction if the loss fell: ρ is negative then.
+        decrease = ((change < 0) & (predicted > 0)) | (rho > self.decrease_above)
+        increase = ~decrease & (rho < self.increase_below)
+        adapted = torch.where(decrease, damping * omega, torch.where(increase, damping / omega, damping))
+        return adapted.clamp(min=self.min_damping + self.l2_reg), rho

@@ -1,0 +1,378 @@
+"""One step of KFAC, as functions of `StepState`.
+
+take_step
+    statistics of the forwards -> factors         (FisherEstimator.fold)
+    factors, if due            -> inverses        (update_inverses)
+    gradients                  -> new parameters  (update)
+    or, where the damping is to be adapted:
+    gradients -> proposals -> predicted change -> new parameters -> measured change -> new damping
+                                                                     (measured_update, adapt_damping)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.distributed import Replicas
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.curvature import JacobianProducts, batch_products
+from kfac_fx.optim.forwards import Closure, CompiledNet, Forwards
+from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
+from kfac_fx.optim.options import Options, Schedule
+from kfac_fx.optim.rules import (
+    FirstOrder,
+    MomentumRule,
+    Preconditioner,
+    Product,
+    Products,
+    QuadraticModel,
+    change_by_blocks,
+    inner,
+    is_finite,
+)
+from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.recording.backends import compiled_function
+
+SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
+
+
+@dataclass
+class StepState:
+    """What one KFAC keeps from step to step.
+
+    Attributes:
+        net: the compiled module.
+        names: of its parameters.
+        registered: the names of those in Fisher blocks.
+        options: of the optimizer.
+        schedule: counts the steps.
+        estimator: the factors and their inverses.
+        forwards: what happened since the last step.
+        replicas: the processes that take the same step.
+        grad_scaler: the user's, if any.
+        scalar: a zero with the dtype and the device of all scalars.
+        damping: λ, 0-dim, adapted in place.
+        skipped: the number of steps that changed nothing, 0-dim.
+        rho, predicted_change, qmodel_learning_rate, qmodel_momentum, loss_before: 0-dim, of the last step that computed
+            them; NaN before.
+        late: the random streams before the forward of a step whose loss is still to be measured.
+        grouped: the parameters of all groups; None to read the groups anew.
+    """
+
+    net: CompiledNet
+    names: dict[nn.Parameter, str]
+    registered: frozenset[str]
+    options: Options
+    schedule: Schedule
+    estimator: FisherEstimator
+    forwards: Forwards
+    replicas: Replicas
+    scalar: Tensor
+    damping: Tensor
+    rho: Tensor = field(init=False)
+    predicted_change: Tensor = field(init=False)
+    qmodel_learning_rate: Tensor = field(init=False)
+    qmodel_momentum: Tensor = field(init=False)
+    loss_before: Tensor = field(init=False)
+    skipped: Tensor = field(init=False)
+    late: RandomState | None = None
+    grouped: GroupedParameters | None = None
+
+    def __post_init__(self) -> None:
+        for name in SCALARS:
+            setattr(self, name, torch.full_like(self.damping, torch.nan))
+        self.skipped = torch.zeros((), dtype=torch.int64, device=self.scalar.device)
+        self.rule = MomentumRule(self.options.kind, self.options.norm_constraint)
+        self.jacobian = JacobianProducts()
+        self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
+        self.move_first_order = compiled_function(move_first_order, self.net.backend)
+        self.multiply_inverse = compiled_function(self.estimator.multiply_inverse, self.net.backend)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """How a step knows losses.
+
+    Attributes:
+        closure: returns the loss of the step's batch, if there is one.
+        loss: of the batch, if known.
+        previous: returns the loss of the last step's batch.
+        by_closure: the closure computed the gradients.
+    """
+
+    closure: Closure | None = None
+    loss: Tensor | float | None = None
+    previous: Closure | None = None
+    by_closure: bool = False
+
+
+def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], losses: Losses) -> None:
+    """One step of `KFAC.step`. groups, states: the optimizer's.
+
+    Raises:
+        ValueError: the damping rule needs a loss that is not given.
+        FactorNotReady: no batch was ever recorded.
+    """
+    schedule, forwards, estimator = state.schedule, state.forwards, state.estimator
+    in_blocks, others = vectors = flat_parameters(state, groups, states)
+    if in_blocks is None and others is None and not schedule.burning_in:
+        return
+    check_losses(schedule, losses)
+    scale = first_check(state, [flat.g for flat in vectors if flat is not None], losses.loss)
+    for moments in forwards.seen.moments(state.options.reduction, scale):
+        estimator.accumulate(moments)
+    unrecorded = schedule.recording and schedule.counter > 0 and not forwards.seen.forwards
+    if unrecorded and not state.options.quadratic:  # whose model needs the batch, too: an error
+        forwards.note_unrecorded()
+    loss = None if losses.loss is None else state.replicas.mean(state.scalar + losses.loss)
+    ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
+    for flat in vectors:
+        ok = ok if flat is None else ok & is_finite(flat.g)
+    recorded = estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
+    if schedule.burning_in:
+        schedule.burned_in += recorded
+        return
+    # Without a first factor there is no inverse until the next is due: the one step where the host waits to know.
+    if schedule.counter == 0 and not (recorded and ok.item()):
+        state.skipped += 1
+        return
+    if schedule.adapting_late:
+        assert losses.previous is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
+        adapt_damping(state, measured(state, losses.previous, losses.by_closure, state.late))
+        state.late = None
+    if schedule.inverting:
+        update_inverses(state)
+    if schedule.counter == 0:
+        parts = [flat.flat.parts(flat.g) for flat in vectors if flat is not None]
+        forwards.check_coverage({name: gradient for by_name in parts for name, gradient in by_name.items()})
+    if schedule.adapting:
+        ok = measured_update(state, in_blocks, others, ok, loss, losses)
+    else:
+        ok = update(state, in_blocks, others, ok)
+    state.skipped += ~ok
+    schedule.counter += 1
+
+
+def flat_parameters(
+    state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any]
+) -> tuple[FlatParameters | None, FlatParameters | None]:
+    """(what K-FAC moves, what the first-order rule moves); None if nothing of it has a gradient."""
+    grouped = state.grouped
+    if grouped is None or len(grouped.parameters) != sum(len(group["params"]) for group in groups):
+        state.grouped = grouped = GroupedParameters.of(groups, state.names, state.scalar)
+    grouped.refresh(groups, state.names)
+    return grouped.flat(False, states), grouped.flat(True, states)
+
+
+def check_losses(schedule: Schedule, losses: Losses) -> None:
+    """Raises ValueError if the damping rule needs a loss that is not given."""
+    every = f"every {schedule.options.damping_rule.interval} steps"
+    if schedule.adapting and schedule.options.update_damping_immediately and losses.closure is None:
+        raise ValueError(
+            f"adapt_damping needs the loss after the update, {every}: "
+            "call step(closure) with a closure that returns the loss of the batch"
+        )
+    if schedule.adapting and losses.closure is None and losses.loss is None:
+        raise ValueError(f"adapt_damping needs the loss before the update, {every}: call step(loss=loss)")
+    if schedule.adapting_late and losses.previous is None:
+        raise ValueError(
+            f"update_damping_immediately=False measures a step in the next one, {every}: call step(loss=loss, "
+            "previous=closure) with a closure that returns the loss of the last step's batch"
+        )
+
+
+def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | float | None) -> float:
+    """Check the first gradients of all. Returns the factor of the loss in the backward, a GradScaler's, or 1."""
+    forwards, scaler = state.forwards, state.options.grad_scaler
+    first = bool(gradients) and not forwards.checked
+    # The host waits for the scale, so it is read only if it is needed.
+    scale = scaler.get_scale() if scaler is not None and (first or forwards.seen.rides) else 1.0
+    if first:
+        forwards.check_loss(loss, scale)
+        state.replicas.check_gradients(gradients)
+    return scale
+
+
+def update_inverses(state: StepState) -> None:
+    set_estimator_damping(state)
+    try:
+        state.estimator.update_inverses()
+    except FactorNotReady as error:
+        raise FactorNotReady(
+            "no batch was ever recorded, so there is nothing to precondition with: before step(), call the "
+            "compiled module, net(x) and not the model it was made of, in training mode with gradients enabled"
+        ) from error
+
+
+def set_estimator_damping(state: StepState) -> None:
+    state.estimator.damping.copy_(state.damping * state.options.precon_damping_mult)
+
+
+# --- the update -----------------------------------------------------------------------------------------------------
+
+
+def update(state: StepState, in_blocks: FlatParameters | None, others: FlatParameters | None, ok: Tensor) -> Tensor:
+    """Move the parameters. Returns whether they moved, 0-dim."""
+    if in_blocks is not None and state.options.quadratic:
+        proposal = propose(state, in_blocks)
+        ok = ok & is_finite(proposal.move)
+        in_blocks.commit(proposal, ok)
+    elif in_blocks is not None:
+        precondition = preconditioner(state, in_blocks, state.estimator.multiply_inverse)
+        ok = state.move_in_blocks(state.rule, in_blocks, precondition, ok)
+    if others is not None:
+        state.move_first_order(state.options.first_order_rule, others, ok)
+    return ok
+
+
+def move_in_blocks(rule: MomentumRule, flat: FlatParameters, precondition: Product, ok: Tensor) -> Tensor:
+    """A whole update of "regular" or "adam", compiled as one. Returns whether it was made."""
+    proposal = propose_by_momentum(rule, flat, precondition)
+    ok = ok & is_finite(proposal.move)
+    flat.commit(proposal, ok)
+    return ok
+
+
+def move_first_order(rule: FirstOrder, flat: FlatParameters, ok: Tensor) -> None:
+    flat.commit(propose_first_order(rule, flat), ok)
+
+
+def measured_update(
+    state: StepState,
+    in_blocks: FlatParameters | None,
+    others: FlatParameters | None,
+    ok: Tensor,
+    loss: Tensor | None,
+    losses: Losses,
+) -> Tensor:
+    """Move the parameters, and compare the change of the loss with the predicted one: now, or in the next step.
+
+    loss: before the update, if known.
+    """
+    start, closure, change = state.forwards.seen.start, losses.closure, torch.zeros_like(state.damping)
+    if loss is None:
+        assert closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
+        loss = measured(state, closure, losses.by_closure, start)
+    proposals: list[tuple[FlatParameters, Proposal]] = []
+    if in_blocks is not None:
+        proposal = propose(state, in_blocks)
+        change = predicted_change(state, in_blocks, proposal.move)
+        proposals.append((in_blocks, proposal))
+    if others is not None:
+        proposal = propose_first_order(state.options.first_order_rule, others)
+        change = change + inner(others.g, proposal.move)  # no Fisher block: only the slope is known
+        proposals.append((others, proposal))
+    for _, proposal in proposals:
+        ok = ok & is_finite(proposal.move)
+    for flat, proposal in proposals:
+        flat.commit(proposal, ok)
+    state.predicted_change.copy_(change)
+    state.loss_before.copy_(torch.where(ok, loss, torch.nan))
+    if not state.options.update_damping_immediately:
+        state.late = start
+    elif closure is not None:
+        adapt_damping(state, measured(state, closure, losses.by_closure, start))
+    return ok
+
+
+def measured(state: StepState, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor:
+    """The loss at the present parameters, averaged over processes; see `Forwards.measure`."""
+    return state.replicas.mean((state.scalar + state.forwards.measure(closure, with_backward, start)).detach())
+
+
+def adapt_damping(state: StepState, after: Tensor) -> None:
+    """Adapt λ to the loss after the last measured update; λ stays if that update was not made."""
+    damping, rho = state.options.damping_rule(state.damping, state.loss_before, after, state.predicted_change)
+    state.damping.copy_(torch.where(state.loss_before.isfinite(), damping, state.damping))
+    state.rho.copy_(rho)
+
+
+# --- proposals and their predicted change ---------------------------------------------------------------------------
+
+
+def propose(state: StepState, flat: FlatParameters) -> Proposal:
+    """The move of the parameters in Fisher blocks."""
+    precondition = preconditioner(state, flat, state.multiply_inverse)
+    if not state.options.quadratic:
+        return propose_by_momentum(state.rule, flat, precondition)
+    return propose_quadratic(state, flat, precondition)
+
+
+def propose_by_momentum(rule: MomentumRule, flat: FlatParameters, precondition: Product) -> Proposal:
+    assert flat.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
+    velocity, update = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr)
+    return Proposal(flat.displacement(update), {"velocity": velocity})
+
+
+def propose_first_order(rule: FirstOrder, flat: FlatParameters) -> Proposal:
+    update, new = rule(flat.g, flat.state, flat.flat)
+    return Proposal(flat.displacement(update), new)
+
+
+def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:
+    """The best step along d₁ = P g and d₂ = -v, the previous update: v <- -(α d₁ + μ d₂) = μ v - α P g.
+
+    "qmodel_fixedmu" fixes μ. If the model is not finite, the move is not. Stores -α, μ and the predicted change.
+    """
+    v = flat.state["velocity"]
+    directions = [precondition(flat.g), -v]
+    model = QuadraticModel.along(directions, flat.g, exact_products(state, flat))
+    s = model.best(state.damping)
+    if state.options.momentum is not None:  # None exactly for "qmodel"
+        s = model.best_with_momentum(state.damping, torch.full_like(s[0], state.options.momentum))
+    s = torch.where(model.fisher.isfinite().all(), s, torch.nan)
+    state.qmodel_learning_rate.copy_(-s[0])
+    state.qmodel_momentum.copy_(s[1])
+    if flat.one_scale:
+        state.predicted_change.copy_(model.change(flat.lr * s, state.options.l2_reg))
+    velocity = s[1] * v - s[0] * directions[0]
+    return Proposal(flat.displacement(velocity), {"velocity": velocity})
+
+
+def predicted_change(state: StepState, flat: FlatParameters, move: Tensor) -> Tensor:
+    """The change of the loss that the quadratic model predicts for a move, with weight decay, clipping and groups.
+
+    The damping counts only as far as it is curvature of the loss: the l2 term.
+    """
+    if not state.options.quadratic:
+        set_estimator_damping(state)
+        multiply = preconditioner(state, flat, state.estimator.multiply)
+        return change_by_blocks(flat.g, move, multiply, state.estimator.damping - state.options.l2_reg)
+    if flat.one_scale:
+        return state.predicted_change.clone()
+    model = QuadraticModel.along([move], flat.g, exact_products(state, flat))
+    return model.change(torch.ones_like(model.slopes), state.options.l2_reg)
+
+
+def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[Tensors], Tensors]) -> Preconditioner:
+    """`multiply` as a product with vectors: the parameters in Fisher blocks that have no gradient count as zero."""
+    absent = {
+        name: torch.zeros_like(parameter, dtype=state.scalar.dtype)
+        for parameter, name in state.names.items()
+        if name in state.registered and name not in flat.parameters
+    }
+    return Preconditioner(multiply, flat.flat, absent)
+
+
+def exact_products(state: StepState, flat: FlatParameters) -> Products:
+    """Inner products of vectors in the exact Fisher of all micro-batches of the step."""
+    calls = state.forwards.seen.calls
+    if not calls:
+        raise RuntimeError(
+            f"momentum_type={state.options.kind!r} computes with the step's batch, and net(x) was not "
+            "called in training mode with gradients enabled since the last step"
+        )
+    ggn = state.options.estimation_mode.endswith("GGN")
+
+    def products(vectors: Sequence[Tensor]) -> Tensor:
+        by_name = [flat.flat.parts(vector) for vector in vectors]
+        return state.replicas.mean(batch_products(state.net, calls, by_name, ggn, state.jacobian))
+
+    return products

@@ -1,0 +1,97 @@
+"""The optimizer's state by parameter, and the vectors that a step computes with."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_fx.optim.groups import FlatParameters, GroupedParameters
+
+
+def members(
+    decay: float = 0.0, first_order: bool = False
+) -> tuple[GroupedParameters, list[nn.Parameter], dict[Any, Any]]:
+    """Two groups with a parameter each."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(4))]
+    groups = [
+        {"params": [parameter], "lr": lr, "momentum": 0.9, "weight_decay": decay, "first_order": first_order}
+        for parameter, lr in zip(parameters, (0.1, 0.2), strict=True)
+    ]
+    names = dict(zip(parameters, ("weight", "bias"), strict=True))
+    grouped = GroupedParameters.of(groups, names, torch.zeros(()))
+    grouped.refresh(groups, names)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return grouped, parameters, {parameter: {} for parameter in parameters}
+
+
+def flat_of(grouped: GroupedParameters, states: dict[Any, Any]) -> FlatParameters:
+    flat = grouped.flat(False, states)
+    assert flat is not None and grouped.flat(True, states) is None
+    return flat
+
+
+def test_the_state_of_a_parameter_is_a_view_of_the_vector() -> None:
+    grouped, (weight, bias), states = members()
+    flat_of(grouped, states).state["velocity"].copy_(torch.arange(10.0))
+    assert states[weight]["velocity"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert states[bias]["velocity"].tolist() == [6, 7, 8, 9]
+    kept = states[weight]["velocity"]
+    assert flat_of(grouped, states).state["velocity"].tolist() == list(range(10))
+    assert states[weight]["velocity"] is kept
+
+
+def test_a_state_that_was_put_in_its_place_counts() -> None:
+    grouped, (weight, _), states = members()
+    flat_of(grouped, states)
+    states[weight]["velocity"] = torch.ones(2, 3)
+    assert flat_of(grouped, states).state["velocity"].tolist() == [1] * 6 + [0] * 4
+
+
+def test_a_parameter_without_a_gradient_keeps_its_state_until_it_has_one() -> None:
+    grouped, (weight, bias), states = members()
+    flat_of(grouped, states).state["velocity"].copy_(torch.arange(10.0))
+    bias.grad = None
+    flat = flat_of(grouped, states)
+    assert list(flat.parameters) == ["weight"]
+    flat.state["velocity"].zero_()
+    assert states[bias]["velocity"].tolist() == [6, 7, 8, 9]
+    bias.grad = torch.ones(4)
+    assert flat_of(grouped, states).state["velocity"].tolist() == [0] * 6 + [6, 7, 8, 9]
+    weight.grad = bias.grad = None
+    assert grouped.flat(False, states) is None and grouped.flat(True, states) is None
+
+
+def test_groups_have_their_own_learning_rates_in_one_vector() -> None:
+    grouped, _, states = members()
+    flat = flat_of(grouped, states)
+    torch.testing.assert_close(flat.lr, torch.tensor([0.1] * 6 + [0.2] * 4))
+    assert flat.weight_decay is None
+    grouped, _, states = members(decay=0.3)
+    assert flat_of(grouped, states).weight_decay is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gradients_and_state_are_in_single_precision_at_least(dtype: torch.dtype) -> None:
+    grouped, parameters, states = members()
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+        parameter.grad = torch.ones_like(parameter)
+    flat = flat_of(grouped, states)
+    expected = torch.promote_types(dtype, torch.float32)
+    assert {flat.g.dtype, flat.state["velocity"].dtype} == {expected}
+
+
+def test_the_first_order_rule_counts_steps_for_every_parameter() -> None:
+    grouped, (weight, bias), states = members(first_order=True)
+    flat = grouped.flat(True, states)
+    assert flat is not None
+    assert flat.state["step"].shape == (2,)
+    flat.state["step"] += 1
+    bias.grad = None
+    flat = grouped.flat(True, states)
+    assert flat is not None
+    flat.state["step"] += 1
+    assert (states[weight]["step"].item(), states[bias]["step"].item()) == (2, 1)

@@ -1,0 +1,240 @@
+"""The rules of an update: momentum and its golden clipping, the quadratic model's golden numbers, the damping."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.vectors import Flat
+from kfac_fx.optim.rules import (
+    DampingRule,
+    FirstOrder,
+    MomentumRule,
+    Preconditioner,
+    QuadraticModel,
+    change_by_blocks,
+    inner,
+    inner_products,
+    is_finite,
+    new_adam_state,
+)
+
+# --- momentum -------------------------------------------------------------------------------------------------------
+
+G = torch.tensor([1.0, 2.0, 3.0, 4.0, 2.0, 3.0, 4.0, 5.0])  # of two parameters [2, 2]
+PG = torch.tensor([3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
+SQUARED_NORM = 174.0
+ZERO = torch.zeros(8)
+LR = torch.tensor(0.1)
+
+
+@pytest.mark.parametrize(("constraint", "kappa"), [(None, 1.0), (10.0, 1.0), (0.5, 0.536056)])
+def test_golden_clipping_of_the_fisher_norm(constraint: float | None, kappa: float) -> None:
+    u = MomentumRule("regular", constraint).clipped(G, PG, LR)
+    torch.testing.assert_close(u, kappa * PG)
+    if constraint == 0.5:  # the squared Fisher norm of the clipped step is the constraint itself
+        assert kappa == pytest.approx(math.sqrt(constraint / (0.01 * SQUARED_NORM)), abs=1e-6)
+        assert (0.01 * G * u**2 / PG).sum().item() == pytest.approx(constraint)
+
+
+def test_the_constraint_weighs_every_parameter_with_its_own_learning_rate() -> None:
+    lr = torch.tensor([0.1, 0.0]).repeat_interleave(4)
+    u = MomentumRule("regular", 0.25).clipped(G, PG, lr)
+    norm = 0.01 * (G[:4] * PG[:4]).sum().item()
+    torch.testing.assert_close(u[4:], math.sqrt(0.25 / norm) * PG[4:])
+
+
+def test_a_zero_gradient_is_not_clipped_to_nan() -> None:
+    u = MomentumRule("regular", 0.5).clipped(ZERO, ZERO, LR)
+    assert not u.any()
+
+
+def test_momentum_before_and_after_the_preconditioner() -> None:
+    def halve(vector: Tensor) -> Tensor:
+        return vector / 2
+
+    for momentum in (torch.tensor(0.9), torch.tensor([0.9, 0.5]).repeat_interleave(4)):
+        v, update = MomentumRule("regular", None)(G, PG, momentum, halve, LR)
+        torch.testing.assert_close(v, momentum * PG + G / 2)
+        assert update is v
+        v, update = MomentumRule("adam", None)(G, PG, momentum, halve, LR)
+        torch.testing.assert_close(v, momentum * PG + G)
+        torch.testing.assert_close(update, v / 2)
+
+
+def test_the_preconditioner_sees_zeros_where_there_is_no_gradient() -> None:
+    seen: dict[str, Tensor] = {}
+
+    def multiply(vector: dict[str, Tensor]) -> dict[str, Tensor]:
+        seen.update(vector)
+        return {name: 2 * vector[name] for name in ("b", "c", "a")}
+
+    flat = Flat({"a": torch.Size([2, 2]), "c": torch.Size([4])})
+    product = Preconditioner(multiply, flat, {"b": torch.zeros(3)})(G)
+    assert torch.equal(product, 2 * G)
+    assert {name: part.tolist() for name, part in seen.items()} == {
+        "a": [[1, 2], [3, 4]],
+        "b": [0, 0, 0],
+        "c": [2, 3, 4, 5],
+    }
+
+
+# --- the quadratic model --------------------------------------------------------------------------------------------
+
+
+def double(*values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+DAMPING = double(0.5).squeeze()
+# Of the reference: m, the damped matrix, and its part b from the damping.
+M, B, C = double([2, 0.5], [0.5, 1]), double([0.2, 0.05], [0.05, 0.1]), double(-1, 0.25)
+MODEL = QuadraticModel(fisher=M - B, products=B / DAMPING, slopes=C)
+
+
+def test_golden_step_and_momentum() -> None:
+    s = MODEL.best(DAMPING)
+    torch.testing.assert_close(s, double(0.642857, -0.571429), atol=1e-6, rtol=0)
+    torch.testing.assert_close(MODEL.change(s, DAMPING), double(-0.392857).squeeze(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(MODEL.change(s, 0.0), double(-0.432143).squeeze(), atol=1e-6, rtol=0)
+
+
+def test_golden_step_with_a_fixed_momentum() -> None:
+    s = MODEL.best_with_momentum(DAMPING, double(0.9).squeeze())
+    torch.testing.assert_close(s, double(0.275, 0.9))
+    torch.testing.assert_close(MODEL.change(s, DAMPING), double(0.554375).squeeze())
+
+
+def test_golden_step_without_a_previous_update() -> None:
+    zero = double([1.0, 0.0], [0.0, 0.0])
+    model = QuadraticModel((M - B) * zero, (B / DAMPING) * zero, C * zero[0])
+    for s in (model.best(DAMPING), model.best_with_momentum(DAMPING, double(0.0).squeeze())):
+        torch.testing.assert_close(s, double(0.5, 0.0))
+        torch.testing.assert_close(model.change(s, DAMPING), double(-0.25).squeeze())
+
+
+def test_the_l2_term_of_the_loss_stays_in_the_predicted_change() -> None:
+    s = MODEL.best(DAMPING)
+    with_damping = MODEL.change(s, DAMPING)
+    l2 = 0.2
+    expected = with_damping - (1 - l2 / DAMPING) * 0.5 * (s @ B @ s)
+    torch.testing.assert_close(MODEL.change(s, l2), expected)
+
+
+def test_the_best_step_has_no_slope_left() -> None:
+    s = MODEL.best(DAMPING).requires_grad_()
+    (gradient,) = torch.autograd.grad(MODEL.change(s, DAMPING), s)
+    torch.testing.assert_close(gradient, torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parallel_directions_give_the_step_along_the_first(dtype: torch.dtype) -> None:
+    direction = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    vectors = [direction, -0.3 * direction]
+    model = QuadraticModel.along(vectors, -direction, lambda directions: 2 * inner_products(directions))
+    s = model.best(torch.tensor(0.5, dtype=dtype))
+    torch.testing.assert_close(s, torch.tensor([1 / 2.5, 0.0], dtype=dtype))
+
+
+def test_a_zero_gradient_gives_a_zero_step() -> None:
+    zero = torch.zeros(2, 2)
+    model = QuadraticModel(zero, zero, zero[0])
+    assert torch.equal(model.best(torch.tensor(0.5)), zero[0])
+    assert torch.equal(model.best_with_momentum(torch.tensor(0.5), torch.tensor(0.9)), torch.tensor([0.0, 0.9]))
+
+
+def test_nan_stays_nan() -> None:
+    model = QuadraticModel(torch.full((2, 2), torch.nan), torch.eye(2), torch.ones(2))
+    assert not model.change(model.best(torch.tensor(0.5)), 0.0).isfinite()
+
+
+def test_inner_products_are_in_single_precision_at_least() -> None:
+    a, b = torch.tensor([1.0, 2.0, 3.0]).bfloat16(), torch.tensor([3.0, 0.5, 2.0])
+    assert inner(a, b).item() == 10.0
+    assert inner(a, b).dtype is torch.float32
+    torch.testing.assert_close(inner_products([a, b]), torch.tensor([[14.0, 10.0], [10.0, 13.25]]))
+    model = QuadraticModel.along([a, b], b, inner_products)
+    torch.testing.assert_close(model.slopes, torch.tensor([10.0, 13.25]))
+
+
+def test_an_inner_product_of_many_terms_keeps_its_precision() -> None:
+    ones = torch.ones(1 << 22)
+    assert inner(0.1 * ones, ones).item() == pytest.approx(0.1 * (1 << 22), rel=1e-6)
+
+
+# --- the damping ----------------------------------------------------------------------------------------------------
+
+OMEGA = 0.95**5
+
+
+@pytest.mark.parametrize(
+    ("change", "predicted", "factor"),
+    [
+        (-0.9, -1.0, OMEGA),  # as good as predicted
+        (-0.5, -1.0, 1.0),
+        (-0.1, -1.0, 1 / OMEGA),  # far worse than predicted
+        (0.3, -1.0, 1 / OMEGA),  # the loss rose
+        (-0.3, 1.0, OMEGA),  # the model expected worse
+        (0.3, 1.0, 1.0),
+        (2.0, 1.0, OMEGA),  # by the ratio alone
+        (math.nan, -1.0, 1.0),
+        (math.inf, -1.0, 1 / OMEGA),
+        (-0.3, math.nan, 1.0),
+        (0.0, 0.0, 1.0),
+    ],
+)
+def test_damping_follows_the_reduction_ratio(change: float, predicted: float, factor: float) -> None:
+    before = torch.tensor(2.0, dtype=torch.float64)
+    damping, rho = DampingRule()(before.new_tensor(0.1), before, before + change, before.new_tensor(predicted))
+    assert damping.dtype is torch.float64
+    assert damping.item() == pytest.approx(0.1 * factor, rel=1e-14)
+    expected = change / predicted if predicted else math.nan
+    assert rho.item() == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_floor_holds_the_loss_s_own_l2_term() -> None:
+    rule = DampingRule(min_damping=1e-3, l2_reg=1e-2)
+    one = torch.tensor(1.0)
+    damping, _ = rule(torch.tensor(0.0112), one, one - 1, -one)
+    assert damping.item() == pytest.approx(0.011)
+
+
+def test_adaptation_is_due_at_the_end_of_every_interval() -> None:
+    assert [step for step in range(12) if DampingRule(interval=5).due(step)] == [4, 9]
+
+
+# --- the first-order rule -------------------------------------------------------------------------------------------
+
+
+def test_the_first_order_rule_is_adamw() -> None:
+    parameter = torch.nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    reference = torch.optim.AdamW([parameter], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
+    rule, flat = FirstOrder(betas=(0.8, 0.9), eps=1e-6), Flat({"p": parameter.shape})
+    state = {name: value.reshape(-1) for name, value in new_adam_state(parameter.detach()).items()}
+    theta = parameter.detach().clone()
+    for n in range(3):
+        g = torch.sin(theta + n)
+        update, state = rule(g, state, flat)
+        theta -= 0.1 * update
+        parameter.grad = g
+        reference.step()
+        torch.testing.assert_close(theta, parameter.detach())
+
+
+# --- predictions ----------------------------------------------------------------------------------------------------
+
+
+def test_the_change_by_blocks_counts_only_the_damping_that_is_curvature() -> None:
+    g, move, fisher = double(1, -2), double(0.5, 0.25), double([2, 0.5], [0.5, 1])
+    damping, l2 = 0.3, 0.1
+    change = change_by_blocks(g, move, lambda v: fisher @ v + damping * v, torch.tensor(damping - l2))
+    torch.testing.assert_close(change, g @ move + 0.5 * move @ (fisher + l2 * torch.eye(2)) @ move)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_vector_with_one_bad_element_is_not_finite(value: float) -> None:
+    vector = torch.ones(5)
+    assert is_finite(vector)
+    vector[3] = value
+    assert not is_finite(vector)
