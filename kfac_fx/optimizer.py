@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kfac_fx.checks.unchanged import refuse_without_blocks
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.forwards import Closure, CompiledNet, Forwards, checked
+from kfac_fx.optim.forwards import Closure, Forwards, checked
 from kfac_fx.optim.groups import split_group
 from kfac_fx.optim.options import Options, Schedule, takes
 from kfac_fx.optim.state import check, restore, saved
@@ -58,7 +59,7 @@ class KFAC(Optimizer):
 
     @takes(Options)
     def __init__(self, options: Options) -> None:
-        self.net: CompiledNet = options.net
+        self.net: CompiledModule = options.net
         refuse_without_blocks(self.net.registrations, self.net.named_parameters())
         self.options = options
         names = {parameter: name for name, parameter in self.net.named_parameters()}

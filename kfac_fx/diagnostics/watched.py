@@ -29,32 +29,19 @@ EXACT = 1e-4  # of a factor that is only told by the loss's value, which may hol
 
 @dataclass
 class Watched:
-    """One forward of the first step.
-
-    Attributes:
-        recorder: of the capture that serves the forward.
-        outputs: the leaves of what the model returned, and `spec`, their structure.
-        places: where the Fisher's outputs are among them; () if they are inside the forward.
-        fisher: the values of the Fisher's outputs.
-        targets: those that forward hands to its losses, if they are known.
-        inner: the gradients of the Fisher's outputs, of every number that the forward returns instead.
-        cases: how many of them are kept; None for all.
-        part: the part of the batch that is kept.
-        autocast: whether autocast was on.
-        gradients: what has arrived so far, by leaf.
-    """
+    """One forward of the first step."""
 
     recorder: Recorder
-    outputs: list[Any]
-    spec: Any
-    places: Sequence[int]
-    fisher: list[Tensor]
-    targets: Any
-    inner: dict[int, list[Tensor]]
-    cases: int | None
-    part: float
+    outputs: list[Any]  # the leaves of what the model returned
+    spec: Any  # their structure
+    places: Sequence[int]  # of the Fisher's outputs among them; () if they are inside the forward
+    fisher: list[Tensor]  # the values of the Fisher's outputs
+    targets: Any  # those that forward hands to its losses, if they are known
+    inner: dict[int, list[Tensor]]  # if () above: the gradients of the Fisher's outputs, of every number returned
+    cases: int | None  # how many of them are kept; None for all
+    part: float  # of the batch that is kept
     autocast: bool
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
 
     def take(self, leaf: int, gradient: Tensor) -> None:
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
@@ -184,21 +171,14 @@ def within(
 
 @dataclass(frozen=True)
 class Factor:
-    """The trained loss as a multiple of the mean of a registered loss.
-
-    Attributes:
-        multiple: the factor.
-        loss: the registered loss, `coefficient`, its weight, and `spec`, its origin.
-        cases: of the whole batch.
-        with_targets: the part of the cases that has a target.
-    """
+    """The trained loss as a multiple of the mean of a registered loss."""
 
     multiple: float
-    loss: LossFunction
-    coefficient: float
-    cases: int
-    with_targets: float
-    spec: object
+    loss: LossFunction  # the registered one
+    coefficient: float  # its weight
+    cases: int  # of the whole batch
+    with_targets: float  # the part of the cases that has a target
+    spec: object  # the origin of the loss
 
 
 def factors(watched: Watched, value: float | None) -> list[Factor]:

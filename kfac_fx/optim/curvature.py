@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.losses.loss_function import LossFunction, precise
-from kfac_fx.optim.forwards import Call, CompiledNet
+from kfac_fx.optim.forwards import Call
 from kfac_fx.passes.errors import fatal, first_line
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
@@ -74,7 +75,7 @@ def fisher_inner_products(
 
 
 def batch_products(
-    net: CompiledNet,
+    net: CompiledModule,
     calls: Sequence[Call],
     vectors: Sequence[Mapping[str, Tensor]],
     ggn: bool,

@@ -3,66 +3,37 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
 from kfac_fx.diagnostics.watched import Watched, watch
-from kfac_fx.estimator import FisherEstimator, Net
-from kfac_fx.losses.loss_function import LossFunction
+from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.options import Schedule
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.tracing.devices import RandomState
-from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]
 
 
-class CompiledNet(Net, Protocol):
-    """What KFAC needs of what `kfac_fx.compile` returns."""
-
-    backend: str
-
-    def buffers(self) -> Iterator[Tensor]: ...
-    def attach(self, listener: Any) -> None: ...
-    def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder: ...
-    def ride(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
-    ) -> tuple[Any, Ride]: ...
-    def functional(
-        self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Tensor, ...]]: ...
-    def losses(
-        self, outputs: Any, fisher: tuple[Tensor, ...], targets: Any = None, call: Any = None
-    ) -> Sequence[tuple[float, LossFunction]]: ...
-
-
 @dataclass
 class MicroBatches:
-    """The forwards since the last step.
+    """The forwards since the last step."""
 
-    Attributes:
-        forwards: how many there were.
-        calls: their arguments, if the step will need them again; references, which the step drops.
-        rides: statistics that wait for the user's backward.
-        dropped: rides whose gradients were zeroed.
-        start: the random streams before the first forward.
-        watched: until the first step, the gradients that the backward sends into the outputs.
-    """
-
-    forwards: int = 0
-    calls: list[Call] = field(default_factory=list)
-    rides: list[Ride] = field(default_factory=list)
-    dropped: list[Ride] = field(default_factory=list)
-    start: RandomState | None = None
-    watched: list[Watched] = field(default_factory=list)
+    forwards: int = 0  # how many there were
+    calls: list[Call] = field(default_factory=list)  # if the step will need them again: references, which it drops
+    rides: list[Ride] = field(default_factory=list)  # statistics that wait for the user's backward
+    dropped: list[Ride] = field(default_factory=list)  # rides whose gradients were zeroed
+    start: RandomState | None = None  # the random streams before the first forward
+    watched: list[Watched] = field(default_factory=list)  # the gradients of the outputs, until the first step
 
     def moments(self, reduction: str, loss_scale: float) -> list[Moments]:
         """The statistics of the rides whose backward happened, for gradients of the loss summed over cases.
@@ -121,7 +92,7 @@ class Forwards:
 
     def __init__(
         self,
-        net: CompiledNet,
+        net: CompiledModule,
         schedule: Schedule,
         estimator: FisherEstimator,
         generator: torch.Generator,
@@ -246,7 +217,8 @@ class Forwards:
         self.paused = True
         try:
             with without_a_trace(self.net.buffers(), parameters, self.devices, start):
-                loss = evaluate(closure, with_backward=with_backward, graph=self.needs_graph)
+                with torch.set_grad_enabled(with_backward or self.needs_graph):
+                    loss = checked(closure())
                 if not with_backward and any(parameter.grad is not None for parameter in parameters):
                     raise RuntimeError(
                         "the closure calls backward, but this step had its gradients already, so it was asked for the "
@@ -284,12 +256,6 @@ def without_a_trace(
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def evaluate(closure: Closure, *, with_backward: bool, graph: bool = False) -> Tensor | float:
-    """The closure's loss. Gradients are off, unless it calls backward or differentiates in its forward (`graph`)."""
-    with torch.set_grad_enabled(with_backward or graph):
-        return checked(closure())
 
 
 def checked(loss: Tensor | float | None) -> Tensor | float:

@@ -70,40 +70,26 @@ def split_group(
 
 @dataclass(frozen=True)
 class Proposal:
-    """A move that a rule proposes.
+    """A move that a rule proposes."""
 
-    Attributes:
-        move: δ, [P].
-        state: the new state, vectors by name.
-    """
-
-    move: Tensor
-    state: Tensors
+    move: Tensor  # δ, [P]
+    state: Tensors  # the new state, vectors by name
 
 
 @dataclass(frozen=True)
 class FlatParameters:
     """The parameters that have a gradient and follow one rule, as vectors [P] in the order of `flat`.
 
-    Scalars are tensors, so that a compiled update is not specialized to their values.
-
-    Attributes:
-        flat: where the parameters lie in the vectors.
-        parameters: by name.
-        g: the gradient, in float32 at least.
-        state: what the rule keeps between steps, by name; written in place.
-        lr: 0-dim or, where groups differ, [P].
-        momentum: likewise; None if it is no option of groups.
-        weight_decay: likewise; None if no parameter has any.
+    Scalars are tensors, so that a compiled update is not specialized to their values: 0-dim or, if groups differ, [P].
     """
 
-    flat: Flat
-    parameters: Tensors
-    g: Tensor
-    state: Tensors
+    flat: Flat  # where the parameters lie in the vectors
+    parameters: Tensors  # by name
+    g: Tensor  # the gradient, in float32 at least
+    state: Tensors  # of the rule, by name; written in place
     lr: Tensor
-    momentum: Tensor | None
-    weight_decay: Tensor | None
+    momentum: Tensor | None  # None if it is no option of groups
+    weight_decay: Tensor | None  # None if no parameter has any
 
     @property
     def one_scale(self) -> bool:
@@ -126,17 +112,11 @@ class FlatParameters:
 
 @dataclass(frozen=True)
 class StateVectors:
-    """The state of a rule as vectors [P]; the optimizer's own state tensors are views of them.
+    """The state of a rule as vectors [P]; the optimizer's own state tensors are views of them."""
 
-    Attributes:
-        g: the buffer of the gradient.
-        vectors: by name.
-        views: of the vectors, by vector and parameter.
-    """
-
-    g: Tensor
-    vectors: Tensors
-    views: Mapping[str, Tensors]
+    g: Tensor  # the buffer of the gradient
+    vectors: Tensors  # by name
+    views: Mapping[str, Tensors]  # by vector and parameter
 
     @staticmethod
     def of(first_order: bool, flat: Flat, parameters: Tensors, states: MutableMapping[Any, Any]) -> StateVectors:
@@ -165,21 +145,13 @@ class StateVectors:
 
 @dataclass
 class GroupedParameters:
-    """The parameters of all groups, with the scalars of their groups on the device.
+    """The parameters of all groups, with the scalars of their groups on the device."""
 
-    Attributes:
-        scalars: by the names of `OF_GROUPS` that the groups have, and by parameter.
-        parameters: by name.
-        first_order: the names of those that the first-order rule moves; the others are in Fisher blocks.
-        decaying: the names of those with a weight decay other than 0.
-        kept: the state of the last step, by whether it is the first-order rule's.
-    """
-
-    scalars: dict[str, Tensors]
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    first_order: set[str] = field(default_factory=set)
-    decaying: set[str] = field(default_factory=set)
-    kept: dict[bool, StateVectors] = field(default_factory=dict)
+    scalars: dict[str, Tensors]  # by the names of `OF_GROUPS` that the groups have, and by parameter
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # by name
+    first_order: set[str] = field(default_factory=set)  # names of those that the first-order rule moves
+    decaying: set[str] = field(default_factory=set)  # names of those with a weight decay other than 0
+    last: dict[bool, StateVectors] = field(default_factory=dict)  # of the last step; True for the first-order rule
 
     @staticmethod
     def of(groups: Sequence[Group], names: Mapping[nn.Parameter, str], scalar: Tensor) -> GroupedParameters:
@@ -220,9 +192,9 @@ class GroupedParameters:
             return None
         parameters: Tensors = {name: parameter for name, (parameter, _) in with_gradient.items()}
         flat = Flat({name: parameter.shape for name, parameter in parameters.items()})
-        if first_order not in self.kept or not self.kept[first_order].hold(parameters, states):
-            self.kept[first_order] = StateVectors.of(first_order, flat, parameters, states)
-        state, decays = self.kept[first_order], not self.decaying.isdisjoint(parameters)
+        if first_order not in self.last or not self.last[first_order].hold(parameters, states):
+            self.last[first_order] = StateVectors.of(first_order, flat, parameters, states)
+        state, decays = self.last[first_order], not self.decaying.isdisjoint(parameters)
         return FlatParameters(
             flat,
             parameters,

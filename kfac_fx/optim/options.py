@@ -76,41 +76,43 @@ def of_first_order(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Args:
-    net: the compiled module, as returned by `kfac_fx.compile`.
-    lr: the learning rate; required, except for the "qmodel" types, which must have None.
-    damping: λ of F + λ I. It scales with the loss. With `adapt_damping` this is its first value.
-    momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
-        schedulers may set.
-    momentum_type: "regular", "adam", "qmodel" or "qmodel_fixedmu"; see KFAC.
-    cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
-    cov_update_every, invert_every: the factors, and the inverses, are updated every so many steps.
-    num_burnin_steps: so many first steps only average statistics, and are not counted.
-    norm_constraint: the bound on the squared Fisher norm of an update, which is scaled down to it. With lr=1, start
-        with 1e-2.
-    weight_decay: decoupled from the gradient.
-    adapt_damping: adapt λ (section 6.5 of the paper). `step` then needs a closure, at least on every
-        `damping_adaptation_interval`-th step.
-    update_damping_immediately: False measures the loss after such a step at the beginning of the next one, before its
-        inverses; that `step` then needs `previous`. The damping of every step is the same either way.
-    damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps.
-    damping_decrease_rho_threshold, damping_increase_rho_threshold: λ shrinks if ρ is above the one, and grows if ρ is
-        below the other.
-    min_damping, l2_reg: λ stays above their sum. The training loss must contain the term l2_reg / 2 |θ|².
-    precon_damping_mult: the preconditioner's damping is this times λ; the quadratic model's is λ (section 6.6).
-    qmodel_update_rescale: the learning rate of the parameter groups with the "qmodel" types; None means 1.
-    estimation_mode: "gradients" samples targets in a pass of its own. "empirical" records in the training backward
-        itself, with the true targets (another matrix, see Kunstner et al. 2019). See FisherEstimator for the others.
-    fraction: the part of every batch that "gradients" records.
-    seed: of the sampled targets, which have a random stream of their own; None takes torch's initial seed.
-    reduction: "mean" if the training loss is a mean over the cases of all micro-batches of a step, "sum" if it is
-        their sum, which "empirical" must know. The gradient of a "sum" is larger by the number of cases; choose lr as
-        much smaller.
-    first_order: options of AdamW for parameters in no Fisher block:
-        dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None).
-    grad_scaler: the GradScaler in use. "empirical" needs it, because it sees scaled gradients.
-    params: parameter groups with their own lr, momentum and weight_decay; None puts all parameters into one group.
-    process_group: of DistributedDataParallel, which averages the gradients; None takes the default group, if any.
+    """The arguments of `KFAC`, checked one by one and together.
+
+    Args:
+        net: the compiled module, as returned by `kfac_fx.compile`.
+        lr: the learning rate; required, except for the "qmodel" types, which must have None.
+        damping: λ of F + λ I. It scales with the loss. With `adapt_damping` this is its first value.
+        momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
+            schedulers may set.
+        momentum_type: "regular", "adam", "qmodel" or "qmodel_fixedmu"; see KFAC.
+        cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
+        cov_update_every, invert_every: the factors, and the inverses, are updated every so many steps.
+        num_burnin_steps: so many first steps only average statistics, and are not counted.
+        norm_constraint: the bound on the squared Fisher norm of an update, which is scaled down to it. With lr=1, start
+            with 1e-2.
+        weight_decay: decoupled from the gradient.
+        adapt_damping: adapt λ (section 6.5 of the paper). `step` then needs a closure, at least on every
+            `damping_adaptation_interval`-th step.
+        update_damping_immediately: False measures the loss after such a step at the beginning of the next one, before
+            its inverses; that `step` then needs `previous`. The damping of every step is the same either way.
+        damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps.
+        damping_decrease_rho_threshold, damping_increase_rho_threshold: λ shrinks if ρ is above the one, and grows if
+            ρ is below the other.
+        min_damping, l2_reg: λ stays above their sum. The training loss must contain the term l2_reg / 2 |θ|².
+        precon_damping_mult: the preconditioner's damping is this times λ; the quadratic model's is λ (section 6.6).
+        qmodel_update_rescale: the learning rate of the parameter groups with the "qmodel" types; None means 1.
+        estimation_mode: "gradients" samples targets in a pass of its own. "empirical" records in the training backward
+            itself, with the true targets (another matrix, see Kunstner et al. 2019). FisherEstimator has the others.
+        fraction: the part of every batch that "gradients" records.
+        seed: of the sampled targets, which have a random stream of their own; None takes torch's initial seed.
+        reduction: "mean" if the training loss is a mean over the cases of all micro-batches of a step, "sum" if it is
+            their sum, which "empirical" must know. The gradient of a "sum" is larger by the number of cases; choose lr
+            as much smaller.
+        first_order: options of AdamW for parameters in no Fisher block:
+            dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None).
+        grad_scaler: the GradScaler in use. "empirical" needs it, because it sees scaled gradients.
+        params: parameter groups with their own lr, momentum and weight_decay; None puts all parameters into one group.
+        process_group: of DistributedDataParallel, which averages the gradients; None takes the default group, if any.
 
     Raises:
         ValueError: for options that do not exist, lie out of range or do not fit together.
@@ -276,16 +278,11 @@ def takes(
 
 @dataclass
 class Schedule:
-    """Which steps record, invert and adapt.
-
-    Attributes:
-        counter: the number of steps taken.
-        burned_in: the number of steps before them that only averaged statistics.
-    """
+    """Which steps record, invert and adapt."""
 
     options: Options
-    counter: int = 0
-    burned_in: int = 0
+    counter: int = 0  # steps taken
+    burned_in: int = 0  # steps before them that only averaged statistics
 
     @property
     def burning_in(self) -> bool:

@@ -25,17 +25,11 @@ ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class Preconditioner:
-    """The product of the Fisher, or its inverse, with a vector over the parameters that have a gradient.
+    """The product of the Fisher, or its inverse, with a vector over the parameters that have a gradient."""
 
-    Attributes:
-        multiply: the product on tensors by name, of all parameters in a Fisher block.
-        flat: where the parameters that have a gradient lie in the vector.
-        absent: zeros for the parameters that are not in `flat`.
-    """
-
-    multiply: Callable[[Tensors], Tensors]
-    flat: Flat
-    absent: Tensors
+    multiply: Callable[[Tensors], Tensors]  # of all parameters in a Fisher block, by name
+    flat: Flat  # where the parameters that have a gradient lie in the vector
+    absent: Tensors  # zeros for those that have none
 
     def __call__(self, vector: Tensor) -> Tensor:
         return self.flat.joined(self.multiply({**self.flat.parts(vector), **self.absent}))
@@ -43,15 +37,10 @@ class Preconditioner:
 
 @dataclass(frozen=True)
 class MomentumRule:
-    """Momentum after the preconditioner ("regular") or before it ("adam", TF K-FAC's name; it has no second moments).
-
-    Attributes:
-        kind: "regular" or "adam".
-        norm_constraint: the bound of `clipped`; None for no bound.
-    """
+    """Momentum after the preconditioner ("regular") or before it ("adam", TF K-FAC's name; without second moments)."""
 
     kind: str
-    norm_constraint: float | None
+    norm_constraint: float | None  # see `clipped`
 
     def __call__(
         self, g: Tensor, v: Tensor, momentum: Tensor, precondition: Product, lr: Tensor
@@ -91,16 +80,12 @@ def new_velocity(parameter: Tensor) -> Tensors:
 
 @dataclass(frozen=True)
 class FirstOrder:
-    """Adam with decoupled weight decay (Kingma & Ba 2015, Loshchilov & Hutter 2019).
-
-    Attributes:
-        weight_decay: None takes the weight decay of the parameter group.
-    """
+    """Adam with decoupled weight decay (Kingma & Ba 2015, Loshchilov & Hutter 2019)."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float | None = None
+    weight_decay: float | None = None  # None takes that of the parameter group
 
     @classmethod
     def read(cls, options: Mapping[str, Any] | None) -> FirstOrder:
@@ -140,16 +125,11 @@ class QuadraticModel:
     """The model M of the loss along k directions: for δ = Σ s_i d_i, M(δ) = h(θ) + sᵀ c + ½ sᵀ (f + λ b) s.
 
     The exact Fisher F enters here and nowhere else (Martens & Grosse 2015, sections 6.4 and 7).
-
-    Attributes:
-        fisher: f_ij = <d_i, F d_j>, [k, k].
-        products: b_ij = <d_i, d_j>, [k, k].
-        slopes: c_i = <∇h, d_i>, [k].
     """
 
-    fisher: Tensor
-    products: Tensor
-    slopes: Tensor
+    fisher: Tensor  # f_ij = <d_i, F d_j>, [k, k]
+    products: Tensor  # b_ij = <d_i, d_j>, [k, k]
+    slopes: Tensor  # c_i = <∇h, d_i>, [k]
 
     @staticmethod
     def along(directions: Sequence[Tensor], g: Tensor, fisher: Products) -> QuadraticModel:
@@ -218,23 +198,16 @@ def is_finite(vector: Tensor) -> Tensor:
 class DampingRule:
     """The Levenberg-Marquardt rule for the damping λ (Martens & Grosse 2015, section 6.5).
 
-    Every `interval` steps the change of the loss is compared with the change that the quadratic model predicted.
-
-    Attributes:
-        interval: in steps.
-        decay: the factor of a step, so λ changes by decay^interval.
-        decrease_above: λ shrinks if ρ is above this number.
-        increase_below: λ grows if ρ is below this number.
-        min_damping: λ never falls below min_damping + l2_reg.
-        l2_reg: an l2 term in the loss has this curvature, which the Fisher does not have.
+    Every `interval` steps the change of the loss is compared with the change that the quadratic model predicted; ρ is
+    their ratio.
     """
 
     interval: int = 5
-    decay: float = 0.95
-    decrease_above: float = 0.75
-    increase_below: float = 0.25
-    min_damping: float = 1e-8
-    l2_reg: float = 0.0
+    decay: float = 0.95  # λ changes by decay^interval
+    decrease_above: float = 0.75  # of ρ
+    increase_below: float = 0.25  # of ρ
+    min_damping: float = 1e-8  # λ never falls below min_damping + l2_reg
+    l2_reg: float = 0.0  # the curvature of an l2 term in the loss, which the Fisher does not have
 
     def due(self, step: int) -> bool:
         """Whether the damping is adapted at the end of step `step`, counted from 0."""

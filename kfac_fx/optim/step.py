@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.curvature import JacobianProducts, batch_products
-from kfac_fx.optim.forwards import Closure, CompiledNet, Forwards
+from kfac_fx.optim.forwards import Closure, Forwards
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.options import Options, Schedule
 from kfac_fx.optim.rules import (
@@ -45,45 +46,27 @@ SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum",
 
 @dataclass
 class StepState:
-    """What one KFAC keeps from step to step.
+    """What one KFAC keeps from step to step. Scalars are 0-dim tensors, written in place."""
 
-    Attributes:
-        net: the compiled module.
-        names: of its parameters.
-        registered: the names of those in Fisher blocks.
-        options: of the optimizer.
-        schedule: counts the steps.
-        estimator: the factors and their inverses.
-        forwards: what happened since the last step.
-        replicas: the processes that take the same step.
-        grad_scaler: the user's, if any.
-        scalar: a zero with the dtype and the device of all scalars.
-        damping: λ, 0-dim, adapted in place.
-        skipped: the number of steps that changed nothing, 0-dim.
-        rho, predicted_change, qmodel_learning_rate, qmodel_momentum, loss_before: 0-dim, of the last step that computed
-            them; NaN before.
-        late: the random streams before the forward of a step whose loss is still to be measured.
-        grouped: the parameters of all groups; None to read the groups anew.
-    """
-
-    net: CompiledNet
+    net: CompiledModule
     names: dict[nn.Parameter, str]
-    registered: frozenset[str]
+    registered: frozenset[str]  # the names of the parameters in Fisher blocks
     options: Options
     schedule: Schedule
     estimator: FisherEstimator
     forwards: Forwards
-    replicas: Replicas
-    scalar: Tensor
-    damping: Tensor
+    replicas: Replicas  # the processes that take the same step
+    scalar: Tensor  # a zero with the dtype and the device of all scalars
+    damping: Tensor  # λ
+    # Of the last step that computed them; NaN before.
     rho: Tensor = field(init=False)
     predicted_change: Tensor = field(init=False)
     qmodel_learning_rate: Tensor = field(init=False)
     qmodel_momentum: Tensor = field(init=False)
     loss_before: Tensor = field(init=False)
-    skipped: Tensor = field(init=False)
-    late: RandomState | None = None
-    grouped: GroupedParameters | None = None
+    skipped: Tensor = field(init=False)  # the number of steps that changed nothing
+    late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
+    grouped: GroupedParameters | None = None  # None to read the parameter groups anew
 
     def __post_init__(self) -> None:
         for name in SCALARS:
@@ -98,19 +81,12 @@ class StepState:
 
 @dataclass(frozen=True)
 class Losses:
-    """How a step knows losses.
+    """How a step knows losses."""
 
-    Attributes:
-        closure: returns the loss of the step's batch, if there is one.
-        loss: of the batch, if known.
-        previous: returns the loss of the last step's batch.
-        by_closure: the closure computed the gradients.
-    """
-
-    closure: Closure | None = None
-    loss: Tensor | float | None = None
-    previous: Closure | None = None
-    by_closure: bool = False
+    closure: Closure | None = None  # returns the loss of the step's batch
+    loss: Tensor | float | None = None  # of the batch
+    previous: Closure | None = None  # returns the loss of the last step's batch
+    by_closure: bool = False  # the closure computed the gradients
 
 
 def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], losses: Losses) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
-from kfac_fx.optim.forwards import checked, evaluate, without_a_trace
+from kfac_fx.optim.forwards import checked, without_a_trace
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.tracing.devices import RandomState
 from tests.runtime.slow_kfac import batch, loss_of, mlp
