@@ -194,8 +194,10 @@ def test_other_errors_of_a_closure_come_through() -> None:
     def closure() -> Tensor:
         raise RuntimeError("mine")
 
+    _, opt = setup()
     with pytest.raises(RuntimeError, match="^mine$"):
-        evaluate(closure, with_backward=False)
+        opt._forwards.measure(closure, with_backward=False, start=None)
+    assert not opt._forwards.paused
 
 
 def test_a_closure_must_return_the_loss() -> None:
