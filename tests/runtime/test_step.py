@@ -1,0 +1,312 @@
+"""The functions of a step, on a quadratic loss whose curvature a fake estimator knows exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.distributed import Replicas
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.forwards import MicroBatches
+from kfac_fx.optim.options import Options, Schedule
+from kfac_fx.optim.step import (
+    Losses,
+    StepState,
+    check_losses,
+    exact_products,
+    flat_parameters,
+    measured_update,
+    preconditioner,
+    take_step,
+    update,
+)
+from kfac_fx.passes.errors import FactorNotReady
+
+H = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+START = torch.tensor([1.0, -2.0], dtype=torch.float64)
+LR, LAMBDA = 0.5, 0.25
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    """As in `KFAC.step`."""
+    with torch.no_grad():
+        yield
+
+
+@dataclass
+class FakeEstimator:
+    """Its Fisher is H. Logs what a step asks of it."""
+
+    log: list[str]
+    recorded: bool = True
+    ready: bool = True
+    damping: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float64))
+
+    def accumulate(self, moments: Any) -> None:
+        self.log.append("accumulate")
+
+    def fold(self, *, decay: float | None, accept: Tensor) -> bool:
+        self.log.append("fold" if decay is None else f"fold with decay {decay}")
+        return self.recorded
+
+    def update_inverses(self) -> None:
+        if not self.ready:
+            raise FactorNotReady("A")
+        self.log.append(f"invert at {self.damping.item():g}")
+
+    def multiply(self, vector: Tensors) -> Tensors:
+        return {"w": (H + LAMBDA * torch.eye(2)) @ vector["w"]}
+
+    def multiply_inverse(self, vector: Tensors) -> Tensors:
+        return {"w": torch.linalg.solve(H + LAMBDA * torch.eye(2), vector["w"])}
+
+
+@dataclass
+class FakeForwards:
+    """Forwards were seen. Measures a closure without further ado."""
+
+    log: list[str]
+    seen: MicroBatches = field(default_factory=lambda: MicroBatches(forwards=1))
+    checked: bool = False
+
+    def check_loss(self, loss: Any, scale: float) -> None:
+        self.checked = True
+        self.log.append(f"check the loss at scale {scale:g}")
+
+    def check_coverage(self, gradients: Any) -> None:
+        self.log.append(f"check the coverage of {', '.join(gradients)}")
+
+    def note_unrecorded(self) -> None:
+        self.log.append("unrecorded")
+
+    def measure(self, closure: Callable[[], Tensor], with_backward: bool, start: Any) -> Tensor:
+        self.log.append("measure")
+        return closure()
+
+
+class Problem:
+    """Two parameters: `w` in a Fisher block and `free` in none."""
+
+    def __init__(self, free: bool = False, estimator: dict[str, Any] | None = None, **options: Any) -> None:
+        self.log: list[str] = []
+        self.w, self.free = nn.Parameter(START.clone()), nn.Parameter(torch.ones(1, dtype=torch.float64))
+        net = cast(Any, SimpleNamespace(backend="eager", attach=None, registrations=()))
+        chosen = Options(net, **{"lr": LR, "damping": LAMBDA, "momentum": 0.0, **options})
+        scalar = torch.zeros((), dtype=torch.float64)
+        self.forwards = FakeForwards(self.log)
+        self.state = StepState(
+            net=net,
+            names={self.w: "w", self.free: "free"},
+            registered=frozenset(["w"]),
+            options=chosen,
+            schedule=Schedule(chosen),
+            estimator=cast(Any, FakeEstimator(self.log, **(estimator or {}))),
+            forwards=cast(Any, self.forwards),
+            replicas=Replicas(),
+            scalar=scalar,
+            damping=scalar + LAMBDA,
+        )
+        shared = chosen.of_groups
+        self.groups = [{"params": [self.w], "first_order": False, **shared}]
+        self.groups += [{"params": [self.free], "first_order": True, **shared}] if free else []
+        self.states: dict[Any, Any] = {self.w: {}, self.free: {}}
+
+    def loss(self) -> Tensor:
+        return 0.5 * self.w.detach() @ H @ self.w.detach() + self.free.detach().sum()
+
+    def backward(self) -> None:
+        self.w.grad, self.free.grad = H @ self.w.detach(), torch.ones_like(self.free)
+        self.forwards.seen = MicroBatches(forwards=1)
+
+    def step(self, losses: Losses | None = None) -> None:
+        take_step(self.state, self.groups, self.states, Losses() if losses is None else losses)
+
+
+def moved(problem: Problem) -> Tensor:
+    return problem.w.detach() - START
+
+
+EXPECTED = -LR * torch.linalg.solve(H + LAMBDA * torch.eye(2, dtype=torch.float64), H @ START)
+
+# --- the order of a step --------------------------------------------------------------------------------------------
+
+
+def test_a_first_step_checks_folds_inverts_and_moves() -> None:
+    problem = Problem(precon_damping_mult=2.0)
+    problem.backward()
+    problem.step()
+    assert problem.log == ["check the loss at scale 1", "fold", "invert at 0.5", "check the coverage of w"]
+    torch.testing.assert_close(moved(problem), EXPECTED)
+    assert (problem.state.schedule.counter, problem.state.skipped.item()) == (1, 0)
+
+
+def test_later_steps_do_what_is_due() -> None:
+    problem = Problem(invert_every=2)
+    for _ in range(3):
+        problem.backward()
+        problem.step()
+    assert problem.log[4:] == ["fold", "fold", "invert at 0.25"]
+
+
+def test_a_burn_in_only_averages() -> None:
+    problem = Problem(num_burnin_steps=1)
+    problem.backward()
+    problem.step()
+    assert problem.log == ["check the loss at scale 1", "fold with decay 1.0"]
+    assert not moved(problem).any() and (problem.state.schedule.burned_in, problem.state.schedule.counter) == (1, 0)
+
+
+def test_a_step_without_gradients_does_nothing() -> None:
+    problem = Problem()
+    problem.step()
+    assert problem.log == [] and problem.state.schedule.counter == 0
+
+
+@pytest.mark.parametrize("reason", ["no cases", "not finite"])
+def test_a_first_step_without_a_factor_is_skipped_and_comes_again(reason: str) -> None:
+    problem = Problem(estimator={"recorded": reason != "no cases"})
+    problem.backward()
+    if reason == "not finite":
+        assert problem.w.grad is not None
+        problem.w.grad[0] = torch.nan
+    problem.step()
+    assert not moved(problem).any() and problem.state.skipped.item() == 1 and problem.state.schedule.counter == 0
+
+
+def test_an_inverse_before_any_recording_says_what_to_call() -> None:
+    problem = Problem(estimator={"ready": False})
+    problem.backward()
+    with pytest.raises(FactorNotReady, match=r"no batch was ever recorded, .* call the compiled module, net\(x\)"):
+        problem.step()
+
+
+@pytest.mark.parametrize(("lr", "noted"), [(LR, True), (None, False)])
+def test_statistics_that_are_due_without_a_forward_are_noted(lr: float | None, noted: bool) -> None:
+    """With a quadratic model it is an error, for it needs the batch."""
+    problem = Problem(lr=lr, **({} if lr else {"momentum_type": "qmodel", "momentum": None}))
+    problem.state.schedule.counter = 1
+    problem.backward()
+    problem.forwards.seen = MicroBatches()
+    if noted:
+        problem.step()
+    else:
+        with pytest.raises(RuntimeError, match=r"momentum_type='qmodel' computes with the step's batch, and net\(x\)"):
+            problem.step()
+    assert ("unrecorded" in problem.log) is noted
+
+
+# --- the update -----------------------------------------------------------------------------------------------------
+
+
+def test_a_move_that_is_not_finite_is_not_made() -> None:
+    problem = Problem(free=True)
+    problem.backward()
+    in_blocks, others = flat_parameters(problem.state, problem.groups, problem.states)
+    assert in_blocks is not None and others is not None
+    in_blocks.g[0] = torch.inf
+    ok = update(problem.state, in_blocks, others, torch.tensor(True))
+    assert not ok and not moved(problem).any() and problem.free.item() == 1
+    assert not in_blocks.state["velocity"].any() and not others.state["step"].any()
+
+
+def test_parameters_in_no_block_follow_the_first_order_rule() -> None:
+    problem = Problem(free=True)
+    problem.backward()
+    problem.step()
+    torch.testing.assert_close(moved(problem), EXPECTED)
+    assert problem.free.item() == pytest.approx(1 - LR, rel=1e-6)  # Adam's first step is lr
+
+
+def test_a_parameter_of_a_block_without_a_gradient_counts_as_zero() -> None:
+    problem = Problem(free=True)
+    problem.state.registered = frozenset(["w", "free"])
+    problem.backward()
+    in_blocks, _ = flat_parameters(problem.state, problem.groups, problem.states)
+    assert in_blocks is not None
+    seen: Tensors = {}
+    preconditioner(problem.state, in_blocks, lambda vector: seen.update(vector) or vector)(in_blocks.g)
+    assert seen["free"].tolist() == [0.0] and torch.equal(seen["w"], H @ START)
+
+
+# --- the damping ----------------------------------------------------------------------------------------------------
+
+ADAPTED: dict[str, Any] = {"adapt_damping": True, "damping_adaptation_interval": 1}
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("options", [{}, {"norm_constraint": 1e-2}, {"momentum_type": "adam"}])
+def test_an_exact_model_predicts_the_change_of_the_loss(options: dict[str, Any], free: bool) -> None:
+    problem = Problem(free, **ADAPTED, **options)
+    before = problem.loss()
+    problem.backward()
+    problem.step(Losses(problem.loss))
+    torch.testing.assert_close(problem.state.predicted_change, problem.loss() - before)
+    assert problem.state.rho.item() == pytest.approx(1.0)
+    assert problem.state.damping.item() == pytest.approx(LAMBDA * 0.95)
+    assert problem.log.count("measure") == 2
+
+
+def test_a_loss_that_is_known_is_not_measured() -> None:
+    problem = Problem(**ADAPTED)
+    problem.backward()
+    problem.step(Losses(problem.loss, loss=problem.loss()))
+    assert problem.log.count("measure") == 1 and problem.state.rho.item() == pytest.approx(1.0)
+
+
+def test_a_late_measurement_gives_the_damping_of_an_immediate_one() -> None:
+    late, now = Problem(**ADAPTED, update_damping_immediately=False), Problem(**ADAPTED)
+    for n, problem in enumerate((late, now)):
+        problem.backward()
+        problem.step(Losses(problem.loss, loss=problem.loss()))
+        assert problem.state.rho.isnan().item() is (n == 0)
+    late.backward()
+    late.step(Losses(late.loss, loss=late.loss(), previous=late.loss))
+    assert (late.state.rho.item(), late.state.damping.item()) == pytest.approx((1.0, now.state.damping.item()))
+
+
+def test_a_measured_step_that_is_not_finite_leaves_the_damping() -> None:
+    problem = Problem(**ADAPTED)
+    problem.backward()
+    in_blocks, others = flat_parameters(problem.state, problem.groups, problem.states)
+    assert in_blocks is not None
+    in_blocks.g[0] = torch.nan
+    ok = measured_update(problem.state, in_blocks, others, torch.tensor(True), None, Losses(problem.loss))
+    assert not ok and not moved(problem).any() and problem.state.damping.item() == LAMBDA
+
+
+def test_losses_that_the_damping_rule_needs_are_asked_for_by_name() -> None:
+    options = Options(cast(Any, SimpleNamespace(attach=None, registrations=())), lr=1.0, damping=1.0, **ADAPTED)
+    with pytest.raises(ValueError, match=r"needs the loss after the update, every 1 steps: call step\(closure\)"):
+        check_losses(Schedule(options), Losses(loss=1.0))
+    late = Options(options.net, lr=1.0, damping=1.0, **ADAPTED, update_damping_immediately=False)
+    with pytest.raises(ValueError, match=r"needs the loss before the update, every 1 steps: call step\(loss=loss\)"):
+        check_losses(Schedule(late), Losses())
+    with pytest.raises(ValueError, match=r"measures a step in the next one, .*\(loss=loss, previous=closure\)"):
+        check_losses(Schedule(late, counter=1), Losses(loss=1.0))
+    check_losses(Schedule(late), Losses(loss=1.0))
+    check_losses(Schedule(options), Losses(lambda: 1.0))
+
+
+def test_a_gradscaler_is_asked_only_where_its_scale_is_needed() -> None:
+    asked: list[int] = []
+    problem = Problem(grad_scaler=cast(Any, SimpleNamespace(get_scale=lambda: asked.append(1) or 8.0)))
+    for _ in range(2):
+        problem.backward()
+        problem.step()
+    assert problem.log[0] == "check the loss at scale 8" and len(asked) == 1
+
+
+def test_exact_products_need_the_forwards_of_the_step() -> None:
+    problem = Problem(lr=None, momentum=None, momentum_type="QModel")
+    problem.backward()
+    in_blocks, _ = flat_parameters(problem.state, problem.groups, problem.states)
+    assert in_blocks is not None
+    with pytest.raises(RuntimeError, match="momentum_type='qmodel' computes with the step's batch"):
+        exact_products(problem.state, in_blocks)
