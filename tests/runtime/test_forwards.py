@@ -1,6 +1,7 @@
-"""What a closure is asked for, and that asking leaves no trace."""
+"""Forwards between two steps: micro-batches, what a closure is asked for, and that asking leaves no trace."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
-from kfac_fx.optim.forwards import checked, without_a_trace
+from kfac_fx.optim.forwards import Forwards, MicroBatches, checked, without_a_trace
+from kfac_fx.optim.options import Options, Schedule
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.statistics.moments import Moments
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 
 
@@ -228,3 +231,138 @@ def test_a_closure_may_return_a_number() -> None:
     loss.backward()
     assert opt.step(lambda: F.cross_entropy(net(x), y).item(), loss=loss.item()) == loss.item()
     assert opt.rho.isfinite()
+
+
+# --- micro-batches, on fake rides -----------------------------------------------------------------------------------
+
+
+def ride(backward: bool, cases: int = 2) -> Any:
+    """A forward whose statistic G is 4, and whose backward happened or not."""
+    probe = torch.zeros((), requires_grad=True)
+    probe.grad = torch.ones(()) if backward else None
+
+    def moments(reduction: str, of_step: int) -> Moments:
+        return Moments({("w",): {"G": torch.tensor(4.0), "count": torch.tensor(float(of_step))}}, cases)
+
+    return SimpleNamespace(
+        probes=[{"G": probe}], generic={}, cases=cases, moments=moments, check_backwards=lambda: None
+    )
+
+
+def test_only_forwards_with_a_backward_are_micro_batches() -> None:
+    seen = MicroBatches(rides=[ride(True), ride(False), ride(True, cases=3)])
+    moments = seen.moments("mean", loss_scale=1.0)
+    assert [one.cases for one in moments] == [2, 3]
+    assert all(one.statistics[("w",)]["count"] == 5 for one in moments)  # the mean is over the cases of both
+
+
+def test_a_loss_scale_is_taken_out_by_the_power_of_the_gradient() -> None:
+    (moments,) = MicroBatches(rides=[ride(True)]).moments("mean", loss_scale=8.0)
+    assert moments.statistics[("w",)] == {"G": torch.tensor(4.0 / 64), "count": torch.tensor(2.0)}
+
+
+def test_zeroed_gradients_drop_the_rides_that_made_them() -> None:
+    waiting, done = ride(False), ride(True)
+    seen = MicroBatches(rides=[waiting, done], watched=[cast(Any, SimpleNamespace(gradients={0: torch.ones(1)}))])
+    seen.gradients_zeroed()
+    assert seen.rides == [waiting] and seen.dropped == [done] and seen.watched == []
+
+
+# --- the listener, on fakes -----------------------------------------------------------------------------------------
+
+
+class Listening:
+    """Forwards of a fake net with one parameter."""
+
+    def __init__(self, **options: Any) -> None:
+        self.w, self.log = nn.Parameter(torch.ones(2)), list[str]()
+        net = SimpleNamespace(
+            attach=None,
+            registrations=(),
+            named_parameters=lambda: iter([("w", self.w)]),
+            buffers=lambda: iter(()),
+            record=lambda *_, mode, fraction, **__: self.log.append(f"record {mode} of {fraction}"),
+            ride=lambda *_, **__: (self.log.append("ride"), ("outputs", ride(False)))[1],
+        )
+        self.schedule = Schedule(Options(net, **{"lr": 1.0, "damping": 1.0, **options}))
+        estimator = SimpleNamespace(accumulate=lambda _: self.log.append("accumulate"))
+        generator = torch.Generator()
+        self.forwards = Forwards(cast(Any, net), self.schedule, cast(Any, estimator), generator, ())
+
+    def forward(self) -> Any:
+        return self.forwards.on_forward((), {})
+
+
+def test_a_forward_records_where_statistics_are_due() -> None:
+    listening = Listening(fraction=0.5, cov_update_every=2)
+    for listening.schedule.counter in range(3):
+        assert listening.forward() is None
+    assert listening.log == ["record gradients of 0.5", "accumulate"] * 2 and listening.forwards.seen.forwards == 3
+
+
+def test_a_ride_takes_over_the_forward() -> None:
+    listening = Listening(estimation_mode="empirical")
+    assert listening.forward() == "outputs" and len(listening.forwards.seen.rides) == 1
+
+
+@pytest.mark.parametrize(("momentum_type", "kept"), [("qmodel", 1), ("regular", 0)])
+def test_only_a_quadratic_model_keeps_the_arguments(momentum_type: str, kept: int) -> None:
+    options = {"momentum_type": momentum_type, "lr": None, "momentum": None} if kept else {}
+    listening = Listening(**options)
+    listening.forward()
+    assert len(listening.forwards.seen.calls) == kept
+
+
+def test_a_forward_while_a_loss_is_measured_is_none() -> None:
+    listening = Listening()
+    assert listening.forwards.measure(lambda: listening.forward() or 3.0, False, None) == 3.0
+    assert listening.log == [] and listening.forwards.seen.forwards == 0
+
+
+def test_gradients_are_new_after_a_forward_and_until_a_step_used_them() -> None:
+    listening = Listening()
+    forwards, gradient = listening.forwards, torch.ones(2)
+    assert not forwards.has_new({"w": gradient})
+    listening.forward()
+    assert forwards.has_new({"w": gradient}) and not forwards.has_new({})
+    forwards.step_taken({"w": gradient})
+    listening.forward()
+    assert not forwards.has_new({"w": gradient}) and forwards.has_new({"w": torch.ones(2)})
+    forwards.gradients_zeroed()
+    assert forwards.has_new({"w": gradient})
+
+
+def test_a_loss_that_takes_derivatives_is_asked_for_again_with_gradients() -> None:
+    listening, asked = Listening(), list[bool]()
+
+    def closure() -> Tensor:
+        asked.append(torch.is_grad_enabled())
+        (gradient,) = torch.autograd.grad((listening.w**2).sum(), listening.w)
+        return gradient.sum()
+
+    for _ in range(2):
+        assert listening.forwards.measure(closure, False, None) == 4.0
+    assert asked == [False, True, True]
+
+
+def test_an_unexpected_backward_of_a_closure_is_told() -> None:
+    listening = Listening()
+    listening.forwards.needs_graph = True
+    gradient = listening.w.grad = torch.full((2,), 7.0)
+
+    def closure() -> float:
+        (3 * listening.w).sum().backward()
+        return 0.0
+
+    with pytest.raises(RuntimeError, match="the closure calls backward, but this step had its gradients already"):
+        listening.forwards.measure(closure, False, None)
+    assert listening.w.grad is gradient
+    assert listening.forwards.measure(closure, True, None) == 0.0
+
+
+def test_a_step_without_a_recorded_forward_warns_once_and_is_counted() -> None:
+    forwards = Listening().forwards
+    with pytest.warns(RuntimeWarning, match="no forward was recorded before it"):
+        forwards.note_unrecorded()
+    forwards.note_unrecorded()
+    assert forwards.fallbacks() == ["statistics were due at 2 steps that no forward came before"]

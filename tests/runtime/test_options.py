@@ -1,5 +1,11 @@
-"""What KFAC's options may be, and what the errors say to write instead."""
+"""What KFAC's options may be, what the errors say to write instead, and that help and type checkers know them."""
 
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +13,7 @@ import torch
 from torch import nn
 
 from kfac_fx.compiler import compile
+from kfac_fx.optim.options import Options, Schedule
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import AlreadyAttachedError
 
@@ -124,3 +131,103 @@ def test_numbers_may_be_tensors() -> None:
 def test_the_decay_of_the_factors_is_per_step() -> None:
     opt = KFAC(compile(model(), loss="categorical"), lr=0.1, damping=0.1, cov_ema_decay=0.9, cov_update_every=3)
     assert opt.estimator.cov_ema_decay == pytest.approx(0.9**3)
+
+
+# --- one dataclass ----------------------------------------------------------------------------------------------------
+
+
+def test_the_signature_is_that_of_the_options() -> None:
+    parameters = inspect.signature(KFAC).parameters
+    defaults = {
+        field.name: inspect.Parameter.empty if field.default is MISSING else field.default for field in fields(Options)
+    }
+    assert {name: parameter.default for name, parameter in parameters.items()} == defaults
+    assert list(parameters) == list(defaults)
+    positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert positional == ["net", "lr"]
+    assert {one.kind for name, one in parameters.items() if name not in positional} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_the_signature_shows_types_without_checks() -> None:
+    text = str(inspect.signature(KFAC))
+    assert (
+        "lr: float | torch.Tensor | None = None, *, damping: float | torch.Tensor, momentum: float | None = 0.9" in text
+    )
+    assert "Annotated" not in text
+
+
+def test_help_documents_every_option_in_the_order_of_the_signature() -> None:
+    text = inspect.getdoc(KFAC.__init__) or ""
+    listed = re.findall(r"^    (\w+(?:, \w+)*): ", text, re.MULTILINE)
+    documented = [name for names in listed for name in names.split(", ") if name != "ValueError"]
+    assert documented == list(inspect.signature(KFAC).parameters)
+
+
+def test_a_missing_or_unknown_option_is_told_of_kfac() -> None:
+    net = compile(model(), loss="categorical")
+    with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) missing 1 required keyword-only argument: 'damping'"):
+        KFAC(net, lr=0.1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) got an unexpected keyword argument 'dampening'"):
+        KFAC(net, lr=0.1, damping=0.1, dampening=0.5)  # type: ignore[call-arg]
+
+
+CALLS = """
+import torch
+from torch import nn
+import kfac_fx
+net = kfac_fx.compile(nn.Linear(3, 2), loss="categorical")
+right = kfac_fx.KFAC(net, 0.1, damping=torch.ones(()), momentum=None, first_order={"lr": 1e-3}, seed=1, params=[])
+right = kfac_fx.KFAC(net=net, damping=1.0, lr=None)
+kfac_fx.KFAC(net)
+kfac_fx.KFAC(net, damping="1")
+kfac_fx.KFAC(net, damping=1.0, dampening=0.5)
+number: int = right
+"""
+
+
+def test_a_type_checker_knows_the_arguments_at_a_user_s_call(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(CALLS)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", root / "pyproject.toml", tmp_path / "user.py"]
+    said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
+    errors = re.findall(r"user\.py:(\d+): error: (.*)  \[([\w-]+)\]", said)
+    assert [(int(line), code) for line, _, code in errors] == [
+        (8, "call-arg"),
+        (9, "arg-type"),
+        (10, "call-arg"),
+        (11, "assignment"),
+    ]
+    texts = [text for _, text, _ in errors]
+    assert texts[0] == 'Missing named argument "damping" for "KFAC"'
+    assert texts[1] == 'Argument "damping" to "KFAC" has incompatible type "str"; expected "float | Tensor"'
+
+
+def test_every_property_of_the_optimizer_is_documented() -> None:
+    properties = {name: value for name, value in vars(KFAC).items() if isinstance(value, property)}
+    assert {"rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "skipped", "counter"} <= {*properties}
+    assert [name for name, value in properties.items() if not value.__doc__] == []
+
+
+# --- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_tells_what_is_due() -> None:
+    net = compile(model(), loss="categorical")
+    options = Options(
+        net,
+        lr=0.1,
+        damping=0.1,
+        cov_update_every=2,
+        invert_every=3,
+        num_burnin_steps=1,
+        adapt_damping=True,
+        damping_adaptation_interval=4,
+        update_damping_immediately=False,
+    )
+    assert Schedule(options).burning_in and Schedule(options).recording and not Schedule(options, counter=3).adapting
+    each = [Schedule(options, counter, burned_in=1) for counter in range(7)]
+    assert [step.counter for step in each if step.recording] == [0, 2, 4, 6]
+    assert [step.counter for step in each if step.inverting] == [0, 3, 6]
+    assert [step.counter for step in each if step.adapting] == [3]
+    assert [step.counter for step in each if step.adapting_late] == [4]
+    assert not any(step.burning_in for step in each)
