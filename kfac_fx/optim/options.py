@@ -150,8 +150,9 @@ class Options:
     process_group: Any = None
 
     def __post_init__(self) -> None:
+        annotations = get_type_hints(Options, include_extras=True)
         for field in fields(self):
-            for check in getattr(hints(Options)[field.name], "__metadata__", ()):
+            for check in getattr(annotations[field.name], "__metadata__", ()):
                 check(field.name, getattr(self, field.name))
         self.check_step_size()
         if self.reduction == "sum" and (self.quadratic or self.adapt_damping):
@@ -242,12 +243,6 @@ class Options:
 Options.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError about an argument that does not exist
 
 
-@functools.cache
-def hints(options: Any, checks: bool = True) -> dict[str, Any]:
-    """The types of a dataclass's fields, with or without their checks."""
-    return get_type_hints(options, include_extras=checks)
-
-
 def takes(
     options: Callable[P, OptionsT],
 ) -> Callable[[Callable[[SelfT, OptionsT], None]], Callable[Concatenate[SelfT, P], None]]:
@@ -263,7 +258,7 @@ def takes(
         def __init__(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> None:
             init(self, options(*args, **kwargs))
 
-        written, types, public = inspect.signature(options), hints(options, checks=False), cast(Any, __init__)
+        written, types, public = inspect.signature(options), get_type_hints(options), cast(Any, __init__)
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         arguments = [argument.replace(annotation=types[name]) for name, argument in written.parameters.items()]
         public.__signature__ = written.replace(parameters=[own, *arguments], return_annotation=None)
