@@ -21,27 +21,27 @@ Walk = Callable[[Waits], None]
 
 # Where the host waits on purpose: once, to know what it could not go on without.
 FIRST_STEP = {
-    "loss_factors.py:factors",  # is the trained loss the registered one?
+    "watched.py:factors",  # is the trained loss the registered one?
     "loss_scale.py:axis_of_classes",
-    "loss_factors.py:ratio",
-    "loss_factors.py:counted",
-    "loss_factors.py:factor_of_value",
-    "stepper.py:take",  # without a first factor there is no inverse until the next is due
-    "uncovered.py:check_coverage",  # does it reach other parameters?
+    "watched.py:ratio",
+    "watched.py:part_with_targets",
+    "watched.py:factor_of_value",
+    "step.py:take_step",  # without a first factor there is no inverse until the next is due
+    "loss_scale.py:check_coverage",  # does it reach other parameters?
     "inverses.py:known_failures",  # there is no last good inverse to keep
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device
 PROOF = {  # on the first batch; `verify=False` does without
-    "likeness.py:compare",
-    "likeness.py:same",
-    "likeness.py:close",
-    "likeness.py:difference",
-    "likeness.py:gradients",
+    "equivalence.py:compare",
+    "equivalence.py:same",
+    "equivalence.py:close",
+    "equivalence.py:difference",
+    "equivalence.py:gradients",
     "proof.py:of",
     "proof.py:prove",
     "proof.py:revealing",
     "proof.py:gradients",
-    "proof_tap.py:reaches_others",
+    "proof.py:reaches_others",
 }
 PADDED = {"masks.py:real_losses"}  # how many cases are real is a number of the batch
 PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them
@@ -158,7 +158,7 @@ def collect(waits: Waits) -> None:
     block.register_inverse()
     block.instantiate_factors(([torch.ones(CASES, 5, device=NAME)],), 0.1, (inputs[0],))
     all_on_device(block.multiply_inverse(tuple(torch.ones_like(model.get_parameter(name)) for name in block.params)))
-    waits.only(FIRST_STEP | {"averaged.py:split_damping"})  # its damping is a number
+    waits.only(FIRST_STEP | {"stacks.py:split_damping"})  # its damping is a number
 
 
 def distributions(waits: Waits) -> None:
