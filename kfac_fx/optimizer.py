@@ -222,7 +222,7 @@ class KFAC(Optimizer):
 
     def fallbacks(self) -> list[str]:
         """For the report: what was not done as it should be, and why."""
-        return [*self._step_state.jacobian.fallbacks(), *self._forwards.fallbacks()]
+        return [*self._step_state.multiply_jacobian.fallbacks(), *self._forwards.fallbacks()]
 
     def state_dict(self) -> dict[str, Any]:
         """torch's entries and, under "kfac", everything else that the next step depends on."""

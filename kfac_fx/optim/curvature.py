@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.losses.loss_function import LossFunction, precise
-from kfac_fx.optim.forwards import Call
 from kfac_fx.passes.errors import fatal, first_line
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
@@ -72,31 +70,6 @@ def fisher_inner_products(
         rows = multiply(precise(tangent)).flatten(1)
         total = total + coefficient / max(1, here.cases) * torch.stack([(rows * row).sum(1) for row in rows])
     return total
-
-
-def batch_products(
-    net: CompiledModule,
-    calls: Sequence[Call],
-    vectors: Sequence[Mapping[str, Tensor]],
-    ggn: bool,
-    multiply_jacobian: JacobianProducts,
-) -> Tensor:
-    """<d_i, F d_j> as above, with the mean Fisher of all cases of the forwards `calls`."""
-    parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
-    total: Tensor | int = 0
-    cases = 0
-    for call in calls:
-        pairs: WeightedLosses = []
-
-        def losses(at: Tensors, call: Call = call) -> WeightedLosses:
-            nonlocal pairs
-            pairs = net.losses(*net.functional(at, *call), call=call)
-            return pairs
-
-        products = fisher_inner_products(losses, parameters, vectors, ggn=ggn, multiply_jacobian=multiply_jacobian)
-        cases_of_call = pairs[0][1].cases
-        total, cases = total + cases_of_call * products, cases + cases_of_call
-    return torch.as_tensor(total) / max(1, cases)
 
 
 class JacobianProducts:

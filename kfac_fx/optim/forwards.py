@@ -17,7 +17,7 @@ from kfac_fx.diagnostics.watched import Watched, watch
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.options import Schedule
 from kfac_fx.passes.errors import warn_user
-from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
@@ -242,20 +242,19 @@ def without_a_trace(
     """
     values = [(buffer, buffer.clone()) for buffer in buffers]
     gradients = [(parameter, parameter.grad) for parameter in parameters]
-    before = RandomState.now(devices)
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None  # set aside: a closure that zeroes gradients in place must not reach them
-        if start is not None:
-            start.restore()
-        yield
-    finally:
-        before.restore()
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    with same_random(devices):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None  # set aside: a closure that zeroes gradients in place must not reach them
+            if start is not None:
+                start.restore()
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def checked(loss: Tensor | float | None) -> Tensor | float:

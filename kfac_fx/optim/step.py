@@ -22,7 +22,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.curvature import JacobianProducts, batch_products
+from kfac_fx.optim.curvature import JacobianProducts, WeightedLosses, fisher_inner_products
 from kfac_fx.optim.forwards import Closure, Forwards
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.options import Options, Schedule
@@ -73,7 +73,7 @@ class StepState:
             setattr(self, name, torch.full_like(self.damping, torch.nan))
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.scalar.device)
         self.rule = MomentumRule(self.options.kind, self.options.norm_constraint)
-        self.jacobian = JacobianProducts()
+        self.multiply_jacobian = JacobianProducts()
         self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
         self.move_first_order = compiled_function(move_first_order, self.net.backend)
         self.multiply_inverse = compiled_function(self.estimator.multiply_inverse, self.net.backend)
@@ -338,7 +338,7 @@ def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[T
 
 
 def exact_products(state: StepState, flat: FlatParameters) -> Products:
-    """Inner products of vectors in the exact Fisher of all micro-batches of the step."""
+    """Inner products of vectors in the exact Fisher of all micro-batches of the step, averaged by cases."""
     calls = state.forwards.seen.calls
     if not calls:
         raise RuntimeError(
@@ -346,9 +346,22 @@ def exact_products(state: StepState, flat: FlatParameters) -> Products:
             "called in training mode with gradients enabled since the last step"
         )
     ggn = state.options.estimation_mode.endswith("GGN")
+    parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
 
     def products(vectors: Sequence[Tensor]) -> Tensor:
-        by_name = [flat.flat.parts(vector) for vector in vectors]
-        return state.replicas.mean(batch_products(state.net, calls, by_name, ggn, state.jacobian))
+        by_name, total, cases = [flat.flat.parts(vector) for vector in vectors], torch.zeros_like(state.damping), 0
+        for args, kwargs in calls:
+            pairs: WeightedLosses = []
+
+            def losses(at: Tensors, args: Any = args, kwargs: Any = kwargs) -> WeightedLosses:
+                nonlocal pairs
+                pairs = state.net.losses(*state.net.functional(at, args, kwargs), call=(args, kwargs))
+                return pairs
+
+            of_call = fisher_inner_products(
+                losses, parameters, by_name, ggn=ggn, multiply_jacobian=state.multiply_jacobian
+            )
+            total, cases = total + pairs[0][1].cases * of_call, cases + pairs[0][1].cases
+        return state.replicas.mean(total / max(1, cases))
 
     return products
