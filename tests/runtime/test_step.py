@@ -216,6 +216,14 @@ def test_a_move_that_is_not_finite_is_not_made() -> None:
     assert not in_blocks.state["velocity"].any() and not others.state["step"].any()
 
 
+def test_a_step_whose_loss_is_not_finite_is_counted_and_changes_nothing() -> None:
+    problem = Problem()
+    problem.state.schedule.counter = 1
+    problem.backward()
+    problem.step(Losses(loss=torch.inf))
+    assert not moved(problem).any() and (problem.state.schedule.counter, problem.state.skipped.item()) == (2, 1)
+
+
 def test_parameters_in_no_block_follow_the_first_order_rule() -> None:
     problem = Problem(free=True)
     problem.backward()
@@ -253,6 +261,20 @@ def test_an_exact_model_predicts_the_change_of_the_loss(options: dict[str, Any],
     assert problem.log.count("measure") == 2
 
 
+def test_the_l2_term_of_the_loss_is_the_only_damping_in_the_prediction() -> None:
+    problem, l2 = Problem(**ADAPTED, l2_reg=0.1), 0.1
+
+    def loss() -> Tensor:
+        return problem.loss() + l2 / 2 * problem.w.detach().square().sum()
+
+    before = loss()
+    problem.backward()
+    assert problem.w.grad is not None
+    problem.w.grad += l2 * problem.w.detach()
+    problem.step(Losses(loss))
+    torch.testing.assert_close(problem.state.predicted_change, loss() - before)
+
+
 def test_a_loss_that_is_known_is_not_measured() -> None:
     problem = Problem(**ADAPTED)
     problem.backward()
@@ -271,8 +293,9 @@ def test_a_late_measurement_gives_the_damping_of_an_immediate_one() -> None:
     assert (late.state.rho.item(), late.state.damping.item()) == pytest.approx((1.0, now.state.damping.item()))
 
 
-def test_a_measured_step_that_is_not_finite_leaves_the_damping() -> None:
-    problem = Problem(**ADAPTED)
+@pytest.mark.parametrize("min_damping", [1e-8, 2 * LAMBDA])  # a measured step lifts the damping to its floor
+def test_a_measured_step_that_is_not_finite_leaves_the_damping(min_damping: float) -> None:
+    problem = Problem(**ADAPTED, min_damping=min_damping)
     problem.backward()
     in_blocks, others = flat_parameters(problem.state, problem.groups, problem.states)
     assert in_blocks is not None
