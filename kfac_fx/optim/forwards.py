@@ -75,36 +75,23 @@ def scaled(moments: Moments, scale: float) -> Moments:
     return Moments(statistics, moments.cases)
 
 
+@dataclass(eq=False)
 class Forwards:
-    """Listens to the forwards of one net, and asks closures for losses without a trace.
+    """Listens to the forwards of one net, and asks closures for losses without a trace."""
 
-    Attributes:
-        devices: the devices that have random streams beside the CPU's.
-        seen: the forwards since the last step.
-        paused: True while a loss is measured; forwards are then ignored.
-        checked: the training loss has been compared with the registered loss.
-        unwatched: the comparison was impossible.
-        unrecorded: the number of steps with statistics due and no forward before them.
-        before: until the comparison, the random streams before the last forward.
-        used: the gradients of the last step.
-        needs_graph: the closure takes derivatives, so gradients must be on when it is asked for the loss.
-    """
-
-    def __init__(
-        self,
-        net: CompiledModule,
-        schedule: Schedule,
-        estimator: FisherEstimator,
-        generator: torch.Generator,
-        devices: tuple[torch.device, ...],
-    ) -> None:
-        self.net, self.schedule, self.estimator, self.generator = net, schedule, estimator, generator
-        self.devices = devices
-        self.seen = MicroBatches()
-        self.paused = self.checked = self.unwatched = self.needs_graph = False
-        self.unrecorded = 0
-        self.before: RandomState | None = None
-        self.used: dict[str, weakref.ref[Tensor]] = {}
+    net: CompiledModule
+    schedule: Schedule
+    estimator: FisherEstimator
+    generator: torch.Generator  # of all that is sampled
+    devices: tuple[torch.device, ...]  # those with random streams beside the CPU's
+    seen: MicroBatches = field(default_factory=MicroBatches)  # the forwards since the last step
+    paused: bool = False  # a loss is being measured, so forwards are ignored
+    checked: bool = False  # the training loss has been compared with the registered loss
+    unwatched: bool = False  # the comparison was impossible
+    needs_graph: bool = False  # the closure takes derivatives, so gradients must be on when it is asked for the loss
+    unrecorded: int = 0  # the number of steps with statistics due and no forward before them
+    before: RandomState | None = None  # before the last forward, until the comparison
+    used: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)  # the gradients of the last step
 
     # --- what the net and the user report ---------------------------------------------------------------------------
 
