@@ -151,6 +151,12 @@ class FisherBlock:
                     f"{', '.join(self.params)} at {use.output.name}: {kind} has no {self.approximation!r}, but "
                     f"{', '.join(name for name in available if name != self.approximation)}"
                 )
+            left_out = next((step.left_out for step in use.through if step.left_out), None)
+            if self.structure.needs_exact_rows and left_out:
+                raise ApproximationError(
+                    f"{', '.join(self.params)} at {use.output.name}: {left_out}; "
+                    f"{self.approximation!r} needs the whole gradient: take 'kron'"
+                )
             if self.structure.needs_cases and not cases_apart(layers, use):
                 raise ApproximationError(
                     f"{', '.join(self.params)} at {use.output.name}: the cases are merged with positions there, and "

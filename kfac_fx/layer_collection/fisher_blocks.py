@@ -22,6 +22,7 @@ from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import ApproximationError, nearest
 from kfac_fx.passes.ir import GENERIC, Registration, Use
 from kfac_fx.passes.layers import LAYERS
+from kfac_fx.taps.rows import scales
 
 LINEAR = ("linear",)
 EMBEDDINGS = ("embedding", "embedding_bag")
@@ -298,7 +299,9 @@ def source_of(registration: Registration, factor: str) -> Hashable:
     if factor == "F" or registration.matrix is None:
         return registration.parameters, registration.generic
     if factor == "G":
-        return tuple((use.output, use.through, scales(use)[1], registration.matrix.shape[:2]) for use in registration.uses)
+        return tuple(
+            (use.output, use.through, scales(use)[1], registration.matrix.shape[:2]) for use in registration.uses
+        )
     g, _, i = registration.matrix.shape
     if registration.structure.needs_pixels:
         return (g, "pixels", *(use.input for use in registration.uses))

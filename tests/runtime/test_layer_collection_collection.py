@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import kfac_fx
@@ -129,6 +130,21 @@ def test_layers_that_read_the_same_rows_share_the_input_factor() -> None:
     lc.register_fully_connected("w1", None, "matmul_1")
     shared = [factor for factor in lc.get_factors() if len(factor.blocks) == 2]
     assert len(lc.get_factors()) == 3 and [factor.name for factor in shared] == ["A"]
+
+
+def test_parts_of_one_use_have_output_factors_of_their_own() -> None:
+    lc = collection(lambda x, w, v: F.linear(x, torch.cat([w, v])), w=(3, 4), v=(3, 4))
+    lc.register_fully_connected("w", None, "linear")
+    lc.register_fully_connected("v", None, "linear")
+    assert sorted(factor.name for factor in lc.get_factors() if len(factor.blocks) == 1) == ["A", "A", "G", "G"]
+
+
+def test_a_gain_and_its_weight_share_no_factor() -> None:
+    """They have one input and one output, and rows of their own."""
+    lc = collection(lambda x, w, e: F.linear(x, w * e), w=(3, 4), e=(3, 1))
+    lc.register_fully_connected("w", None, "linear")
+    lc.register_fully_connected("e", None, "linear")
+    assert all(len(factor.blocks) == 1 for factor in lc.get_factors())
 
 
 # --- an estimator that cannot be built --------------------------------------------------------------------------------

@@ -153,3 +153,11 @@ def test_what_was_captured_without_an_example_needs_a_batch() -> None:
     ):
         lc.total_sampled_loss()
     assert lc.total_sampled_loss(torch.randn(6, 10)).isfinite()
+
+
+@pytest.mark.parametrize("approximation", ["full", "diagonal"])
+def test_a_normalized_weight_has_no_block_that_needs_its_whole_gradient(approximation: str) -> None:
+    lc = collection(lambda x, w: F.linear(x, w / w.norm()), torch.randn(5, 4), w=(3, 4))
+    with pytest.raises(ApproximationError, match=rf"w at linear: .* of rank one; '{approximation}' needs the whole"):
+        lc.register_fully_connected("w", None, "linear", approx=approximation)
+    lc.register_fully_connected("w", None, "linear", approx="kron")

@@ -124,6 +124,23 @@ def test_uses_that_are_no_series_get_another_block_and_a_reason(
     assert chosen == approximation and reason in why
 
 
+@pytest.mark.parametrize("second", [lambda w, v: torch.cat([v, w]), lambda w, v: torch.cat([2 * w, v])])
+def test_uses_of_a_part_in_other_places_or_multiples_are_no_series(second: Callable[..., Tensor]) -> None:
+    """The rows of one use are made as those of the next one."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.more = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(F.linear(x, torch.cat([self.fc, self.more])))
+            return F.linear(h, second(self.fc, self.more))
+
+    chosen, why = reason_of(Joined(), torch.randn(N, 4), "fc")
+    assert chosen == "kron_indep" and "are not alike, so not" in why
+
+
 def test_rows_that_differ_at_run_time_are_seen_by_the_proof() -> None:
     """torch.fx knows no sizes."""
     model = Dense(lambda fc, x: fc(x[:, :2]).sum(1) + fc(x).sum(1))
