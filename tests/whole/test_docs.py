@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "DESIGN.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -24,6 +24,13 @@ def run_blocks(text: str, name: str) -> int:
 def test_the_code_of_the_document_runs(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # a snippet may save a file
     run_blocks(document.read_text(encoding="utf-8"), document.name)
+
+
+def test_the_worked_example_of_the_design_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
+    run_blocks(text, "DESIGN.md")
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert capsys.readouterr().out == printed
 
 
 def test_blocks_share_one_namespace_and_report_their_line() -> None:
