@@ -37,7 +37,7 @@ from kfac_fx.blocks.rooted import Kept, RootedGroup
 from kfac_fx.factors.factor import Stack
 from kfac_fx.factors.stacks import ALL, Roots
 from kfac_fx.linalg.chain import doublings, fejer, kron, resolvent, solve_transposed, symmetrized, triangle
-from kfac_fx.linalg.matrices import RESCUES, Root, cholesky, damp, eigh, is_finite, spread
+from kfac_fx.linalg.matrices import RESCUES, Root, cholesky, damp, eigh, is_finite, unsqueeze_like
 from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, Side
 from kfac_fx.passes.ir import Registration
 
@@ -67,7 +67,7 @@ class SeriesGroup(RootedGroup):
 
     def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
         rows = sums["count"].clamp(min=1)
-        moments = {lagged(side): sums[lagged(side)] / spread(rows, sums[lagged(side)]) for side in self.sides}
+        moments = {lagged(side): sums[lagged(side)] / unsqueeze_like(rows, sums[lagged(side)]) for side in self.sides}
         return {**super().batch_values(sums, cases), **moments, "pairs": sums["pairs"] / cases}
 
     def steps(self) -> Tensor:
@@ -96,7 +96,7 @@ class SeriesGroup(RootedGroup):
 
     def product(self, matrix: Tensor, lower: Sequence[Tensor], hats: Sequence[Tensor], members: slice) -> Tensor:
         """F W = c/T L [Σ_d (T - |d|) Ψ̂^|d|] Lᵀ W, or c L [Σ_d Ψ̂^d] Lᵀ W with Ψ̂^-d = (Ψ̂^d)ᵀ."""
-        c, steps = (spread(one[members], matrix) for one in (self.positions(), self.steps()))
+        c, steps = (unsqueeze_like(one[members], matrix) for one in (self.positions(), self.steps()))
         inner = kron(lower, matrix, transpose=True)
         if self.symmetric:
             inner = 2 * triangle(hats, inner, steps, self.longest) / steps - inner
@@ -153,14 +153,15 @@ class SeriesGroup(RootedGroup):
             use = left & ~wrong
             kept = {
                 name: [
-                    torch.where(spread(use, new), new, old) for new, old in zip(again[name], kept[name], strict=True)
+                    torch.where(unsqueeze_like(use, new), new, old)
+                    for new, old in zip(again[name], kept[name], strict=True)
                 ]
                 for name in kept
             }
             left = left & wrong
         for name, last in self.kept.items():
             for old, new in zip(last, kept[name], strict=True):
-                torch.where(spread(left, new), old, new, out=old)
+                torch.where(unsqueeze_like(left, new), old, new, out=old)
         self.failed += left
         self.inverted = True
 
@@ -170,7 +171,7 @@ class SeriesGroup(RootedGroup):
         lowers, hats = [lower for lower, _, _ in found], [hat for _, hat, _ in found]
         (left, e_left), (right, e_right) = (eigh(hat if self.symmetric else hat @ hat.mT) for hat in hats)
         products = (left.unsqueeze(-1) * right.unsqueeze(-2)).view(len(self), *self.shape)
-        c, steps = (spread(one.to(products.dtype), products) for one in (self.positions(), self.steps()))
+        c, steps = (unsqueeze_like(one.to(products.dtype), products) for one in (self.positions(), self.steps()))
         w = c * (fejer(products, steps, self.longest) / steps if self.symmetric else 1 - products)
         fine = [one.view(len(self), -1).all(1) for _, _, one in found] + [(w > 0).flatten(1).all(1)]
         bases = (e_left, e_right)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.matrices import Root, spread
+from kfac_fx.linalg.matrices import Root, unsqueeze_like
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.statistics.row_sums import whole
@@ -55,7 +55,7 @@ class Stack:
     @property
     def value(self) -> Tensor:
         """[L, *shape]; NaN where no update was accepted yet."""
-        return self.moment / spread(self.total_weight, self.moment)
+        return self.moment / unsqueeze_like(self.total_weight, self.moment)
 
     def __getitem__(self, members: slice) -> Stack:
         """Views of some of the blocks."""
@@ -68,8 +68,8 @@ class Stack:
         """
         decays = torch.full_like(self.total_weight, decay)
         kept = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
-        added = torch.where(spread(accepted, batch), batch, 0)
-        self.moment.mul_(spread(kept, self.moment)).add_(added, alpha=weight)
+        added = torch.where(unsqueeze_like(accepted, batch), batch, 0)
+        self.moment.mul_(unsqueeze_like(kept, self.moment)).add_(added, alpha=weight)
         self.total_weight.mul_(kept).add_(accepted.to(kept.dtype), alpha=weight)
 
 
@@ -149,7 +149,9 @@ def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases
     left, right = approximation.left, approximation.right
     if right is not None:
         rows = sums["count"].clamp(min=1)  # no rows: the sums are zero, and the update is not accepted
-        sides = {side.factor: sums[side.statistic] / spread(rows, sums[side.statistic]) for side in (left, right)}
+        sides = {
+            side.factor: sums[side.statistic] / unsqueeze_like(rows, sums[side.statistic]) for side in (left, right)
+        }
         return {**sides, "positions": sums["count"] / cases}
     if "gradient" in sums:
         g = sums["gradient"]  # [L, p], or [L, k, p] of k cotangents

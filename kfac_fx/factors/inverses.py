@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors.stacks import BlockGroup, Roots
-from kfac_fx.linalg.matrices import Root, dense_roots, full_precision, rescued_roots, spread
+from kfac_fx.linalg.matrices import Root, dense_roots, full_precision, rescued_roots, unsqueeze_like
 from kfac_fx.passes.approximations import Side
 
 
@@ -86,6 +86,6 @@ class Inverter:
             rescued, fine = rescued_roots(matrices[again], damping[again], self.roots)
             use = fine & ~right[again]
             for root, better in rescued.items():
-                roots[root][again] = torch.where(spread(use, better), better, roots[root][again])
+                roots[root][again] = torch.where(unsqueeze_like(use, better), better, roots[root][again])
             right[again] |= fine
         return roots, right

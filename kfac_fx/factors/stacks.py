@@ -41,7 +41,7 @@ from kfac_fx.linalg.matrices import (
     multiply_right,
     pi_correction,
     rescued_eigh,
-    spread,
+    unsqueeze_like,
 )
 from kfac_fx.passes.approximations import Side
 from kfac_fx.passes.errors import FactorNotReady
@@ -303,7 +303,7 @@ class BlockGroup(AveragedBlocks):
     def scaled(self, operators: list[Tensor], root: Root) -> list[Tensor]:
         """c^p moves into the left side."""
         left, *right = operators
-        return [left * spread(self.positions() ** exponent(root), left), *right]
+        return [left * unsqueeze_like(self.positions() ** exponent(root), left), *right]
 
     def dense(self, index: int) -> Tensor:
         """The undamped block c G ⊗ A as one matrix in the order of the flattened [g, o, i]: [g·o·i, g·o·i]."""
@@ -333,7 +333,7 @@ class BlockGroup(AveragedBlocks):
         with full_precision():
             found = [self.side_eigensystem(side) for side in self.sides]
         values, vectors = [one for one, _ in found], [one for _, one in found]
-        left = values[0] * spread(self.positions(), values[0])
+        left = values[0] * unsqueeze_like(self.positions(), values[0])
         if self.right is None:
             return left.view(len(self), *self.shape), vectors
         return left.unsqueeze(-1) * self.input_eigenvalues(values[1:]).unsqueeze(-2), vectors
@@ -379,6 +379,6 @@ class BlockGroup(AveragedBlocks):
         good = torch.stack(right).all(0)
         for root, operators in new.items():
             for last, operator in zip(self.roots[root], operators, strict=True):
-                torch.where(spread(good, operator), operator, last, out=last)
+                torch.where(unsqueeze_like(good, operator), operator, last, out=last)
         self.failed += ~good
         self.inverted = True

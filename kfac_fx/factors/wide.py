@@ -21,7 +21,7 @@ from kfac_fx.linalg.matrices import gram, rescued_eigh
 from kfac_fx.passes.approximations import OUTPUTS, Side
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
-from kfac_fx.statistics.row_sums import IN_BLOCKS, Rows, homogeneous, of_group, statistic
+from kfac_fx.statistics.row_sums import IN_BLOCKS, Rows, homogeneous, scaled_by_group, statistic
 
 
 def cut(rows: Tensor, blocks: int) -> Tensor:
@@ -42,7 +42,7 @@ def in_blocks(name: str, blocks: int) -> str:
             if name == "G":
                 return gram(cut(rows.d, blocks))
             assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
-            return of_group(rows, gram(cut(homogeneous(rows), blocks)) * rows.repeats)
+            return scaled_by_group(rows, gram(cut(homogeneous(rows), blocks)) * rows.repeats)
 
         def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
             width = block_width(o if name == "G" else i, blocks)

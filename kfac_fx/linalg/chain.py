@@ -1,7 +1,9 @@
-"""Sums over the lags of a Markov chain: pure functions of two-sided operators Ψ̂ = Ĝ ⊗ Â on matrices W [..., o, i].
+"""Sums over the lags of a Markov chain: functions of two-sided operators Ψ̂ = Ĝ ⊗ Â on matrices W [..., o, i].
 
-Ĝ [..., o, o] and Â [..., i, i] are correlations of sequences of T vectors with themselves one step later (whitened, and
-with zeros before and behind), so their norms are at most 1, and all sums are finite (`kfac_fx.blocks.series`).
+Ĝ [..., o, o] and Â [..., i, i] are the correlations of whitened sequences of T vectors, with zeros before and behind,
+with themselves one step later. Their norms are therefore at most 1, and all sums are finite (`kfac_fx.blocks.series`).
+
+The last functions take the operands of the square root N of a block F = N Nᵀ (`kfac_fx.blocks.rooted`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from kfac_fx.linalg.matrices import eigh
 
 
 def symmetrized(matrix: Tensor) -> Tensor:
+    """(X + Xᵀ) / 2."""
     return (matrix + matrix.mT) / 2
 
 
@@ -32,13 +35,16 @@ def kron(sides: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Te
 
 
 def fejer(x: Tensor, steps: Tensor, longest: int) -> Tensor:
-    """Σ_|d|<T (T - |d|) x^|d| for |x| <= 1, the inverse of γ in the paper. steps: T <= longest, whole numbers.
+    """Σ_|d|<T (T - |d|) x^|d| for |x| <= 1, the inverse of γ in Martens, Ba & Johnson 2018.
 
-    Without a difference of numbers that are nearly the same, and without a division by one that is nearly zero: all
-    terms of the sum are positive for x > 0, and all terms of its closed form for x < 0.
+    All terms of the sum are positive for x > 0, and all terms of its closed form for x < 0. So neither nearly equal
+    numbers are subtracted, nor is a number divided by one near zero.
+
+    Args:
+        steps: T <= longest, whole numbers.
     """
     ones, positive, negative = torch.ones_like(x), x.clamp(min=0), x.clamp(max=0)
-    summed = 2 * sum_of_lags([positive], [ones], ones, torch.mul, scale, steps, longest) - steps
+    summed = 2 * sum_of_lags([positive], [ones], ones, torch.mul, scalar_times, steps, longest) - steps
     logarithm = steps * torch.log1p(-(1 + negative))  # of |x|^T
     rest = torch.where(steps % 2 == 1, 1 + logarithm.exp(), -logarithm.expm1())  # 1 - x^T
     closed = (steps * (1 - negative) * (1 + negative) - 2 * negative * rest) / (1 - negative) ** 2
@@ -46,12 +52,13 @@ def fejer(x: Tensor, steps: Tensor, longest: int) -> Tensor:
 
 
 def triangle(hats: Sequence[Tensor], matrix: Tensor, steps: Tensor, longest: int) -> Tensor:
-    """Σ_d<T (T - d) Ψ̂^d W. steps: T <= longest, broadcast with `matrix`; the device alone need know it."""
+    """Σ_d<T (T - d) Ψ̂^d W. steps: T <= longest, broadcast with `matrix`; the host does not read it."""
     ones = [torch.eye(hat.shape[-1], dtype=hat.dtype, device=hat.device).expand_as(hat) for hat in hats]
     return sum_of_lags(hats, ones, matrix, torch.matmul, kron, steps, longest)
 
 
-def scale(factors: Sequence[Tensor], matrix: Tensor) -> Tensor:
+def scalar_times(factors: Sequence[Tensor], matrix: Tensor) -> Tensor:
+    """x W of one x."""
     (factor,) = factors
     return factor * matrix
 
@@ -69,58 +76,68 @@ def sum_of_lags(
 
     S_2n = S_n + x^n S_n    Q_2n = Q_n + n S_n + x^n Q_n      S_n+1 = 1 + x S_n    Q_n+1 = Q_n + S_n+1
 
-    so that n becomes T bit by bit. ones: x^0; times: x^m x^n; apply: x^n W.
+    so that n becomes T bit by bit.
+
+    Args:
+        ones: x^0.
+        times: from x^m and x^n to x^m+n.
+        apply: from x^n and W to x^n W.
     """
     s = q = torch.zeros_like(matrix)
     n, power = torch.zeros_like(steps), list(ones)
     for bit in reversed(range(longest.bit_length())):
         s, q = s + apply(power, s), q + n * s + apply(power, q)
-        power, n = [times(one, one) for one in power], 2 * n
+        power, n = [times(side, side) for side in power], 2 * n
         odd = (steps / 2**bit).floor() % 2 == 1
         s = torch.where(odd, matrix + apply(x, s), s)
         q = torch.where(odd, q + s, q)
-        power = [torch.where(odd, times(one, own), one) for one, own in zip(power, x, strict=True)]
+        power = [torch.where(odd, times(side, base), side) for side, base in zip(power, x, strict=True)]
         n = n + odd
     return q
 
 
 def resolvent(powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False) -> Tensor:
-    """(I - Ψ̂)⁻¹ W = Σ_d Ψ̂^d W, or of Ψ̂ᵀ, in rounds that each double the number of terms."""
+    """(I - Ψ̂)⁻¹ W = Σ_d Ψ̂^d W, or the same with Ψ̂ᵀ. Every one of the `powers` doubles the number of terms."""
     for power in powers:
         matrix = matrix + kron(power, matrix, transpose)
     return matrix
 
 
 def doublings(hats: Sequence[Tensor], longest: int, wait: bool = False) -> list[Sequence[Tensor]]:
-    """[Ψ̂, Ψ̂², Ψ̂⁴, ...] for `resolvent`; none of none. wait: only as many as matter, which the device must say."""
-    found: list[Sequence[Tensor]] = []
+    """[Ψ̂, Ψ̂², Ψ̂⁴, ...] for `resolvent`; empty without `hats`.
+
+    Args:
+        wait: stop as soon as the powers are negligible; the host then waits for the device.
+    """
+    powers: list[Sequence[Tensor]] = []
     eps = torch.finfo(hats[0].dtype).eps if hats else 1.0
     power = list(hats)
-    while hats and len(found) < rounds(longest, eps):
-        if wait and math.prod(float(torch.linalg.matrix_norm(one).max()) for one in power) < eps / 2:
+    while hats and len(powers) < rounds(longest, eps):
+        if wait and math.prod(float(torch.linalg.matrix_norm(side).max()) for side in power) < eps / 2:
             break
-        found.append(power)
-        power = [one @ one for one in power]
-    return found
+        powers.append(power)
+        power = [side @ side for side in power]
+    return powers
 
 
 def rounds(longest: int, eps: float) -> int:
-    """Until what is left of Σ_d Ψ̂^d is rounding, for sequences of at most `longest` steps.
+    """The number of doublings after which the rest of Σ_d Ψ̂^d is below rounding, for sequences of at most `longest`
+    steps.
 
     zᴴ Ĉ z is the correlation of a sequence zᴴ x_t of T numbers with itself one step later, at most r = cos(π / (T+1)).
-    So is then the numerical radius of Ĉ^n at most r^n, its norm at most 2 r^n, and that of Ψ̂^n at most 4 r^2n.
+    So the numerical radius of Ĉ^n is at most r^n, its norm at most 2 r^n, and the norm of Ψ̂^n at most 4 r^2n.
     """
     r = math.cos(math.pi / (longest + 1))
     return math.ceil(math.log2(max(1.0, math.log(4 / eps) / (-2 * math.log(r))))) if longest > 1 else 0
 
 
-# --- square roots of blocks: their operands are those of `kfac_fx.blocks.series` --------------------------------------
-
-
 def root_of(
     operands: Sequence[Tensor], powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False
 ) -> Tensor:
-    """N W or Nᵀ W: M and √w, and for series 2 the powers of Ψ̃ = Eᵀ Ψ̂ E, for (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
+    """N W or Nᵀ W. The operands are the two sides of M, and √w.
+
+    For kron_series_2, `powers` are those of Ψ̃ = Eᵀ Ψ̂ E, since (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹.
+    """
     basis, weights = operands[:2], operands[2]
     if transpose:
         return weights * resolvent(powers, kron(basis, matrix, transpose=True), transpose=True)
@@ -128,7 +145,7 @@ def root_of(
 
 
 def inverse_root(operands: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Tensor:
-    """N⁻¹ W or N⁻ᵀ W: M⁻ᵀ and 1/√w, and for series 2 (M⁻¹ Ψ)ᵀ."""
+    """N⁻¹ W or N⁻ᵀ W. The operands are M⁻ᵀ and 1/√w, and for kron_series_2 (M⁻¹ Ψ)ᵀ."""
     basis, weights, lagging = operands[:2], operands[2], operands[3:]
     if transpose:
         inner = weights * matrix
@@ -140,7 +157,7 @@ def inverse_root(operands: Sequence[Tensor], matrix: Tensor, transpose: bool = F
 def least_eigenvalue(operands: Sequence[Tensor]) -> Tensor:
     """A lower bound of the eigenvalues of N Nᵀ in every group, from the operands of `inverse_root` [L, g, ...]: [L, g].
 
-    |N⁻¹| is at most max 1/√w (|M⁻¹| + |M⁻¹ Ψ|), and the norm of a Kronecker product is the product of norms.
+    |N⁻¹| is at most max 1/√w (|M⁻¹| + |M⁻¹ Ψ|), and the norm of a Kronecker product is the product of the norms.
     """
     basis, weights, lagging = operands[:2], operands[2], operands[3:]
     pairs = [sides for sides in (basis, lagging) if sides]
@@ -150,6 +167,6 @@ def least_eigenvalue(operands: Sequence[Tensor]) -> Tensor:
 
 
 def spectral_norm(side: Tensor) -> Tensor:
-    """[L, g, d, d] -> [L, g]; NaN of what is not finite."""
+    """[L, g, d, d] -> [L, g]; NaN for matrices that are not finite."""
     values, _ = eigh((side.mT @ side).flatten(0, 1))
     return values[:, -1].sqrt().view(side.shape[:2])

@@ -1,6 +1,7 @@
-"""Pure functions on batches of matrices; the leading dimension counts matrices (groups, or layers of one shape).
+"""Functions of batches of matrices. The leading dimension counts matrices: groups, or layers of one shape.
 
-Float32 products in float32, whatever the user allowed for the network.
+Matrix products of float32 are computed in float32, whatever precision the user allows for the network
+(`full_precision`).
 """
 
 from __future__ import annotations
@@ -15,63 +16,63 @@ from torch import Tensor
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Sparse gradients, as those of `nn.Embedding(sparse=True)`, as ordinary tensors."""
+    """The tensor with strides; gradients of `nn.Embedding(sparse=True)` are sparse."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 # --- products -------------------------------------------------------------------------------------------------------
 
-ALIGNED = 16  # numbers, that fill a line of a CPU's cache, or two
+CACHE_LINE = 16  # numbers that fill one or two lines of a CPU's cache
 WORTH_ALIGNING = 256  # columns
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def matmul(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, [..., a, b] and [..., b, c] with the same leading dimensions -> [..., a, c].
 
-    A CPU takes 2/3 of the time where every row of the result begins a line of its cache, and a bias makes sides of odd
-    width; where the rows of the operands begin does not matter. Compilers and autograd know no such results.
+    A bias makes sides of odd width. A CPU takes 2/3 of the time if every row of the result begins a line of its cache;
+    where the rows of the operands begin does not matter. Compilers and autograd cannot handle such results.
     """
     columns = right.shape[-1]
-    width = aligned(columns)
+    width = cache_aligned(columns)
     plain = left.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled()
     if plain or columns < WORTH_ALIGNING or width == columns:
         return left @ right
     result = left.new_empty(*left.shape[:-1], width)[..., :columns]
-    for one, other, place in zip(*(tensor.flatten(0, -3) for tensor in (left, right, result)), strict=True):
-        torch.mm(one, other, out=place)
+    for a, b, out in zip(*(tensor.flatten(0, -3) for tensor in (left, right, result)), strict=True):
+        torch.mm(a, b, out=out)
     return result
 
 
-def aligned(size: int) -> int:
-    """The next size at which a row is whole lines."""
-    return -(-size // ALIGNED) * ALIGNED
+def cache_aligned(size: int) -> int:
+    """The next size at which a row is a whole number of cache lines."""
+    return -(-size // CACHE_LINE) * CACHE_LINE
 
 
 def gram(rows: Tensor) -> Tensor:
     """Sum of rows rowsᵀ in every group: [..., g, d] -> [g, d, d]."""
-    if rows.shape[-1] == 1:  # as many products of one number as groups are slow
+    if rows.shape[-1] == 1:  # one product of two numbers a group is slow
         return rows.square().flatten(0, -3).sum(0).unsqueeze(-1)
-    columns = rows.movedim((-2, -1), (0, 1)).flatten(2)  # a view where rows lie one behind the other
-    if columns.device.type == "cpu" and columns.shape[1] >= STRIPED:
-        return by_strips(columns)
-    if len(columns) == 1:  # `mm` is as fast as can be; `bmm` with one matrix is not everywhere
+    columns = rows.movedim((-2, -1), (0, 1)).flatten(2)  # a view if the rows lie one behind the other
+    if columns.device.type == "cpu" and columns.shape[1] >= WORTH_STRIPS:
+        return gram_by_strips(columns)
+    if len(columns) == 1:  # `bmm` with one matrix is slower than `mm` on some devices
         return (columns[0] @ columns[0].mT).unsqueeze(0)
     return columns @ columns.mT
 
 
-STRIPED = 256  # columns from which on it pays
+WORTH_STRIPS = 256  # columns
 
 
-def by_strips(columns: Tensor, strips: int = 4) -> Tensor:
-    """X Xᵀ of X [g, d, n], with what lies below the diagonal copied from above: 5/8 of the products with 4 strips.
+def gram_by_strips(columns: Tensor, strips: int = 4) -> Tensor:
+    """X Xᵀ of X [g, d, n]. Entries below the diagonal are copied from above: 5/8 of the products with 4 strips.
 
-    On a CPU that takes 3/4 of the time; CUDA has more to gain from one large product.
+    On a CPU this takes 3/4 of the time. CUDA gains more from one large product.
     """
-    width = aligned(-(-columns.shape[1] // strips))
+    width = cache_aligned(-(-columns.shape[1] // strips))
     starts = range(0, columns.shape[1], width)
     above = [columns[:, start : start + width] @ columns[:, start:].mT for start in starts]
     strip = [
-        torch.cat([*(one[..., (k - j) * width :][..., :width].mT for j, one in enumerate(above[:k])), above[k]], dim=-1)
+        torch.cat([*(row[..., (k - j) * width :][..., :width].mT for j, row in enumerate(above[:k])), above[k]], dim=-1)
         for k in range(len(above))
     ]
     return torch.cat(strip, dim=-2)
@@ -87,8 +88,8 @@ def bordered(body: Tensor, border: Tensor, corner: Tensor) -> Tensor:
 # --- sides: [..., d, d], or [..., d] if diagonal --------------------------------------------------------------------
 
 
-def spread(scalars: Tensor, like: Tensor) -> Tensor:
-    """Trailing dimensions of size 1, so that the scalars of a stack broadcast with `like`."""
+def unsqueeze_like(scalars: Tensor, like: Tensor) -> Tensor:
+    """The scalars of a stack with trailing dimensions of size 1, so that they broadcast with `like`."""
     return scalars.reshape(*scalars.shape, *[1] * (like.dim() - scalars.dim()))
 
 
@@ -106,18 +107,20 @@ def damp(side: Tensor, damping: Tensor, diagonal: bool) -> Tensor:
 
 
 def multiply_left(side: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
-    return side.unsqueeze(-1) * matrix if diagonal else product(side, matrix)
+    """C W."""
+    return side.unsqueeze(-1) * matrix if diagonal else matmul(side, matrix)
 
 
 def multiply_right(matrix: Tensor, side: Tensor, diagonal: bool) -> Tensor:
-    return matrix * side.unsqueeze(-2) if diagonal else product(matrix, side)
+    """W C."""
+    return matrix * side.unsqueeze(-2) if diagonal else matmul(matrix, side)
 
 
 def pi_correction(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """π of factored Tikhonov damping (Martens & Grosse 2015, §6.3) from the sides' mean eigenvalues, elementwise.
+    """π of factored Tikhonov damping (Martens & Grosse 2015, §6.3) from the mean eigenvalues of the sides, elementwise.
 
-    √λ is split into π√λ for the input side and √λ/π for the output side, so that it weighs alike on both.
-    1 where a side is zero.
+    √λ is split into π√λ for the input side and √λ/π for the output side, so that it has the same relative weight on
+    both. π is 1 if a side is zero.
     """
     ratio = (inputs / outputs).sqrt()
     return torch.where((inputs == 0) | (outputs == 0), 1, ratio)
@@ -130,7 +133,7 @@ RESCUES = ((None, 10.0), (None, 100.0), (torch.float64, 1.0), (torch.float64, 10
 
 
 def exponent(root: Root) -> float:
-    """X with X Xᵀ = (C + λ I)^2p, or X = (C + λ I)^p."""
+    """p where X = (C + λ I)^p, or X Xᵀ = (C + λ I)^2p for a triangular factor X."""
     return {"cholesky": 0.5, "cholesky_inverse": -0.5}[root] if isinstance(root, str) else root
 
 
@@ -140,55 +143,62 @@ def diagonal_root(side: Tensor, damping: Tensor, root: Root) -> Tensor:
 
 
 def dense_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[dict[Root, Tensor], Tensor]:
-    """All the wanted roots of C + λ I for a batch of C [m, d, d] and λ [m], and which matrices came out right [m].
+    """The roots of C + λ I for a batch of C [m, d, d] and λ [m], and which matrices are valid [m].
 
-    One Cholesky decomposition serves -1 and the triangular factors; any other exponent needs eigenvalues, which then
-    serve -1 too. Does not wait for the device to learn of failures (but `eigh` itself does).
+    One Cholesky decomposition serves -1 and the triangular factors. Any other exponent needs eigenvalues, which then
+    serve -1 too. The host does not wait for the device to learn of failures, but `eigh` itself may wait.
     """
     exponents = [root for root in roots if not isinstance(root, str)]
-    found: dict[Root, Tensor] = {}
-    right = torch.ones(side.shape[0], dtype=torch.bool, device=side.device)
+    results: dict[Root, Tensor] = {}
+    valid = torch.ones(side.shape[0], dtype=torch.bool, device=side.device)
     if any(p != -1 for p in exponents):
         values, vectors = eigh(side)
         for p in exponents:
             powers = diagonal_root(values, damping, p)
-            found[p] = (vectors * powers.unsqueeze(-2)) @ vectors.mT
-    if len(found) < len(roots):
-        lower, right = cholesky(damp(side, damping, diagonal=False))
+            results[p] = (vectors * powers.unsqueeze(-2)) @ vectors.mT
+    if len(results) < len(roots):
+        lower, valid = cholesky(damp(side, damping, diagonal=False))
         if "cholesky" in roots:
-            found["cholesky"] = lower
+            results["cholesky"] = lower
         if "cholesky_inverse" in roots:
-            found["cholesky_inverse"] = invert_triangular(lower)
-        if -1.0 in roots and -1.0 not in found:
-            found[-1.0] = invert_from_cholesky(lower)
-    for matrix in found.values():
-        right = right & is_finite(matrix)
-    return found, right
+            results["cholesky_inverse"] = invert_triangular(lower)
+        if -1.0 in roots and -1.0 not in results:
+            results[-1.0] = invert_from_cholesky(lower)
+    for matrix in results.values():
+        valid = valid & is_finite(matrix)
+    return results, valid
 
 
 def is_finite(stack: Tensor) -> Tensor:
-    """Of every entry of a stack, [m, ...] -> [m], in one pass: a sum is finite only if all its terms are."""
+    """Whether all entries of each element of a stack are finite: [m, ...] -> [m].
+
+    One pass is enough, because a sum is finite only if its terms are.
+    """
     return stack.reshape(stack.shape[0], -1).sum(1).isfinite()
 
 
 def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower factors [m, d, d] and which of them are right; the others have a diagonal of ones, so that no routine
-    stumbles over a zero there."""
+    """Lower factors [m, d, d] and which of them are valid [m].
+
+    Invalid factors get a diagonal of ones, so that a triangular solve does not divide by zero.
+    """
     lower, info = torch.linalg.cholesky_ex(matrix)
     diagonal = lower.diagonal(dim1=-2, dim2=-1)
-    right = (info == 0) & is_finite(diagonal)
-    diagonal.copy_(torch.where(spread(right, diagonal), diagonal, 1))
-    return lower, right
+    valid = (info == 0) & is_finite(diagonal)
+    diagonal.copy_(torch.where(unsqueeze_like(valid, diagonal), diagonal, 1))
+    return lower, valid
 
 
 def invert_triangular(lower: Tensor) -> Tensor:
+    """L⁻¹: [m, d, d] -> the same."""
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse: Tensor = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
     return inverse
 
 
 def invert_from_cholesky(lower: Tensor) -> Tensor:
-    """(L Lᵀ)⁻¹. LAPACK does it in place at a third of the operations; CUDA has no such routine, but fast products."""
+    """(L Lᵀ)⁻¹. LAPACK computes it in place with a third of the operations. CUDA has no such routine, but fast
+    products."""
     if lower.device.type == "cpu":
         return torch.cholesky_inverse(lower)
     inverse = invert_triangular(lower)
@@ -200,17 +210,17 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     finite = is_finite(matrix)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     try:
-        values, vectors = torch.linalg.eigh(torch.where(spread(finite, matrix), matrix, identity))
-        return torch.where(spread(finite, values), values, torch.nan), vectors
+        values, vectors = torch.linalg.eigh(torch.where(unsqueeze_like(finite, matrix), matrix, identity))
+        return torch.where(unsqueeze_like(finite, values), values, torch.nan), vectors
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but not in torch's stubs
-        if len(matrix) == 1:  # who fails is known only one by one
+        if len(matrix) == 1:  # a batch does not say which of its matrices failed
             return torch.full_like(matrix[:, 0], torch.nan), torch.full_like(matrix, torch.nan)
-        values, vectors = zip(*(eigh(one) for one in torch.split(matrix, 1)), strict=True)
+        values, vectors = zip(*(eigh(single) for single in torch.split(matrix, 1)), strict=True)
         return torch.cat(values), torch.cat(vectors)
 
 
 def rescued_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`eigh`, again in float64 if it does not come out right; in the matrix's own precision. Waits for the device."""
+    """`eigh`, repeated in float64 if it fails; the result has the precision of the matrix. Waits for the device."""
     values, vectors = eigh(matrix)
     if not values.isfinite().all():
         values, vectors = eigh(matrix.double())
@@ -219,37 +229,39 @@ def rescued_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def rescued_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[dict[Root, Tensor], Tensor]:
     """`dense_roots` for matrices that failed in it: with more damping, then in float64. Waits for the device."""
-    found = {root: torch.full_like(side, torch.nan) for root in roots}
-    right = torch.zeros(side.shape[0], dtype=torch.bool, device=side.device)
+    results = {root: torch.full_like(side, torch.nan) for root in roots}
+    valid = torch.zeros(side.shape[0], dtype=torch.bool, device=side.device)
     for dtype, more in RESCUES:
-        left = (~right).nonzero().squeeze(-1)
+        left = (~valid).nonzero().squeeze(-1)
         if not len(left):
             break
         precision = dtype or side.dtype
-        again, right[left] = dense_roots(side[left].to(precision), damping[left].to(precision) * more, roots)
+        again, valid[left] = dense_roots(side[left].to(precision), damping[left].to(precision) * more, roots)
         for root, matrices in again.items():
-            found[root][left] = matrices.to(side.dtype)
-    return found, right
+            results[root][left] = matrices.to(side.dtype)
+    return results, valid
 
 
-# --- precision --------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------------------------
 
 
-BACKENDS: Any = torch.backends  # not all of it is in torch's type stubs
+TORCH_BACKENDS: Any = torch.backends  # parts of it are missing in torch's type stubs
 
 
 @contextmanager
 def full_precision(everything: bool = False) -> Iterator[None]:
-    """Float32 matrix products in float32; all settings are put back.
+    """Compute matrix products of float32 in float32. All settings are restored at the end.
 
-    A factor is decomposed later: ten bits of mantissa in it are not enough. Inside a compiled region the setting counts
-    while the region runs, and for inductor's own kernels while it compiles: enter outside of it.
+    Factors are decomposed later, and ten bits of mantissa are not enough for that. Inside a compiled region the setting
+    counts while the region runs, and for inductor's own kernels while it compiles, so enter outside of the region.
 
-    everything: convolutions and recurrent layers, too, which cuDNN computes in TF32 unless it is told otherwise.
+    Args:
+        everything: include convolutions and recurrent layers, which cuDNN otherwise computes in TF32.
     """
-    backends = [BACKENDS.cuda.matmul, BACKENDS.mkldnn.matmul]
+    backends = [TORCH_BACKENDS.cuda.matmul, TORCH_BACKENDS.mkldnn.matmul]
     if everything:
-        backends += [BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn, BACKENDS.mkldnn.conv, BACKENDS.mkldnn.rnn]
+        backends += [TORCH_BACKENDS.cudnn.conv, TORCH_BACKENDS.cudnn.rnn]
+        backends += [TORCH_BACKENDS.mkldnn.conv, TORCH_BACKENDS.mkldnn.rnn]
     before = [backend.fp32_precision for backend in backends]
     older = older_settings(everything)
     try:
@@ -266,28 +278,32 @@ def full_precision(everything: bool = False) -> Iterator[None]:
 
 
 def older_settings(everything: bool) -> list[tuple[Callable[[Any], None], Any, Any]]:
-    """(setter, the user's choice, full precision): torch raises where someone reads these and the newer ones say
-    otherwise; so it does here, if the user has set the newer ones, and these are left alone."""
-    found: list[tuple[Callable[[Any], None], Any, Any]] = []
+    """(setter, the user's choice, full precision) of torch's older API for the same settings.
+
+    torch raises RuntimeError when an older setting is read and the newer one differs. If the user has set the newer
+    ones, the older ones are therefore left alone.
+    """
+    settings: list[tuple[Callable[[Any], None], Any, Any]] = []
     with suppress(RuntimeError):
-        found.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "highest"))
+        settings.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "highest"))
     if everything:
         with suppress(RuntimeError):
-            found.append((partial(setattr, BACKENDS.cudnn, "allow_tf32"), BACKENDS.cudnn.allow_tf32, False))
-    return found
+            cudnn = TORCH_BACKENDS.cudnn
+            settings.append((partial(setattr, cudnn, "allow_tf32"), cudnn.allow_tf32, False))
+    return settings
 
 
 def full_precision_in_eager() -> AbstractContextManager[None]:
-    """Of a backward that a compiler may trace, which knows no settings: then they are those of the whole region."""
+    """`full_precision` in a backward that a compiler may trace, which does not see settings made inside."""
     return nullcontext() if torch.compiler.is_compiling() else full_precision()
 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Not `torch.backends.cudnn.flags`, which sets TF32, too, and raises where the user has set it by the newer API."""
-    before = BACKENDS.cudnn.enabled
-    BACKENDS.cudnn.enabled = False
+    """Disable cuDNN. `torch.backends.cudnn.flags` also sets TF32, and raises if the user set that by the newer API."""
+    before = TORCH_BACKENDS.cudnn.enabled
+    TORCH_BACKENDS.cudnn.enabled = False
     try:
         yield
     finally:
-        BACKENDS.cudnn.enabled = before
+        TORCH_BACKENDS.cudnn.enabled = before

@@ -1,8 +1,8 @@
-"""Tensors by name as one vector: an update is a handful of operations, however many layers there are.
+"""Vectors as dicts of tensors by parameter name.
 
-Tensors by the names of the model's parameters, and by those of the registrations, which know some only in pieces.
-
-This is where the two meet: users, gradients and optimizers have whole parameters, blocks have pieces.
+Users, gradients and optimizers name whole parameters; registrations and their blocks may name pieces of them, such as
+`w[0:64]`. `split` and `joined` translate between the two. `Flat` holds many tensors in one, so that an update of all of
+them takes a handful of operations.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Flat:
-    """Where tensors lie in a vector [P], one behind the other. shapes: theirs, by name."""
+    """The places of tensors in a vector [P], one behind the other. shapes: of the tensors, by name."""
 
     shapes: Mapping[str, torch.Size]
 
     def joined(self, tensors: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """[P], in the widest of their precisions or that of `out`, where it then is. Others may be among them."""
+        """[P], in the widest of the precisions, or in `out` if it is passed. Other names are ignored."""
         return torch.cat([tensors[name].reshape(-1) for name in self.shapes], out=out)
 
     def parts(self, vector: Tensor) -> Tensors:
-        """The inverse: views of the vector."""
+        """The inverse of `joined`: views of the vector."""
         parts = vector.split([shape.numel() for shape in self.shapes.values()])
         return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
 
     def spread(self, scalars: Mapping[str, Tensor]) -> Tensor:
-        """A 0-dim tensor for each as what to multiply a vector with: [P], or 0-dim where it is one for all."""
+        """What multiplies each tensor of a vector by its own 0-dim scalar: [P], or 0-dim if all share one scalar."""
         first, *others = (scalars[name] for name in self.shapes)
-        if all(one is first for one in others):
+        if all(scalar is first for scalar in others):
             return first
         return torch.cat([scalars[name].expand(shape.numel()) for name, shape in self.shapes.items()])
 
@@ -51,21 +51,21 @@ class Flat:
         torch._foreach_add_([tensors[name] for name in parts], list(parts.values()))
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------------------------
 
-
-SLAB = re.compile(r"(?P<parameter>.+)\[(?P<before>(?::, ?)*)(?P<start>\d*):(?P<stop>\d*)\]")
+PIECE = re.compile(r"(?P<parameter>.+)\[(?P<before>(?::, ?)*)(?P<start>\d*):(?P<stop>\d*)\]")
 
 
 def split(whole: Mapping[str, Tensor], registrations: Iterable[Registration], lead: int = 0) -> dict[str, Tensor]:
-    """By every name of the registrations; pieces are views.
+    """The tensors by the names of the registrations; pieces are views.
 
-    lead: how many dimensions are in front of those of the parameters.
+    Args:
+        lead: the number of dimensions in front of those of the parameters.
     """
     parts: dict[str, Tensor] = {}
-    for one in registrations:
-        pieces = {piece.name: piece for piece in one.pieces}
-        for name in one.parameters:
+    for registration in registrations:
+        pieces = {piece.name: piece for piece in registration.pieces}
+        for name in registration.parameters:
             piece = pieces.get(name)
             parts[name] = whole[name] if piece is None else piece.of(whole[piece.parameter], lead)
     return parts
@@ -74,37 +74,34 @@ def split(whole: Mapping[str, Tensor], registrations: Iterable[Registration], le
 def joined(
     parts: Mapping[str, Tensor], registrations: Iterable[Registration], whole: Mapping[str, Tensor], lead: int = 0
 ) -> dict[str, Tensor]:
-    """The inverse of `split`, in the order and the shapes of `whole`; zero where no piece is: nothing reads it."""
-    pieces = [piece for one in registrations for piece in one.pieces]
+    """The inverse of `split`, in the order and the shapes of `whole`. Elements that are in no piece are zero."""
+    pieces = [piece for registration in registrations for piece in registration.pieces]
     cut = {piece.parameter for piece in pieces}
-    found = {name: torch.zeros_like(tensor) if name in cut else parts[name] for name, tensor in whole.items()}
+    result = {name: torch.zeros_like(tensor) if name in cut else parts[name] for name, tensor in whole.items()}
     for piece in pieces:
-        piece.of(found[piece.parameter], lead).copy_(parts[piece.name])
-    return found
-
-
-# --- as users name them ---------------------------------------------------------------------------------------------
+        piece.of(result[piece.parameter], lead).copy_(parts[piece.name])
+    return result
 
 
 def read_piece(text: str, aliases: Mapping[str, str], parameters: Mapping[str, Tensor]) -> Piece | None:
-    """`"w[0:64]"`, `"table[:, 2:5]"`, an end left out as in Python; None if this is no piece of a parameter.
+    """Read `"w[0:64]"` or `"table[:, 2:5]"`; an end may be omitted as in Python. None if this names no piece.
 
-    Raises RegistrationError for elements that the parameter has not.
+    Raises RegistrationError for elements that the parameter does not have.
     """
-    found = SLAB.fullmatch(text)
-    if found is None or found["parameter"] not in aliases:
+    match = PIECE.fullmatch(text)
+    if match is None or match["parameter"] not in aliases:
         return None
-    name, dim = aliases[found["parameter"]], found["before"].count(",")
+    name, dim = aliases[match["parameter"]], match["before"].count(",")
     shape = tuple(parameters[name].shape)
     size = shape[dim] if dim < len(shape) else 0
-    start, stop = int(found["start"] or 0), int(found["stop"] or size)
+    start, stop = int(match["start"] or 0), int(match["stop"] or size)
     if not start < stop <= size:
         raise RegistrationError(f"{text!r}: {name} has shape {list(shape)}")
     return Piece(name, dim, start, stop)
 
 
 def piece_of_view(view: Tensor, parameters: Mapping[str, Tensor]) -> Piece | None:
-    """What `w[0:64]` shows of the parameter w; None if it shows none, or no slab of it."""
+    """The piece of a parameter that a view such as `w[0:64]` shows; None if it shows anything else."""
     for name, parameter in parameters.items():
         memory = parameter.untyped_storage().data_ptr()
         if memory and memory == view.untyped_storage().data_ptr():
@@ -116,6 +113,6 @@ def piece_of_view(view: Tensor, parameters: Mapping[str, Tensor]) -> Piece | Non
 
 
 def overlap(first: Piece, second: Piece) -> bool:
-    """Whether two pieces of one parameter, cut along one dimension or not, have elements in common."""
+    """Whether two pieces have elements in common; pieces along different dimensions of a parameter always have."""
     apart = first.dim == second.dim and (first.stop <= second.start or second.stop <= first.start)
     return first.parameter == second.parameter and not apart

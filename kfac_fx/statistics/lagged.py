@@ -1,11 +1,11 @@
-"""What series blocks need beside the statistics of single uses: sums over pairs of rows of consecutive uses.
+"""The additional statistics of series blocks: sums over pairs of rows of consecutive uses.
 
     A1  Σ r_t+1 r_tᵀ        G1  Σ d_t+1 d_tᵀ        pairs  Σ 1
 
-over all cases, positions and pairs of uses one step apart, the later one on the left. With `count` rows in all, and not
-one use less, in the denominator they are moments of sequences with zeros before and behind (a use without a neighbor
-has a neighbor of zeros), so that [[A, A1ᵀ], [A1, A]] has no negative eigenvalues, whatever the batch is. A sequence has
-one pair less than it has rows, so the mean length of the sequences is count / (count - pairs).
+over all cases, positions and pairs of uses one step apart, the later use on the left. The sums are divided by the
+`count` of all rows. They are thus moments of sequences with zeros before and behind: a use without a neighbor has a
+neighbor of zeros. So [[A, A1ᵀ], [A1, A]] has no negative eigenvalues in any batch. A sequence has one pair less than
+rows, so the mean length of the sequences is count / (count - pairs).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kfac_fx.statistics.row_sums import Matrix, Rows, Shape, homogeneous
 
 @dataclass(frozen=True)
 class Lagged:
-    """`shape(matrix)` is the shape of what `compute(later, earlier)` returns; matrix: (g, o, i) with bias."""
+    """`compute(later, earlier)` returns a tensor of the shape `shape(matrix)`; matrix: (g, o, i) with the bias."""
 
     shape: Callable[[Matrix], Shape]
     compute: Callable[[Rows, Rows], Tensor]
 
 
 def input_lag(later: Rows, earlier: Rows) -> Tensor:
-    if later.x.shape[0] == earlier.x.shape[0] == 1 and later.kept is None:
+    if later.x.shape[0] == earlier.x.shape[0] == 1 and later.mask is None:
         return cross(homogeneous(later), homogeneous(earlier)) * later.repeats
     return cross(*(homogeneous(rows).expand(rows.d.shape[0], -1, -1, -1) for rows in (later, earlier)))
 
@@ -38,9 +38,9 @@ def gradient_lag(later: Rows, earlier: Rows) -> Tensor:
 
 
 def pairs(later: Rows, earlier: Rows) -> Tensor:
-    if later.kept is None or earlier.kept is None:
+    if later.mask is None or earlier.mask is None:
         return later.d.new_full((), later.d.shape[0] * later.d.shape[1])
-    return (later.kept & earlier.kept).sum().to(later.d.dtype)
+    return (later.mask & earlier.mask).sum().to(later.d.dtype)
 
 
 LAGGED = {
@@ -58,18 +58,20 @@ def cross(later: Tensor, earlier: Tensor) -> Tensor:
 
 
 def unfolded(rows: Rows, steps: int, in_positions: bool) -> tuple[Rows, Rows]:
-    """(all later uses, all earlier ones) of `steps` uses that lie one after another in the rows of one, in time-major
-    order: along the cases [T·N, S] or, `in_positions`, along the positions [N, T·S]."""
+    """(the rows of all later uses, the rows of all earlier ones) of `steps` uses whose rows lie behind each other.
+
+    The order is time-major: along the cases [T·N, S], or along the positions [N, T·S] if `in_positions`.
+    """
 
     def by_time(tensor: Tensor) -> Tensor:
-        found: Tensor = tensor.unflatten(int(in_positions), (steps, -1))
-        return found.movedim(int(in_positions), 0)
+        by_step: Tensor = tensor.unflatten(int(in_positions), (steps, -1))
+        return by_step.movedim(int(in_positions), 0)
 
     x, d = by_time(rows.expanded()), by_time(rows.d)
-    kept = None if rows.kept is None else by_time(rows.kept)
+    mask = None if rows.mask is None else by_time(rows.mask)
 
-    def taken(steps: slice) -> Rows:
-        own = None if kept is None else kept[steps].flatten(0, 1)
-        return Rows(x[steps].flatten(0, 1), d[steps].flatten(0, 1), rows.bias, rows.matrix, own)
+    def at(steps: slice) -> Rows:
+        mask_at = None if mask is None else mask[steps].flatten(0, 1)
+        return Rows(x[steps].flatten(0, 1), d[steps].flatten(0, 1), rows.bias, rows.matrix, mask_at)
 
-    return taken(slice(1, None)), taken(slice(None, -1))
+    return at(slice(1, None)), at(slice(None, -1))

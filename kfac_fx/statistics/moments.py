@@ -1,4 +1,4 @@
-"""What a batch leaves behind: sums over its cases, or the promise of them while the backward is still to come."""
+"""The statistics of one batch: `Moments`, or a `Ride` while the user's backward is still to come."""
 
 from __future__ import annotations
 
@@ -15,24 +15,16 @@ from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.row_sums import whole
 
-Key = tuple[str, ...]
+Key = tuple[str, ...]  # the names of the parameters of a registration
 POWER_OF_GRADIENT = {
-    "count": 0,
-    "A": 0,
-    "A_diag": 0,
-    "A1": 0,
-    "G": 2,
-    "G1": 2,
-    "pairs": 0,
-    "G_diag": 2,
-    "square": 2,
-    "outer": 2,
-    "per_case": 1,
-    "gradient": 1,
-}  # of the output gradient
+    **dict.fromkeys(("count", "A", "A_diag", "A1", "pairs"), 0),
+    **dict.fromkeys(("per_case", "gradient"), 1),
+    **dict.fromkeys(("G", "G_diag", "G1", "square", "outer"), 2),
+}
 
 
 def power_of_gradient(statistic: str) -> int:
+    """The power p of the output gradient in a statistic: a loss times s makes the statistic times s^p."""
     return POWER_OF_GRADIENT[whole(statistic)]
 
 
@@ -40,9 +32,11 @@ def power_of_gradient(statistic: str) -> int:
 class Moments:
     """Statistics of one batch, summed over its cases.
 
-    statistics: by the registrations' parameters; for a generic one {"gradient": flat gradient of the loss's sum}.
-    cases: how many terms the loss's mean has; what the statistics are to be divided by.
-    gradients: of the parameters by name, summed over sources, if asked for.
+    Attributes:
+        statistics: by the parameters of the registrations; of a generic one {"gradient": the flat gradient of the sum
+            of the losses}.
+        cases: the number of terms in the mean of the loss; the statistics will be divided by it.
+        gradients: of the parameters by name, summed over sources, if they were requested.
     """
 
     statistics: dict[Key, dict[str, Tensor]]
@@ -52,22 +46,29 @@ class Moments:
 
 @dataclass
 class Ride:
-    """Statistics that the user's own backward will leave in `probes`."""
+    """The statistics that the user's own backward will leave in the `.grad` of probes.
+
+    Attributes:
+        probes: of every registration, by the name of the statistic.
+        generic: views of the generic parameters, which hold the gradient of this forward alone.
+        cases: the number of cases of this forward.
+        backwards: how often a backward reached the probes of a registration.
+    """
 
     probes: list[dict[str, Tensor]]
     registrations: tuple[Registration, ...]
-    generic: Mapping[str, Tensor]  # views of the generic parameters, which keep this forward's gradient
+    generic: Mapping[str, Tensor]
     cases: int
-    backwards: Counter[Key] = field(default_factory=Counter)  # that reached the probes of a registration
+    backwards: Counter[Key] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        for one, probes in zip(self.registrations, self.probes, strict=True):
+        for registration, probes in zip(self.registrations, self.probes, strict=True):
             for probe in list(probes.values())[:1]:
                 if probe.requires_grad:
-                    probe.register_hook(partial(counted, self.backwards, one.parameters))
+                    probe.register_hook(partial(count_backward, self.backwards, registration.parameters))
 
     def check_backwards(self) -> None:
-        """Raises RuntimeError after a second backward of this forward, for squares of gradients do not add up."""
+        """Raises RuntimeError after a second backward of this forward, because squares of gradients do not add up."""
         if twice := [", ".join(key) for key, times in self.backwards.items() if times > 1]:
             raise RuntimeError(
                 "the empirical Fisher is recorded in one backward of a forward, and there were "
@@ -76,39 +77,48 @@ class Ride:
             )
 
     def moments(self, reduction: str = "mean", cases: int | None = None) -> Moments:
-        """What the backward recorded, for the gradient of the sum over cases whatever the user's `reduction` was:
-        a gradient that is `cases` times too small gives second moments that are `cases`² times too small.
+        """The recorded statistics, for the gradient of the sum over cases.
 
-        cases: of the user's mean, where there are more in it than those of this forward.
+        The gradient of a mean over N cases is N times smaller, so its second moments are multiplied by N².
+
+        Args:
+            reduction: "mean" or "sum", of the loss that the user trains.
+            cases: the number of cases of the user's mean, if that contains more than this forward.
+
+        Raises:
+            RuntimeError: see `check_backwards`.
         """
         self.check_backwards()
         scale = float(self.cases if cases is None else cases) if reduction == "mean" else 1.0
         statistics: dict[Key, dict[str, Tensor]] = {}
-        for one, probes in zip(self.registrations, self.probes, strict=True):
-            if one.generic:
-                whole = {name: self.gradient(name) for name in one.owners}
-                statistics[one.parameters] = {"gradient": flat(list(split(whole, [one]).values())) * scale}
+        for registration, probes in zip(self.registrations, self.probes, strict=True):
+            if registration.generic:
+                gradients = {name: self.gradient(name) for name in registration.owners}
+                pieces = list(split(gradients, [registration]).values())
+                statistics[registration.parameters] = {"gradient": flat(pieces) * scale}
                 continue
             sums = {
                 name: probe.grad if probe.grad is not None else torch.zeros_like(probe)
                 for name, probe in probes.items()
             }
-            statistics[one.parameters] = {
+            statistics[registration.parameters] = {
                 name: value * scale**power if (power := power_of_gradient(name)) else value
                 for name, value in sums.items()
             }
         return Moments(statistics, self.cases)
 
     def gradient(self, name: str) -> Tensor:
+        """The gradient of this forward for a generic parameter; zero if the backward did not reach it."""
         view = self.generic[name]
         return torch.zeros_like(view) if view.grad is None else dense(view.grad)
 
 
-def counted(backwards: Counter[Key], key: Key, gradient: Tensor) -> None:
+def count_backward(backwards: Counter[Key], key: Key, gradient: Tensor) -> None:
+    """A hook of a probe."""
     backwards[key] += 1
 
 
 def flat(gradients: Sequence[Tensor]) -> Tensor:
-    """One vector, in float32 at least, as all statistics are."""
-    vector = torch.cat([one.reshape(-1) for one in gradients])
+    """The gradients as one vector, in float32 at least, as all statistics are."""
+    vector = torch.cat([gradient.reshape(-1) for gradient in gradients])
     return vector.to(torch.promote_types(vector.dtype, torch.float32))

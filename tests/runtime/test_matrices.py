@@ -38,18 +38,18 @@ def spd(batch: int, d: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def test_a_product_is_one_whatever_rows_its_result_has(columns: int) -> None:
     left, right = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(2, 3, 5, columns, dtype=torch.float64)
     with torch.no_grad():
-        found = linalg.product(left, right)
+        found = linalg.matmul(left, right)
     torch.testing.assert_close(found, torch.einsum("lgab,lgbc->lgac", left, right))
-    assert columns < linalg.WORTH_ALIGNING or found.stride(-2) % linalg.ALIGNED == 0
+    assert columns < linalg.WORTH_ALIGNING or found.stride(-2) % linalg.CACHE_LINE == 0
 
 
 def test_a_product_with_wide_rows_has_a_gradient_and_no_graph_break() -> None:
     left, right = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 3, linalg.WORTH_ALIGNING + 1, requires_grad=True)
-    linalg.product(left, right).sum().backward()
+    linalg.matmul(left, right).sum().backward()
     assert right.grad is not None
     torch.testing.assert_close(right.grad, left.sum(-2).unsqueeze(-1).expand_as(right))
     with torch.no_grad():
-        compiled = torch.compile(linalg.product, backend="eager", fullgraph=True)
+        compiled = torch.compile(linalg.matmul, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(left, right), left @ right)
 
 
@@ -60,13 +60,13 @@ def test_gram_sums_outer_products(groups: int, d: int) -> None:
     torch.testing.assert_close(gram(rows), torch.einsum("ngi,ngj->gij", rows, rows))
 
 
-@pytest.mark.parametrize("d", [linalg.STRIPED, linalg.STRIPED + 3])
+@pytest.mark.parametrize("d", [linalg.WORTH_STRIPS, linalg.WORTH_STRIPS + 3])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_gram_of_many_columns_is_symmetric_and_the_same(groups: int, d: int) -> None:
     rows = torch.randn(5, 2, groups, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = gram(rows)
     torch.testing.assert_close(found, torch.einsum("nsgi,nsgj->gij", rows, rows))
-    width = linalg.aligned(-(-d // 4))
+    width = linalg.cache_aligned(-(-d // 4))
     assert torch.equal(found[:, width:, :width], found[:, :width, width:].mT)
 
 
