@@ -1,13 +1,13 @@
-"""Fisher blocks: one registration's part of the Fisher matrix, as an operator on vectors of its parameters.
+"""Fisher blocks: the part of the Fisher matrix of one registration, as an operator on vectors of its parameters.
 
-No block knows any layer: a registration says what its matrix is and how it is approximated, and that is all.
+Blocks do not know layers. They read the matrix and the approximation from the registration.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from torch import Tensor
 from kfac_fx.blocks.series import SeriesGroup
 from kfac_fx.factors.factor import Factor, Failures, NotRegisteredError, additive
 from kfac_fx.factors.inverses import Inverter
-from kfac_fx.factors.stacks import BlockGroup, Form, Vector
+from kfac_fx.factors.stacks import BlockGroup, Vector, VectorForm
 from kfac_fx.factors.sua import UncorrelatedGroup
 from kfac_fx.factors.wide import WideGroup, in_blocks
 from kfac_fx.linalg.matrices import Root, dense
-from kfac_fx.linalg.vectors import split
+from kfac_fx.linalg.vectors import Flat, split
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
 
@@ -30,36 +30,36 @@ GROUPS: Mapping[str, type[BlockGroup]] = {  # by `Approximation.group`
 }
 
 
-@dataclass(frozen=True)
-class FlatForm:
+class ColumnForm(Flat):
     """Generic parameters, flattened and concatenated in order: one column [1, p, 1]."""
-
-    shapes: Mapping[str, torch.Size]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return 1, sum(shape.numel() for shape in self.shapes.values()), 1
 
     def pack(self, tensors: Vector) -> Tensor:
-        return torch.cat([tensors[name].flatten() for name in self.shapes]).view(self.shape)
+        return self.joined(tensors).view(self.shape)
 
     def unpack(self, matrix: Tensor) -> dict[str, Tensor]:
-        parts = torch.split(matrix.flatten(), [shape.numel() for shape in self.shapes.values()])
-        return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
+        return self.parts(matrix.flatten())
 
 
-def form_of(registration: Registration, parameters: Vector) -> Form:
+def vector_form(registration: Registration, parameters: Vector) -> VectorForm:
+    """How the parameters of a registration become a matrix [g, o, i]."""
     if registration.matrix is not None:
         return registration.matrix
-    return FlatForm({name: parameters[name].shape for name in registration.parameters})
+    return ColumnForm({name: parameters[name].shape for name in registration.parameters})
 
 
 class Operator(ABC):
-    """F + λ I, of one block or of all. Vectors are dicts of tensors shaped as the parameters, by name.
+    """F + λ I of one block or of all blocks. Vectors are dicts of tensors of the shapes of the parameters, by name.
 
-    Powers other than 1 are those of the last `update_inverses`, with the damping of that time; the power 1 takes the
-    present factors and damping. Products raise NotRegisteredError, a KeyError, for a root that is not kept and for a
-    vector that does not fit, and FactorNotReady before the first update.
+    Powers other than 1 are those of the last `update_inverses`, with the damping of that time. The power 1 uses the
+    present factors and damping.
+
+    All products raise:
+        NotRegisteredError: a KeyError; the root is not kept, or the vector does not fit.
+        FactorNotReady: there was no first update.
     """
 
     @abstractmethod
@@ -74,19 +74,23 @@ class Operator(ABC):
         return self._multiply(vector, -1.0)
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
-        """L v or Lᵀ v with L Lᵀ = F + λ I; of series L is not triangular."""
+        """L v or Lᵀ v with L Lᵀ = F + λ I. L of a series block is not triangular."""
         return self._multiply(vector, "cholesky", transpose)
 
     def multiply_cholesky_inverse(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
-        """L⁻¹ v or L⁻ᵀ v; L⁻ᵀ of white noise has the covariance (F + λ I)⁻¹."""
+        """L⁻¹ v or L⁻ᵀ v. L⁻ᵀ times white noise has the covariance (F + λ I)⁻¹."""
         return self._multiply(vector, "cholesky_inverse", transpose)
 
 
 class FisherBlock(Operator):
-    """One block of a group of equals.
+    """One block of a group.
 
-    factors: "A", "G" and "positions" of a Kronecker product, else "F"; scale and shapes: `kfac_fx.factors.factor`.
-    statistics: what a recorder must sum for it (`kfac_fx.statistics.row_sums`); () if it needs the gradient.
+    Attributes:
+        registration: its uses, matrix and approximation.
+        factors: "A", "G" and "positions" of a Kronecker product, otherwise "F"; scale and shapes:
+            `kfac_fx.factors.factor`.
+        statistics: the names of the sums that it needs (`kfac_fx.statistics.row_sums`); () if it needs the gradient.
+        group: the stack that the block lies in; member: its place there.
     """
 
     def __init__(self, group: BlockGroup, index: int) -> None:
@@ -106,18 +110,16 @@ class FisherBlock(Operator):
         return f"FisherBlock({self.registration}, {self.registration.approximation}, {list(self.group.shape)})"
 
     def update(self, moments: Mapping[str, Tensor], cases: int, *, decay: float, weight: float = 1.0) -> None:
-        """Average the moments of one batch of `cases` cases into the factors; not if they are not finite."""
+        """Average the moments of a batch of `cases` cases into the factors; moments that are not finite are skipped."""
         sums = [additive(self.registration.structure, moments)]
         self.group.update(sums, cases, decay=decay, weight=weight, members=self.member)
 
     def update_inverses(self) -> None:
-        """Of this block and those that share its group."""
+        """Decompose the damped factors of this block and of all others in its group."""
         Inverter([self.group], tuple(self.group.roots)).update()
 
-    # --- products: those of `kfac_fx.factors.stacks` ------------------------------------------------------------------
-
     def multiply_matpower(self, vector: Vector, exp: float) -> dict[str, Tensor]:
-        """(F + λ I)^exp v. Raises NotRegisteredError for a power that is not kept."""
+        """(F + λ I)^exp v."""
         return self._multiply(vector, float(exp))
 
     @torch.no_grad()
@@ -129,11 +131,11 @@ class FisherBlock(Operator):
 
     @property
     def failures(self) -> Failures:
-        """What went wrong with this block so far; waits for the device."""
+        """The failures of this block so far; waits for the device."""
         return self.group.failures(self.member)
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of the block by name, sharing memory; "ready": were the factors updated, the inverses."""
+        """All tensors of the block by name, sharing memory; "ready": whether there are factors, and inverses."""
         group, index = self.group, self.member.start
         state = {"ready": torch.tensor([group.updated, group.inverted])}
         state |= {name: getattr(group, name)[index] for name in ("skipped", "failed")}
@@ -144,25 +146,35 @@ class FisherBlock(Operator):
         return state
 
     def full_fisher_block(self) -> Tensor:
-        """The undamped block [g·o·i, g·o·i] in the order of the flattened matrix (generic: of the parameters)."""
+        """The undamped block [g·o·i, g·o·i], in the order of the flattened matrix [g, o, i].
+
+        Raises FactorNotReady before the first update.
+        """
         return self.group.dense(self.member.start)
 
 
 def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
-    """Raises NotRegisteredError with all culprits: names that are missing, tensors of another shape than the
-    parameter's and, if the vector is of these parameters alone, other names; TypeError for anything but a mapping."""
+    """Check that a vector has a tensor of the right shape for every parameter.
+
+    Args:
+        alone: other names are errors, too.
+
+    Raises:
+        NotRegisteredError: with all names that are missing, unknown or of another shape.
+        TypeError: the vector is not a mapping.
+    """
     if not isinstance(vector, Mapping):
-        raise TypeError(f"a vector is a dict of tensors by parameter name, and not a {type(vector).__name__}")
+        raise TypeError(f"a vector is a dict of tensors by parameter name, not a {type(vector).__name__}")
     missing, unknown = sorted(shapes.keys() - vector.keys()), sorted(vector.keys() - shapes.keys()) if alone else []
-    other = [name for name in shapes if name in vector and tuple(vector[name].shape) != tuple(shapes[name])]
-    if not (missing or unknown or other):
+    misshapen = [name for name in shapes if name in vector and tuple(vector[name].shape) != tuple(shapes[name])]
+    if not (missing or unknown or misshapen):
         return
     lines = ["the vector does not fit the registered parameters:"]
     lines += [f"  missing  {name}" for name in missing]
     lines += [f"  unknown  {name}{f'.{guess}' if (guess := nearest(name, missing)) else ''}" for name in unknown]
-    lines += [f"  {name} is {list(vector[name].shape)}, and the parameter {list(shapes[name])}" for name in other]
+    lines += [f"  {name} is {list(vector[name].shape)}, the parameter {list(shapes[name])}" for name in misshapen]
     if unknown:  # frozen parameters, or those that `variables` leaves out
-        lines.append("A vector has the parameters that are estimated, and no others: estimator.parameters.")
+        lines.append("Pass only the parameters that are estimated: estimator.parameters.")
     raise NotRegisteredError("\n".join(lines))
 
 
@@ -189,37 +201,38 @@ def make_groups(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[BlockGroup]:
-    """Registrations of one approximation and equal matrices in one group, in the order of their first members.
+    """Groups of registrations with one approximation and equal matrices, in the order of their first members.
 
-    dtype, device: of the factors; None: the parameters', but at least float32.
+    Args:
+        roots: the exponents to keep besides 1, "cholesky" and "cholesky_inverse".
+        damping: λ, a 0-d tensor, which the groups share.
+        dtype: of the factors; None: that of the parameters, but at least float32.
+        device: of the factors; None: that of the parameters.
     """
-
-    def key(one: Registration) -> tuple[object, ...]:
-        example = parameters[one.parameters[0]]
-        place = dtype or torch.promote_types(example.dtype, torch.float32), device or example.device
-        group, sides = group_class(one), (one.structure.left, one.structure.right)
-        return group, group.alike_in(one), sides, one.generic, form_of(one, parameters).shape, place
-
-    found: dict[tuple[object, ...], list[Registration]] = {}
     parameters = split(parameters, registrations := list(registrations))
+    members: dict[tuple[Any, ...], list[Registration]] = {}
     for registration in registrations:
-        found.setdefault(key(registration), []).append(registration)
-    groups = []
-    for members in found.values():
-        example = parameters[members[0].parameters[0]]
-        group = group_class(members[0])(
-            members,
-            [form_of(one, parameters) for one in members],
+        example, approximation = parameters[registration.parameters[0]], registration.structure
+        factor_dtype = dtype or torch.promote_types(example.dtype, torch.float32)
+        group, sides = group_class(registration), (approximation.left, approximation.right)
+        shape = vector_form(registration, parameters).shape
+        alike = group.alike_in(registration), sides, registration.generic, shape
+        members.setdefault((group, factor_dtype, device or example.device, alike), []).append(registration)
+    return [
+        group(
+            registrations,
+            [vector_form(registration, parameters) for registration in registrations],
             roots=roots,
             damping=damping,
-            dtype=dtype or torch.promote_types(example.dtype, torch.float32),
-            device=device or example.device,
+            dtype=factor_dtype,
+            device=factor_device,
         )
-        groups.append(group)
-    return groups
+        for (group, factor_dtype, factor_device, _), registrations in members.items()
+    ]
 
 
 def group_class(registration: Registration) -> type[BlockGroup]:
+    """The class that stacks the block of a registration."""
     return GROUPS[registration.structure.group] if registration.blocks == (1, 1) else WideGroup
 
 
@@ -232,7 +245,7 @@ def make_block(
     damping: float | Tensor = 0.0,
     roots: Sequence[Root] = (-1.0,),
 ) -> FisherBlock:
-    """A block on its own; see `make_groups`. roots: exponents to keep besides 1, "cholesky", "cholesky_inverse"."""
+    """A single block; see `make_groups`."""
     damping = damping if isinstance(damping, Tensor) else torch.tensor(damping, dtype=torch.float64)
     (group,) = make_groups([registration], parameters, roots=roots, damping=damping, dtype=dtype, device=device)
     return FisherBlock(group, 0)

@@ -1,1 +1,1 @@
-"""Moving averages of statistics, in stacks of equals, and their decompositions."""
+"""Moving averages of statistics, stacked over blocks of equal shape, and their decompositions."""

@@ -1,21 +1,19 @@
-"""Factors: what the project keeps of the statistics of all batches, as plain named tensors of a documented scale.
+"""Factors: running averages of statistics over batches, as named tensors of a documented scale.
 
-**The normalization, said once.** Gradient rows are of the loss summed over cases. With N cases and M rows over all
-uses of a registration (M = N for a plain linear layer, N times the output pixels for a convolution, N times the uses
-for a shared layer), the sums of `statistics` become
+**Normalization.** Gradient rows are gradients of the loss summed over cases. Let N be the number of cases, and M the
+number of rows over all uses of a registration: M = N for a plain linear layer, N times the output pixels for a
+convolution, N times the uses for a shared layer. The sums of `statistics` become
 
     A = Σ r rᵀ / M,   G = Σ d dᵀ / M,   positions c = M / N,   and the block is F = c A ⊗ G;
     F = Σ_n p_n p_nᵀ / N (full) or its diagonal, from per-case gradients p_n;
     F = g gᵀ / N (full) or its diagonal for generic parameters, from the gradient g of the summed loss.
 
-For series of uses there are A1 and G1 besides, from products of consecutive rows, also divided by M, and the number of
-such pairs, divided by N as positions are (`kfac_fx.statistics.lagged`).
-For "kron_sua" and its kin the rows of A are the input's pixels with a 1 appended, and A is their mean
-(`kfac_fx.factors.sua`).
+Series of uses also have A1 and G1, from products of consecutive rows, divided by M, and the number of such pairs,
+divided by N as positions are (`kfac_fx.statistics.lagged`). For "kron_sua" and its variants the rows of A are the
+pixels of the input with a 1 appended, and A is their mean (`kfac_fx.factors.sua`).
 
-Every factor is a running average of these values over batches with weights 1, decay, decay², ...: it is free of bias
-from the start, and equals the first batch's value after the first update. A batch without rows has no mean of them and
-only lowers c.
+Every factor is a running average of these values over batches with weights 1, decay, decay², ... It has no bias towards
+zero: after the first update it equals the value of the first batch. A batch without rows lowers c only.
 
 Sources: Martens & Grosse 2015, sections 3 and 5; Grosse & Martens 2016, equation 23, whose A and G are here divided by
 the positions; Martens, Ba & Johnson 2018, for several uses.
@@ -33,14 +31,12 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import Root, unsqueeze_like
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import FactorNotReady
-from kfac_fx.statistics.row_sums import whole
-
-Shape = tuple[int, ...]
+from kfac_fx.statistics.row_sums import Shape, whole
 
 
 @dataclass
 class Stack:
-    """One factor of L blocks: moment [L, *shape] and total_weight [L]. The average is moment / total_weight."""
+    """One factor of L blocks: moment [L, *shape] and total_weight [L], whose quotient is the average."""
 
     moment: Tensor
     total_weight: Tensor
@@ -54,7 +50,7 @@ class Stack:
 
     @property
     def value(self) -> Tensor:
-        """[L, *shape]; NaN where no update was accepted yet."""
+        """The averages [L, *shape]; NaN before the first accepted update of a block."""
         return self.moment / unsqueeze_like(self.total_weight, self.moment)
 
     def __getitem__(self, members: slice) -> Stack:
@@ -62,23 +58,29 @@ class Stack:
         return Stack(self.moment[members], self.total_weight[members])
 
     def update(self, batch: Tensor, accepted: Tensor, decay: float, weight: float, anew: Tensor | None = None) -> None:
-        """moment <- decay moment + weight batch, for the accepted blocks [L]; nothing of the others changes.
+        """moment <- decay moment + weight batch, for the accepted blocks [L]; the others do not change.
 
-        anew: [L], of which blocks nothing is kept.
+        Args:
+            anew: [L], the blocks whose past is dropped.
         """
         decays = torch.full_like(self.total_weight, decay)
-        kept = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
+        decays = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
         added = torch.where(unsqueeze_like(accepted, batch), batch, 0)
-        self.moment.mul_(unsqueeze_like(kept, self.moment)).add_(added, alpha=weight)
-        self.total_weight.mul_(kept).add_(accepted.to(kept.dtype), alpha=weight)
+        self.moment.mul_(unsqueeze_like(decays, self.moment)).add_(added, alpha=weight)
+        self.total_weight.mul_(decays).add_(accepted.to(decays.dtype), alpha=weight)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One block's factor: a view into its stack, which sees what is written in place to `moment` or `total_weight`."""
+    """The factor of one block, a view into its stack: writing to `moment` or `total_weight` in place changes the block.
+
+    Attributes:
+        owner: the registration, for errors.
+        index: the place of the block in the stack.
+    """
 
     name: str
-    owner: str  # the registration, for errors
+    owner: str
     stack: Stack
     index: int
 
@@ -92,7 +94,7 @@ class Factor:
 
     @property
     def value(self) -> Tensor:
-        """Raises FactorNotReady before the first update; reads from the device."""
+        """The average. Raises FactorNotReady before the first update; waits for the device."""
         if not self.total_weight.item():
             raise FactorNotReady(
                 f"factor {self.name} of {self.owner} read before its first update: "
@@ -101,18 +103,23 @@ class Factor:
         return self.moment / self.total_weight
 
 
-# --- what may go wrong ------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------------------------
 
 
 class Failures(NamedTuple):
-    """decompositions: blocks that kept their last good inverse; updates: of a block, skipped as not finite."""
+    """The numbers of failures so far.
+
+    Attributes:
+        decompositions: failed decompositions, after which a block used its last valid inverse.
+        updates: updates of a block that were skipped because they were not finite.
+    """
 
     decompositions: int
     updates: int
 
 
 class NotRegisteredError(KeyError):
-    """A power, or a Cholesky factor, that the estimator was not asked to keep; or a vector that does not fit it."""
+    """A power or Cholesky factor that the estimator does not keep, or a vector or key that does not fit its blocks."""
 
     __module__ = "kfac_fx"
 
@@ -121,23 +128,25 @@ class NotRegisteredError(KeyError):
 
 
 def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
+    """The message of NotRegisteredError for a root that is not among `roots`."""
     if isinstance(root, str):
         return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
-    exps = tuple(sorted({kept for kept in roots if not isinstance(kept, str)} | {root}))
+    exps = tuple(sorted({exp for exp in roots if not isinstance(exp, str)} | {root}))
     return f"the power {root:g} is not kept: pass exps={exps} to FisherEstimator."
 
 
-# --- from sums over rows to the values of one batch -------------------------------------------------------------------
+# --- from sums over rows to the values of one batch -----------------------------------------------------------------
 
 
 def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moments that micro-batches and processes may add up: per-case gradients become the statistic of the factor F.
+    """The moments of one block in a form that adds up over micro-batches and processes, by the names of statistics.
 
-    The gradient of generic parameters stays as it is, since it is squared when the batch is complete.
+    Per-case gradients become the statistic of the factor F. The gradient of generic parameters does not change, because
+    it is squared when the batch is complete.
     """
     sums = {whole(name): moment for name, moment in moments.items() if name != "per_case"}
     if "square" in sums:
-        sums["square"] = sums["square"].flatten()  # as the squares of several uses' sums are
+        sums["square"] = sums["square"].flatten()  # as it is when it comes from per-case gradients
     if "per_case" in moments:
         p = moments["per_case"].flatten(0, -2)
         sums[approximation.left.statistic] = p.square().sum(0) if approximation.left.diagonal else p.mT @ p
@@ -145,14 +154,14 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
 
 
 def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
-    """The factors of one batch for a stack of blocks [L, ...]: the division of the module's docstring."""
+    """The factors of one batch for a stack of blocks, from sums [L, ...]: the division of the module's docstring."""
     left, right = approximation.left, approximation.right
     if right is not None:
-        rows = sums["count"].clamp(min=1)  # no rows: the sums are zero, and the update is not accepted
-        sides = {
+        rows = sums["count"].clamp(min=1)  # without rows the sums are zero, and the update is not accepted
+        means = {
             side.factor: sums[side.statistic] / unsqueeze_like(rows, sums[side.statistic]) for side in (left, right)
         }
-        return {**sides, "positions": sums["count"] / cases}
+        return {**means, "positions": sums["count"] / cases}
     if "gradient" in sums:
         g = sums["gradient"]  # [L, p], or [L, k, p] of k cotangents
         g = g.unsqueeze(1) if g.dim() == 2 else g

@@ -1,24 +1,23 @@
-"""Spatially uncorrelated activations: a convolution's input factor from pixels in the place of patches.
+"""Spatially uncorrelated activations: the input factor of a convolution, from pixels instead of patches.
 
-If activations at different places are uncorrelated and all have the same mean μ [C] and covariance Σ [C, C] (Grosse &
-Martens 2016, section 4.2, theorem 4), the second moment of a patch of K places, with the bias column, is
+Assume that activations at different places are uncorrelated and have the same mean μ [C] and covariance Σ [C, C]
+(Grosse & Martens 2016, section 4.2, theorem 4). Then the second moment of a patch of K places, with the bias column, is
 
     A = Σ ⊗ I_K ⊕ [0] + m mᵀ,    m = [μ ⊗ 1_K; 1]
 
-With e = 1_K / √K every patch splits into its mean over places, along e, and what is orthogonal to it. There A is
+Let e = 1_K / √K. Every patch is the sum of its mean over places, along e, and a part orthogonal to e. There A is
 
     Σ                                                     K - 1 times, orthogonal to e: the part "centered"
     B = [[Σ + K μ μᵀ, √K μ], [√K μᵀ, 1]]                  once, along e, with the bias: the part "mean"
 
-so all roots of A + λ I are those of Σ + λ I and B + λ I, matrices as wide as there are channels, for products a K-th as
-long. The triangular factors are triangular in these parts; L Lᵀ = A + λ I holds as always.
+so the roots of A + λ I follow from those of Σ + λ I and B + λ I, whose width is the number of channels, and products
+take a K-th of the operations. The triangular factors are triangular in these parts; L Lᵀ = A + λ I holds as always.
 
-Two relatives of "kron_sua" leave μ out of m, so that B = [[Σ, 0], [0, 1]]: "kron_sua_zero_mean" takes the mean to be
-zero, and Σ to be the second moment of pixels; "kron_sua_centered" keeps the covariance, as if the mean had been
-subtracted before.
+Two variants of "kron_sua" leave μ out of m, so that B = [[Σ, 0], [0, 1]]. "kron_sua_zero_mean" assumes a mean of zero,
+so Σ is the second moment of pixels. "kron_sua_centered" uses the covariance, as if the mean had been subtracted.
 
-The factor that is averaged is the second moment of pixels with a 1 appended, [[Σ + μ μᵀ, μ], [μᵀ, 1]]: [g, C+1, C+1].
-Padding is not looked at, and a stride neither: every pixel of the input counts once.
+The averaged factor is the second moment of pixels with a 1 appended, [[Σ + μ μᵀ, μ], [μᵀ, 1]]: [g, C+1, C+1]. Padding
+and strides are ignored: every pixel of the input counts once.
 """
 
 from __future__ import annotations
@@ -36,11 +35,12 @@ from kfac_fx.passes.approximations import INPUTS, KRON_SUA, KRON_SUA_ZERO_MEAN, 
 from kfac_fx.passes.ir import Registration
 
 
-def outer(vector: Tensor) -> Tensor:
+def outer_product(vector: Tensor) -> Tensor:
+    """v vᵀ: [..., d] -> [..., d, d]."""
     return vector.unsqueeze(-1) * vector.unsqueeze(-2)
 
 
-CENTERED, MEAN = replace(INPUTS, part="centered"), replace(INPUTS, part="mean")
+CENTERED_PART, MEAN_PART = replace(INPUTS, part="centered"), replace(INPUTS, part="mean")
 
 
 class UncorrelatedGroup(BlockGroup):
@@ -52,6 +52,7 @@ class UncorrelatedGroup(BlockGroup):
 
     @property
     def kernel(self) -> int:
+        """K, the number of places of a patch."""
         return self.registrations[0].kernel
 
     @property
@@ -61,13 +62,14 @@ class UncorrelatedGroup(BlockGroup):
 
     @property
     def channels(self) -> int:
+        """C, the channels of a pixel in one group."""
         return (self.shape[2] - self.bias) // self.kernel
 
     def parts(self, side: Side) -> tuple[Side, ...]:
-        return (CENTERED, MEAN) if side == INPUTS else (side,)
+        return (CENTERED_PART, MEAN_PART) if side == INPUTS else (side,)
 
     def batch_values(self, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:
-        """There are not as many pixels as output positions; their number is in the corner of A."""
+        """A is divided by the number of pixels, which is in its corner and differs from the number of outputs."""
         a = sums["A"] / sums["A"][..., -1:, -1:].clamp(min=1)
         return {**super().batch_values(sums, cases), "A": a}
 
@@ -75,35 +77,34 @@ class UncorrelatedGroup(BlockGroup):
         return side.shape(self.registrations[0].rows[0])
 
     def size(self, side: Side) -> int:
-        return {CENTERED: self.channels, MEAN: self.channels + self.bias}.get(side) or super().size(side)
+        return {CENTERED_PART: self.channels, MEAN_PART: self.channels + self.bias}.get(side) or super().size(side)
 
     def as_operator(self, side: Side, factor: Tensor) -> Tensor:
-        """Σ or B of the second moments of pixels."""
-        if side not in (CENTERED, MEAN):
+        """Σ or B, from the second moments of pixels."""
+        if side not in (CENTERED_PART, MEAN_PART):
             return super().as_operator(side, factor)
         covariance, mean = self.assumed(factor)
-        if side == CENTERED:
+        if side == CENTERED_PART:
             return covariance
-        body = covariance + self.kernel * outer(mean)
+        body = covariance + self.kernel * outer_product(mean)
         return bordered(body, math.sqrt(self.kernel) * mean, factor[..., -1, -1]) if self.bias else body
 
     def assumed(self, factor: Tensor) -> tuple[Tensor, Tensor]:
-        """(Σ, μ) of the second moments of pixels."""
+        """(Σ, μ) as the approximation assumes them, from the second moments of pixels."""
         second, mean = factor[..., :-1, :-1], factor[..., :-1, -1]
-        covariance = second if self.structure is KRON_SUA_ZERO_MEAN else second - outer(mean)
+        covariance = second if self.structure is KRON_SUA_ZERO_MEAN else second - outer_product(mean)
         return covariance, mean if self.structure is KRON_SUA else torch.zeros_like(mean)
 
     def mean_eigenvalue(self, side: Side) -> Tensor:
         if side != INPUTS:
             return super().mean_eigenvalue(side)
-        centered, mean = (self.value(part).diagonal(dim1=-2, dim2=-1).sum(-1) for part in (CENTERED, MEAN))
+        centered, mean = (self.value(part).diagonal(dim1=-2, dim2=-1).sum(-1) for part in (CENTERED_PART, MEAN_PART))
         return ((self.kernel - 1) * centered + mean) / self.shape[2]
 
     def multiply_inputs(self, rows: Tensor, operators: Sequence[Tensor]) -> Tensor:
-        """W X: the part orthogonal to e by the root of Σ, the mean over places and the bias by that of B."""
+        """W X: the root of Σ acts on the part orthogonal to e, the root of B on the mean over places and the bias."""
         across, along = operators
-        weight, bias = rows.split([self.channels * self.kernel, int(self.bias)], dim=-1)
-        patches = weight.unflatten(-1, (self.channels, self.kernel))
+        patches, bias = self.patches(rows)
         mean = patches.sum(-1) / math.sqrt(self.kernel)
         mean_and_bias = torch.cat([mean, bias], dim=-1) @ along
         mean_out, bias_out = mean_and_bias.split([self.channels, int(self.bias)], dim=-1)
@@ -118,7 +119,7 @@ class UncorrelatedGroup(BlockGroup):
         identity = torch.eye(self.shape[2], dtype=self.dtype, device=self.device)
         return self.multiply_inputs(identity.expand(self.shape[0], -1, -1), parts)
 
-    # --- eigenvectors: those of Σ at each of K - 1 waves over the places that are orthogonal to e, those of B at e ----
+    # --- eigenvectors: those of Σ times each of K - 1 waves orthogonal to e, and those of B times e -------------------
 
     def eigensystem(self) -> tuple[Tensor, list[Tensor]]:
         values, vectors = super().eigensystem()
@@ -151,6 +152,6 @@ class UncorrelatedGroup(BlockGroup):
 
 
 def waves(size: int) -> Tensor:
-    """An orthonormal basis of K places whose first column is e: cosines, in float64."""
+    """An orthonormal basis of K places whose first column is e: the discrete cosine transform, in float64."""
     place, wave = torch.arange(size, dtype=torch.float64).unsqueeze(-1), torch.arange(size, dtype=torch.float64)
     return torch.cos(math.pi * (place + 0.5) * wave / size) * ((2 - (wave == 0).double()) / size).sqrt()

@@ -1,11 +1,9 @@
-"""Wide sides: a factor too wide to be dense keeps its diagonal blocks.
+"""Wide sides: a factor that is too wide to be dense keeps its diagonal blocks.
 
-A side of width d in k blocks is C = diag(C_1, ..., C_k), each [b, b] with b = ⌈d / k⌉; the last one is filled up with
-a unit matrix, which meets zeros only. Every root of C + λ I is that of its blocks, so W [g, o, i] is multiplied block
-by block: to a batched product they are as many groups more. The trace behind π and the λ of a side are those of the
-whole side. With k = 1 a side is dense.
-
-`side_blocks` of `passes.claiming.approximation` says how many blocks there are; a registration holds them.
+A side of width d in k blocks is C = diag(C_1, ..., C_k), each [b, b] with b = ⌈d / k⌉. The last block is filled up with
+a unit matrix, which is only ever multiplied with zeros. The roots of C + λ I are those of its blocks, so W [g, o, i] is
+multiplied block by block: the blocks are more groups of a batched product. π and λ are those of the whole side. With
+k = 1 a side is dense. A registration holds the number of blocks of both sides.
 """
 
 from __future__ import annotations
@@ -24,43 +22,44 @@ from kfac_fx.passes.matrix import block_width
 from kfac_fx.statistics.row_sums import IN_BLOCKS, Rows, homogeneous, scaled_by_group, statistic
 
 
-def cut(rows: Tensor, blocks: int) -> Tensor:
-    """[..., g, d] -> [..., g·k, b], filled up with zeros."""
+def split_rows(rows: Tensor, blocks: int) -> Tensor:
+    """Rows [..., g, d] in blocks, [..., g·k, b], filled up with zeros."""
     missing = block_width(rows.shape[-1], blocks) * blocks - rows.shape[-1]
     filled: Tensor = F.pad(rows, (0, missing)).unflatten(-1, (blocks, -1))
     return filled.flatten(-3, -2)
 
 
 def in_blocks(name: str, blocks: int) -> str:
-    """The name of the statistic "A" or "G" with so many diagonal blocks, [g·k, b, b]; it joins IN_BLOCKS."""
+    """The name of the statistic "A" or "G" in diagonal blocks, [g·k, b, b]; the statistic is added to IN_BLOCKS."""
     if blocks == 1:
         return name
-    chosen = f"{name}/{blocks}"
-    if chosen not in IN_BLOCKS:
+    block_name = f"{name}/{blocks}"
+    if block_name not in IN_BLOCKS:
 
         def moments(rows: Rows) -> Tensor:
             if name == "G":
-                return gram(cut(rows.d, blocks))
+                return gram(split_rows(rows.d, blocks))
             assert not rows.ids, "bug in kfac_fx: the input side of one-hot rows is diagonal and needs no blocks"
-            return scaled_by_group(rows, gram(cut(homogeneous(rows), blocks)) * rows.repeats)
+            return scaled_by_group(rows, gram(split_rows(homogeneous(rows), blocks)) * rows.repeats)
 
         def shape(g: int, o: int, i: int, n: int) -> tuple[int, ...]:
             width = block_width(o if name == "G" else i, blocks)
             return g * blocks, width, width
 
-        moments.__name__ = chosen
+        moments.__name__ = block_name
         statistic(shape, IN_BLOCKS)(moments)
-    return chosen
+    return block_name
 
 
 class WideGroup(BlockGroup):
-    """Blocks c G ⊗ A with block-diagonal sides; all have as many blocks."""
+    """Blocks c G ⊗ A with block-diagonal sides; all have the same number of blocks on each side."""
 
     @classmethod
     def alike_in(cls, registration: Registration) -> Hashable:
         return registration.blocks
 
     def blocks_of(self, side: Side) -> int:
+        """k of a side."""
         outputs, inputs = self.registrations[0].blocks
         return 1 if side.diagonal else outputs if side == OUTPUTS else inputs
 
@@ -69,15 +68,18 @@ class WideGroup(BlockGroup):
             return super().factor_shape(side)
         return self.shape[0] * self.blocks_of(side), self.size(side), self.size(side)
 
+    def real_columns(self, side: Side) -> Tensor:
+        """1 for the rows of the blocks, 0 for the filling: [g·k, b]."""
+        ones = torch.ones(self.shape[0], super().size(side), dtype=self.dtype, device=self.device)
+        return split_rows(ones, self.blocks_of(side))
+
     def size(self, side: Side) -> int:
         return block_width(super().size(side), self.blocks_of(side))
 
     def value(self, side: Side) -> Tensor:
         value = super().value(side)
-        blocks, width = self.blocks_of(side), super().size(side)
-        if blocks > 1:
-            filled = cut(torch.ones(self.shape[0], width, dtype=self.dtype, device=self.device), blocks)
-            value.diagonal(dim1=-2, dim2=-1).add_(1 - filled)
+        if self.blocks_of(side) > 1:
+            value.diagonal(dim1=-2, dim2=-1).add_(1 - self.real_columns(side))
         return value
 
     def mean_eigenvalue(self, side: Side) -> Tensor:
@@ -89,28 +91,26 @@ class WideGroup(BlockGroup):
         return traces / super().size(side) / stack.total_weight.unsqueeze(-1)
 
     def side_eigensystem(self, side: Side) -> tuple[Tensor, Tensor]:
-        """What fills up the last block has the largest eigenvalue, so that it comes last there and is cut off."""
-        blocks, width = self.blocks_of(side), super().size(side)
-        if blocks == 1:
+        """The filling gets the largest eigenvalue, so that it comes last in its block and is removed."""
+        if self.blocks_of(side) == 1:
             return super().side_eigensystem(side)
-        value = self.value(side)
-        real = cut(torch.ones(self.shape[0], width, dtype=self.dtype, device=self.device), blocks)
+        value, real = self.value(side), self.real_columns(side)
         diagonal = value.diagonal(dim1=-2, dim2=-1)
         trace = (diagonal * real).sum(-1, keepdim=True)
         diagonal.copy_(torch.where(real == 1, diagonal, torch.where(trace > 0, 2 * trace, 1)))
         values, vectors = rescued_eigh(value.flatten(0, 1))
         whole = values.clamp(min=0).view(len(self), self.shape[0], -1)
-        return whole[..., :width], vectors.view(value.shape)
+        return whole[..., : super().size(side)], vectors.view(value.shape)
 
     def split_damping(self) -> dict[Side, Tensor]:
-        whole = super().split_damping()
-        return {side: damping.repeat_interleave(self.blocks_of(side), -1) for side, damping in whole.items()}
+        dampings = super().split_damping()
+        return {side: damping.repeat_interleave(self.blocks_of(side), -1) for side, damping in dampings.items()}
 
     def multiply_outputs(self, rows: Tensor, operator: Tensor) -> Tensor:
         blocks = self.blocks_of(self.left)
         if blocks == 1:
             return super().multiply_outputs(rows, operator)
-        product = operator @ cut(rows.mT.movedim(1, -2), blocks).movedim(-2, 1).mT
+        product = operator @ split_rows(rows.mT.movedim(1, -2), blocks).movedim(-2, 1).mT
         joined: Tensor = product.unflatten(1, (-1, blocks)).flatten(2, 3)
         return joined[:, :, : rows.shape[2]]
 
@@ -119,7 +119,7 @@ class WideGroup(BlockGroup):
         blocks = self.blocks_of(side)
         if blocks == 1:
             return super().multiply_inputs(rows, operators)
-        product = cut(rows.movedim(1, -2), blocks).movedim(-2, 1) @ operator
+        product = split_rows(rows.movedim(1, -2), blocks).movedim(-2, 1) @ operator
         joined: Tensor = product.unflatten(1, (-1, blocks)).movedim(2, -2).flatten(-2)
         return joined[..., : rows.shape[3]]
 
@@ -134,4 +134,4 @@ class WideGroup(BlockGroup):
         blocks, width = self.blocks_of(side), super().size(side)
         if blocks == 1:
             return operator
-        return torch.stack([torch.block_diag(*one)[:width, :width] for one in operator.unflatten(0, (-1, blocks))])
+        return torch.stack([torch.block_diag(*group)[:width, :width] for group in operator.unflatten(0, (-1, blocks))])

@@ -1,4 +1,4 @@
-"""Loss functions: predictive distributions, what is registered of them, and what is sent back from them."""
+"""Loss functions: predictive distributions, their registration, and the gradients that are sent back from them."""
 
 from kfac_fx.losses.distributions import (
     Categorical,

@@ -1,6 +1,6 @@
-"""Loss functions: the predictive distributions that the library knows. See `LossFunction` for what they have in common.
+"""The predictive distributions of the library.
 
-All formulas are per case. Fisher factors as in TF K-FAC.
+All formulas are per case. The Fisher factors are those of TF K-FAC; see `LossFunction` for the common interface.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ __all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMea
 
 
 class Categorical(LossFunction):
-    """Classes with logits on the last axis; targets are class numbers, -100 is left out as in `F.cross_entropy`.
+    """A categorical distribution with logits on the last axis; every element of the other axes is a case.
 
-    Every distribution is a case, whatever the number of axes before the last.
+    Targets are class numbers. The loss leaves out the target -100, as `F.cross_entropy` does.
+
+    Raises:
+        LossError: there is only one class.
     """
 
     targets_like = "class numbers, one for each distribution"
@@ -48,7 +51,7 @@ class Categorical(LossFunction):
         return (p.sqrt() * (vector - (p * vector).sum(-1, keepdim=True))).to(vector.dtype)
 
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
-        """The one class whose logit is to grow, in s (p - e); no gradient, no target."""
+        """The only class whose logit should grow, since the gradient is s (p - e); -100 where the gradient is zero."""
         return torch.where(gradient.any(-1), gradient.argmin(-1), -100)
 
     def _target_shape(self) -> torch.Size:
@@ -59,8 +62,8 @@ class Categorical(LossFunction):
         return F.cross_entropy(logits, targets.reshape(-1), reduction="sum")
 
     def _sample(self, generator: torch.Generator | None) -> Tensor:
-        # The first of independent exponential clocks with rates p rings with probability p; unlike torch.multinomial
-        # this checks nothing on the host.
+        # Of independent exponential clocks with rates p, clock k rings first with probability p_k. torch.multinomial
+        # would make the host wait for the device.
         logits = precise(self.inputs)
         clocks = torch.empty_like(logits).exponential_(generator=generator)
         return (logits - clocks.log()).argmax(-1)
@@ -86,7 +89,14 @@ class OnehotCategorical(Categorical):
 
 
 class Normal(LossFunction):
-    """An isotropic normal with a fixed variance; the default makes the loss |target - mean|² plus a constant."""
+    """An isotropic normal distribution with a fixed variance.
+
+    Args:
+        var: the variance; with the default 0.5 the loss is |target - mean|² plus a constant.
+
+    Raises:
+        LossError: `var` is not a positive float.
+    """
 
     targets_like = "values, of the shape of the mean"
 
@@ -119,10 +129,13 @@ def check_variance(var: float) -> None:
 
 
 class NormalMeanVariance(LossFunction):
-    """Independent normals with a mean and a variance each; `inputs` is [mean, variance] along the last axis, or one
-    more where the mean has only that of the cases.
+    """Independent normal distributions with a mean and a variance each.
 
-    The variance is no natural parameter: there is a Fisher, and no generalized Gauss-Newton factor.
+    `inputs` is [mean, variance] along the last axis, or along a new one if the mean has only the axis of the cases. The
+    variance is not a natural parameter, so there is a Fisher, but no generalized Gauss-Newton factor.
+
+    Raises:
+        LossError: the mean and the variance have different shapes.
     """
 
     targets_like = "values, of the shape of the mean"
@@ -145,7 +158,7 @@ class NormalMeanVariance(LossFunction):
     multiply_fisher_factor_transpose = multiply_fisher_factor
 
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
-        """With u = m - t the gradient is (s u / v, s / 2v - s u² / 2v²): a quadratic equation for s."""
+        """With u = m - t the gradient is (s u / v, s / 2v - s u² / 2v²), which is a quadratic equation for s."""
         mean, v = precise(self.inputs).chunk(2, dim=-1)
         first, second = precise(gradient).chunk(2, dim=-1)
         s = v * (second + (second.square() + first.square() / v).sqrt())
@@ -155,16 +168,16 @@ class NormalMeanVariance(LossFunction):
         return self.shape
 
     def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
-        mean, variance = (one.view(self.shape) for one in precise(self.inputs).chunk(2, dim=-1))
+        mean, variance = (half.view(self.shape) for half in precise(self.inputs).chunk(2, dim=-1))
         return 0.5 * ((2 * math.pi * variance).log() + (targets - mean).square() / variance).sum()
 
     def _sample(self, generator: torch.Generator | None) -> Tensor:
-        mean, variance = (one.view(self.shape) for one in precise(self.inputs).chunk(2, dim=-1))
+        mean, variance = (half.view(self.shape) for half in precise(self.inputs).chunk(2, dim=-1))
         return mean + variance.sqrt() * torch.empty_like(mean).normal_(generator=generator)
 
 
 class MultiBernoulli(LossFunction):
-    """Independent binary events with logits; targets are probabilities or 0 and 1."""
+    """Independent binary events with logits; targets are 0, 1 or probabilities."""
 
     targets_like = "zeros and ones, of the shape of the logits"
 
@@ -178,7 +191,7 @@ class MultiBernoulli(LossFunction):
     multiply_fisher_factor_transpose = multiply_fisher_factor
 
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
-        """s (p - t) with t zero or one: a logit that is to grow was one."""
+        """The gradient is s (p - t) with t zero or one: t was one where the logit should grow."""
         return (gradient < 0).to(self.inputs.dtype)
 
     def _negative_log_likelihood(self, targets: Tensor) -> Tensor:

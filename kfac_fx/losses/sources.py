@@ -1,13 +1,14 @@
-"""Sources: what is sent back from the Fisher's outputs so that second moments of it make the wanted matrix.
+"""Sources: the gradients that are sent back from the outputs, whose second moments make the wanted matrix.
 
-With B Bᵀ the Fisher of one case's loss and c its coefficient, the gradient with respect to the loss's inputs is
+Let B Bᵀ be the Fisher of the loss of one case, and c the coefficient of the loss. A source sends back to the inputs of
+the loss
 
-    gradients          √c times that of the loss of sampled targets: one source, right in expectation
-    empirical          c times that of the loss of the true targets: one source, another matrix
+    gradients          √c times the gradient of the loss of sampled targets: one source, right in expectation
+    empirical          c times the gradient of the loss of the true targets: one source, another matrix
     curvature_prop     √c B ε with random signs ε: one source, right in expectation (Martens et al. 2012)
     exact              √c B e_k for every coordinate k of a case, the same for all cases: as many sources as outputs
 
-and `..._GGN` takes the factor of the generalized Gauss-Newton matrix in the place of B. Definitions of TF K-FAC.
+`..._GGN` replaces B by the factor of the generalized Gauss-Newton matrix. The definitions are those of TF K-FAC.
 """
 
 from __future__ import annotations
@@ -22,29 +23,37 @@ from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import TargetsMissing, nearest, table
 
 MODES = ("gradients", "empirical", "curvature_prop", "curvature_prop_GGN", "exact", "exact_GGN")
-Losses = Sequence[tuple[float, LossFunction]]
-Cotangents = list[Tensor | None]  # of every output of the Fisher; None where nothing is sent back
+Losses = Sequence[tuple[float, LossFunction]]  # (coefficient, loss)
+Cotangents = list[Tensor | None]  # of every input of a loss; None: nothing is sent back
 
 
 def check_mode(mode: str) -> None:
     """Raises ValueError for a mode that does not exist."""
     if mode not in MODES:
-        known = ", ".join(map(repr, MODES))
-        raise ValueError(f"unknown estimation_mode {mode!r}; known are {known}.{nearest(mode, MODES)}")
+        modes = ", ".join(map(repr, MODES))
+        raise ValueError(f"unknown estimation_mode {mode!r}; known are {modes}.{nearest(mode, MODES)}")
 
 
 def is_exact(mode: str) -> bool:
+    """Whether the mode takes one source for every coordinate of the outputs."""
     return mode in ("exact", "exact_GGN")
 
 
 def one_source(mode: str, losses: Losses, leaves: Sequence[Tensor], generator: torch.Generator | None) -> Cotangents:
-    """The only source of all modes but the exact ones. leaves: the Fisher's outputs, which the losses are made of."""
+    """The only source of a mode that is not exact.
+
+    Args:
+        leaves: the outputs of the model that the losses are computed from.
+
+    Raises:
+        TargetsMissing: the mode is "empirical" and a loss has no targets.
+    """
     if mode.startswith("curvature_prop"):
-        made = [
-            (loss.inputs, math.sqrt(c) * factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator)))
+        vectors = [
+            math.sqrt(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
             for c, loss in losses
         ]
-        return pulled_back([inputs for inputs, _ in made], [vector for _, vector in made], leaves)
+        return pulled_back([loss.inputs for _, loss in losses], vectors, leaves)
     if mode == "empirical":
         check_targets([loss for _, loss in losses])
     total = sum(
@@ -56,28 +65,33 @@ def one_source(mode: str, losses: Losses, leaves: Sequence[Tensor], generator: t
 
 
 def check_targets(losses: Sequence[LossFunction]) -> None:
-    """Raises TargetsMissing, with all losses that have none."""
+    """Raises TargetsMissing with all losses that have no targets."""
     missing = [loss for loss in losses if loss.targets is None]
     if missing:
-        rows = [(f"{type(one).__name__} of {list(one.inputs.shape)}", f"wants {one.targets_like}") for one in missing]
+        rows = [
+            (f"{type(loss).__name__} of {list(loss.inputs.shape)}", f"wants {loss.targets_like}") for loss in missing
+        ]
         raise TargetsMissing(
-            f"estimation_mode='empirical' takes the true targets, and {len(missing)} of {len(losses)} losses have "
+            f"estimation_mode='empirical' needs the true targets, and {len(missing)} of {len(losses)} losses have "
             f"none:\n{table(rows)}\n"
-            "Hand them over, for several losses in a tuple, as in estimator.update_covariances(x, targets=y) or "
-            "net.record((x,), {}, mode='empirical', targets=y); or let them be sampled, with 'gradients'."
+            "Pass them, as a tuple if there are several losses, as in estimator.update_covariances(x, targets=y) or "
+            "net.record((x,), {}, mode='empirical', targets=y); or sample them with estimation_mode='gradients'."
         )
 
 
 def number_of_sources(losses: Losses, mode: str, by_case: bool = False) -> int:
+    """The number of sources of an exact mode; by_case: see `exact_sources`."""
     return sum(math.prod(inner_shape(mode, loss)[0 if by_case else cases_axis(loss) :]) for _, loss in losses)
 
 
 def exact_sources(
     mode: str, losses: Losses, leaves: Sequence[Tensor], chunk: int, by_case: bool = False
 ) -> Iterator[tuple[int, Cotangents]]:
-    """(k, cotangents [k, ...] of k sources), at most `chunk` at once, until all coordinates of all losses were there.
+    """Yields (k, cotangents [k, ...] of k sources), with k at most `chunk`, for all coordinates of all losses.
 
-    by_case: a source for every coordinate of every single case.
+    Args:
+        leaves: the outputs of the model that the losses are computed from.
+        by_case: one source for every coordinate of every single case, instead of the same for all cases.
     """
     for c, loss in losses:
         shape = inner_shape(mode, loss)
@@ -88,27 +102,29 @@ def exact_sources(
             rows = torch.zeros(stop - start, size, dtype=loss.inputs.dtype, device=loss.inputs.device)
             rows.diagonal(start).fill_(1.0)
             one_hot = rows.view(stop - start, *[1] * axis, *shape[axis:]).expand(stop - start, *shape)
-            vector = math.sqrt(c) * factor(mode, loss, one_hot)
+            vector = math.sqrt(c) * multiply_factor(mode, loss, one_hot)
             yield stop - start, pulled_back([loss.inputs], [vector], leaves, batched=True)
 
 
 def cases_axis(loss: LossFunction) -> int:
-    """How many dimensions in front are the cases': of logits without a batch none are."""
+    """The first axis behind the cases; 0 for logits without a batch."""
     return min(1, loss.case_axes)
 
 
 def inner_shape(mode: str, loss: LossFunction) -> torch.Size:
+    """The shape of the vectors that the factor multiplies."""
     return loss.ggn_factor_inner_shape if mode.endswith("_GGN") else loss.fisher_factor_inner_shape
 
 
-def factor(mode: str, loss: LossFunction, vector: Tensor) -> Tensor:
-    """B v without a gradient of its own."""
+def multiply_factor(mode: str, loss: LossFunction, vector: Tensor) -> Tensor:
+    """B v as a constant of autograd."""
     multiply = loss.multiply_ggn_factor if mode.endswith("_GGN") else loss.multiply_fisher_factor
     with torch.no_grad():
         return multiply(vector)
 
 
 def random_signs(shape: torch.Size, loss: LossFunction, generator: torch.Generator | None) -> Tensor:
+    """Independent signs, from the generator, or else from the seed of the loss, or else from torch's generator."""
     if generator is None and loss.seed is not None:
         generator = torch.Generator(loss.inputs.device).manual_seed(loss.seed)
     half = torch.full(shape, 0.5, dtype=loss.inputs.dtype, device=loss.inputs.device)
@@ -116,18 +132,18 @@ def random_signs(shape: torch.Size, loss: LossFunction, generator: torch.Generat
 
 
 def pulled_back(
-    made: Sequence[Tensor], vectors: Sequence[Tensor], leaves: Sequence[Tensor], batched: bool = False
+    tensors: Sequence[Tensor], vectors: Sequence[Tensor], leaves: Sequence[Tensor], batched: bool = False
 ) -> Cotangents:
-    """From vectors on tensors made of `leaves` to vectors on the leaves."""
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    pairs = [(one, vector) for one, vector in zip(made, vectors, strict=True) if one.requires_grad]
-    grads = torch.autograd.grad(
-        [one for one, _ in pairs],
-        wanted,
-        [vector.to(one.dtype) for one, vector in pairs],
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=batched,
+    """Cotangents of the leaves, from the cotangents `vectors` of tensors that are computed from the leaves."""
+    pairs = [(tensor, vector) for tensor, vector in zip(tensors, vectors, strict=True) if tensor.requires_grad]
+    grads = iter(
+        torch.autograd.grad(
+            [tensor for tensor, _ in pairs],
+            [leaf for leaf in leaves if leaf.requires_grad],
+            [vector.to(tensor.dtype) for tensor, vector in pairs],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
     )
-    found = iter(grads)
-    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+    return [next(grads) if leaf.requires_grad else None for leaf in leaves]

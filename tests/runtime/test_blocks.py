@@ -248,11 +248,11 @@ def test_a_vector_of_another_shape_or_without_a_name_is_refused() -> None:
         block.multiply({"weight": torch.ones(3, 2)})
     assert str(failure.value).splitlines() == [
         "the vector does not fit the registered parameters:",
-        "  weight is [3, 2], and the parameter [2, 3]",
+        "  weight is [3, 2], the parameter [2, 3]",
     ]
     with pytest.raises(NotRegisteredError, match=r"the registered parameters:\n  missing  weight"):
         block.multiply_inverse({"wieght": torch.ones(2, 3)})
-    with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, and not a list"):
+    with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, not a list"):
         block.multiply([torch.ones(2, 3)])  # type: ignore[arg-type]
     more = {"weight": torch.ones(2, 3), "of another block": torch.ones(1)}
     assert list(block.multiply(more)) == ["weight"]

@@ -102,7 +102,7 @@ def test_a_vector_with_parameters_that_are_not_estimated_is_refused() -> None:
         est.multiply({**noise(est), "frozen": torch.zeros(1)})
     assert str(failure.value).splitlines()[1:] == [
         "  unknown  frozen",
-        "A vector has the parameters that are estimated, and no others: estimator.parameters.",
+        "Pass only the parameters that are estimated: estimator.parameters.",
     ]
 
 
@@ -252,12 +252,6 @@ def test_state_resumes_bit_for_bit(make: Callable[[], FakeNet]) -> None:
     for one in (est, other):
         one.update_inverses()
     assert_equal(est.multiply_cholesky(v), other.multiply_cholesky(v))
-
-
-def test_memory_is_counted_in_bytes() -> None:
-    net = FakeNet(nn.Sequential(nn.Linear(3, 2)), {"0": "kron"})
-    est = FisherEstimator(net, exps=(-1, -0.5))
-    assert est.factor_memory() == (8 * (16 + 4 + 1), 2 * 8 * (16 + 4))
 
 
 # --- what a user may get wrong --------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def test_series_too_wide_for_a_dense_block_are_refused(monkeypatch: pytest.Monke
     )
     block = make_block(registration, parameters=parameters)
     block.update(draw(registration, FORMS["linear with bias"], 3), 3, decay=0.9)
-    monkeypatch.setattr(rooted, "DENSE", 8)
+    monkeypatch.setattr(rooted, "DENSE_ROWS", 8)
     text = r"layer\(weight, bias\): kron_series_1 has no eigenvectors.*3 \* 3 parameters.*\nUse 'kron_indep' for these"
     with pytest.raises(ApproximationError, match=text):
         System.of(block.group)
@@ -249,7 +249,7 @@ def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
         est.spectrum().at(scale=-2.0)
     one = next(iter(est.blocks))
     with pytest.raises(
-        RegistrationError, match=r"(?s)`damping` does not fit the blocks:.*'0\.weight'.*is no block.*missing"
+        RegistrationError, match=r"(?s)`damping` does not fit the blocks:.*'0\.weight'.*is not a block.*missing"
     ):
         est.spectrum(damping={("0.weight",): 1.0, one: 2.0})
     with pytest.raises(NotRegisteredError, match=r"(?s)does not fit.*missing  0\.weight"):
@@ -258,5 +258,5 @@ def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
     many["0.weight"] = many["0.weight"][0]
     with pytest.raises(NotRegisteredError, match=r"0\.bias is \[5, 4\], and the parameter \[4\]"):
         est.spectrum().multiply(many)
-    with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, and not a list"):
+    with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, not a list"):
         est.spectrum().multiply([torch.ones(1)])  # type: ignore[arg-type]
