@@ -99,6 +99,11 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"  {left:<{width}}  {right}".rstrip() for left, right in rows)
 
 
+def plural(number: int, noun: str) -> str:
+    """`"1 use"`, `"2 uses"`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def warn_user(warning: Warning) -> None:
     """Warn, with the file and line of the call that entered the library.
 

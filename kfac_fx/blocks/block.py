@@ -45,7 +45,6 @@ class ColumnForm(Flat):
 
 
 def vector_form(registration: Registration, parameters: Vector) -> VectorForm:
-    """How the parameters of a registration become a matrix [g, o, i]."""
     if registration.matrix is not None:
         return registration.matrix
     return ColumnForm({name: parameters[name].shape for name in registration.parameters})
@@ -57,9 +56,8 @@ class Operator(ABC):
     Powers other than 1 are those of the last `update_inverses`, with the damping of that time. The power 1 uses the
     present factors and damping.
 
-    All products raise:
-        NotRegisteredError: a KeyError; the root is not kept, or the vector does not fit.
-        FactorNotReady: there was no first update.
+    Products raise NotRegisteredError, a KeyError, for a root that is not kept and for a vector that does not fit, and
+    FactorNotReady before the first update.
     """
 
     @abstractmethod
@@ -86,11 +84,8 @@ class FisherBlock(Operator):
     """One block of a group.
 
     Attributes:
-        registration: its uses, matrix and approximation.
-        factors: "A", "G" and "positions" of a Kronecker product, otherwise "F"; scale and shapes:
-            `kfac_fx.factors.factor`.
+        factors: "A", "G" and "positions" of a Kronecker product, otherwise "F"; scale: `kfac_fx.factors.factor`.
         statistics: the names of the sums that it needs (`kfac_fx.statistics.row_sums`); () if it needs the gradient.
-        group: the stack that the block lies in; member: its place there.
     """
 
     def __init__(self, group: BlockGroup, index: int) -> None:
@@ -146,23 +141,13 @@ class FisherBlock(Operator):
         return state
 
     def full_fisher_block(self) -> Tensor:
-        """The undamped block [g·o·i, g·o·i], in the order of the flattened matrix [g, o, i].
-
-        Raises FactorNotReady before the first update.
-        """
+        """The undamped block [g·o·i, g·o·i], in the order of the flattened matrix; raises FactorNotReady."""
         return self.group.dense(self.member.start)
 
 
 def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
-    """Check that a vector has a tensor of the right shape for every parameter.
-
-    Args:
-        alone: other names are errors, too.
-
-    Raises:
-        NotRegisteredError: with all names that are missing, unknown or of another shape.
-        TypeError: the vector is not a mapping.
-    """
+    """Raises NotRegisteredError with all names that are missing, of another shape or, if the vector is of these
+    parameters alone, unknown; TypeError if the vector is not a mapping."""
     if not isinstance(vector, Mapping):
         raise TypeError(f"a vector is a dict of tensors by parameter name, not a {type(vector).__name__}")
     missing, unknown = sorted(shapes.keys() - vector.keys()), sorted(vector.keys() - shapes.keys()) if alone else []
@@ -203,11 +188,8 @@ def make_groups(
 ) -> list[BlockGroup]:
     """Groups of registrations with one approximation and equal matrices, in the order of their first members.
 
-    Args:
-        roots: the exponents to keep besides 1, "cholesky" and "cholesky_inverse".
-        damping: λ, a 0-d tensor, which the groups share.
-        dtype: of the factors; None: that of the parameters, but at least float32.
-        device: of the factors; None: that of the parameters.
+    roots: the exponents to keep besides 1, "cholesky" and "cholesky_inverse". damping: λ, 0-d, which the groups share.
+    dtype, device: of the factors; None: those of the parameters, but at least float32.
     """
     parameters = split(parameters, registrations := list(registrations))
     members: dict[tuple[Any, ...], list[Registration]] = {}
@@ -232,7 +214,6 @@ def make_groups(
 
 
 def group_class(registration: Registration) -> type[BlockGroup]:
-    """The class that stacks the block of a registration."""
     return GROUPS[registration.structure.group] if registration.blocks == (1, 1) else WideGroup
 
 

@@ -30,14 +30,10 @@ Ingredients = dict[Root, list[Tensor]]
 
 
 class RootedGroup(BlockGroup):
-    """A subclass computes the operands of N and N⁻¹ (`chain.root_of`, `chain.inverse_root`) and stores `ingredients`.
+    """Roots consist of `ingredients`, which several roots may share. A subclass computes the operands of N and N⁻¹
+    (`chain.root_of`, `chain.inverse_root`) and stores the ingredients."""
 
-    Attributes:
-        ingredients: the tensors that roots consist of; several roots may share one ingredient.
-        longest: the number of steps that the sums of powers of Ψ are computed for.
-    """
-
-    longest: int
+    longest: int  # the number of steps that the sums of powers of Ψ are computed for
 
     def __init__(self, registrations: Sequence[Any], forms: Sequence[Any], **options: Any) -> None:
         super().__init__(registrations, forms, **options)
@@ -51,7 +47,6 @@ class RootedGroup(BlockGroup):
     # --- ingredients of roots ---------------------------------------------------------------------------------------
 
     def ingredients_of(self, root: Root) -> tuple[Root, ...]:
-        """The names of the ingredients of a root."""
         if isinstance(root, str):
             return (FORWARD if root == "cholesky" else BACKWARD,)
         if root == int(root):
@@ -61,7 +56,6 @@ class RootedGroup(BlockGroup):
         return (FORWARD, BACKWARD, LEAST) if root < -1 else (FORWARD, LEAST)
 
     def names(self, ingredient: Root) -> list[str]:
-        """The names of the tensors of an ingredient."""
         if ingredient in (FORWARD, BACKWARD):
             sides = [str(side) for side in self.sides]
             return [*sides, "weights", *([] if self.symmetric else [f"{side} lagged" for side in sides])]
@@ -87,7 +81,6 @@ class RootedGroup(BlockGroup):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the dense block is used where N is not enough."""
         return math.prod(self.shape[1:]) <= DENSE_ROWS
 
     # --- products ---------------------------------------------------------------------------------------------------

@@ -141,11 +141,8 @@ class SeriesGroup(RootedGroup):
         return lower, self.assumed(hat), valid
 
     def store(self, decomposed: Mapping[Side, Roots], dampings: Mapping[Side, Tensor]) -> None:
-        """Decompose the factors; `decomposed` is empty.
-
-        A block that fails is decomposed again with more damping and then in float64. If it still fails, it keeps its
-        last valid roots and is counted. `eigh` makes the host wait for the device in any case.
-        """
+        """Decompose the factors. A failed block is decomposed again with more damping and then in float64. If it still
+        fails, it keeps its last valid roots and is counted. `eigh` waits for the device in any case."""
         ingredients, left = self.decomposition(dampings)
         for dtype, more in RESCUES:
             if not left.any():

@@ -58,11 +58,7 @@ class Stack:
         return Stack(self.moment[members], self.total_weight[members])
 
     def update(self, batch: Tensor, accepted: Tensor, decay: float, weight: float, anew: Tensor | None = None) -> None:
-        """moment <- decay moment + weight batch, for the accepted blocks [L]; the others do not change.
-
-        Args:
-            anew: [L], the blocks whose past is dropped.
-        """
+        """moment <- decay moment + weight batch, for the accepted blocks [L]; anew: [L], blocks that drop the past."""
         decays = torch.full_like(self.total_weight, decay)
         decays = torch.where(accepted, decays if anew is None else torch.where(anew, 0, decays), 1)
         added = torch.where(unsqueeze_like(accepted, batch), batch, 0)
@@ -72,15 +68,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Factor:
-    """The factor of one block, a view into its stack: writing to `moment` or `total_weight` in place changes the block.
-
-    Attributes:
-        owner: the registration, for errors.
-        index: the place of the block in the stack.
-    """
+    """The factor of one block: a view, so writing in place to `moment` or `total_weight` changes the stack."""
 
     name: str
-    owner: str
+    owner: str  # the registration, for errors
     stack: Stack
     index: int
 
@@ -107,12 +98,7 @@ class Factor:
 
 
 class Failures(NamedTuple):
-    """The numbers of failures so far.
-
-    Attributes:
-        decompositions: failed decompositions, after which a block used its last valid inverse.
-        updates: updates of a block that were skipped because they were not finite.
-    """
+    """The numbers of failed decompositions, after which blocks kept their inverse, and of updates that were skipped."""
 
     decompositions: int
     updates: int
@@ -128,7 +114,6 @@ class NotRegisteredError(KeyError):
 
 
 def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
-    """The message of NotRegisteredError for a root that is not among `roots`."""
     if isinstance(root, str):
         return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
     exps = tuple(sorted({exp for exp in roots if not isinstance(exp, str)} | {root}))
@@ -139,10 +124,9 @@ def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
 
 
 def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The moments of one block in a form that adds up over micro-batches and processes, by the names of statistics.
-
-    Per-case gradients become the statistic of the factor F. The gradient of generic parameters does not change, because
-    it is squared when the batch is complete.
+    """The moments of one block in a form that adds up over micro-batches and processes: per-case gradients become the
+    statistic of the factor F. Gradients of generic parameters stay, because they are squared when the batch is
+    complete.
     """
     sums = {whole(name): moment for name, moment in moments.items() if name != "per_case"}
     if "square" in sums:

@@ -21,11 +21,7 @@ from kfac_fx.passes.approximations import Side
 
 
 class FailureWatch:
-    """The failed matrices of a batch, as far as the host knows them without waiting for the device.
-
-    Args:
-        deferred: report failures one call late, except at the first call.
-    """
+    """The failed matrices of a batch; deferred: known one call late, except at the first call, without waiting."""
 
     def __init__(self, deferred: bool) -> None:
         self.deferred = deferred
@@ -49,12 +45,7 @@ class FailureWatch:
 
 
 class Inverter:
-    """Updates the roots of the damped factors of all groups.
-
-    Args:
-        roots: the exponents, "cholesky" and "cholesky_inverse" that are kept.
-        deferred: see `FailureWatch`; None: on every device but a CPU.
-    """
+    """Updates the roots of the damped factors of all groups. deferred: see `FailureWatch`; None: except on a CPU."""
 
     def __init__(self, groups: Sequence[BlockGroup], roots: Sequence[Root], deferred: bool | None = None) -> None:
         self.groups, self.roots = groups, roots
@@ -68,7 +59,6 @@ class Inverter:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Decompose the present factors with the present damping."""
         if not self.roots:
             return
         with full_precision():

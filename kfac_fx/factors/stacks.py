@@ -126,7 +126,6 @@ class BlockGroup:
         return (side,)
 
     def factor_shape(self, side: Side) -> tuple[int, ...]:
-        """The shape of the factor of one block."""
         return side.shape(self.shape)
 
     def size(self, side: Side) -> int:
@@ -169,17 +168,10 @@ class BlockGroup:
         accept: Tensor | None = None,
         members: slice = ALL_BLOCKS,
     ) -> None:
-        """Average the sums of one batch into the factors.
+        """Average the sums of one batch into the factors of some of the blocks, without waiting for the device.
 
-        Sums that are not finite are skipped and counted. The host does not wait for the device.
-
-        Args:
-            sums: of each block, see `factors.factor.additive`.
-            cases: the number of cases of the batch.
-            decay: of the past averages.
-            weight: of the batch.
-            accept: a 0-d bool tensor; where it is False nothing changes, and nothing is counted.
-            members: the blocks that the sums belong to.
+        Sums that are not finite are skipped and counted. sums: of each block (`factors.factor.additive`), over `cases`
+        cases. accept: a 0-d bool tensor; if it is False, nothing changes.
         """
         total = {name: stacked([block[name] for block in sums]).to(self.dtype) for name in sums[0]}
         batch = self.batch_values(total, cases)
@@ -204,7 +196,6 @@ class BlockGroup:
         return batch_values(self.structure, sums, cases)
 
     def value(self, side: Side) -> Tensor:
-        """The factor of a side as `as_operator` shapes it."""
         return self.as_operator(side, self.factors[side.factor].value)
 
     def mean_eigenvalue(self, side: Side) -> Tensor:
@@ -283,9 +274,7 @@ class BlockGroup:
     def operators(self, root: Root) -> list[Tensor]:
         """The roots of all sides; the left one contains c.
 
-        Raises:
-            NotRegisteredError: the root is not kept.
-            FactorNotReady: there are no factors or no roots yet.
+        Raises NotRegisteredError for a root that is not kept, FactorNotReady before the first update.
         """
         self.check_updated()
         if root == 1:

@@ -52,7 +52,6 @@ class UncorrelatedGroup(BlockGroup):
 
     @property
     def kernel(self) -> int:
-        """K, the number of places of a patch."""
         return self.registrations[0].kernel
 
     @property
@@ -62,7 +61,6 @@ class UncorrelatedGroup(BlockGroup):
 
     @property
     def channels(self) -> int:
-        """C, the channels of a pixel in one group."""
         return (self.shape[2] - self.bias) // self.kernel
 
     def parts(self, side: Side) -> tuple[Side, ...]:

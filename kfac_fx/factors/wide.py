@@ -59,7 +59,6 @@ class WideGroup(BlockGroup):
         return registration.blocks
 
     def blocks_of(self, side: Side) -> int:
-        """k of a side."""
         outputs, inputs = self.registrations[0].blocks
         return 1 if side.diagonal else outputs if side == OUTPUTS else inputs
 

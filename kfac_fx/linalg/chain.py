@@ -18,7 +18,6 @@ from kfac_fx.linalg.matrices import eigh
 
 
 def symmetrized(matrix: Tensor) -> Tensor:
-    """(X + Xᵀ) / 2."""
     return (matrix + matrix.mT) / 2
 
 
@@ -38,10 +37,7 @@ def fejer(x: Tensor, steps: Tensor, longest: int) -> Tensor:
     """Σ_|d|<T (T - |d|) x^|d| for |x| <= 1, the inverse of γ in Martens, Ba & Johnson 2018.
 
     All terms of the sum are positive for x > 0, and all terms of its closed form for x < 0. So neither nearly equal
-    numbers are subtracted, nor is a number divided by one near zero.
-
-    Args:
-        steps: T <= longest, whole numbers.
+    numbers are subtracted, nor is a number divided by one near zero. steps: T <= longest, whole numbers.
     """
     ones, positive, negative = torch.ones_like(x), x.clamp(min=0), x.clamp(max=0)
     summed = 2 * sum_of_lags([positive], [ones], ones, torch.mul, scalar_times, steps, longest) - steps
@@ -58,7 +54,6 @@ def triangle(hats: Sequence[Tensor], matrix: Tensor, steps: Tensor, longest: int
 
 
 def scalar_times(factors: Sequence[Tensor], matrix: Tensor) -> Tensor:
-    """x W of one x."""
     (factor,) = factors
     return factor * matrix
 
@@ -76,12 +71,7 @@ def sum_of_lags(
 
     S_2n = S_n + x^n S_n    Q_2n = Q_n + n S_n + x^n Q_n      S_n+1 = 1 + x S_n    Q_n+1 = Q_n + S_n+1
 
-    so that n becomes T bit by bit.
-
-    Args:
-        ones: x^0.
-        times: from x^m and x^n to x^m+n.
-        apply: from x^n and W to x^n W.
+    so that n becomes T bit by bit. ones: x^0; times: x^m x^n; apply: x^n W.
     """
     s = q = torch.zeros_like(matrix)
     n, power = torch.zeros_like(steps), list(ones)
@@ -104,11 +94,7 @@ def resolvent(powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: boo
 
 
 def doublings(hats: Sequence[Tensor], longest: int, wait: bool = False) -> list[Sequence[Tensor]]:
-    """[Ψ̂, Ψ̂², Ψ̂⁴, ...] for `resolvent`; empty without `hats`.
-
-    Args:
-        wait: stop as soon as the powers are negligible; the host then waits for the device.
-    """
+    """[Ψ̂, Ψ̂², Ψ̂⁴, ...] for `resolvent`; with `wait` only those that matter, for which the host waits for the device."""
     powers: list[Sequence[Tensor]] = []
     eps = torch.finfo(hats[0].dtype).eps if hats else 1.0
     power = list(hats)
@@ -121,8 +107,7 @@ def doublings(hats: Sequence[Tensor], longest: int, wait: bool = False) -> list[
 
 
 def rounds(longest: int, eps: float) -> int:
-    """The number of doublings after which the rest of Σ_d Ψ̂^d is below rounding, for sequences of at most `longest`
-    steps.
+    """The doublings until the rest of Σ_d Ψ̂^d is below rounding, for sequences of at most `longest` steps.
 
     zᴴ Ĉ z is the correlation of a sequence zᴴ x_t of T numbers with itself one step later, at most r = cos(π / (T+1)).
     So the numerical radius of Ĉ^n is at most r^n, its norm at most 2 r^n, and the norm of Ψ̂^n at most 4 r^2n.
@@ -134,10 +119,7 @@ def rounds(longest: int, eps: float) -> int:
 def root_of(
     operands: Sequence[Tensor], powers: Sequence[Sequence[Tensor]], matrix: Tensor, transpose: bool = False
 ) -> Tensor:
-    """N W or Nᵀ W. The operands are the two sides of M, and √w.
-
-    For kron_series_2, `powers` are those of Ψ̃ = Eᵀ Ψ̂ E, since (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹.
-    """
+    """N W or Nᵀ W from M and √w, and for kron_series_2 the powers of Ψ̃ = Eᵀ Ψ̂ E, since (I - Ψ)⁻¹ M = M (I - Ψ̃)⁻¹."""
     basis, weights = operands[:2], operands[2]
     if transpose:
         return weights * resolvent(powers, kron(basis, matrix, transpose=True), transpose=True)
@@ -145,7 +127,7 @@ def root_of(
 
 
 def inverse_root(operands: Sequence[Tensor], matrix: Tensor, transpose: bool = False) -> Tensor:
-    """N⁻¹ W or N⁻ᵀ W. The operands are M⁻ᵀ and 1/√w, and for kron_series_2 (M⁻¹ Ψ)ᵀ."""
+    """N⁻¹ W or N⁻ᵀ W from M⁻ᵀ and 1/√w, and for kron_series_2 (M⁻¹ Ψ)ᵀ."""
     basis, weights, lagging = operands[:2], operands[2], operands[3:]
     if transpose:
         inner = weights * matrix

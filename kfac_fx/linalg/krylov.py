@@ -23,12 +23,9 @@ def inverse_power(
 ) -> tuple[Tensor, float]:
     """(F^-α u, a bound of its relative error), as soon as the bound is within the tolerance, or after `most` steps.
 
-    Every new vector is made orthogonal to all others, so the basis takes steps · K numbers. Waits for the device.
-
-    Args:
-        multiply: F on vectors [K].
-        vector: u [K], in the precision to compute in.
-        smallest: a lower bound of the eigenvalues of F.
+    `multiply` is F on vectors [K], `vector` is u in the precision to compute in, `smallest` is a lower bound of the
+    eigenvalues of F. Every new vector is made orthogonal to all others, so the basis takes steps · K numbers. Waits for
+    the device.
     """
     norm = float(vector.norm())
     if norm == 0:

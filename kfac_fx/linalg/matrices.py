@@ -107,12 +107,10 @@ def damp(side: Tensor, damping: Tensor, diagonal: bool) -> Tensor:
 
 
 def multiply_left(side: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
-    """C W."""
     return side.unsqueeze(-1) * matrix if diagonal else matmul(side, matrix)
 
 
 def multiply_right(matrix: Tensor, side: Tensor, diagonal: bool) -> Tensor:
-    """W C."""
     return matrix * side.unsqueeze(-2) if diagonal else matmul(matrix, side)
 
 
@@ -170,18 +168,12 @@ def dense_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[d
 
 
 def is_finite(stack: Tensor) -> Tensor:
-    """Whether all entries of each element of a stack are finite: [m, ...] -> [m].
-
-    One pass is enough, because a sum is finite only if its terms are.
-    """
+    """Whether all entries of each element are finite: [m, ...] -> [m]. A sum is finite only if all its terms are."""
     return stack.reshape(stack.shape[0], -1).sum(1).isfinite()
 
 
 def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower factors [m, d, d] and which of them are valid [m].
-
-    Invalid factors get a diagonal of ones, so that a triangular solve does not divide by zero.
-    """
+    """Lower factors [m, d, d] and which are valid [m]; the others get a diagonal of ones, to divide by in solves."""
     lower, info = torch.linalg.cholesky_ex(matrix)
     diagonal = lower.diagonal(dim1=-2, dim2=-1)
     valid = (info == 0) & is_finite(diagonal)
@@ -190,15 +182,13 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def invert_triangular(lower: Tensor) -> Tensor:
-    """L⁻¹: [m, d, d] -> the same."""
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse: Tensor = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
     return inverse
 
 
 def invert_from_cholesky(lower: Tensor) -> Tensor:
-    """(L Lᵀ)⁻¹. LAPACK computes it in place with a third of the operations. CUDA has no such routine, but fast
-    products."""
+    """(L Lᵀ)⁻¹. LAPACK takes a third of the operations, in place; CUDA has no such routine, but fast products."""
     if lower.device.type == "cpu":
         return torch.cholesky_inverse(lower)
     inverse = invert_triangular(lower)
@@ -252,11 +242,9 @@ TORCH_BACKENDS: Any = torch.backends  # parts of it are missing in torch's type 
 def full_precision(everything: bool = False) -> Iterator[None]:
     """Compute matrix products of float32 in float32. All settings are restored at the end.
 
-    Factors are decomposed later, and ten bits of mantissa are not enough for that. Inside a compiled region the setting
-    counts while the region runs, and for inductor's own kernels while it compiles, so enter outside of the region.
-
-    Args:
-        everything: include convolutions and recurrent layers, which cuDNN otherwise computes in TF32.
+    Factors are decomposed later, and ten bits of mantissa are not enough for that. A compiled region reads the setting
+    while it runs, and inductor while it compiles, so enter outside of the region. everything: include convolutions and
+    recurrent layers, which cuDNN otherwise computes in TF32.
     """
     backends = [TORCH_BACKENDS.cuda.matmul, TORCH_BACKENDS.mkldnn.matmul]
     if everything:
@@ -278,11 +266,8 @@ def full_precision(everything: bool = False) -> Iterator[None]:
 
 
 def older_settings(everything: bool) -> list[tuple[Callable[[Any], None], Any, Any]]:
-    """(setter, the user's choice, full precision) of torch's older API for the same settings.
-
-    torch raises RuntimeError when an older setting is read and the newer one differs. If the user has set the newer
-    ones, the older ones are therefore left alone.
-    """
+    """(setter, the user's choice, full precision) of torch's older settings. Reading one raises RuntimeError if the
+    user has set the newer ones; the older ones are then left alone."""
     settings: list[tuple[Callable[[Any], None], Any, Any]] = []
     with suppress(RuntimeError):
         settings.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "highest"))

@@ -35,19 +35,11 @@ def check_mode(mode: str) -> None:
 
 
 def is_exact(mode: str) -> bool:
-    """Whether the mode takes one source for every coordinate of the outputs."""
     return mode in ("exact", "exact_GGN")
 
 
 def one_source(mode: str, losses: Losses, leaves: Sequence[Tensor], generator: torch.Generator | None) -> Cotangents:
-    """The only source of a mode that is not exact.
-
-    Args:
-        leaves: the outputs of the model that the losses are computed from.
-
-    Raises:
-        TargetsMissing: the mode is "empirical" and a loss has no targets.
-    """
+    """The only source of a mode that is not exact; leaves: the outputs of the model. Raises TargetsMissing."""
     if mode.startswith("curvature_prop"):
         vectors = [
             math.sqrt(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
@@ -80,7 +72,6 @@ def check_targets(losses: Sequence[LossFunction]) -> None:
 
 
 def number_of_sources(losses: Losses, mode: str, by_case: bool = False) -> int:
-    """The number of sources of an exact mode; by_case: see `exact_sources`."""
     return sum(math.prod(inner_shape(mode, loss)[0 if by_case else cases_axis(loss) :]) for _, loss in losses)
 
 
@@ -89,9 +80,7 @@ def exact_sources(
 ) -> Iterator[tuple[int, Cotangents]]:
     """Yields (k, cotangents [k, ...] of k sources), with k at most `chunk`, for all coordinates of all losses.
 
-    Args:
-        leaves: the outputs of the model that the losses are computed from.
-        by_case: one source for every coordinate of every single case, instead of the same for all cases.
+    by_case: with one source for every coordinate of every single case, instead of one for all cases together.
     """
     for c, loss in losses:
         shape = inner_shape(mode, loss)
@@ -112,7 +101,6 @@ def cases_axis(loss: LossFunction) -> int:
 
 
 def inner_shape(mode: str, loss: LossFunction) -> torch.Size:
-    """The shape of the vectors that the factor multiplies."""
     return loss.ggn_factor_inner_shape if mode.endswith("_GGN") else loss.fisher_factor_inner_shape
 
 
@@ -124,7 +112,6 @@ def multiply_factor(mode: str, loss: LossFunction, vector: Tensor) -> Tensor:
 
 
 def random_signs(shape: torch.Size, loss: LossFunction, generator: torch.Generator | None) -> Tensor:
-    """Independent signs, from the generator, or else from the seed of the loss, or else from torch's generator."""
     if generator is None and loss.seed is not None:
         generator = torch.Generator(loss.inputs.device).manual_seed(loss.seed)
     half = torch.full(shape, 0.5, dtype=loss.inputs.dtype, device=loss.inputs.device)

@@ -1,4 +1,4 @@
-"""The report: what became of every parameter, in text, data, pages and graphs."""
+"""The report: the Fisher block of every parameter, as text, data, page and graph."""
 
 from kfac_fx.report.report import Report
 

@@ -1,77 +1,129 @@
-"""The report's registrations as a graph in Graphviz' language.
+"""The report in other formats: a graph of networkx, the same in Graphviz' language, and an HTML page.
 
-A box is a registration, a node its use; a dashed arrow leads from a registration to each of its uses, a full one along
-the data. Of the operations between uses only those are drawn where data of different origin meets.
+The graph leads from parameters, or pieces of them, to uses and on to Fisher blocks:
 
-The report as one self-contained HTML page: no script, nothing loaded, every text escaped.
+    "stem.weight" --parameter--> "use conv2d" --block--> ("stem.weight", "stem.bias")
+
+Uses are also connected along the data of the model. Operations between uses are nodes only if data of different origin
+meets there.
+
+The page is self-contained: no script, nothing loaded, every text escaped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.ir import Registration, source_line
+from kfac_fx.passes.ir import Program, source_line
+from kfac_fx.report.rows import Row
+
+if TYPE_CHECKING:
+    import networkx
+
+# --- graphs ---------------------------------------------------------------------------------------------------------
 
 
-def dot(registrations: Sequence[Registration], captions: Sequence[str]) -> str:
-    """`captions`: what the box of each registration says under its layer's name."""
-    lines = ["digraph kfac_fx {", "  rankdir=TB;", '  node [fontname="Helvetica", fontsize=10];']
-    drawn: dict[fx.Node, str] = {}
-    for number, (registration, caption) in enumerate(zip(registrations, captions, strict=True)):
-        label = quote(f"{number}  {registration.layer}\n{caption}")
-        style = 'style="filled,rounded", fillcolor="#dbe9f6"' if not registration.generic else "style=dashed"
-        lines.append(f"  r{number} [shape=box, {style}, label={label}];")
+def block_graph(program: Program, rows: Sequence[Row]) -> networkx.DiGraph:
+    """The graph of `Report.to_networkx`."""
+    import networkx
+
+    graph = networkx.DiGraph()
+    for name, parameter in program.parameters.items():
+        graph.add_node(name, kind="parameter", label=name, shape=tuple(parameter.shape))
+    for number, (registration, row) in enumerate(zip(program.registrations, rows, strict=True)):
+        block, label = registration.parameters, f"{number}  {row.layer}\n{row.names}\n{row.block}: {row.factors_text}"
+        graph.add_node(block, kind="block", label=label, generic=row.generic, **row.to_dict())
+        for piece in registration.pieces:
+            graph.add_node(piece.name, kind="piece", label=piece.name, shape=program.shapes[piece.name])
+            graph.add_edge(piece.parameter, piece.name, kind="piece")
         for use in registration.uses:
-            if use.output not in drawn:  # registrations that were split may share an output
-                drawn[use.output] = f"u{len(drawn)}"
-                line = source_line(use.output)
-                text = f"{use.output.name}\n{line}" if line else use.output.name
-                lines.append(f"  {drawn[use.output]} [label={quote(text)}];")
-            lines.append(f"  r{number} -> {drawn[use.output]} [style=dashed, arrowhead=none];")
-    if drawn:
-        lines += flow(next(iter(drawn)).graph, registrations, drawn)
-    return "\n".join([*lines, "}"]) + "\n"
+            line, key = source_line(use.output), use_key(use.output)
+            graph.add_node(key, kind="use", label="\n".join(filter(None, (use.output.name, line))), line=line)
+            graph.add_edges_from([(name, key) for name in sorted(use.parameter_set)], kind="parameter")
+            graph.add_edge(key, block, kind="block")
+        if registration.generic:
+            graph.add_edges_from([(name, block) for name in block], kind="block")
+    add_data(program, graph)
+    return graph
 
 
-def flow(graph: fx.Graph, registrations: Sequence[Registration], drawn: dict[fx.Node, str]) -> list[str]:
-    """The arrows along the data, and the nodes where data meets."""
-    uses = {use.output: use.nodes for registration in registrations for use in registration.uses}
+def use_key(output: fx.Node) -> str:
+    """The key of a use in the graph. Registrations that were split may share it."""
+    return f"use {output.name}"
+
+
+def add_data(program: Program, graph: networkx.DiGraph) -> None:
+    """Add the edges along the data, and the operations where data meets."""
+    uses = {use.output: use.nodes for registration in program.registrations for use in registration.uses}
     inside = {node for nodes in uses.values() for node in nodes}
-    origin: dict[fx.Node, str | None] = {}  # of the data in a node: the last thing drawn on its way
-    nodes: list[str] = []
-    arrows: list[str] = []
-    for node in graph.nodes:
+    origin: dict[fx.Node, str | None] = {}  # of the data in a node: the last node of `graph` on its way
+    for node in program.graph.nodes:
         entered = sorted(uses.get(node, [node]))
-        operands = [n for one in entered for n in one.all_input_nodes if n not in uses.get(node, ())]
-        origins = list(dict.fromkeys(found for n in operands if (found := origin.get(n)) is not None))
-        if node in drawn:
-            name = drawn[node]
+        operands = [
+            operand for inner in entered for operand in inner.all_input_nodes if operand not in uses.get(node, ())
+        ]
+        origins = list(dict.fromkeys(key for operand in operands if (key := origin.get(operand)) is not None))
+        if node in uses:
+            key = use_key(node)
         elif len(origins) > 1 and node not in inside:
-            name = f"n{len(nodes)}"
-            nodes.append(f"  {name} [shape=plaintext, label={quote(op_name(node))}];")
+            key = f"operation {node.name}"
+            graph.add_node(key, kind="operation", label=op_name(node))
         else:
             origin[node] = origins[0] if origins else None
             continue
-        arrows += [f"  {found} -> {name};" for found in origins]
-        origin[node] = name
-    return nodes + arrows
+        graph.add_edges_from([(source, key) for source in origins], kind="data")
+        origin[node] = key
+
+
+STYLES = {  # of the nodes that are drawn: the letter of their names, and their attributes
+    "block": ("r", 'shape=box, style="filled,rounded", fillcolor="#dbe9f6", '),
+    "use": ("u", ""),
+    "operation": ("n", "shape=plaintext, "),
+}
+GENERIC_STYLE = "shape=box, style=dashed, "
+
+
+def dot(graph: networkx.DiGraph) -> str:
+    """The blocks, uses and operations of a `block_graph` in Graphviz' language.
+
+    A box is a block. A dashed line leads from a block to each of its uses, an arrow along the data.
+    """
+    names: dict[Any, str] = {}
+    lines = ["digraph kfac_fx {", "  rankdir=TB;", '  node [fontname="Helvetica", fontsize=10];']
+    for kind in STYLES:
+        for number, key in enumerate(key for key, data in graph.nodes(data=True) if data["kind"] == kind):
+            names[key] = f"{STYLES[kind][0]}{number}"
+    for key, name in names.items():
+        data = graph.nodes[key]
+        style = GENERIC_STYLE if data.get("generic") else STYLES[data["kind"]][1]
+        lines.append(f"  {name} [{style}label={quote(data['label'])}];")
+    for target, name in names.items():
+        for source in (source for source in graph.predecessors(target) if source in names):
+            block = graph.edges[source, target]["kind"] == "block"
+            lines.append(
+                f"  {name} -> {names[source]} [style=dashed, arrowhead=none];"
+                if block
+                else f"  {names[source]} -> {name};"
+            )
+    return "\n".join([*lines, "}"]) + "\n"
 
 
 def quote(text: str) -> str:
+    """The text as a string of Graphviz."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
 
-# --- html -------------------------------------------------------------------------------------------------------------
-
+# --- the page -------------------------------------------------------------------------------------------------------
 
 REGISTRATION_COLUMNS = ("#", "layer", "parameters", "uses", "Fisher block", "factors", "elements", "memory")
 PASS_COLUMNS = ("pass", "nodes", "found", "seconds")
-NUMBERS = {"#", "uses", "elements", "memory", "nodes", "seconds"}
+NUMERIC_COLUMNS = {"#", "uses", "elements", "memory", "nodes", "seconds"}
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5c6675; --paper: #fdfdfc; --line: #dfe3e8; --band: #f3f5f7;
@@ -101,13 +153,19 @@ def page(
     sections: Sequence[tuple[str, Sequence[str]]],
     passes: Sequence[Sequence[str]],
 ) -> str:
-    """`share`: elements by kind, the bar under the headline; the other arguments are rows of text."""
+    """The page as text.
+
+    Args:
+        share: the number of elements by kind, for the bar under the headline.
+        registrations, passes: the cells of every row of the two tables.
+        sections: (title, lines).
+    """
     numbered = [(str(number), *cells) for number, cells in enumerate(registrations)]
-    body = [f"<h1>{escape(headline)}</h1>", bar(share), table(REGISTRATION_COLUMNS, numbered)]
+    body = [f"<h1>{escape(headline)}</h1>", bar(share), html_table(REGISTRATION_COLUMNS, numbered)]
     for title, lines in sections:
         items = "".join(f"<li>{escape(line)}</li>" for line in lines)
         body.append(f"<h2>{escape(title)}</h2>\n<ul>{items}</ul>")
-    body.append(f"<h2>passes</h2>\n{table(PASS_COLUMNS, passes)}")
+    body.append(f"<h2>passes</h2>\n{html_table(PASS_COLUMNS, passes)}")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -118,23 +176,25 @@ def page(
 
 
 def bar(share: Mapping[str, int]) -> str:
+    """A bar with one part for every kind, and its key."""
     present = {kind: count for kind, count in share.items() if count}
     parts = "".join(f'<div style="flex:{count};background:var(--{kind})"></div>' for kind, count in present.items())
     key = "".join(f'<span><i style="background:var(--{kind})"></i>{kind} {n:,}</span>' for kind, n in present.items())
     return f'<div class="bar">{parts}</div>\n<p class="key">{key}</p>'
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th class="{kind(column)}">{escape(column)}</th>' for column in columns)
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts."""
+    head = "".join(f'<th class="{cell_class(column)}">{escape(column)}</th>' for column in columns)
     body = "".join(
         "<tr>"
-        + "".join(f'<td class="{kind(c)}">{escape(cell)}</td>' for c, cell in zip(columns, cells, strict=True))
+        + "".join(f'<td class="{cell_class(c)}">{escape(cell)}</td>' for c, cell in zip(columns, cells, strict=True))
         + "</tr>\n"
         for cells in rows
     )
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>'
 
 
-def kind(column: str) -> str:
-    """The class of a column's cells."""
-    return "number" if column in NUMBERS else {"parameters": "name", "found": "found"}.get(column, "text")
+def cell_class(column: str) -> str:
+    """The CSS class of the cells of a column."""
+    return "number" if column in NUMERIC_COLUMNS else {"parameters": "name", "found": "found"}.get(column, "text")

@@ -1,7 +1,8 @@
-"""What became of every parameter, and why: as text, on a rich terminal, as data, as a page, as a graph.
+"""The report: which Fisher block every parameter got, and why; as text, on a rich terminal, as data, page or graph.
 
-The text answers, in order: is anything left out, what became of each parameter, why for everything that is not the
-obvious choice, what it costs, and what the compiler did. It is plain ASCII and holds no timings, so it can be compared.
+The text answers in this order: whether anything is left out; the block of each parameter; the reason for everything
+that is not the default; the cost; what the compiler did. It is plain ASCII and contains no timings, so that two reports
+can be compared.
 """
 
 from __future__ import annotations
@@ -15,29 +16,31 @@ from functools import cached_property
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
+from kfac_fx.passes.errors import plural
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
-from kfac_fx.report.formats import dot, page
-from kfac_fx.report.rows import Row, factor_dtype, rows, size
+from kfac_fx.report.formats import block_graph, dot, page
+from kfac_fx.report.rows import Row, factor_dtype, memory_text, rows
 from kfac_fx.taps.subsample import described
 
 if TYPE_CHECKING:
+    import networkx
     from rich.console import RenderableType
 
 Counters = Callable[[], Mapping[str, int]]
 Fallbacks = Callable[[], Sequence[str]]
 COLUMNS = ("", "layer", "parameters", "uses", "Fisher block", "factors")
-WIDTH = 101  # of wrapped lines; the table is as wide as it must be
+WIDTH = 101  # of wrapped lines; the table may be wider
 NAME_WIDTH = 44
-LISTED = 8  # lines of one section before it says how many more there are
+SECTION_LINES = 8  # of one section, before a line says how many more there are
 
 
 class Report:
     """The registrations of a compiled module; `print(net.report)`.
 
     Args:
-        program: after the last pass.
-        counters: what happened since, read anew whenever the report is shown, e.g. {"skipped updates": 0}.
-        fallbacks: what was done in another way than it should be, and why; read anew, too.
+        program: the result of the last pass.
+        counters: the numbers of events since, such as {"skipped updates": 0}; called whenever the report is shown.
+        fallbacks: what was done in another way than intended, and why; called whenever the report is shown.
     """
 
     def __init__(self, program: Program, counters: Counters | None = None, fallbacks: Fallbacks = lambda: ()) -> None:
@@ -45,41 +48,46 @@ class Report:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
+        """One row for every registration."""
         return rows(self.program)
 
     @property
     def dropped(self) -> tuple[Note, ...]:
+        """The matches that are not registered, with the reason."""
         return self.program.dropped
 
     @property
     def unused(self) -> tuple[str, ...]:
+        """The parameters that no loss depends on."""
         return self.program.unused
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Parameters that a LayerCollection has uses of, and no registration."""
-        known = {name for one in self.program.registrations for name in one.owners}
-        known |= {self.program.owner(name) for name in self.unused}
-        return tuple(name for name in self.program.parameters if name not in known)
+        """The parameters that are used, but that a LayerCollection did not register."""
+        registered = {name for registration in self.program.registrations for name in registration.owners}
+        registered |= {self.program.owner(name) for name in self.unused}
+        return tuple(name for name in self.program.parameters if name not in registered)
 
     @property
     def history(self) -> tuple[PassRecord, ...]:
+        """The passes of the compiler, in order."""
         return self.program.history
 
     @property
     def elements(self) -> dict[str, int]:
-        """Element counts of the trainable parameters: total, registered, structured, generic."""
-        structured = sum(one.elements for one in self.rows if not one.generic)
-        generic = sum(one.elements for one in self.rows if one.generic)
+        """The number of elements of the trainable parameters: "total", "registered", "structured" and "generic"."""
+        structured = sum(row.elements for row in self.rows if not row.generic)
+        generic = sum(row.elements for row in self.rows if row.generic)
         total = sum(parameter.numel() for parameter in self.program.parameters.values())
         return {"total": total, "registered": structured + generic, "structured": structured, "generic": generic}
 
     @property
     def headline(self) -> str:
-        count, blocks = self.elements, len(self.rows)
+        """The first line: the share of the parameters that has blocks."""
+        count = self.elements
         text = (
             f"kfac_fx registered {count['registered']:,} of {count['total']:,} trainable parameters "
-            f"in {blocks:,} Fisher {'block' if blocks == 1 else 'blocks'}"
+            f"in {plural(len(self.rows), 'Fisher block')}"
         )
         if count["generic"]:
             text += f", {percent(count['structured'], count['registered'])} of them structured"
@@ -87,61 +95,74 @@ class Report:
 
     @property
     def memory(self) -> str:
-        total = sum(one.bytes for one in self.rows)
-        kinds = sorted({str(factor_dtype(r, self.program)).removeprefix("torch.") for r in self.program.registrations})
-        return f"{size(total)} of factors, {size(total)} of inverses ({', '.join(kinds) or 'none'})"
+        """The memory of the factors and of their inverses, as text."""
+        total = memory_text(sum(row.bytes for row in self.rows))
+        dtypes = {factor_dtype(registration, self.program) for registration in self.program.registrations}
+        kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"{total} of factors, {total} of inverses ({kinds or 'none'})"
 
     @property
     def captured(self) -> list[str]:
-        """The submodules, if there is no graph of the whole model."""
-        parts = dict.fromkeys((one.path, one.read) for one in self.program.submodules)
+        """The submodules that were captured, if there is no graph of the whole model."""
+        parts = dict.fromkeys((submodule.path, submodule.read) for submodule in self.program.submodules)
         modules, reads = ([path for path, read in parts if read is which] for which in (False, True))
         what = "one submodule" if len(modules) == 1 else f"{len(modules)} submodules, one by one"
-        found = [f"{what}: {', '.join(modules)}"] if modules else []
-        return found + ([f"and of Python between them: {', '.join(reads)}"] if reads else [])
+        lines = [f"{what}: {', '.join(modules)}"] if modules else []
+        return lines + ([f"and of Python between them: {', '.join(reads)}"] if reads else [])
 
     @property
     def python(self) -> list[str]:
-        """What stays Python beside them, and why."""
-        return [f"{note.subject}: {note.reason}" for note in self.program.left]
+        """The submodules that stay Python, and why."""
+        return texts(self.program.left)
 
     def sections(self) -> list[tuple[str, list[str]]]:
-        """What follows the table: (title, lines)."""
-        generic = [f"{one.names}: {one.reason or 'no layer has this form'}" for one in self.rows if one.generic]
-        reasons = [f"{one.names}: {one.reason}" for one in self.rows if one.reason and not one.generic]
-        dropped = [f"{note.subject}: {note.reason}" for note in self.dropped]
-        passes = ", ".join(f"{one.name} {one.summary or f'{one.nodes:,} nodes'}" for one in self.history)
-        found = [("generic", generic or ["none"]), ("reasons", reasons), ("dropped", dropped or ["none"])]
+        """The sections below the table: (title, lines)."""
+        program = self.program
+        generic = [f"{row.names}: {row.reason or 'no layer has this form'}" for row in self.rows if row.generic]
+        reasons = [f"{row.names}: {row.reason}" for row in self.rows if row.reason and not row.generic]
         left_out = [f"{', '.join(self.left_out)}: not registered, so they follow KFAC's first-order rule"]
-        found += [("unused", list(self.unused) or ["none"]), ("left out", left_out if self.left_out else [])]
-        found += [("captured", self.captured), ("python", self.python)]
-        found += [("memory", [self.memory]), ("passes", [passes or "none"])]
-        found.append(("sampling", described(self.program)))
-        if self.program.mask is not None:
-            uses = [use for one in self.program.registrations for use in one.uses]
+        passes = ", ".join(f"{record.name} {record.summary or f'{record.nodes:,} nodes'}" for record in self.history)
+        sections = {
+            "generic": generic or ["none"],
+            "reasons": reasons,
+            "dropped": texts(self.dropped) or ["none"],
+            "unused": list(self.unused) or ["none"],
+            "left out": left_out if self.left_out else [],
+            "captured": self.captured,
+            "python": self.python,
+            "memory": [self.memory],
+            "passes": [passes or "none"],
+            "sampling": described(program),
+        }
+        if program.mask is not None:
+            uses = [use for registration in program.registrations for use in registration.uses]
             masked = sum(KEPT in use.attrs for use in uses)
-            said = [f"{self.program.mask.name} masks {masked:,} of {len(uses):,} uses"]
-            found.append(("padding", said + [f"{note.subject}: {note.reason}" for note in self.program.unmasked]))
+            all_masked = f"{program.mask.name} masks {masked:,} of {plural(len(uses), 'use')}"
+            sections["padding"] = [all_masked, *texts(program.unmasked)]
         if self.counters is not None:
             counted = ", ".join(f"{name} {count:,}" for name, count in self.counters().items())
-            found.append(("runtime", [counted or "none"]))
-        found.append(("fallback", list(self.fallbacks())))
-        return [(title, lines) for title, lines in found if lines]
+            sections["runtime"] = [counted or "none"]
+        sections["fallback"] = list(self.fallbacks())
+        return [(title, lines) for title, lines in sections.items() if lines]
+
+    # --- formats ----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         lines = [self.headline, "", *self._table(), ""]
         for title, entries in self.sections():
-            wrapped = [line for entry in listed(entries) for line in wrap(entry)]
+            wrapped = [line for entry in shortened(entries) for line in wrap(entry)]
             lines += [f"{head:<8}  {line}" for head, line in zip(chain([title], repeat("")), wrapped, strict=False)]
         return "\n".join(ascii_only(line.rstrip()) for line in lines)
 
     __repr__ = __str__
 
     def _table(self) -> list[str]:
-        names = told_apart([one.names for one in self.rows])
+        names = told_apart([row.names for row in self.rows])
         cells = [
-            (str(n), one.layer, name, f"{one.uses:,}", one.block, one.factors_text)
-            for n, (one, name) in enumerate(zip(self.rows, names, strict=True))
+            (str(number), layer, name, *rest)
+            for number, ((layer, _, *rest), name) in enumerate(
+                zip((row.cells for row in self.rows), names, strict=True)
+            )
         ]
         widths = [max(1, *map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
         right = (True, False, False, True, False, False)
@@ -160,53 +181,77 @@ class Report:
         table = Table(title=self.headline, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in COLUMNS:
             table.add_column(name or "#", justify="right" if name in ("", "uses") else "left", overflow="fold")
-        for n, one in enumerate(self.rows):
-            cells = (str(n), one.layer, one.names, f"{one.uses:,}", one.block, one.factors_text)
-            table.add_row(*map(Text, cells), style="yellow" if one.generic else "")
+        for number, row in enumerate(self.rows):
+            table.add_row(*map(Text, (str(number), *row.cells)), style="yellow" if row.generic else "")
         below = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         below.add_column(style="bold")
         below.add_column(overflow="fold")
         for title, entries in self.sections():
-            below.add_row(Text(title), Text("\n".join(listed(entries))))
+            below.add_row(Text(title), Text("\n".join(shortened(entries))))
         return Group(table, Text(), below)
 
     def to_dict(self) -> dict[str, Any]:
+        """The report as plain data.
+
+        Returns:
+            "parameters": the numbers of `elements`, and the names of the unused ones. "registrations": `Row.to_dict` of
+            every block. "dropped", "python": lists of a subject and a reason. "submodules": those that were captured,
+            with the number of their calls. "sampling", "fallbacks": lines of text. "passes": name, nodes, seconds.
+        """
+        program = self.program
         return {
             "parameters": {**self.elements, "unused": list(self.unused)},
-            "registrations": [one.to_dict() for one in self.rows],
+            "registrations": [row.to_dict() for row in self.rows],
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
-            "submodules": [{"module": one.path, "calls": one.calls} for one in self.program.submodules],
-            "python": [{"module": note.subject, "reason": note.reason} for note in self.program.left],
-            "sampling": described(self.program),
+            "submodules": [{"module": submodule.path, "calls": submodule.calls} for submodule in program.submodules],
+            "python": [{"module": note.subject, "reason": note.reason} for note in program.left],
+            "sampling": described(program),
             "fallbacks": list(self.fallbacks()),
-            "passes": [{"name": one.name, "nodes": one.nodes, "seconds": one.seconds} for one in self.history],
+            "passes": [{"name": r.name, "nodes": r.nodes, "seconds": r.seconds} for r in self.history],
         }
 
     def to_json(self) -> str:
+        """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
         """One self-contained page, light or dark as the reader's system is."""
         share = {name: self.elements[name] for name in ("structured", "generic")}
         share["unused"] = self.elements["total"] - self.elements["registered"]
-        cells = [
-            (one.layer, one.names, f"{one.uses:,}", one.block, one.factors_text, f"{one.elements:,}", size(one.bytes))
-            for one in self.rows
-        ]
-        passes = [(one.name, f"{one.nodes:,}", one.summary, f"{one.seconds:.3f}") for one in self.history]
+        cells = [(*row.cells, f"{row.elements:,}", memory_text(row.bytes)) for row in self.rows]
+        passes = [(r.name, f"{r.nodes:,}", r.summary, f"{r.seconds:.3f}") for r in self.history]
         sections = [(title, lines) for title, lines in self.sections() if title != "passes"]
         return page(self.headline, share, cells, sections, passes)
 
+    def to_networkx(self) -> networkx.DiGraph:
+        """A directed graph from parameters through pieces and uses to Fisher blocks.
+
+        The node of a parameter or a piece is its name, the node of a block the tuple of its names, as in
+        `estimator.blocks`. The node of a use is "use " and the name of its node in the graph of the model, the node of
+        an operation where data meets "operation " and its name.
+
+        Every node has a `kind` ("parameter", "piece", "use", "operation" or "block") and a `label`. Parameters and
+        pieces have a `shape`, uses the `line` of the user's code, blocks the entries of `Row.to_dict` and `generic`.
+        Every edge has a `kind`: "piece", "parameter" (into a use), "block" (into a block) or "data" (between uses). The
+        report lists no uses of generic parameters, so their edges lead to their block.
+        """
+        return block_graph(self.program, self.rows)
+
     def to_dot(self) -> str:
-        """The registrations, their uses and how data flows between these, in Graphviz' language."""
-        return dot(self.program.registrations, [f"{one.names}\n{one.block}: {one.factors_text}" for one in self.rows])
+        """The blocks, their uses and the data between uses, in Graphviz' language."""
+        return dot(self.to_networkx())
 
 
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
+def texts(notes: Sequence[Note]) -> list[str]:
+    """Every note as a line."""
+    return [f"{note.subject}: {note.reason}" for note in notes]
+
+
 def shorten(text: str, width: int = NAME_WIDTH) -> str:
-    """The two ends of a long name: the model's part and the parameter's own."""
+    """The two ends of a long name: the part of the model and that of the parameter."""
     if len(text) <= width:
         return text
     tail = (width - 3) * 2 // 3
@@ -214,10 +259,13 @@ def shorten(text: str, width: int = NAME_WIDTH) -> str:
 
 
 def told_apart(names: Sequence[str]) -> list[str]:
-    """Short, but for those that would look alike."""
+    """The names, shortened unless two of them would then be equal."""
     short = [shorten(name) for name in names]
     counts = Counter(short)
-    return [name if counts[one] > 1 else one for name, one in zip(names, short, strict=True)]
+    return [
+        name if counts[shortened_name] > 1 else shortened_name
+        for name, shortened_name in zip(names, short, strict=True)
+    ]
 
 
 def percent(part: int, whole: int) -> str:
@@ -225,9 +273,10 @@ def percent(part: int, whole: int) -> str:
     return f"{math.floor(10000 * part / whole) / 100:g} %"
 
 
-def listed(entries: list[str]) -> list[str]:
-    hidden = len(entries) - LISTED
-    return entries if hidden <= 1 else [*entries[:LISTED], f"... and {hidden:,} more, all in to_dict()"]
+def shortened(entries: list[str]) -> list[str]:
+    """The first entries, and a line with the number of the others."""
+    hidden = len(entries) - SECTION_LINES
+    return entries if hidden <= 1 else [*entries[:SECTION_LINES], f"... and {hidden:,} more, all in to_dict()"]
 
 
 def wrap(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rows of the report: what one registration is, in numbers and in words."""
+"""The rows of the report: one registration each, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Row:
-    """One registration. `factors`: the shape of each factor, diagonal sides without their last dimension:
-    A [g, i, i] or [g, i], G [g, o, o] or [g, o], F [p, p] or [p]."""
+    """One registration.
+
+    Attributes:
+        uses: the number of uses; of generic parameters, the number of places where they meet the data.
+        block: the approximation in words, such as "kronecker, independent".
+        approximation: its name.
+        factors: the shape of each factor: A [g, i, i] or [g, i], G [g, o, o] or [g, o], F [p, p] or [p]; a diagonal
+            side has no last dimension.
+        elements: the number of elements of the parameters.
+        bytes: the memory of the factors.
+        groups: g.
+    """
 
     layer: str
     parameters: tuple[str, ...]
@@ -36,17 +46,24 @@ class Row:
 
     @property
     def names(self) -> str:
+        """The names of the parameters, folded: `"stem.{weight, bias}"`."""
         return fold(self.parameters)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of a table: layer, names, uses, block and factors."""
+        return self.layer, self.names, f"{self.uses:,}", self.block, self.factors_text
 
     @property
     def factors_text(self) -> str:
         """`"A 28 x 28, G 16 x 16"`, `"16 of (A 10 x 10, G 1 x 1)"`, `"A diag 50, G 8 x 8"`, `"F diag 320"`."""
         if "F" in self.factors:
-            return side("F", self.factors["F"])
-        text = ", ".join(side(name, shape[1:], shape[0] // self.groups) for name, shape in self.factors.items())
+            return factor_text("F", self.factors["F"])
+        text = ", ".join(factor_text(name, shape[1:], shape[0] // self.groups) for name, shape in self.factors.items())
         return text if self.groups == 1 else f"{self.groups:,} of ({text})"
 
     def to_dict(self) -> dict[str, Any]:
+        """The row as plain data: layer, parameters, uses, block, approximation, shapes of the factors, reason."""
         return {
             "layer": self.layer,
             "parameters": list(self.parameters),
@@ -59,11 +76,11 @@ class Row:
 
 
 def rows(program: Program) -> tuple[Row, ...]:
-    places = generic_places(program) if any(one.generic for one in program.registrations) else Counter()
-    return tuple(row(one, program, places) for one in program.registrations)
+    places = generic_places(program) if any(r.generic for r in program.registrations) else Counter()
+    return tuple(row_of(registration, program, places) for registration in program.registrations)
 
 
-def row(registration: Registration, program: Program, places: Counter[str]) -> Row:
+def row_of(registration: Registration, program: Program, places: Counter[str]) -> Row:
     shapes = factor_shapes(registration, program)
     dtype = factor_dtype(registration, program)
     return Row(
@@ -82,7 +99,7 @@ def row(registration: Registration, program: Program, places: Counter[str]) -> R
 
 
 def uses_of(registration: Registration, places: Counter[str]) -> int:
-    """In the graph; of submodules that were captured one by one, those of the first batch."""
+    """The number of uses in the graph; in submodules that were captured one by one, those of the first batch."""
     if registration.generic:
         return max(places[name] for name in registration.parameters)
     return sum(use.calls or 0 for use in registration.uses) if registration.called else len(registration.uses)
@@ -93,7 +110,7 @@ def elements_of(registration: Registration, program: Program) -> int:
 
 
 def generic_places(program: Program) -> Counter[str]:
-    """In how many places each parameter meets the data: the uses of generic registrations, which list none."""
+    """The number of places where each parameter meets the data; generic registrations list no uses."""
     label = labels(program.graph, program.parameters, cases=program.cases)
     outputs = program.outputs or tuple(node for node in program.graph.nodes if node.op == "output")
     edges = use_edges(program.graph, label, outputs)
@@ -101,7 +118,7 @@ def generic_places(program: Program) -> Counter[str]:
 
 
 def factor_dtype(registration: Registration, program: Program) -> torch.dtype:
-    """Factors are never narrower than float32, whatever the parameters are."""
+    """The precision of the factors: that of the parameters, but at least float32."""
     dtype = torch.float32
     for name in registration.owners:
         dtype = torch.promote_types(dtype, program.parameters[name].dtype)
@@ -127,7 +144,7 @@ def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
 
 
 def block_words(registration: Registration, program: Program) -> str:
-    """`"kronecker"`, `"kronecker per channel"`, `"kronecker, independent"`, `"diagonal"`, `"full (linked)"`, ..."""
+    """See `Row.block`: `"kronecker"`, `"kronecker per channel"`, `"diagonal"`, `"full (linked)"`, ..."""
     approximation, words = registration.structure, registration.approximation
     if registration.matrix is not None and approximation.kronecker:
         groups, outputs, _ = registration.matrix.shape
@@ -157,15 +174,15 @@ def fold(names: Iterable[str]) -> str:
     return ", ".join(p + (lasts[0] if len(lasts) == 1 else f"{{{', '.join(lasts)}}}") for p, lasts in groups.items())
 
 
-def side(name: str, shape: tuple[int, ...], blocks: int = 1) -> str:
+def factor_text(name: str, shape: tuple[int, ...], blocks: int = 1) -> str:
     """`"A 10 x 10"`, `"A diag 50"`, `"A 8 blocks of 64 x 64"`."""
     if len(shape) == 1:
         return f"{name} diag {shape[0]:,}"
     return f"{name} {f'{blocks:,} blocks of ' if blocks > 1 else ''}{shape[0]:,} x {shape[1]:,}"
 
 
-def size(count: float) -> str:
-    """`"36.2 KiB"`; bytes below one KiB."""
+def memory_text(count: float) -> str:
+    """`"36.2 KiB"`; numbers below one KiB in bytes."""
     if count < 1024:
         return f"{count:.0f} bytes"
     for unit in ("KiB", "MiB", "GiB"):

@@ -77,16 +77,10 @@ class Ride:
             )
 
     def moments(self, reduction: str = "mean", cases: int | None = None) -> Moments:
-        """The recorded statistics, for the gradient of the sum over cases.
+        """The recorded statistics, for the gradient of the sum over cases. Raises RuntimeError as `check_backwards`.
 
-        The gradient of a mean over N cases is N times smaller, so its second moments are multiplied by N².
-
-        Args:
-            reduction: "mean" or "sum", of the loss that the user trains.
-            cases: the number of cases of the user's mean, if that contains more than this forward.
-
-        Raises:
-            RuntimeError: see `check_backwards`.
+        reduction: of the user's loss; the gradient of a mean is N times smaller, so second moments are multiplied by
+            N². cases: the N of the user's mean, if it contains more cases than this forward.
         """
         self.check_backwards()
         scale = float(self.cases if cases is None else cases) if reduction == "mean" else 1.0
@@ -108,13 +102,11 @@ class Ride:
         return Moments(statistics, self.cases)
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient of this forward for a generic parameter; zero if the backward did not reach it."""
         view = self.generic[name]
         return torch.zeros_like(view) if view.grad is None else dense(view.grad)
 
 
 def count_backward(backwards: Counter[Key], key: Key, gradient: Tensor) -> None:
-    """A hook of a probe."""
     backwards[key] += 1
 
 

@@ -50,7 +50,6 @@ class Rows:
 
     @property
     def ids(self) -> bool:
-        """Whether the rows are integer ids."""
         return not self.x.is_floating_point()
 
     @property

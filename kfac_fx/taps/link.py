@@ -1,10 +1,10 @@
-"""The link: what makes consecutive uses of one weight meet in the backward pass, for series blocks.
+"""The link: an identity that brings the gradients of consecutive uses of a weight together, for series blocks.
 
-A link is an identity on the output of a use, in front of its tap. Beside the output it returns a *carrier*, a zero
-tensor of the same shape, which enters the link of the next use; the carrier's "gradient" is the gradient of the next
-use's output. So a link knows, in its backward, the gradients of two consecutive outputs, and autograd calls it after
-that of the next use, whatever else the two have to do with each other. The inputs of both are known in the forward.
-Their second moments leave as the gradients of probes, as a tap's statistics do (`kfac_fx.taps.tap`).
+A link stands on the output of a use, in front of its tap. It returns the output and a *carrier*, a zero tensor of the
+same shape, which enters the link of the next use. The "gradient" of the carrier is the gradient of the output of the
+next use. So the backward of a link has the gradients of two consecutive outputs, and autograd runs it after the
+backward of the next link, however the two uses are connected. The forward has the inputs of both uses. The second
+moments leave as the gradients of probes, as the statistics of a tap do (`kfac_fx.taps.tap`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kfac_fx.taps.tap import Probes, RealRows, apart, quick
 
 
 class Link(nn.Module):
-    """One use of a series. first, last: it has no use before it, none behind it."""
+    """One use of a series. first, last: whether no use is before it, and none behind it."""
 
     def __init__(self, registration: Registration, use: Use, layer: Layer, first: bool, last: bool) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Link(nn.Module):
             registration.matrix.bias is not None,
             (first, last, use.steps, use.steps_in_positions),
             (
-                f"{self.owner} at {self.place} has ids for rows, of which there is no series; let it be 'kron_indep'",
-                f"{self.owner} at {self.place} was to hold {use.steps} uses, and its rows are no multiple of that",
+                f"{self.owner} at {self.place} has ids as rows, which have no series: use 'kron_indep'",
+                f"{self.owner} at {self.place} should hold {use.steps} uses, but its rows are not a multiple of that",
             ),
             real_rows(use, layer) if use.mask_dims else None,
         )
@@ -53,15 +53,15 @@ class Link(nn.Module):
         earlier: Tensor | None,
         *masks: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """`output` unchanged, and the carrier for the next use. carried, earlier: the carrier and the input of the use
-        before; masks: which rows are no padding, of this use, that before and that behind. Raises RegistrationError if
-        that before has another shape."""
+        """`output` unchanged, and the carrier for the next use. Raises RegistrationError if the use before has another
+        shape. carried, earlier: the carrier and the input of the use before. masks: of the rows without padding, of
+        this use, the use before and the use behind."""
         if not probes:
             return output, None
         if carried is not None and carried.shape != output.shape:
             raise RegistrationError(
-                f"{self.owner} at {self.place} has an output of shape {list(output.shape)} and "
-                f"{list(carried.shape)} one use before: no series of uses; let it be 'kron_indep'"
+                f"{self.owner} at {self.place} has an output of shape {list(output.shape)}, but "
+                f"{list(carried.shape)} one use before, so its uses are not a series: use 'kron_indep'"
             )
         input, carried, earlier, *masks = apart(output, input, carried, earlier, *masks)  # type: ignore[assignment]
         pair: tuple[Tensor, Tensor] = self.function.apply(
@@ -81,13 +81,14 @@ def link_function(
     errors: tuple[str, str],
     real: RealRows | None = None,
 ) -> type[torch.autograd.Function]:
-    """The autograd.Function of one link: a class of its own, that closes over functions and literals only.
+    """The autograd.Function of one link. Each link has its own class, which closes over functions and literals only.
 
-    Its arguments are (output, input, carrier and input of the use before or None, the probes of `LAGGED`, no masks or
-    those of this use, that before and that behind).
-    place: (first, last, uses held in these rows one after another, and whether along their positions).
-    errors: for rows that are ids, and for rows that do not hold so many uses.
-    real: from (output, mask) to which rows are no padding, if masks are of something else.
+    The arguments of the function are (output, input, carrier and input of the use before or None, the probes of
+    `LAGGED`, no masks or those of this use, of the use before and of the use behind).
+
+    place: (first, last, the number of uses in these rows one after another, whether they lie along the positions).
+    errors: for rows that are ids, and for rows that do not hold this number of uses.
+    real: from (output, mask) to the mask of the rows, if the masks are not of rows.
     """
     first, last, steps, in_positions = place
     of_ids, uneven = errors
@@ -108,10 +109,12 @@ def link_function(
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             output_grad, later_grad = grads
             input, earlier, *masks = ctx.saved_tensors
-            kept = [mask if real is None else real(output_grad, mask) for mask in masks]
+            row_masks = [mask if real is None else real(output_grad, mask) for mask in masks]
             device = output_grad.device.type
             with torch.no_grad(), torch.autocast(device, enabled=False), full_precision_in_eager():
-                here = canonical(*both(output_grad, input, *masks[:1]), bias, matrix, kept[0] if kept else None)
+                here = canonical(
+                    *both(output_grad, input, *masks[:1]), bias, matrix, row_masks[0] if row_masks else None
+                )
                 if not here.x.is_floating_point():
                     raise RegistrationError(of_ids)
                 if here.d.shape[in_positions] % steps:
@@ -122,11 +125,11 @@ def link_function(
                     pair = unfolded(here, steps, in_positions)
                     sums = [a(*pair), g(*pair), pairs(*pair)]
                 else:
-                    # The uses are alike, so that the rows before and the gradients behind are made as these are. Where
-                    # no row is real they are zero, and neither there is a one in the bias column.
+                    # All uses have the same form, so the rows before and the gradients behind are made as those here.
+                    # They are zero at padding, and so is the bias column.
                     beside = both(output_grad if last else later_grad, earlier, *masks[1:2])
-                    before = canonical(beside[0], here.d, bias, matrix, kept[1] if kept else None)
-                    behind = canonical(here.x, beside[1], bias, matrix, kept[2] if kept else None)
+                    before = canonical(beside[0], here.d, bias, matrix, row_masks[1] if row_masks else None)
+                    behind = canonical(here.x, beside[1], bias, matrix, row_masks[2] if row_masks else None)
                     sums = [None if first else a(here, before), None if last else g(behind, here)]
                     sums += [None if first else pairs(here, before)]
             return output_grad, None, None if first else output_grad, None, *sums, *(None for _ in masks)

@@ -1,8 +1,9 @@
 """The tap: an identity on the output of a use whose backward computes statistics of its rows.
 
-For every statistic a *probe*, a zero tensor of the statistic's shape, enters the tap; the statistic leaves the backward
-pass as the probe's gradient. Nothing is mutated, so the same emitted module serves `autograd.grad` over probes only,
-the user's own backward, several cotangents and a compiled graph. A probe that enters several taps sums over uses.
+For every statistic a *probe* enters the tap, a zero tensor of the shape of the statistic. The statistic leaves the
+backward pass as the gradient of the probe. No tensor is mutated, so the same emitted module serves `autograd.grad` over
+probes only, the user's own backward, several cotangents and a compiled graph. A probe that enters several taps sums
+over uses.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED
 from kfac_fx.statistics.row_sums import Matrix, Shape, named, whole
 from kfac_fx.taps.rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
-from kfac_fx.taps.subsample import SAMPLED, Parts, parts_of, sample
+from kfac_fx.taps.subsample import SAMPLED, Parts, sample, sampled_parts
 
 Probes = Mapping[str, Tensor]
-OF_INPUTS = ("count", "A", "A_diag")
-WITHOUT_ROWS = {"count", "A", "G", "G_diag"}  # where A has a shorter way
+OF_INPUTS = ("count", "A", "A_diag")  # sums that do not contain gradient rows
+WITHOUT_ROWS = {"count", "A", "G", "G_diag"}  # computed without the rows, if A can be
 RealRows = Callable[[Tensor, Any], Tensor]
-Sums = Callable[[str], Tensor]
-SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], Sums]
+StatisticOf = Callable[[str], Tensor]
+SumsOf = Callable[[Sequence[str], Tensor, Tensor, Sequence[Any]], StatisticOf]
 
 
 class Tap(nn.Module):
@@ -44,7 +45,7 @@ class Tap(nn.Module):
         names = list(tensor_attrs(use))
         mask, cases = (names.index(key) if key in names else None for key in (KEPT, CASES))
         real = real_rows(use, layer) if use.mask_dims else None
-        self.sampling = parts_of(registration, use, layer)
+        self.sampling = sampled_parts(registration, use, layer)
         if self.sampling is not None:
             self.register_buffer("phases", torch.zeros(2, dtype=torch.float64), persistent=False)
         if registration.patch_mask is not None:
@@ -63,13 +64,13 @@ class Tap(nn.Module):
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         if not probes:
             return output
-        own = {name: probe for name, probe in probes.items() if name not in LAGGED}
+        entering = {name: probe for name, probe in probes.items() if name not in LAGGED}
         if hasattr(self, "patch_mask"):
             tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
         if self.sampling is not None:
-            tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # what it is at this forward
+            tensors = (*tensors, self.phases.clone())  # type: ignore[operator]  # the value of this forward
         input, *rest = apart(output, input, *tensors)
-        tapped: Tensor = self.function.apply(output, input, len(own), *own, *own.values(), *rest)
+        tapped: Tensor = self.function.apply(output, input, len(entering), *entering, *entering.values(), *rest)
         return tapped
 
     def extra_repr(self) -> str:
@@ -77,12 +78,12 @@ class Tap(nn.Module):
 
 
 def apart(output: Tensor, *others: Any) -> list[Any]:
-    """`others` with a view in the place of what comes twice: torch.compile takes a tensor as one argument only."""
-    found: list[Any] = [output]
-    for one in others:
-        twice = isinstance(one, Tensor) and any(one is other for other in found)
-        found.append(one.view_as(one) if twice else one)
-    return found[1:]
+    """`others`, with a view for every tensor that comes twice: torch.compile accepts a tensor as one argument only."""
+    arguments: list[Any] = [output]
+    for value in others:
+        twice = isinstance(value, Tensor) and any(value is argument for argument in arguments)
+        arguments.append(value.view_as(value) if twice else value)
+    return arguments[1:]
 
 
 def sums_of(
@@ -95,36 +96,34 @@ def sums_of(
     axis: int,
     short: BothRows | None,
 ) -> SumsOf:
-    """(names of the statistics, gradient of the output, input, attributes) -> the function from such a name to the
-    statistic of one use.
+    """The function from (names of the statistics, gradient of the output, input, attributes) to the statistics of one
+    use by name.
 
-    mask: which of the attributes says what rows are no padding, if one does; real: from (output, mask) to rows, if the
-        mask is of something else.
-    sampling: of the rows of input factors; its phases are then the last of the attributes. axis: of the cases in the
-        output.
-    short: A and the gradient rows, where nothing else needs the rows.
+    mask: the index of the attribute that masks padding. real: from (output, mask) to the mask of the rows, if the mask
+        is not of rows. sampling: of the rows of input factors; its phases are then the last attribute.
+    axis: of the cases in the output. short: makes A and the gradient rows, if no other statistic needs the rows.
     """
 
-    def of(name: str, rows: Tensor, grad_rows: Tensor, kept: Tensor | None) -> Tensor:
-        return named(name).compute(rows, grad_rows, bias, matrix, kept)
+    def of(name: str, rows: Tensor, grad_rows: Tensor, row_mask: Tensor | None) -> Tensor:
+        return named(name).compute(rows, grad_rows, bias, matrix, row_mask)
 
-    def sums(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> Sums:
+    def sums(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> StatisticOf:
         values, phases = (values, None) if sampling is None else (values[:-1], values[-1])
-        kept = None if mask is None else values[mask]
-        kept = kept if real is None else real(output_grad, kept)
+        row_mask = None if mask is None else values[mask]
+        row_mask = row_mask if real is None else real(output_grad, row_mask)
         if short is not None and "A" in names and WITHOUT_ROWS.issuperset(names):
             moment, short_rows = short(output_grad, input)
-            return lambda name: moment if name == "A" else of(name, short_rows, short_rows, kept)
-        some = sample(both, sampling, phases, axis, output_grad, input, values, kept)
-        if some is None:
+            return lambda name: moment if name == "A" else of(name, short_rows, short_rows, row_mask)
+        sampled = sample(both, sampling, phases, axis, output_grad, input, values, row_mask)
+        if sampled is None:
             rows, grad_rows = both(output_grad, input, *values)
-            return lambda name: of(name, rows, grad_rows, kept)
-        fewer, mine, scale = some
-        _, all_grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)  # rows of all cases are not wanted
+            return lambda name: of(name, rows, grad_rows, row_mask)
+        fewer, fewer_mask, scale = sampled
+        _, all_grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)  # the rows of all cases are not needed
         return lambda name: (
-            of(name, fewer, fewer, mine) * scale
+            of(name, fewer, fewer, fewer_mask) * scale
             if whole(name) in SAMPLED
-            else of(name, all_grad_rows, all_grad_rows, kept)
+            else of(name, all_grad_rows, all_grad_rows, row_mask)
         )
 
     return sums
@@ -133,18 +132,18 @@ def sums_of(
 def tap_function(
     sums: SumsOf, tower: int = 0, towers: int = 1, cases: int | None = None
 ) -> type[torch.autograd.Function]:
-    """The autograd.Function of one tap: a class of its own, since a compiled graph takes no object as an argument.
+    """The autograd.Function of one tap: its own class, because a compiled graph accepts no object as an argument.
 
     Its arguments are (output, input, k, k names of statistics, k probes, attributes computed in the graph).
-    cases: which of the attributes says how many cases share the rows, if they do.
+    cases: the index of the attribute that counts the cases that share the rows, if they do.
     """
 
     def times(name: str, values: list[Any]) -> Any:
-        """Every case has the rows that all share; the gradient is the sum over cases already."""
+        """The number of cases with the same rows; the gradient is already the sum over these cases."""
         return values[cases] if cases is not None and whole(name) in OF_INPUTS else 1
 
     def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
-        """Gradients of a tower's cases in rows of their own: uses of one case add up, those of two towers do not."""
+        """Per-case gradients in the rows of their tower: they add up over the uses of a case, not over towers."""
         if name != "per_case" or towers == 1:
             return value
         rows = shape[0] // towers
@@ -167,10 +166,10 @@ def tap_function(
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             (output_grad,) = grads
             input, *tensors = ctx.saved_tensors
-            number, found = len(ctx.names), iter(tensors)
-            values = [next(found) if size is None else size for size in ctx.sizes]
+            number, saved = len(ctx.names), iter(tensors)
+            values = [next(saved) if size is None else size for size in ctx.sizes]
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
-            # Not `detach`, which vmap over several cotangents does not know.
+            # `detach` does not work under vmap over several cotangents.
             with torch.no_grad(), full_precision_in_eager():
                 computed = sums(ctx.names, output_grad, input, values)
                 probe_grads = [
@@ -183,15 +182,15 @@ def tap_function(
 
 
 def quick(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """At every call torch asks for the signature of `forward`; finding it takes as long as all else that a tap does."""
+    """Store the signature of `forward`, which torch asks for at every call; computing it takes half of a tap's time."""
     function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
     return function
 
 
 def make_probes(registration: Registration, names: tuple[str, ...], cases: int, like: Tensor) -> dict[str, Tensor]:
-    """A leaf for every statistic; zeros without memory, since only their shape is looked at.
+    """A leaf for every statistic: zeros without memory, because only their shapes are read.
 
-    cases: of the largest tower, or more.
+    cases: of the largest tower, or more. like: a tensor of the device and precision of the parameters.
     """
     assert registration.matrix is not None, "bug in kfac_fx: probes for a generic registration"
     matrix, _ = registration.rows

@@ -284,7 +284,7 @@ def test_a_vector_must_name_every_parameter() -> None:
     shape = list(v["0.weight"].shape)
     with pytest.raises(KeyError) as failure:
         est.multiply(turned)
-    assert str(failure.value).splitlines()[1:] == [f"  0.weight is {shape[::-1]}, and the parameter {shape}"]
+    assert str(failure.value).splitlines()[1:] == [f"  0.weight is {shape[::-1]}, the parameter {shape}"]
 
 
 def test_inverses_before_factors_say_what_to_call() -> None:

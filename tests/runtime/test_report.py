@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx.passes.ir import Bound, Note, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
 from kfac_fx.report.report import Report, percent, shorten, told_apart
-from kfac_fx.report.rows import fold, size
+from kfac_fx.report.rows import fold, memory_text
 from tests.models import ZOO
 from tests.runtime.toy_reports import registration_of, small_program, traced
 
@@ -259,7 +259,7 @@ def test_names_of_one_module_are_folded(names: tuple[str, ...], text: str) -> No
      (5 << 30, "5.0 GiB"), (7 << 40, "7.0 TiB")],
 )  # fmt: skip
 def test_sizes(count: int, text: str) -> None:
-    assert size(count) == text
+    assert memory_text(count) == text
 
 
 @pytest.mark.parametrize(("part", "text"), [(1000000, "100 %"), (999999, "99.99 %"), (500000, "50 %"), (0, "0 %")])

@@ -144,5 +144,5 @@ def test_a_tensor_that_does_not_hold_the_uses_at_run_time() -> None:
     lc.register_fully_connected_multi("w", None, "matmul", num_uses=3, approx="kron_series_2")
     lc.register_normal_predictive_distribution("matmul")
     net = kfac_fx.compile(lc, verify=False)
-    with pytest.raises(RegistrationError, match="was to hold 3 uses, and its rows are no multiple of that"):
+    with pytest.raises(RegistrationError, match="should hold 3 uses, but its rows are not a multiple of that"):
         net.record((torch.randn(7, 2),), {})

@@ -186,7 +186,7 @@ def test_ids_of_a_layer_of_ones_own_are_no_series() -> None:
     options = {"layers": [look_up], "loss": normal, "approximations": {"look_up": "kron_series_1"}}
     net = kfac_fx.compile(Table(), (x,), **options)
     assert net.registrations[0].reason == "its rows are ids, so not 'kron_series_1'"
-    with pytest.raises(RegistrationError, match=r"look_up\(fc\) at .* has ids for rows, of which there is no series"):
+    with pytest.raises(RegistrationError, match=r"look_up\(fc\) at .* has ids as rows, which have no series"):
         kfac_fx.compile(Table(), (x,), verify=False, **options).record((x,), {})
 
 

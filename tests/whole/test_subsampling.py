@@ -191,7 +191,7 @@ def test_ids_transposed_uses_and_gradients_of_cases_are_taken_whole() -> None:
     reasons = [
         "embedding(table.weight): all rows of 2 of 2 uses, its rows are ids, which cost nothing, the gradients of its "
         "output are rows",
-        "layer_norm(norm.weight, norm.bias): all rows of 1 of 1 uses, 'full' needs the gradients of all cases",
+        "layer_norm(norm.weight, norm.bias): all rows, 'full' needs the gradients of all cases",
     ]
     assert part.report.to_dict()["sampling"] == reasons and whole.report.to_dict()["sampling"] == []
 
@@ -200,8 +200,8 @@ def test_the_report_counts_what_is_sampled_and_says_why_the_rest_is_not() -> Non
     model, x = Vision(), torch.randn(6, 2, 3, 3)
     one = net(model, x, sub_sample_inputs=0.5, approximations={"head": "diagonal"})
     assert one.report.to_dict()["sampling"] == [
-        "1 input factors from 50% of the cases",
-        "linear(head.weight): all rows of 1 of 1 uses, 'diagonal' needs the gradients of all cases",
+        "1 input factor from 50% of the cases",
+        "linear(head.weight): all rows, 'diagonal' needs the gradients of all cases",
     ]
 
 
@@ -233,7 +233,7 @@ def test_a_collection_has_defaults_and_every_convolution_its_own() -> None:
     est = FisherEstimator(lc)
     est.update_covariances(x)
     assert est.blocks["c",].factors["positions"].value == 16
-    assert "sampling  1 input factors from 100% of the cases, at most 2 rows an input" in str(est.net.report)
+    assert "sampling  1 input factor from 100% of the cases, at most 2 rows an input" in str(est.net.report)
     assert "2 input factors from 20% of the cases" in str(est.net.report)
 
 
@@ -257,9 +257,9 @@ def test_what_is_said_is_read() -> None:
 @pytest.mark.parametrize(
     ("inputs", "patches", "text"),
     [
-        (0.0, False, "sub_sample_inputs=0.0 is the share of the cases: above 0 and at most 1"),
-        (1.5, False, "sub_sample_inputs=1.5 is the share of the cases: above 0 and at most 1"),
-        (False, -1.0, "sub_sample_patches=-1.0 is how many rows an input: it must be positive"),
+        (0.0, False, "sub_sample_inputs=0.0 is the share of the cases: it must be above 0 and at most 1"),
+        (1.5, False, "sub_sample_inputs=1.5 is the share of the cases: it must be above 0 and at most 1"),
+        (False, -1.0, "sub_sample_patches=-1.0 is a number of rows per input: it must be positive"),
     ],
 )
 def test_shares_out_of_range_are_refused(inputs: float, patches: float, text: str) -> None:
