@@ -22,7 +22,7 @@ import torch
 
 import kfac_fx
 from kfac_fx.demo.results import results_of
-from kfac_fx.demo.tasks import METHODS, Settings, Task, steps_of, tasks
+from kfac_fx.demo.tasks import METHODS, Settings, Task, method_steps, tasks
 from kfac_fx.demo.training import one_thread, train
 
 OUT = Path(__file__).parent / "results" / "sweep.json"
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for task in tasks(options.device):
         for method, grid in GRIDS[task.name].items():
             if task.name in (options.task or GRIDS) and method in (options.method or METHODS):
-                steps = steps_of(method, options.steps or task.steps)
+                steps = method_steps(method, options.steps or task.steps)
                 with one_thread():
                     tried = trials(task, method, grid, steps, options.seed)
                 found.setdefault(task.name, {})[method] = origin | tried

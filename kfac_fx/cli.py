@@ -1,7 +1,7 @@
 """The `kfac-fx` command.
 
-Exit status: 0, done; 1, the model could not be built, captured or registered, or a package is missing; 2, a command
-line that says something impossible.
+Exit status: 0: done. 1: the model could not be built, captured or registered, or a package is missing. 2: the command
+line is wrong. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CommandError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; `arguments` without the program's name, None: those of the process. Returns the exit status."""
+    """Run one command and return the exit status. arguments: without the program's name; None: those of the process."""
     options = parser().parse_args(arguments)
     try:
         options.command(options)
@@ -43,23 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"kfac-fx {options.name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output, e.g. `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="kfac-fx", description="K-FAC for PyTorch models as they are.")
+    root = argparse.ArgumentParser(prog="kfac-fx", description="K-FAC for unmodified PyTorch models.")
     root.add_argument("--version", action="version", version=f"kfac-fx {kfac_fx.__version__}")
     commands = root.add_subparsers(dest="name", required=True, metavar="report | demo")
 
     report = commands.add_parser(
         "report",
-        help="what becomes of every parameter of a model",
-        description="Print what becomes of every parameter of a model, and why.",
+        help="the Fisher block of every parameter of a model",
+        description="Print the Fisher block of every parameter of a model, and the reason if it is not the default.",
         epilog="example: kfac-fx report torchvision.models:resnet18 --input 2,3,224,224",
     )
-    report.add_argument("model", metavar="MODULE:CALLABLE", help="what to import and call, without arguments, for it")
+    report.add_argument("model", metavar="MODULE:CALLABLE", help="the function that builds it without arguments")
     report.add_argument(
         "--input",
         dest="inputs",
@@ -67,9 +67,9 @@ def parser() -> argparse.ArgumentParser:
         type=example_input,
         action="append",
         required=True,
-        help="an example of the next positional input, such as 2,3,224,224 or 2,16:int64 (zeros); repeat for more",
+        help="an example input, such as 2,3,224,224 or 2,16:int64 (zeros); repeat it for every positional input",
     )
-    report.add_argument("--format", choices=FORMATS, default="text")
+    report.add_argument("--format", choices=FORMATS, default="text", help="of the output; default: %(default)s")
     report.set_defaults(command=report_command)
 
     show = commands.add_parser(
@@ -77,13 +77,17 @@ def parser() -> argparse.ArgumentParser:
         help="K-FAC beside SGD and AdamW on two small problems, in minutes",
         description="Train an autoencoder and a classifier of handwritten digits with SGD, AdamW and K-FAC.",
     )
-    show.add_argument("--steps", type=positive, help="of SGD and AdamW, for both problems; K-FAC takes a fifth of them")
-    show.add_argument("--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps: does it run at all?")
-    show.add_argument("--seed", type=int, default=0, help="of the starts and the batches; default: %(default)s")
-    show.add_argument("--device", type=device, default=torch.device("cpu"), help="such as cuda; default: %(default)s")
-    show.add_argument("--png", type=Path, metavar="FILE", default=Path("kfac-fx-demo.png"), help="default: %(default)s")
-    show.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of the tables")
-    show.add_argument("--no-progress", action="store_true", help="no progress bars")
+    show.add_argument("--steps", type=positive, help="training steps of SGD and AdamW; K-FAC takes a fifth of them")
+    show.add_argument("--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps, to see whether it runs")
+    show.add_argument("--seed", type=int, default=0, help="of the initial models and batches; default: %(default)s")
+    show.add_argument(
+        "--device", type=device, default=torch.device("cpu"), help="where to train, such as cuda; default: %(default)s"
+    )
+    show.add_argument(
+        "--png", type=Path, metavar="FILE", default=Path("kfac-fx-demo.png"), help="the figure; default: %(default)s"
+    )
+    show.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of the tables to this file")
+    show.add_argument("--no-progress", action="store_true", help="do not show progress bars")
     show.set_defaults(command=demo_command)
     return root
 
@@ -108,7 +112,7 @@ def load(path: str) -> nn.Module:
         raise CommandError(f"{path!r} does not name a model: write it as package.module:callable")
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise CommandError(f"importing {module_name} failed: {error}", status=1) from error
@@ -117,9 +121,9 @@ def load(path: str) -> nn.Module:
         raise CommandError(f"importing {module_name} failed: {type(error).__name__}: {error}", status=1) from error
     finally:
         sys.path.pop(0)
-    if not hasattr(found, name):
-        raise CommandError(f"module {module_name!r} has no {name!r}.{nearest(name, dir(found))}")
-    make = getattr(found, name)
+    if not hasattr(module, name):
+        raise CommandError(f"module {module_name!r} has no {name!r}.{nearest(name, dir(module))}")
+    make = getattr(module, name)
     if not callable(make):
         raise CommandError(f"{path} is of type {type(make).__name__}, not a callable that builds a model")
     try:
@@ -132,17 +136,17 @@ def load(path: str) -> nn.Module:
 
 
 def example_input(text: str) -> Tensor:
-    """`"2,16:int64"` -> zeros of that shape and dtype; floating-point inputs are drawn instead."""
+    """A tensor from a text such as `"2,16:int64"`: random numbers for floating-point dtypes, otherwise zeros."""
     shape_text, colon, dtype_text = text.partition(":")
     try:
         shape = [int(size) for size in shape_text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape: write sizes as in 2,3,224,224") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write sizes as in 2,3,224,224") from None
     if min(shape) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} has a size below 1")
     dtype = getattr(torch, dtype_text, None) if colon else torch.float32
     if not isinstance(dtype, torch.dtype):
-        raise argparse.ArgumentTypeError(f"{dtype_text!r} is no dtype of torch.{nearest(dtype_text, DTYPES)}")
+        raise argparse.ArgumentTypeError(f"{dtype_text!r} is not a dtype of torch.{nearest(dtype_text, DTYPES)}")
     if dtype.is_complex:
         return torch.randn(shape, dtype=dtype)
     return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
@@ -182,14 +186,14 @@ def positive(text: str) -> int:
 
 
 def device(text: str) -> torch.device:
-    """A device that this machine has."""
+    """A device of this machine."""
     try:
-        found = torch.device(text)
-        torch.empty(0, device=found)
+        result = torch.device(text)
+        torch.empty(0, device=result)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(f"no device {text!r}: {reason}") from None
-    return found
+    return result
 
 
 if __name__ == "__main__":

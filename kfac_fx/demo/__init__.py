@@ -1,4 +1,4 @@
-"""`kfac-fx demo`: what the compiler makes of two small models, and K-FAC beside SGD and AdamW on them."""
+"""`kfac-fx demo`: the reports of two small models, and K-FAC beside SGD and AdamW on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kfac_fx.demo.tasks import METHODS, SETTINGS, steps_of
+from kfac_fx.demo.tasks import METHODS, SETTINGS, method_steps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +27,7 @@ QUICK = 20  # --quick divides the steps by this
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. `steps` is of the first-order methods, None: each task's own."""
+    """The command line. steps: of the first-order methods; None: those of each task. png, json: files to write."""
 
     steps: int | None = None
     quick: bool = False
@@ -39,48 +39,48 @@ class Options:
 
 
 def missing() -> list[str]:
-    """The packages, by the names that pip knows, that the demo needs and that are not installed."""
+    """The packages that the demo needs and that are not installed, by their names for pip."""
     return [package for module, package in NEEDED.items() if find_spec(module) is None]
 
 
 def run(options: Options, console: Console) -> dict[str, Runs]:
-    """Train, print and write everything that was asked for. Returns the runs by task and method."""
-    from kfac_fx.demo.results import draw, results, table, verdict
+    """Train, print the results and write the files. Returns the runs by task and method."""
+    from kfac_fx.demo.results import draw, results, results_table, verdict
     from kfac_fx.demo.tasks import tasks
     from kfac_fx.demo.training import one_thread
 
-    every: dict[str, Runs] = {}
+    by_task: dict[str, Runs] = {}
     for task in tasks(options.device):
         console.rule(f"[bold]{task.name}")
         with one_thread():
-            every[task.name] = compare(task, options, console)
-    for name, runs in every.items():
-        console.print(table(name, runs))
-    for name, runs in every.items():
+            by_task[task.name] = compare(task, options, console)
+    for name, runs in by_task.items():
+        console.print(results_table(name, runs))
+    for name, runs in by_task.items():
         console.print(verdict(name, runs), highlight=False)
     if options.json is not None:
-        found = {name: results(runs) for name, runs in every.items()}
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        data = {name: results(runs) for name, runs in by_task.items()}
+        options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         console.print(f"wrote {options.json}", highlight=False)
     if options.png is not None:
-        draw(every, options.png)
+        draw(by_task, options.png)
         console.print(f"wrote {options.png}", highlight=False)
-    return every
+    return by_task
 
 
 def compare(task: Task, options: Options, console: Console) -> Runs:
     """Print the report of the task's model and train it with every method from the same start."""
-    from kfac_fx.demo.training import compiled, train
+    from kfac_fx.demo.training import compile_task, train
 
     model = task.model(options.seed)
-    net = compiled(task, model)
+    net = compile_task(task, model)
     console.print(net.report)
     console.print()
     budget = options.steps or max(1, task.steps // (QUICK if options.quick else 1))
     runs = {}
     with bars(console, options.progress) as progress:
         for method, title in METHODS.items():
-            steps = steps_of(method, budget)
+            steps = method_steps(method, budget)
             bar = progress.add_task(title, total=steps, loss=float("nan"))
             runs[method] = train(
                 method,

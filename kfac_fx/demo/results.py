@@ -1,7 +1,4 @@
-"""What the runs of one task came to: as data and as a table.
-
-The training curves as a picture: a row a task, the loss against steps and against seconds.
-"""
+"""The results of the runs: as data, as a table, as a sentence, and as a picture of the training curves."""
 
 from __future__ import annotations
 
@@ -17,18 +14,21 @@ from rich.text import Text
 from kfac_fx.demo.tasks import METHODS, Settings
 from kfac_fx.demo.training import Point, Run
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 Runs = Mapping[str, Run]  # by method
 NONE = "-"
 
 
 def mark(runs: Runs) -> tuple[str, Point]:
-    """The best loss of a first-order method: (method, where it was seen)."""
+    """The mark: (the first-order method with the best loss, the point of that loss)."""
     method = min((name for name in runs if name != "kfac"), key=lambda name: runs[name].best.loss)
     return method, runs[method].best
 
 
 def results_of(run: Run) -> dict[str, Any]:
-    """`best_loss` with the `steps` and training `seconds` to it, `final_loss`, `settings`."""
+    """The `best_loss`, the `steps` and training `seconds` until then, the `final_loss` and the `settings` of a run."""
     best = run.best
     return {
         "best_loss": best.loss,
@@ -40,20 +40,19 @@ def results_of(run: Run) -> dict[str, Any]:
 
 
 def results(runs: Runs) -> dict[str, dict[str, Any]]:
-    """`results_of` by method. K-FAC's also has `steps_to_adamw_best` and `seconds_to_adamw_best`, None where it did
-    not get there."""
-    found = {method: results_of(run) for method, run in runs.items()}
+    """`results_of` by method. K-FAC also has `steps_to_adamw_best` and `seconds_to_adamw_best`; None: never reached."""
+    by_method = {method: results_of(run) for method, run in runs.items()}
     reached = runs["kfac"].reached(runs["adamw"].best.loss)
-    found["kfac"]["steps_to_adamw_best"] = reached.step if reached else None
-    found["kfac"]["seconds_to_adamw_best"] = reached.seconds if reached else None
-    return found
+    by_method["kfac"]["steps_to_adamw_best"] = reached.step if reached else None
+    by_method["kfac"]["seconds_to_adamw_best"] = reached.seconds if reached else None
+    return by_method
 
 
-def table(name: str, runs: Runs) -> Table:
-    """One line a method, the settings below it; the mark is the best first-order loss. Fits in 80 columns."""
+def results_table(name: str, runs: Runs) -> Table:
+    """A table with one line a method, and the settings below. It fits in 80 columns."""
     best_method, best = mark(runs)
     title = Text(f"{name}: the mark is {METHODS[best_method]}'s best loss, {best.loss:#.4g}")
-    settings = Text("\n".join(f"{METHODS[method]}: {written(run.settings)}" for method, run in runs.items()))
+    settings = Text("\n".join(f"{METHODS[method]}: {settings_text(run.settings)}" for method, run in runs.items()))
     shown = Table(title=title, caption=settings, title_justify="left", caption_justify="left", box=box.SIMPLE)
     shown.title_style, shown.caption_style = "bold", "dim"
     shown.add_column("method")
@@ -73,12 +72,12 @@ def table(name: str, runs: Runs) -> Table:
     return shown
 
 
-def written(settings: Settings) -> str:
+def settings_text(settings: Settings) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in settings.items())
 
 
 def verdict(name: str, runs: Runs) -> str:
-    """One sentence: how far K-FAC needed to get where AdamW got, or else AdamW to get where K-FAC got."""
+    """One sentence: when K-FAC reached AdamW's best loss or, if it did not, when AdamW reached K-FAC's."""
     kfac, adamw = runs["kfac"], runs["adamw"]
     if reached := kfac.reached(adamw.best.loss):
         return f"{name}: K-FAC reached AdamW's best loss in {amount(reached)}; AdamW took {amount(adamw.best)}."
@@ -91,25 +90,21 @@ def amount(point: Point) -> str:
     return f"{point.step:,} steps and {point.seconds:.1f} s"
 
 
-# --- plot -------------------------------------------------------------------------------------------------------------
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+# --- plot -----------------------------------------------------------------------------------------------------------
 
 COLORS = {"sgd": "#8a8f98", "adamw": "#d9822b", "kfac": "#2f6db3"}
 INK, SOFT = "#1c2430", "#5c6675"
 
 
-def draw(every: Mapping[str, Runs], path: Path) -> None:
-    """Write a PNG of the runs of every task. Needs matplotlib."""
+def draw(by_task: Mapping[str, Runs], path: Path) -> None:
+    """Write a PNG: a row for every task, with the loss against steps and against seconds. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.6 * len(every) + 0.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11, 3.6 * len(by_task) + 0.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    rows = figure.subplots(len(every), 2, squeeze=False, sharey="row")
-    for (name, runs), (by_step, by_second) in zip(every.items(), rows, strict=True):
+    rows = figure.subplots(len(by_task), 2, squeeze=False, sharey="row")
+    for (name, runs), (by_step, by_second) in zip(by_task.items(), rows, strict=True):
         panel(by_step, runs, lambda point: float(point.step), "steps")
         panel(by_second, runs, lambda point: point.seconds, "seconds of training")
         by_step.set_ylabel("loss of the training set", color=SOFT)
@@ -124,7 +119,7 @@ def draw(every: Mapping[str, Runs], path: Path) -> None:
 
 
 def panel(axes: Axes, runs: Runs, along: Callable[[Point], float], label: str) -> None:
-    """One line a method, a dashed line at the best first-order loss and where K-FAC crosses it."""
+    """A curve for every method, a dashed line at the mark, and points where the methods reach it."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     method, best = mark(runs)
@@ -142,15 +137,15 @@ def panel(axes: Axes, runs: Runs, along: Callable[[Point], float], label: str) -
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label, color=SOFT)
-    scale(axes, runs, along)
+    limit(axes, runs, along)
     axes.tick_params(colors=SOFT, labelsize=9)
     axes.grid(axis="y", color="#e6e9ed", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b8bfc8")
 
 
-def scale(axes: Axes, runs: Runs, along: Callable[[Point], float]) -> None:
-    """Show where the methods differ: a logarithmic axis for losses that go to zero, else cut off the first descent."""
+def limit(axes: Axes, runs: Runs, along: Callable[[Point], float]) -> None:
+    """Show where the methods differ: a logarithmic axis for losses near zero; otherwise, without the first descent."""
     lows = [run.best.loss for run in runs.values()]
     starts = [run.points[0].loss for run in runs.values()]
     if max(starts) > 100 * min(lows) > 0:

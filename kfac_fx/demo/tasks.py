@@ -1,9 +1,8 @@
-"""What `benchmarks/sweep.py` found: a test compares this table with `benchmarks/results/sweep.json`.
+"""Two small problems on the 1,797 digits of scikit-learn, 8 x 8 pixels of 17 intensities, and the methods' settings.
 
-Two small problems on the 1,797 digits that scikit-learn brings along: 8 x 8 pixels of 17 intensities.
-
-A deep sigmoid autoencoder, the problem that first-order methods find hard and K-FAC was made for (Hinton &
-Salakhutdinov 2006; Martens & Grosse 2015, section 13), and a classifier that holds one of everything.
+One is a deep sigmoid autoencoder, which is hard for first-order methods (Hinton & Salakhutdinov 2006; Martens & Grosse
+2015, section 13). The other is a classifier with one layer of each kind. `benchmarks/sweep.py` chose the settings; a
+test compares them with `benchmarks/results/sweep.json`.
 """
 
 from __future__ import annotations
@@ -38,12 +37,9 @@ FEWER = 5
 """K-FAC takes this many times fewer steps than the first-order methods, in the sweep and in the demo."""
 
 
-def steps_of(method: str, steps: int) -> int:
-    """The steps of `method` where the first-order methods take `steps`."""
+def method_steps(method: str, steps: int) -> int:
+    """The steps of a method if the first-order methods take `steps`."""
     return max(1, steps // FEWER) if method == "kfac" else steps
-
-
-# --- tasks ------------------------------------------------------------------------------------------------------------
 
 
 INTENSITIES = 17  # a pixel counts the dark dots, 0 to 16, of a 4 x 4 patch of the scan
@@ -53,15 +49,16 @@ WIDTHS = (64, 256, 128, 64, CODE)
 
 @dataclass(frozen=True)
 class Task:
-    """A training set that fits into one batch of evaluation, and what is trained on it.
+    """A training set that is evaluated in one batch, and the model that is trained on it.
 
     Attributes:
         inputs, targets: all cases, on the device, along dimension 0.
-        make: a freshly initialized model; draws from torch's global generator.
-        loss: of `model(inputs)` and `targets`, mean over the cases.
-        distribution: its name in `kfac_fx.compile(loss=...)`.
+        make: makes an initialized model, with random numbers of torch's global generator.
+        loss: of `model(inputs)` and `targets`, a mean over the cases.
+        distribution: the name of the loss in `kfac_fx.compile(loss=...)`.
         steps: of the first-order methods.
-        measure_every: steps between two looks at the loss of the whole training set.
+        batch: the number of cases of a training step.
+        measure_every: the number of steps between two measurements of the loss of the whole training set.
     """
 
     name: str
@@ -75,12 +72,12 @@ class Task:
     measure_every: int = 10
 
     def model(self, seed: int) -> nn.Module:
-        """The start that every method shares."""
+        """The initial model of all methods."""
         torch.manual_seed(seed)
         return self.make().to(self.inputs.device)
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless shuffled epochs, the same for every method; the rest that fills no batch sits an epoch out."""
+        """Endless shuffled epochs of full batches, the same for every method."""
         generator = torch.Generator().manual_seed(seed)
         cases = len(self.inputs)
         while True:
@@ -127,8 +124,8 @@ def summed_cross_entropy(logits: Tensor, pixels: Tensor) -> Tensor:
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of labels that are right in nine cases of ten. With hard labels the digits are separable, the loss
-    has no minimum, and a race down it measures how fast the weights grow."""
+    """Cross-entropy of smoothed labels. With hard labels the digits are separable and the loss has no minimum, so a
+    comparison would measure how fast the weights grow."""
     return F.cross_entropy(logits, labels, label_smoothing=0.1)
 
 
@@ -138,8 +135,8 @@ def autoencoder() -> nn.Sequential:
     layers: list[nn.Module] = []
     for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
         linear = nn.Linear(inputs, outputs)
-        # Four times Glorot's width: the slope of a sigmoid at 0 is a quarter. With less of it every method, AdamW
-        # too, first spends hundreds of steps on the plateau where the code says nothing.
+        # Four times Glorot's width, because the slope of a sigmoid at 0 is 1/4. With less, every method first spends
+        # hundreds of steps on a plateau where the code carries no information.
         nn.init.xavier_uniform_(linear.weight, gain=4.0)
         nn.init.zeros_(linear.bias)
         layers.append(linear)
@@ -149,7 +146,7 @@ def autoencoder() -> nn.Sequential:
 
 
 class Classifier(nn.Module):
-    """An embedding of the intensities, a convolution, a depthwise-separable one, a norm, a layer that is used twice."""
+    """An embedding of intensities, a convolution, a depthwise-separable one, a norm, and a layer with two uses."""
 
     def __init__(self) -> None:
         super().__init__()

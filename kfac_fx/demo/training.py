@@ -1,4 +1,4 @@
-"""One training run: the same start, the same batches and the same looks at the loss for every method."""
+"""One training run: the same initial model, batches and measurements for every method."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.demo.tasks import Settings, Task
 
-Step = Callable[[Tensor, Tensor], None]
-Listener = Callable[[int, float], None]
+TrainingStep = Callable[[Tensor, Tensor], None]  # of inputs and targets
+LossListener = Callable[[int, float], None]  # of step and loss
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """What one method did with one task. `points` begins with the start and has at least one more."""
+    """The run of one method on one task. `points` has the initial loss and at least one more."""
 
     method: str
     settings: Settings
@@ -44,7 +44,7 @@ class Run:
         return self.points[-1]
 
     def reached(self, loss: float) -> Point | None:
-        """The first look at a loss as low as `loss`."""
+        """The first point whose loss is at most `loss`; None: it was never reached."""
         return next((point for point in self.points if point.loss <= loss), None)
 
 
@@ -57,22 +57,20 @@ def train(
     steps: int,
     seed: int,
     net: kfac_fx.CompiledModule | None = None,
-    listener: Listener | None = None,
+    listener: LossListener | None = None,
 ) -> Run:
-    """Train `model` in place.
+    """Train `model` in place; stop early at a loss that is not finite. Only the training steps are timed.
 
     Args:
-        net: the compiled `model`, where K-FAC trains it and it is compiled already.
-        listener: told (step, loss) at every look at the loss.
-
-    The clock runs in the training steps only. Stops early at a loss that is not finite.
+        net: the compiled `model`, if K-FAC trains it and it is compiled already.
+        listener: called after every measurement.
     """
     if method == "kfac":
-        step = kfac_step(task, net or compiled(task, model), settings)
+        step = kfac_step(task, net or compile_task(task, model), settings)
     else:
         step = first_order_step(method, task, model, settings)
     device = task.inputs.device
-    torch.manual_seed(seed)  # what K-FAC samples
+    torch.manual_seed(seed)  # of the targets that K-FAC samples
     points, seconds = [Point(0, 0.0, task.measure(model))], 0.0
     batches = task.batches(seed)
     for number in range(1, steps + 1):
@@ -91,13 +89,13 @@ def train(
     return Run(method, settings, tuple(points))
 
 
-def compiled(task: Task, model: nn.Module) -> kfac_fx.CompiledModule:
-    """The model as K-FAC trains it."""
+def compile_task(task: Task, model: nn.Module) -> kfac_fx.CompiledModule:
+    """Compile the model for the loss of the task."""
     return kfac_fx.compile(model, (task.inputs[: task.batch],), loss=task.distribution)
 
 
-def first_order_step(method: str, task: Task, model: nn.Module, settings: Settings) -> Step:
-    """`settings` are keyword arguments of torch's optimizer."""
+def first_order_step(method: str, task: Task, model: nn.Module, settings: Settings) -> TrainingStep:
+    """A step of SGD or AdamW; `settings` are arguments of torch's optimizer."""
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     optimizer = kinds[method](model.parameters(), **settings)
 
@@ -109,9 +107,9 @@ def first_order_step(method: str, task: Task, model: nn.Module, settings: Settin
     return step
 
 
-def kfac_step(task: Task, net: kfac_fx.CompiledModule, settings: Settings) -> Step:
-    """K-FAC as Martens & Grosse 2015 run it: the exact quadratic model of each batch gives step size and momentum,
-    Levenberg-Marquardt adapts the damping."""
+def kfac_step(task: Task, net: kfac_fx.CompiledModule, settings: Settings) -> TrainingStep:
+    """A step of K-FAC as in Martens & Grosse 2015: step size and momentum come from the exact quadratic model of each
+    batch, and a Levenberg-Marquardt rule adapts the damping."""
     optimizer = kfac_fx.KFAC(
         net, lr=None, momentum=None, momentum_type="qmodel", adapt_damping=True, cov_update_every=1, **settings
     )
@@ -119,22 +117,21 @@ def kfac_step(task: Task, net: kfac_fx.CompiledModule, settings: Settings) -> St
     def step(inputs: Tensor, targets: Tensor) -> None:
         loss = task.loss(net(inputs), targets)
         loss.backward()
-        optimizer.step(lambda: task.loss(net(inputs), targets), loss=loss)  # asked again at the new parameters
+        optimizer.step(lambda: task.loss(net(inputs), targets), loss=loss)  # the loss at the new parameters
         optimizer.zero_grad()
 
     return step
 
 
 def synchronize(device: torch.device) -> None:
-    """Let the clock see the end of what the device was given."""
+    """Wait for the device, so that the clock sees all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The matrices are small: on a processor, more threads wait for each other longer than they work, and much longer
-    on a busy machine."""
+    """Compute with one thread: the matrices are so small that more threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

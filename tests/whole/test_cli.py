@@ -126,11 +126,11 @@ def test_a_model_that_refuses_its_input_is_no_traceback(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("2,x", "'2,x' is no shape: write sizes as in 2,3,224,224"),
-        ("", "'' is no shape"),
+        ("2,x", "'2,x' is not a shape: write sizes as in 2,3,224,224"),
+        ("", "'' is not a shape"),
         ("2,0", "'2,0' has a size below 1"),
-        ("2,3:flaot32", "'flaot32' is no dtype of torch. Did you mean 'float32'?"),
-        ("2,3:nn", "'nn' is no dtype of torch"),
+        ("2,3:flaot32", "'flaot32' is not a dtype of torch. Did you mean 'float32'?"),
+        ("2,3:nn", "'nn' is not a dtype of torch"),
     ],
 )
 def test_a_wrong_input_says_what_to_write(text: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

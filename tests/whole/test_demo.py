@@ -11,8 +11,8 @@ from rich.console import Console
 
 from benchmarks import sweep
 from kfac_fx import cli, demo
-from kfac_fx.demo.results import mark, results, table, verdict
-from kfac_fx.demo.tasks import FEWER, METHODS, SETTINGS, Task, steps_of, tasks
+from kfac_fx.demo.results import mark, results, results_table, verdict
+from kfac_fx.demo.tasks import FEWER, METHODS, SETTINGS, Task, method_steps, tasks
 from kfac_fx.demo.training import Point, Run, one_thread, train
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_the_committed_sweep_is_that_of_the_code(both: dict[str, Task]) -> None:
     for task, each in swept().items():
         for method, found in each.items():
             assert found["grid"] == sweep.GRIDS[task][method]
-            assert found["steps"] == steps_of(method, both[task].steps)
+            assert found["steps"] == method_steps(method, both[task].steps)
 
 
 def test_every_method_has_the_same_number_of_settings_to_try() -> None:
@@ -157,7 +157,9 @@ def test_the_table_shows_every_setting_on_a_narrow_terminal() -> None:
     every = SETTINGS["autoencoder"]
     out = io.StringIO()
     console = Console(width=80, file=out)
-    console.print(table("toy", {method: Run(method, every[method], run_of(method, 9, 2).points) for method in METHODS}))
+    console.print(
+        results_table("toy", {method: Run(method, every[method], run_of(method, 9, 2).points) for method in METHODS})
+    )
     shown = out.getvalue()
     assert "…" not in shown and "\nK-FAC: damping 10, min_damping 1e-05, invert_every 5" in shown
 
@@ -180,7 +182,7 @@ def test_the_demo_prints_reports_and_tables_and_writes_its_files(
         assert list(each) == list(METHODS)
         for method, found in each.items():
             assert {"best_loss", "steps", "seconds"} <= found.keys()
-            assert found["steps"] <= steps_of(method, 20) == (20 // FEWER if method == "kfac" else 20)
+            assert found["steps"] <= method_steps(method, 20) == (20 // FEWER if method == "kfac" else 20)
         assert {"steps_to_adamw_best", "seconds_to_adamw_best"} <= each["kfac"].keys()
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
 
