@@ -1,12 +1,14 @@
-"""What tensors that are computed from parameters alone are made of, as long as elements are only moved and scaled.
+"""Expressions: which elements of parameters a tensor holds that is computed from parameters alone.
 
     w[:, :4].t()        split, chunk, unbind, select       a part of a parameter, in another order
     frozen[:4]                                             a part of a constant, beside a parameter
     torch.cat([q_bias, zeros, v_bias])                     parts of several, and constants
     b = q_bias.clone(); b[4:8].zero_()                     parts of one
     1 - 0.5 * w                                            a multiple, and a constant
+    torch.exp(s), w / w.norm(), a @ b, softmax(s)          functions and products, see `passes.parametrizations`
 
-Nothing is computed: a part of a parameter is a view of a tensor without data, whose strides are the answer.
+Elements that are only moved and scaled are followed without computing anything: a part of a parameter is a view of a
+tensor without data, and the strides of the view say which elements it has.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .errors import fatal
 from .graphs.edit import attribute
 from .graphs.inplace import shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels
@@ -48,11 +51,12 @@ RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, u
 MOVES = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
 JOINS = {"cat", "concat", "concatenate", "stack"}
 WRITES = {"zero_", "fill_", "copy_"}
-Value = Any  # Made, a tuple of Made, or a number
+Value = Any  # a ParameterExpr, a tuple of them, or a number
 
 
 def express(program: Program) -> Program:
-    """Note the expression of every such tensor that is read as it is, unless it is a view of a whole parameter."""
+    """Note the expression of every such tensor that an operation without a rule reads, unless the tensor is a view of a
+    whole parameter."""
     expressions, behind = Expressions(program), ancestors(program.outputs)
     known, exprs = expressions.known, dict[fx.Node, ParameterExpr]()
     others: list[fx.Node] = []
@@ -82,7 +86,7 @@ def is_part(slice_: Slice, program: Program) -> bool:
 
 
 class Expressions:
-    """known: the value of every node that has one."""
+    """The expressions of a graph. known: the value of every node that has one."""
 
     def __init__(self, program: Program) -> None:
         self.root = program.root
@@ -105,8 +109,10 @@ class Expressions:
             return None
         try:
             return self.number(node) if self.label[node] is Label.CONST else self.tensor(node)
-        except (RuntimeError, TypeError, LookupError, ValueError, AttributeError):
-            return None  # arguments that are no numbers here
+        except (RuntimeError, TypeError, ValueError) as error:
+            if fatal(error):
+                raise
+            return None  # arguments that are no numbers here, views that would copy
 
     def number(self, node: fx.Node) -> Value | None:
         """A size of a tensor, or what is computed from sizes; a part of a constant."""
@@ -120,7 +126,7 @@ class Expressions:
         if op_name(node) in MOVES | CASTS:
             result = called(node, without_data(node.args, self.known))
             if isinstance(result, (list, tuple)):
-                return tuple(ParameterExpr(tuple(one.shape), ()) for one in result)
+                return tuple(ParameterExpr(tuple(part.shape), ()) for part in result)
             return ParameterExpr(tuple(result.shape), ())
         return None
 
@@ -132,7 +138,7 @@ class Expressions:
             return self.shifted(arguments[0], arguments[1], -1.0)
         if name == "sub" and not isinstance(arguments[0], fx.Node):
             return self.shifted(arguments[1], arguments[0], -1.0)
-        if name in MULTIPLIES and all(isinstance(one, fx.Node) for one in arguments[:2]):
+        if name in MULTIPLIES and all(isinstance(argument, fx.Node) for argument in arguments[:2]):
             return self.product(node, *arguments[:2])
         first = arguments[0] if arguments else None
         if not isinstance(first, fx.Node) or first not in self.known:
@@ -141,11 +147,11 @@ class Expressions:
         if isinstance(value, tuple):
             return value[arguments[1]] if name == "getitem" else None  # type: ignore[index]
         rule = RULES.get(name)
-        return None if rule is None else rule(self, node, first, value)
+        return None if rule is None or not isinstance(value, ParameterExpr) else rule(self, node, first, value)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
-    def same(self, node: fx.Node, operand: fx.Node, value: Value) -> Value:
+    def same(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> Value:
         return value
 
     def viewed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> Value | None:
@@ -154,16 +160,16 @@ class Expressions:
         if op_name(node) == "getitem" and not basic(node.args[1]):
             return None
         rest = without_data(node.args[1:], self.known)
-        found = self.seen(node, value.slices[0], rest) if is_one_slice(value) else None
-        if found is None and op_name(node) in PERMUTES:
+        view = self.seen(node, value.slices[0], rest) if is_one_slice(value) else None
+        if view is None and op_name(node) in PERMUTES:
             order = dims_after(node, len(value.shape), rest)
-            turned = [permuted(one, order) for one in value.slices]
+            turned = [permuted(slice_, order) for slice_ in value.slices]
             return ParameterExpr(tuple(value.shape[d] for d in order), tuple(turned))
-        if found is None and op_name(node) in PARTS and not is_one_slice(value):
+        if view is None and op_name(node) in PARTS and not is_one_slice(value):
             shown = called(node, (whole(value.shape), *rest))
             several = isinstance(shown, (list, tuple))
-            return tuple(part_of(value, one) for one in shown) if several else part_of(value, shown)
-        return found
+            return tuple(part_of(value, part) for part in shown) if several else part_of(value, shown)
+        return view
 
     def seen(self, node: fx.Node, slice_: Slice, rest: Any) -> Value | None:
         view = view_of(slice_)
@@ -171,7 +177,7 @@ class Expressions:
         if op_name(node) in RESHAPES:
             result = view.view(result.shape)  # raises where the elements had to be copied
         several = isinstance(result, (list, tuple))
-        return tuple(expr_of(one, slice_) for one in result) if several else expr_of(result, slice_)
+        return tuple(expr_of(part, slice_) for part in result) if several else expr_of(result, slice_)
 
     def multiple(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
         return scaled(value, factor(op_name(node), node))
@@ -190,15 +196,17 @@ class Expressions:
 
     def product(self, node: fx.Node, left: Any, right: Any) -> ParameterExpr | None:
         """Of a weight and a factor for its slices, or of matrices."""
-        found = self.functions.product(node, left, right) if op_name(node) in ("mul", "div") else None
-        return found or product(node, [self.operand(one, of_parameters=True) for one in (left, right)], self.root)
+        scaled_weight = self.functions.product(node, left, right) if op_name(node) in ("mul", "div") else None
+        return scaled_weight or product(
+            node, [self.operand(side, of_parameters=True) for side in (left, right)], self.root
+        )
 
     def joined(self, node: fx.Node, stack: bool) -> ParameterExpr | None:
         operands: Any = node.args[0]
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         assert isinstance(operands, (list, tuple)), "bug in kfac_fx: cat of something else than a list"
-        parts = [self.operand(one) for one in operands]
-        return joined([unsqueezed(one, dim) for one in parts] if stack else parts, dim)
+        parts = [self.operand(operand) for operand in operands]
+        return joined([unsqueezed(part, dim) for part in parts] if stack else parts, dim)
 
     def operand(self, node: Any, of_parameters: bool = False) -> ParameterExpr:
         """A value, or a constant, or anything of parameters. Raises ValueError for anything else."""
@@ -233,10 +241,12 @@ class Expressions:
             return value if base.op == "get_attr" else None  # not what was written into
         if target.args[0] is not base:
             return None
-        view = called(target, (whole(value.shape), *fx.map_arg(target.args[1:], lambda n: self.known[n])))
-        dim, (start, stop) = next(iter(ranges(view, value.shape).items()))
+        view = called(target, (whole(value.shape), *without_data(target.args[1:], self.known)))
+        dim, (start, stop) = next(iter(ranges(view, value.shape).items()), (0, (0, 0)))
+        if start == stop:
+            return None  # not one slice
         ends = [(first, last) for first, last in ((0, start), (stop, value.shape[dim])) if first < last]
-        return ParameterExpr(value.shape, tuple(narrowed(value.slices[0], dim, *one) for one in ends))
+        return ParameterExpr(value.shape, tuple(narrowed(value.slices[0], dim, *places) for places in ends))
 
 
 RULES: dict[str, Callable[[Expressions, fx.Node, fx.Node, Any], Value | None]] = {  # of one known value, and constants

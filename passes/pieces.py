@@ -46,10 +46,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slice:
-    """`scale` times some elements of a parameter, in a box of a tensor: (start, stop) along each of its dimensions.
+    """Some elements of a parameter in a tensor.
 
-    strides, offset: which elements these are and in what order, as those of a view of the parameter. slopes: functions
-    that were applied to them.
+    box: where they are in the tensor, (start, stop) along each of its dimensions.
+    strides, offset: which elements they are and in which order, as those of a view of the parameter.
+    scale: the tensor has a multiple of them, and perhaps a constant more.
+    through: the functions that were applied to them, the first one first.
     """
 
     box: Box

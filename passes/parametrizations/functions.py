@@ -23,7 +23,7 @@ SPREADS = {"var_mean", "std_mean"}
 
 
 class Functions:
-    """Functions of parameters, as they are found in a graph. known: the expressions that are found so far."""
+    """Functions of parameters in a graph. known: the values of the nodes so far, see `passes.expressions`."""
 
     def __init__(self, root: nn.Module, label: Mapping[fx.Node, Label], known: Mapping[fx.Node, Any]) -> None:
         self.root, self.label, self.known = root, label, known
@@ -31,9 +31,9 @@ class Functions:
     def of(
         self, node: fx.Node, operand: fx.Node, value: ParameterExpr, other: Shape | None = None
     ) -> ParameterExpr | None:
-        """A function of every element, or of every slice, of one slice.
+        """The value of a function of every element of `value`, or of every slice along a dimension.
 
-        other: the shape of what it is multiplied with or divided by, if that does not depend on the parameter.
+        other: the shape of what `value` is multiplied with or divided by, if that does not depend on the parameter.
         """
         (slice_,) = value.slices
         name, plain = op_name(node), value
@@ -58,7 +58,7 @@ class Functions:
         layout = laid_out(value, shape)
         if isinstance(step, Scaled) and step.divides and layout is not None:
             slice_ = replace(slice_, through=(*slice_.through, Elementwise(step.factor, layout, "reciprocal")))
-        plain, size = all(isinstance(one, Elementwise) for one in slice_.through), math.prod(shape)
+        plain, size = all(isinstance(function, Elementwise) for function in slice_.through), math.prod(shape)
         return slice_ if plain and view_of(slice_).is_contiguous() and math.prod(slice_.shape) == size else None
 
     def shape(self, slice_: Slice) -> Shape:
@@ -66,7 +66,7 @@ class Functions:
         return tuple(attribute(self.root, slice_.parameter).shape)
 
     def product(self, node: fx.Node, left: fx.Node, right: fx.Node) -> ParameterExpr | None:
-        """Of a weight and a factor that may be another parameter; a quotient's may be a number of the weight."""
+        """The product of a weight and a factor, which may be another parameter or a number of the weight's own."""
         pairs = ((left, right), (right, left)) if op_name(node) == "mul" else ((left, right),)
         for operand, by in pairs:
             value, shape = self.known.get(operand), self.sizes(by)

@@ -132,7 +132,7 @@ def product(node: fx.Node, operands: Sequence[ParameterExpr], root: nn.Module) -
     """The value of matmul(a, b), kron(a, b) or a * b of one shape; None where no parameter is such a factor."""
     name, (a, b) = op_name(node), operands
     shape: Shape
-    left, right = (one for one in node.args[:2] if isinstance(one, fx.Node))
+    left, right = (operand for operand in node.args[:2] if isinstance(operand, fx.Node))
     if name == "matmul" and len(a.shape) == len(b.shape) == 2:
         shape, of_a, of_b = (a.shape[0], b.shape[1]), RIGHT, LEFT
     elif name == "kron" and len(a.shape) == len(b.shape) > 1 and math.prod(a.shape[2:]) == 1:
@@ -157,8 +157,8 @@ def matrix(shape: Shape) -> Shape:
 def factors(value: ParameterExpr, root: nn.Module) -> list[Product]:
     found = list(value.products)
     for slice_ in value.slices:
-        own = tuple(attribute(root, slice_.parameter).shape)
-        layout = layout_in(Piece(slice_.parameter, 0, 0, *own[:1] or (1,)), own, view_of(slice_))
+        whole_shape = tuple(attribute(root, slice_.parameter).shape)
+        layout = layout_in(Piece(slice_.parameter, 0, 0, *whole_shape[:1] or (1,)), whole_shape, view_of(slice_))
         if layout is not None and slice_.shape == value.shape and not slice_.through:
             shape = matrix(value.shape)
             found.append(Product(slice_.parameter, layout.reshape(shape), shape, (), slice_.scale))
@@ -201,12 +201,13 @@ def added(node: fx.Node, first: ParameterExpr, second: Any) -> ParameterExpr | N
 
 
 def complete(value: ParameterExpr, node: fx.Node) -> ParameterExpr | None:
-    """Without the products of parameters that also reach the node on a way that is none of these; None if there is
-    nothing left, or if there are slices, which would hide such a parameter."""
-    found = Counter([*(slice_.parameter for slice_ in value.slices), *(one.parameter for one in value.products)])
+    """A value without the products of parameters that also reach the node in another way. None if no product is left,
+    or if there are slices, which would hide such a parameter."""
+    found = Counter(slice_.parameter for slice_ in value.slices)
+    found += Counter(product.parameter for product in value.products)
     ways = ways_to(node, {})
     lost = {name for name, number in found.items() if ways[name] != number}
-    products = tuple(one for one in value.products if one.parameter not in lost)
+    products = tuple(product for product in value.products if product.parameter not in lost)
     if (lost and value.slices) or not products:
         return None
     return replace(value, products=products)
@@ -218,7 +219,7 @@ def ways_to(node: fx.Node, known: dict[fx.Node, Counter[str]]) -> Counter[str]:
         if node.op == "get_attr":
             known[node] = Counter({str(node.target): 1})
         else:
-            known[node] = sum((ways_to(one, known) for one in differentiated(node)), Counter())
+            known[node] = sum((ways_to(operand, known) for operand in differentiated(node)), Counter())
     return known[node]
 
 

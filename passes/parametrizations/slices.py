@@ -65,9 +65,14 @@ def called(node: fx.Node, args: Any) -> Any:
 
 
 def without_data(arguments: Any, known: Mapping[fx.Node, Any]) -> Any:
-    """Arguments with the values of their nodes; those that are tensors have shapes only."""
+    """Arguments with the values of their nodes; those that are tensors have shapes only.
+
+    Raises ValueError for a node whose value is not known.
+    """
 
     def value_of(node: fx.Node) -> Any:
+        if node not in known:
+            raise ValueError(f"{node} has no value")
         value = known[node]
         return whole(value.shape) if isinstance(value, ParameterExpr) else value
 
@@ -86,7 +91,7 @@ def expr_of(view: Tensor, slice_: Slice) -> ParameterExpr:
 
 
 def part_of(value: ParameterExpr, view: Tensor) -> ParameterExpr | None:
-    """What a view of all of a value, of `whole(value.shape)`, shows; None if it is no box of it."""
+    """The part of a value that a view of `whole(value.shape)` shows; None if it is no box of it."""
     rest, box = int(view.storage_offset()), list[tuple[int, int]]()
     kept: list[int] = []
     for dim, step in enumerate(whole(value.shape).stride()):
@@ -96,12 +101,12 @@ def part_of(value: ParameterExpr, view: Tensor) -> ParameterExpr | None:
         kept += [dim] if shown else []
     if len(kept) < view.dim() or any(stop > size for (_, stop), size in zip(box, value.shape, strict=True)):
         return None
-    slices = [slice_ for slice_ in (cropped(one, tuple(box), kept) for one in value.slices) if slice_ is not None]
-    return ParameterExpr(tuple(view.shape), tuple(slices))
+    slices = (cropped(slice_, tuple(box), kept) for slice_ in value.slices)
+    return ParameterExpr(tuple(view.shape), tuple(slice_ for slice_ in slices if slice_ is not None))
 
 
 def cropped(slice_: Slice, box: Box, kept: list[int]) -> Slice | None:
-    """What of a slice is in a box, in coordinates of the box's dimensions that are kept; None if nothing is."""
+    """The elements of a slice in a box, in coordinates of the box's dimensions `kept`; None if there are none."""
     for dim, (start, stop) in enumerate(box):
         first, last = max(start, slice_.box[dim][0]), min(stop, slice_.box[dim][1])
         if first >= last:
@@ -115,11 +120,13 @@ def scaled(value: ParameterExpr | None, by: float | None) -> ParameterExpr | Non
     if value is None or by is None:
         return None
     slices = tuple(replace(slice_, scale=by * slice_.scale) for slice_ in value.slices)
-    return ParameterExpr(value.shape, slices, tuple(replace(one, scale=by * one.scale) for one in value.products))
+    return ParameterExpr(
+        value.shape, slices, tuple(replace(product, scale=by * product.scale) for product in value.products)
+    )
 
 
 def factor(name: str, node: fx.Node) -> float | None:
-    """Of a product with a number; None for another product."""
+    """The number that a product multiplies with; None for a product with something else."""
     if name == "neg":
         return -1.0
     by = node.args[1]
@@ -130,20 +137,25 @@ def factor(name: str, node: fx.Node) -> float | None:
 
 def unsqueezed(value: ParameterExpr, dim: int) -> ParameterExpr:
     dim = dim % (len(value.shape) + 1)
-    slices = [view_of(slice_).unsqueeze(dim).stride() for slice_ in value.slices]
-    boxes = [(*slice_.box[:dim], (0, 1), *slice_.box[dim:]) for slice_ in value.slices]
-    new = [replace(old, box=box, strides=by) for old, box, by in zip(value.slices, boxes, slices, strict=True)]
-    return ParameterExpr((*value.shape[:dim], 1, *value.shape[dim:]), tuple(new))
+    slices = tuple(
+        replace(
+            slice_,
+            box=(*slice_.box[:dim], (0, 1), *slice_.box[dim:]),
+            strides=view_of(slice_).unsqueeze(dim).stride(),
+        )
+        for slice_ in value.slices
+    )
+    return ParameterExpr((*value.shape[:dim], 1, *value.shape[dim:]), slices)
 
 
 def joined(parts: Sequence[ParameterExpr], dim: int) -> ParameterExpr | None:
-    """One behind the other; None where all are constants."""
+    """Concatenated along `dim`; None where all are constants."""
     shape, at = parts[0].shape, 0
     dim %= len(shape)
     slices: list[Slice] = []
-    for one in parts:
-        slices += [replace(slice_, box=moved(slice_.box, dim, at)) for slice_ in one.slices]
-        at += one.shape[dim]
+    for part in parts:
+        slices += [replace(slice_, box=shifted(slice_.box, dim, at)) for slice_ in part.slices]
+        at += part.shape[dim]
     return ParameterExpr((*shape[:dim], at, *shape[dim + 1 :]), tuple(slices)) if slices else None
 
 
@@ -151,7 +163,7 @@ def permuted(slice_: Slice, order: Shape) -> Slice:
     return replace(slice_, box=tuple(slice_.box[d] for d in order), strides=tuple(slice_.strides[d] for d in order))
 
 
-def moved(box: Box, dim: int, by: int) -> Box:
+def shifted(box: Box, dim: int, by: int) -> Box:
     start, stop = box[dim]
     return (*box[:dim], (start + by, stop + by), *box[dim + 1 :])
 
@@ -164,7 +176,7 @@ def dims_after(node: fx.Node, dims: int, rest: Any) -> Shape:
 
 def basic(index: Any) -> bool:
     """Whether an index makes a view."""
-    return all(one is None or one is ... or isinstance(one, (int, slice, fx.Node)) for one in as_tuple(index))
+    return all(item is None or item is ... or isinstance(item, (int, slice, fx.Node)) for item in as_tuple(index))
 
 
 def as_tuple(index: Any) -> tuple[Any, ...]:

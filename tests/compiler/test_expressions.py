@@ -37,7 +37,7 @@ def parts(program: Program, exprs: ParameterExpr) -> list[Part]:
 
 
 def test_plain_views_of_whole_parameters_are_left_to_the_matcher() -> None:
-    assert expressed(lambda x, w: x @ w.t().contiguous(), w=(6, 4)).exprs == {}
+    assert expressed(lambda x, w: x @ w.t().contiguous(), w=(6, 4)).parameter_exprs == {}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_plain_views_of_whole_parameters_are_left_to_the_matcher() -> None:
 def test_slices_are_found_in_all_their_spellings(
     function: Function, shape: tuple[int, ...], rows: tuple[int, int]
 ) -> None:
-    (exprs,) = expressed(function, w=shape).exprs.values()
+    (exprs,) = expressed(function, w=shape).parameter_exprs.values()
     (slice_,) = exprs.slices
     assert ranges(view_of(slice_), shape) == {0: rows}
 
@@ -70,7 +70,7 @@ def test_slices_in_the_spelling_of_aten() -> None:
         y = F.linear(x, w.chunk(3)[1]) + F.linear(x, w.split([1, 2, 3])[1]) + F.linear(x, w[4:])
         return y @ w.view(3, 2, 4)[2] @ w.narrow(0, 2, 2).mT
 
-    found = expressed(sliced, True, w=(6, 4)).exprs.values()
+    found = expressed(sliced, True, w=(6, 4)).parameter_exprs.values()
     assert [ranges(view_of(exprs.slices[0]), (6, 4))[0] for exprs in found] == [(2, 4), (1, 3), (4, 6), (4, 6), (2, 4)]
 
 
@@ -111,7 +111,7 @@ def test_parts_of_what_was_put_together(function: Function, wanted: list[Part]) 
 
 
 def test_every_second_element_of_several_has_no_expression() -> None:
-    exprs = expressed(lambda x, q, k: x + torch.cat([q, k])[::2], q=(4,), k=(4,)).exprs
+    exprs = expressed(lambda x, q, k: x + torch.cat([q, k])[::2], q=(4,), k=(4,)).parameter_exprs
     assert [node.name for node in exprs] == ["cat"]
 
 
@@ -170,7 +170,7 @@ def test_multiples_and_constants_more_are_followed(function: Function, multiple:
     ],
 )
 def test_what_computes_has_no_expression(function: Function) -> None:
-    assert expressed(function, g=(4,)).exprs == {}
+    assert expressed(function, g=(4,)).parameter_exprs == {}
 
 
 class Clipped(nn.Module):
@@ -204,7 +204,7 @@ def test_a_copy_with_other_parameters_written_into_it_has_no_expression() -> Non
 
 
 def test_slices_as_long_as_the_batch_says_have_no_expression() -> None:
-    assert expressed(lambda x, w: x + w[: x.shape[1]], True, w=(7, 4)).exprs == {}
+    assert expressed(lambda x, w: x + w[: x.shape[1]], True, w=(7, 4)).parameter_exprs == {}
 
 
 def functions(program: Program) -> list[Any]:
