@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.parametrizations.gathered import INPUTS, OUTPUTS, Gathered, of_table
+from kfac_fx.passes.ir import Program
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.parametrizations.gathered import INPUTS, KEY, OUTPUTS, Gathered, of_table
 from kfac_fx.passes.resolve import resolve
+from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, found
 
 INDEX = torch.tensor([[0, 2, 1], [2, 2, 0]])
@@ -147,3 +150,47 @@ def test_a_mask_of_positions_counts_for_every_group() -> None:
     statistics: Any = net.record((torch.randn(3, 5, 4), mask), {}).statistics["w",]
     assert not net.program.unmasked
     assert float(statistics["count"]) == 9 * 2
+
+
+# --- the numbers of gathered elements ---------------------------------------------------------------------------------
+
+PLACES = torch.tensor([[0, 2], [2, 1]])
+
+
+def normal(function: Callable[..., Any], *inputs: Tensor, **shapes: tuple[int, ...]) -> Program:
+    return normalize(capture(Toy(function, **shapes), inputs or None).program)
+
+
+GATHERED: dict[str, tuple[Callable[[Tensor], Tensor], list[Any]]] = {
+    "rows by an index": (lambda w: w[PLACES], [[[0, 1], [4, 5]], [[4, 5], [2, 3]]]),
+    "an index, turned": (lambda w: w[PLACES].permute(2, 0, 1), [[[0, 4], [4, 2]], [[1, 5], [5, 3]]]),
+    "an embedding": (lambda w: F.embedding(PLACES[0], w), [[0, 1], [4, 5]]),
+    "an embedding with padding": (lambda w: F.embedding(PLACES[0], w, -1), [[0, 1], [-1, -1]]),
+    "a slice": (lambda w: w[1:, :1].contiguous(), [[2], [4]]),
+    "in another order": (lambda w: w.flip(0), [[4, 5], [2, 3], [0, 1]]),
+    "beside a constant": (lambda w: w[:2] + torch.ones(2, 1, 2), [[[0, 1], [2, 3]], [[0, 1], [2, 3]]]),
+    "masked": (lambda w: w[:2].masked_fill(PLACES == 2, 0.5), [[0, -1], [-1, 3]]),
+    "where": (lambda w: torch.where(PLACES == 2, w[:2], -9.0), [[-1, 1], [2, -1]]),
+}
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+@pytest.mark.parametrize(("function", "expected"), GATHERED.values(), ids=GATHERED.keys())
+def test_elements_are_numbered(function: Callable[[Tensor], Tensor], expected: list[Any], exported: bool) -> None:
+    x = torch.randn(1)
+    program = normal(lambda x, w: x * function(w).sum(), *([x] if exported else []), w=(3, 2))
+    noted = [one for one in program.graph.nodes if KEY in one.meta]
+    elements = noted[-1].meta[KEY]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(program.graph, copies)
+    graph.output(copies[elements.numbers])
+    assert elements.parameter == "w"
+    assert fx.GraphModule(program.root, graph)(x).tolist() == expected
+
+
+def test_what_is_computed_from_elements_has_no_numbers() -> None:
+    program = normal(lambda x, w: x * (2 * w[PLACES]).exp().sum(), w=(3, 2))
+    assert [one.name for one in program.graph.nodes if KEY in one.meta] == ["getitem"]
+    program = normal(lambda x, w: x * w.t().reshape(-1).exp().sum(), w=(3, 2))
+    assert not any(KEY in one.meta for one in program.graph.nodes)

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kfac_fx
-from kfac_fx.passes.parametrizations import jacobian as jacobians
-from kfac_fx.passes.parametrizations import linear_map
+from kfac_fx.passes.parametrizations import jacobian, linear_map
 from kfac_fx.passes.parametrizations.linear_map import by_entry, matrix_of, of_parameter
 from tests.compiler.toy import Toy
 
@@ -75,7 +74,7 @@ GENERIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_what_is_more_than_a_constant_matrix_is_generic(
     function: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jacobians, "LARGEST", 0)  # as of a parameter that is not small
+    monkeypatch.setattr(jacobian, "LARGEST", 0)  # as of a parameter that is not small
     net = kfac_fx.compile(Toy(function, w=(5, 4)), (torch.randn(3, 6, 4),), loss="normal")
     (one,) = net.registrations
     assert one.generic and "no layer has the form of" in str(one.reason)

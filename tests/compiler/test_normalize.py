@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import capture
-from tests.compiler.toy import Toy, code
+from tests.compiler.toy import Toy, before, code, found, node
 
 X = torch.randn(4, 3)
 
@@ -108,3 +111,58 @@ def test_differences_from_a_parameter_become_sums_of_the_same_bits(
         assert "sub" not in {op_name(node) for node in program.graph.nodes}
         got, wanted = result(program, x), model(x)
         assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+
+
+# --- tables and masks of parameters -----------------------------------------------------------------------------------
+
+
+def normal(function: Callable[..., Any], *inputs: Tensor, **shapes: tuple[int, ...]) -> Program:
+    return normalize(capture(Toy(function, **shapes), inputs or None).program)
+
+
+def test_a_mask_of_parameters_gets_a_row_for_every_case() -> None:
+    def attention(x: Tensor, table: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=table)
+
+    program = before("match", Toy(attention, table=(2, 5, 5)), torch.randn(3, 2, 5, 4))
+    (call,) = (one for one in program.graph.nodes if "scaled" in one.name)
+    expanded = call.args[3]
+    assert [str(size) for size in expanded.meta["val"].shape] == [program.cases, "2", "5", "5"]
+    assert expanded.args[0].target == "table"
+    masked = Toy(lambda x, w: F.scaled_dot_product_attention(x, x @ w, x), w=(4, 4))
+    program = before("match", masked, torch.randn(3, 5, 4))
+    assert not any("expand" in line for line in code(program))
+
+
+def test_a_parameter_that_a_layer_is_applied_to_is_marked() -> None:
+    program = normal(lambda x, t, w: x + F.linear(F.layer_norm(t.view(1, 2, 3), (3,), w[0]), w), t=(2, 3), w=(3, 3))
+    assert [line.split(" = ")[1] for line in code(program) if "learned" in line][0] == "learned(view)"
+    assert node(program, "learned").users.keys() == {node(program, "layer_norm")}
+
+
+def test_a_parameter_behind_a_layers_input_is_marked_where_it_is_read() -> None:
+    def function(x: Tensor, t: Tensor, w: Tensor) -> Tensor:
+        table = torch.dropout(t, 0.5, True)[:2]
+        return x + F.linear(table, w) + F.linear(table.exp(), w) + t[0]
+
+    program = normal(function, torch.randn(2, 3), t=(4, 3), w=(3, 3))
+    assert [line for line in code(program) if "learned" in line][0] == "learned = learned(t)"
+    assert node(program, "learned").users.keys() == {node(program, "dropout")}
+    vector = normal(lambda x, t, w: x + F.linear(t * 2, w), torch.randn(2, 3), t=(3,), w=(3, 3))
+    assert not any("learned" in line for line in code(vector))
+
+
+def test_weights_are_no_tables() -> None:
+    """A product of two parameters is one more parameter, as in low-rank adapters."""
+    program = normal(lambda x, a, b: F.linear(x, b @ a), a=(2, 3), b=(3, 2))
+    assert not any("learned" in line for line in code(program))
+
+
+def test_a_token_captured_with_one_case_is_registered_as_with_many() -> None:
+    def with_token(x: Tensor, token: Tensor, w: Tensor) -> Tensor:
+        return torch.cat([token.expand(x.shape[0], -1, -1), F.linear(x, w)], dim=1)
+
+    model = Toy(with_token, token=(1, 1, 3), w=(3, 4))
+    expected = [("scale_and_shift", ("token",), 1), ("linear", ("w",), 1)]
+    for inputs in ((torch.randn(1, 5, 4),), (torch.randn(3, 5, 4),), ()):
+        assert found(resolve(before("resolve", model, *inputs))) == expected

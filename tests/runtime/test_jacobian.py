@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.parametrizations import jacobian as jacobians
+from kfac_fx.passes.parametrizations import jacobian
 from tests.compiler.toy import Toy
 from tests.runtime.squares import dense_fisher, recorded
-from tests.runtime.test_products import toy
+from tests.runtime.test_scaled_weights import toy
 
 Function = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("float64")
@@ -157,7 +157,7 @@ def reasons(function: Function, **shapes: tuple[int, ...]) -> dict[str, str | No
 
 
 def test_large_functions_are_generic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jacobians, "LARGEST", 15)
+    monkeypatch.setattr(jacobian, "LARGEST", 15)
     (reason,) = reasons(lambda x, g: x * g.softmax(0), g=(4,)).values()
     assert reason is not None and "no layer has the form of mul" in reason
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.parametrizations import jacobian as jacobians
+from kfac_fx.passes.parametrizations import jacobian
 from tests.runtime.squares import dense_fisher, recorded
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -153,7 +153,7 @@ NONE: dict[str, tuple[Row, set[str]]] = {
 @pytest.mark.parametrize("name", NONE)
 def test_what_has_no_rows_is_generic_and_not_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is too large for a Jacobian."""
-    monkeypatch.setattr(jacobians, "LARGEST", 0)
+    monkeypatch.setattr(jacobian, "LARGEST", 0)
     (function, shapes, size), expected = NONE[name]
     net = kfac_fx.compile(Product(function, shapes, (1,)), (torch.randn(size),), loss="normal")
     assert {one for r in net.registrations if r.generic for one in r.parameters} == expected
