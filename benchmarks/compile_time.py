@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 import kfac_fx
 from benchmarks.zoo_models.torchvision import load
-from kfac_fx.checks.equivalence import compare
-from kfac_fx.checks.proof import gradients, replace_taps
+from kfac_fx.checks.equivalence import check_equivalence
+from kfac_fx.checks.proof import proof_gradients, with_proof_taps
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
-from kfac_fx.recording.agreement import needs
+from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 
 OUT = Path(__file__).parent / "results" / "compile_time.json"
@@ -83,10 +83,10 @@ def measure(name: str) -> dict[str, Any]:
     timed("forward", lambda: model(*inputs))
     captured = timed("capture", lambda: capture(model, inputs, layers=LAYERS, every_size=False))
     program = timed("passes", lambda: run(captured.program))
-    recorder = timed("emission", lambda: Recorder(captured, program, model, None, needs(program)))
-    timed("likeness", lambda: compare(recorder, inputs, {}))
+    recorder = timed("emission", lambda: Recorder(EmittedGraph(captured, program, model)))
+    timed("likeness", lambda: check_equivalence(recorder, inputs, {}))
     values = captured.flatten(inputs, {})
-    timed("proof", lambda: list(gradients(replace_taps(recorder), values)[0]))
+    timed("proof", lambda: list(proof_gradients(with_proof_taps(recorder), values).pairs))
     return {"model": name, "nodes": len(program.graph.nodes), **seconds}
 
 

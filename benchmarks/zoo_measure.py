@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 import kfac_fx
 from benchmarks.zoo_models.entry import Entry
-from kfac_fx.checks import equivalence as likeness
-from kfac_fx.checks import proof
+from kfac_fx.checks import equivalence, proof
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.divided.recorder import DividedRecorder
+from kfac_fx.divided.emitted import EmittedSubmodules
 from kfac_fx.passes.errors import LayerError, LossError, ModelChangedError, RegistrationError, UntraceableError
 from kfac_fx.passes.ir import Program
 from kfac_fx.recording.recorder import Recorder
@@ -83,7 +82,7 @@ def registered(net: CompiledModule) -> dict[str, Any]:
     used = {name for one in program.registrations for name in one.owners}
     unused = set(program.parameters) - used
     return {
-        "captured": parts(first) if isinstance(first, DividedRecorder) else "whole",
+        "captured": parts(first.emitted) if isinstance(first.emitted, EmittedSubmodules) else "whole",
         "nodes": len(program.graph.nodes),
         "tensors": {"used": len(used), "structured": len(used - generic), "unused": len(unused)},
         "elements": {
@@ -100,9 +99,9 @@ def registered(net: CompiledModule) -> dict[str, Any]:
     }
 
 
-def parts(recorder: DividedRecorder) -> str:
+def parts(emitted: EmittedSubmodules) -> str:
     """How much of a model was captured one by one; operations of the Python between submodules are no submodules."""
-    return f"{sum(not one.is_read for one in recorder.captured)} submodules"
+    return f"{sum(not one.is_read for one in emitted.captured)} submodules"
 
 
 def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -122,13 +121,13 @@ def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Of the graph from the model, and of the rows from autograd."""
-    prover, program = proof.replace_taps(recorder), recorder.program
+    prover, program = proof.with_proof_taps(recorder), recorder.program
     torch.manual_seed(1)
-    outputs, gradients, _ = likeness.of_model(prover, args, kwargs)
+    outputs, gradients, _ = equivalence.results_of_model(prover, args, kwargs)
     torch.manual_seed(1)
-    its_outputs, its_gradients, _ = likeness.of_graph(prover, values)
+    its_outputs, its_gradients, _ = equivalence.results_of_graph(prover, values)
     torch.manual_seed(1)
-    pairs, *_ = proof.gradients(prover, values)
+    pairs = proof.proof_gradients(prover, values).pairs
     largest = max((float(one.norm()) for one in gradients.values() if one is not None), default=0.0)
     of_outputs = [relative(a, b, 1e-6) for a, b in zip(outputs, its_outputs, strict=True) if isinstance(a, Tensor)]
     of_gradients = {name: relative(one, its_gradients[name], ROUNDING * largest) for name, one in gradients.items()}

@@ -1,10 +1,11 @@
-"""The captures of one model: one for every kind of call, made and proved when first met, all for one set of blocks."""
+"""The captures of one model: one for every kind of call, made and proved at the first such call, all for one set of
+blocks."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,95 +13,137 @@ from torch import nn
 
 from kfac_fx.checks.proof import prove
 from kfac_fx.checks.unchanged import Structure, refuse_without_values
-from kfac_fx.divided.frames import Unmet
-from kfac_fx.divided.recorder import DividedRecorder, division_of, recorder_of
-from kfac_fx.passes.errors import RegistrationError, UntraceableError
-from kfac_fx.passes.ir import Program
-from kfac_fx.passes.pipeline import run
+from kfac_fx.divided.emitted import EmittedSubmodules, emitted_division
+from kfac_fx.divided.frames import UncapturedCall
+from kfac_fx.divided.inputs import number_of_examples
+from kfac_fx.losses.registered import LossSpec, RegisteredLosses
+from kfac_fx.passes.divided.divide import Division, divide
+from kfac_fx.passes.errors import (
+    AmbiguousRegistrationError,
+    RegistrationError,
+    UntraceableError,
+    fatal,
+    first_line,
+)
+from kfac_fx.passes.ir import Options, Program
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.trace import Capture, capture, named_parameters
 from kfac_fx.passes.tracing.attributes import settings
 from kfac_fx.passes.tracing.calls import called
 from kfac_fx.passes.tracing.signature import capture_key
-from kfac_fx.recording.agreement import Declared, agreeing, check_trained, needs, with_generic, with_program
-from kfac_fx.recording.masks import with_mask
+from kfac_fx.recording.agreement import agreeing, check_trained, with_generic
+from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.masks import PaddingMask, program_with_mask
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Ride
 
-KINDS = 8  # of calls that are kept: modes, dtypes, devices, structures; the least recently used goes first
-ROUNDS = 4  # of meeting new calls on the same inputs
-SHAPES = 32  # of one kind that are kept, where one capture does not serve all, such as the lengths of sequences
+MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
+MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
+MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
 
 Result = TypeVar("Result")
 
 
-class Captures:
-    """first: what the blocks are made for; None as long as nothing could be captured without inputs."""
+@dataclass(frozen=True)
+class CompileArguments:
+    """The arguments of `compile`, checked.
 
-    def __init__(self, model: nn.Module, declared: Declared) -> None:
-        self.model, self.declared = model, declared
+    passes: from a fresh capture to a program with registrations; not `run` if layers were registered by hand.
+    """
+
+    options: Options
+    layers: Mapping[str, Layer]
+    loss: LossSpec | RegisteredLosses | None
+    verify: bool
+    backend: str
+    passes: Callable[[Program], Program] = run
+    padding_mask: PaddingMask | None = None
+
+
+class CaptureCache:
+    """The captures of one model.
+
+    Attributes:
+        first: the capture that the blocks are made for; None as long as there is none.
+        refusal: the error of torch.fx, if it could not trace the whole model.
+        recorders: by kind of call, the least recently used first.
+    """
+
+    def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
+        self.model, self.arguments = model, arguments
         self.structure = Structure(model)
         self.first: Recorder | None = None
-        self.refusal = ""  # of torch.fx, if it did not see the whole model
-        self.known: OrderedDict[Any, list[Recorder]] = OrderedDict()
+        self.refusal = ""
+        self.recorders: OrderedDict[Any, list[Recorder]] = OrderedDict()
 
     def trace_symbolically(self) -> None:
-        """Without inputs: at once if torch.fx sees the whole model, else at the first training forward."""
-        if self.declared.padding_mask is not None:
+        """Capture without inputs. If torch.fx cannot trace the whole model, the first training forward decides."""
+        if self.arguments.padding_mask is not None:
             self.refusal = "padding_mask needs the sizes of a batch, to know what it masks."
             return
         try:
-            traced = capture(self.model, options=self.declared.options, layers=self.declared.layers)
+            traced = capture(self.model, options=self.arguments.options, layers=self.arguments.layers)
         except UntraceableError as error:
             self.refusal = str(error)
             return
-        self.first = self.built(traced)
+        self.take(traced)
 
     def take(self, traced: Capture) -> None:
-        """A capture that was made elsewhere is the first."""
-        self.first = self.built(traced)
+        """Take over a first capture."""
+        self.first = self.emitted(traced, self.arguments.passes(traced.program))
 
     @property
     def program(self) -> Program:
         if self.first is None:
             raise UntraceableError(
-                f"{type(self.model).__name__} is captured at its first training forward, for torch.fx alone cannot see "
-                f"it whole. Give kfac_fx.compile example inputs to capture it now. What torch.fx says:\n{self.refusal}"
+                f"{type(self.model).__name__} is captured at its first training forward, because torch.fx alone cannot "
+                "trace all of it. Give kfac_fx.compile example inputs to capture it now. The error of torch.fx is:\n"
+                f"{self.refusal}"
             )
         return self.first.program
 
+    # --- which capture ----------------------------------------------------------------------------------------------
+
     def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
-        """The capture for these inputs, made and proved if there is none yet."""
+        """The capture for these inputs, made and proved if there is none yet.
+
+        Raises ModelChangedError, UntraceableError, RegistrationError and its kinds.
+        """
         self.structure.check()
         key = capture_key(self.model, args, kwargs)
-        known = self.known.get(key, [])
-        for place, one in enumerate(known):
-            if one.capture.holds(args, kwargs) and self.set_as(one):
-                self.known.move_to_end(key)
-                known.append(known.pop(place))
-                if not one.proven:  # its first batch was empty, or not finite
-                    known[-1] = self.proved(one, args, kwargs)
-                    self.first = known[-1] if self.first is one else self.first
-                return known[-1]
-        refuse_without_values(self.model, self.declared.verify)
-        symbolic = None if self.known else self.first_symbolic(args, kwargs)
-        made = symbolic or self.exported(args, kwargs, every_size=any(map(self.set_as, known)))
-        if self.first is None or not self.known:
-            self.first = made
-        made = agreeing(made, self.first)
-        self.known[key] = [*known, made][-SHAPES:]
-        self.known.move_to_end(key)
-        if len(self.known) > KINDS:
-            self.known.popitem(last=False)
-        return made
+        cached = self.recorders.get(key, [])
+        for place, recorder in enumerate(cached):
+            if recorder.capture.holds(args, kwargs) and self.has_settings_of(recorder):
+                self.recorders.move_to_end(key)
+                cached.append(cached.pop(place))
+                if not recorder.proven:  # its first batch was empty, or not finite
+                    cached[-1] = self.proved(recorder, args, kwargs)
+                    self.first = cached[-1] if self.first is recorder else self.first
+                return cached[-1]
+        refuse_without_values(self.model, self.arguments.verify)
+        recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.exported(
+            args, kwargs, every_size=any(map(self.has_settings_of, cached))
+        )
+        if self.first is None or not self.recorders:
+            self.first = recorder
+        recorder = agreeing(recorder, self.first)
+        self.recorders[key] = [*cached, recorder][-MAX_CAPTURES:]
+        self.recorders.move_to_end(key)
+        if len(self.recorders) > MAX_KINDS:
+            self.recorders.popitem(last=False)
+        return recorder
 
-    def set_as(self, recorder: Recorder) -> bool:
-        """Whether all attributes are what they were when this was captured, but for those that forward itself sets; and
-        classes, functions and hooks."""
-        return recorder.settings is None or recorder.settings == self.held(recorder.capture)
+    def has_settings_of(self, recorder: Recorder) -> bool:
+        """Whether the attributes of the model are those of the capture, except for those that forward itself sets; and
+        its classes, functions and hooks."""
+        return recorder.settings is None or recorder.settings == self.settings(recorder.capture)
 
-    def held(self, traced: Capture) -> tuple[dict[str, Any], dict[str, Any]]:
+    def settings(self, traced: Capture) -> tuple[dict[str, Any], dict[str, Any]]:
         return settings(self.model, traced.assigned), called(self.model)
+
+    # --- running ----------------------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -108,41 +151,66 @@ class Captures:
         kwargs: Mapping[str, Any],
         action: Callable[[Recorder, tuple[Any, ...]], Result],
     ) -> Result:
-        """`action` on the capture for these inputs and on its inputs, as often as it meets calls that are new."""
-        for _ in range(ROUNDS):
+        """`action` on the capture for these inputs and on its inputs, again after every call that had to be captured.
+
+        Raises UntraceableError if the model calls its submodules differently each time.
+        """
+        path = ""
+        for _ in range(MAX_ROUNDS):
             recorder = self.recorder(args, kwargs)
             try:
                 return action(recorder, recorder.capture.flatten(args, kwargs))
-            except Unmet as unmet:
-                assert isinstance(recorder, DividedRecorder), "bug in kfac_fx: a call in a graph of the whole"
-                self.meet(recorder, args, kwargs, unmet.captured)
-                path = unmet.path
-        raise self.restless(path)
+            except UncapturedCall as uncaptured:
+                self.capture_call(recorder, args, kwargs, uncaptured)
+                path = uncaptured.path
+        raise self.unstable(path)
 
     def ride(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], generator: torch.Generator | None
     ) -> tuple[Any, Ride]:
-        """See `Recorder.ride`; a divided model's new calls are met behind a ride that recorded nothing."""
+        """See `Recorder.ride`. A call that no graph serves is captured afterwards, and nothing was recorded then."""
         recorder = self.recorder(args, kwargs)
         outputs, ride = recorder.ride(recorder.capture.flatten(args, kwargs), generator)
-        if isinstance(recorder, DividedRecorder) and recorder.unmet is not None:
-            self.meet(recorder, args, kwargs, recorder.unmet.captured)
-            unfilled = [{name: probe.detach().clone() for name, probe in one.items()} for one in ride.probes]
+        emitted = recorder.emitted
+        if isinstance(emitted, EmittedSubmodules) and emitted.uncaptured is not None:
+            self.capture_call(recorder, args, kwargs, emitted.uncaptured)
+            unfilled = [{name: probe.detach().clone() for name, probe in probes.items()} for probes in ride.probes]
             ride = replace(ride, probes=unfilled)
         return outputs, ride
 
-    def restless(self, path: str) -> UntraceableError:
+    def capture_call(
+        self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any], uncaptured: UncapturedCall
+    ) -> None:
+        """Capture, if necessary, and prove the calls that a divided model makes with these inputs."""
+        emitted = recorder.emitted
+        assert isinstance(emitted, EmittedSubmodules), (
+            "bug in kfac_fx: an uncaptured call in a graph of the whole model"
+        )
+        if uncaptured.captured:
+            emitted.checked = None
+            extended = self.proved(recorder, args, kwargs)
+        else:
+            error = UntraceableError("it was divided on earlier inputs")
+            extended = self.divided(args, kwargs, error, emitted)
+        assert self.first is not None, "bug in kfac_fx: an uncaptured call before the first capture"
+        extended = agreeing(extended, self.first)
+        for cached in self.recorders.values():
+            cached[:] = [extended if one is recorder else one for one in cached]
+
+    def unstable(self, path: str) -> UntraceableError:
         return UntraceableError(
-            f"{type(self.model).__name__} calls {path} in another way at every forward, on the same inputs and with "
-            "the same random numbers.\nLet forward depend on its inputs, its attributes and random numbers only."
+            f"{type(self.model).__name__} calls {path} differently in every forward pass, even with identical inputs "
+            "and random seeds.\nLet forward depend only on its inputs, its attributes and torch's random numbers."
         )
 
+    # --- capturing --------------------------------------------------------------------------------------------------
+
     def first_symbolic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
-        """What was captured without inputs, if it holds on real ones; else None, and torch.export decides."""
+        """The capture without inputs, if it holds for these; None: torch.export has to capture the model."""
         if self.first is None:
             return None
         check_trained(self.first.program.parameters, named_parameters(self.model)[0])
-        if not self.first.capture.holds(args, kwargs) or not self.set_as(self.first):
+        if not self.first.capture.holds(args, kwargs) or not self.has_settings_of(self.first):
             return None
         try:
             return self.proved(self.first, args, kwargs)
@@ -154,33 +222,39 @@ class Captures:
 
         every_size: the sizes of images were seen to change.
         """
-        options, layers = self.declared.options, self.declared.layers
+        arguments = self.arguments
         try:
-            traced = capture(self.model, args, kwargs, options=options, layers=layers, every_size=every_size)
+            traced = capture(
+                self.model, args, kwargs, options=arguments.options, layers=arguments.layers, every_size=every_size
+            )
             parts = self.around_autocast(traced.program, args, kwargs)
-            if parts is not None and not generic(parts):
+            if parts is not None and not generic_parameters(parts):
                 return parts
-            program, said = self.declared.passes(traced.program), self.declared.padding_mask
-            if said is not None:
-                program = with_mask(program, said, self.model, args, kwargs)
-            whole = self.proved(self.emit(traced, program), args, kwargs)
-            return parts if parts is not None and generic(parts) < generic(whole) else whole
+            program = arguments.passes(traced.program)
+            if arguments.padding_mask is not None:
+                program = program_with_mask(program, arguments.padding_mask, self.model, args, kwargs)
+            whole = self.proved(self.emitted(traced, program), args, kwargs)
+            return parts if parts is not None and generic_parameters(parts) < generic_parameters(whole) else whole
         except UntraceableError as error:
-            if self.declared.passes is not run:
+            if arguments.passes is not run:
                 raise  # registered by hand, on the nodes of one graph
             return self.divided(args, kwargs, error)
 
     def around_autocast(self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
-        """The parts of a model of which a graph hides layers, inside of autocast; None if it hides none, or has no
-        parts."""
-        if self.declared.passes is not run or not (names := in_autocast(program)):
+        """The model divided around layers that its graph hides inside of autocast; None if there are none, or if it
+        cannot be divided."""
+        if self.arguments.passes is not run or not (names := in_autocast(program)):
             return None
-        said = (
-            f"{type(self.model).__name__} runs {', '.join(names)} under autocast of its own, which is closed to passes."
-        )
+        name = type(self.model).__name__
         try:
-            return self.divided(args, kwargs, UntraceableError(said))
-        except (UntraceableError, RegistrationError):  # the whole says what is wrong
+            return self.divided(
+                args,
+                kwargs,
+                UntraceableError(
+                    f"{name} runs {', '.join(names)} under autocast of its own, which is closed to passes."
+                ),
+            )
+        except (UntraceableError, RegistrationError):  # the graph of the whole model says what is wrong
             return None
 
     def divided(
@@ -188,49 +262,76 @@ class Captures:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         error: UntraceableError,
-        earlier: DividedRecorder | None = None,
+        earlier: EmittedSubmodules | None = None,
     ) -> Recorder:
-        """error: why the whole was not captured; earlier: what was captured on other inputs, to be kept."""
-        known = earlier.division if earlier is not None else None
-        division, program = division_of(self.model, self.declared, args, kwargs, error, known)
+        """Capture the largest submodules that can be captured.
+
+        error: why the whole model was not captured. earlier: the captures from other inputs, which are kept.
+        """
+        division, program = self.division(args, kwargs, error, None if earlier is None else earlier.division)
         if earlier is not None:
             program = with_generic(program, earlier.program)
-        recorder = recorder_of(division, program, self.model, self.declared, earlier, args, kwargs)
-        if earlier is not None:
-            recorder.extends(earlier)
+        arguments = self.arguments
+        emitted = emitted_division(
+            division,
+            program,
+            self.model,
+            args,
+            kwargs,
+            backend=arguments.backend,
+            returns_loss=arguments.loss is not None,
+            padding_mask=arguments.padding_mask,
+            earlier=earlier,
+        )
         try:
-            return self.proved(recorder, args, kwargs)
-        except Unmet as unmet:
-            raise self.restless(unmet.path) from None
+            return self.proved(Recorder(emitted, arguments.loss), args, kwargs)
+        except UncapturedCall as uncaptured:
+            raise self.unstable(uncaptured.path) from None
 
-    def meet(self, recorder: DividedRecorder, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: bool) -> None:
-        """Capture, if they are not, and prove the calls that these inputs make of submodules, beside those known."""
-        if captured:
-            recorder.checked = None
-            made = self.proved(recorder, args, kwargs)
-        else:
-            made = self.divided(args, kwargs, UntraceableError("it was divided on earlier inputs"), recorder)
-        assert self.first is not None, "bug in kfac_fx: calls met before the first capture"
-        made = agreeing(made, self.first)
-        for known in self.known.values():
-            known[:] = [made if one is recorder else one for one in known]
+    def division(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: UntraceableError, earlier: Division | None
+    ) -> tuple[Division, Program]:
+        """A division of the model, and its program with registrations.
 
-    def built(self, traced: Capture) -> Recorder:
-        return self.emit(traced, self.declared.passes(traced.program))
+        Operations of Python that read parameters are not captured where their uses are ambiguous beside those in the
+        submodules.
+        """
+        options, layers = self.arguments.options, self.arguments.layers
+        for reads in (True, False):
+            try:
+                cases = number_of_examples(args, kwargs)
+                division = divide(self.model, args, kwargs, options, layers, error, earlier, cases, reads)
+            except UntraceableError:
+                raise
+            except Exception as failure:
+                if fatal(failure):
+                    raise
+                raise UntraceableError(
+                    f"{type(self.model).__name__} does not run on these inputs: "
+                    f"{type(failure).__name__}: {first_line(failure)}\n"
+                    f"Correct the inputs or the model. The error of torch.export is:\n{error}"
+                ) from failure
+            try:
+                return division, run(division.program, SUBMODULES)
+            except AmbiguousRegistrationError:
+                if not any(captured.is_read for captured in division.captured):
+                    raise
+        raise AssertionError("bug in kfac_fx: a division without reads that has some")
 
-    def emit(self, traced: Capture, program: Program) -> Recorder:
-        loss, backend = self.declared.loss, self.declared.backend
-        return Recorder(traced, program, self.model, loss, needs(program), backend, settings=self.held(traced))
+    def emitted(self, traced: Capture, program: Program) -> Recorder:
+        emitted = EmittedGraph(traced, program, self.model, self.arguments.backend)
+        return Recorder(emitted, self.arguments.loss, settings=self.settings(traced))
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
-        verdict = prove(recorder, args, kwargs) if self.declared.verify else None
+        """The recorder with what the proof has shown, if `verify`."""
+        verdict = prove(recorder, args, kwargs) if self.arguments.verify else None
         if verdict is not None and verdict.program.registrations != recorder.program.registrations:
-            recorder = with_program(recorder, verdict.program)
+            recorder = recorder.with_program(verdict.program)
         recorder.proven = verdict is None or verdict.conclusive
-        recorder.note_proof(verdict is not None)
+        if isinstance(recorder.emitted, EmittedSubmodules):
+            recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder
 
 
-def generic(recorder: Recorder) -> int:
-    """How many parameters are claimed by no layer."""
-    return sum(len(one.parameters) for one in recorder.program.registrations if one.generic)
+def generic_parameters(recorder: Recorder) -> int:
+    return sum(len(one.parameters) for one in recorder.registrations if one.generic)

@@ -1,4 +1,4 @@
-"""A model that can record its Fisher statistics, as `kfac_fx.compile` returns it."""
+"""The module that `kfac_fx.compile` returns: a model that can record its Fisher statistics."""
 
 from __future__ import annotations
 
@@ -9,46 +9,53 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.capture_cache import Captures
+from kfac_fx.capture_cache import CaptureCache, CompileArguments
 from kfac_fx.checks.unchanged import unwrapped
 from kfac_fx.layer_collection import CapturedModel, LayerCollection
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.trace import Capture
-from kfac_fx.recording.agreement import Declared
 from kfac_fx.recording.backends import compiled_model
-from kfac_fx.recording.recorder import Recorder, replaced
+from kfac_fx.recording.output_losses import replaced
+from kfac_fx.recording.recorder import Recorder
 from kfac_fx.report import Report
 from kfac_fx.statistics.moments import Moments, Ride
 
 
-class Listener(Protocol):
-    """What a module compiled here tells about its forwards: an optimizer."""
+class ForwardListener(Protocol):
+    """An optimizer, which a compiled module tells about its forwards."""
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called before every forward in training mode with gradients enabled; returns the outputs, or None to let
-        the model compute them."""
+        """Called before every forward in training mode with gradients enabled.
+
+        Returns the outputs, or None if the model is to compute them.
+        """
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Called after it, with what the user is about to get."""
+        """Called after every such forward, with the outputs that the user gets."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Called when the gradients of the module were zeroed."""
+        """Called after the gradients of the module are zeroed."""
 
 
 class CompiledModule(nn.Module):
     """A model that can record its Fisher statistics. Calls, parameters, buffers, state and modes are the model's own.
 
-    model: the original module, without the wrappers of data parallelism and torch.compile that it came in, through
-        which training forwards still go; registrations: one a Fisher block; program: the compiler's last word on the
-        capture.
+    Attributes:
+        model: the original module, without wrappers of data parallelism and torch.compile. Forwards go through these
+            wrappers.
+        program: the captured graph and all that the passes found in it. Raises UntraceableError before the first
+            capture.
+        registrations: one a Fisher block.
+        report: a table of all parameters with their Fisher blocks and reasons; print it.
+        captures: the captures of the model, by kind of call.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        declared: Declared,
+        arguments: CompileArguments,
         args: tuple[Any, ...] | None,
         kwargs: Mapping[str, Any] | None,
         traced: Capture | None = None,
@@ -58,9 +65,9 @@ class CompiledModule(nn.Module):
         object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
-        self.backend = declared.backend
-        self.captures = Captures(model, declared)
-        self._listener: Listener | None = None
+        self.backend = arguments.backend
+        self.captures = CaptureCache(model, arguments)
+        self._listener: ForwardListener | None = None
         self._collection: LayerCollection | None = None
         outer = model if wrapper is None else wrapper
         object.__setattr__(self, "_wrapper", outer)
@@ -74,36 +81,42 @@ class CompiledModule(nn.Module):
             self.captures.trace_symbolically()
         self._sealed = True
 
-    # --- what is known ----------------------------------------------------------------------------------------------
+    # --- the capture ------------------------------------------------------------------------------------------------
 
     @property
     def program(self) -> Program:
+        """The first captured graph and all that the passes found in it.
+
+        Raises UntraceableError if nothing is captured yet.
+        """
         return self.captures.program
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
+        """One a Fisher block."""
         return self.program.registrations
 
     @property
     def report(self) -> Report:
-        """What was registered, why, what it costs, and what an attached optimizer counted; print it."""
+        """Every parameter with its Fisher block, the reason and the cost; and the counters of an attached optimizer."""
         return Report(self.program, getattr(self._listener, "counters", None), self._fallbacks)
 
     def _fallbacks(self) -> list[str]:
-        """What was done in another way than it should be since compilation, and why."""
+        """The slower or unproved ways that were taken since compilation, with their reasons."""
         first = self.captures.first
-        looped = [] if first is None or first.loop_reason is None else [first.loop_reason]
+        sentences = [] if self.captures.arguments.verify else ["no registration was proved: verify=False"]
+        if first is not None and first.loop_reason is not None:
+            sentences.append(f"sources of the exact modes are sent back one by one: {first.loop_reason}")
+        if first is not None and first.emitted.plain_reason is not None:
+            sentences.append(f"recordings are not compiled: {first.emitted.plain_reason}")
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
-        unproved = [] if self.captures.declared.verify else ["no registration was proved: verify=False"]
-        sent = [f"sources of the exact modes are sent back one by one: {why}" for why in looped]
-        plain = [] if first is None or first.plain_reason is None else [first.plain_reason]
-        return [*unproved, *sent, *(f"recordings are not compiled: {why}" for why in plain), *of_optimizer()]
+        return [*sentences, *of_optimizer()]
 
     @property
     def layer_collection(self) -> LayerCollection:
-        """What is registered, as a collection that takes no more registrations."""
+        """The registrations as a LayerCollection, which takes no more of them."""
         if self._collection is None:
-            program, loss = self.program, self.captures.declared.loss
+            program, loss = self.program, self.captures.arguments.loss
             assert self.captures.first is not None, "bug in kfac_fx: a program before the first capture"
             captured = CapturedModel(self.model, self.captures.first.capture, program, None, {})
             self._collection = LayerCollection.of(captured, program, loss if isinstance(loss, LossSpec) else None)
@@ -113,10 +126,13 @@ class CompiledModule(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's; in torch.compile's own wrapper it stays Python, which `backend=` compiles what it can be."""
+        """The model's forward, which an attached optimizer may replace by one that records.
+
+        A torch.compile of this module does not enter it; `compile(..., backend=...)` compiles what can be compiled.
+        """
         if self.model.training and torch.is_grad_enabled():
             self.captures.structure.check()
-            if not self.captures.known:
+            if not self.captures.recorders:
                 self.recorder(args, kwargs)
             if self._listener is not None:
                 outputs = self._listener.on_forward(args, kwargs)
@@ -127,7 +143,7 @@ class CompiledModule(nn.Module):
         return self._plain(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The original forward, through the wrappers that the model came in."""
+        """The original forward, through the wrappers of data parallelism and torch.compile."""
         return self._wrapper(*args, **kwargs)
 
     def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
@@ -145,7 +161,10 @@ class CompiledModule(nn.Module):
         generator: torch.Generator | None = None,
         **options: Any,
     ) -> Moments:
-        """Statistics of one batch, from a forward and backward that touch nothing of the model; see Recorder."""
+        """Statistics of one batch, from a forward and a backward that change nothing of the model.
+
+        Args: see `kfac_fx.recording.recorder.Recorder.record`; `args` and `kwargs` are those of forward.
+        """
 
         def recorded(recorder: Recorder, values: tuple[Any, ...]) -> Moments:
             return recorder.record(
@@ -157,13 +176,17 @@ class CompiledModule(nn.Module):
     def ride(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
     ) -> tuple[Any, Ride]:
-        """The model's outputs, with taps that record during the user's own backward (the empirical Fisher)."""
+        """Run forward with taps, which record during the user's own backward (the empirical Fisher).
+
+        Returns (the model's outputs, the statistics to come). Raises UntraceableError if forward has side effects that
+        the captured graph does not have.
+        """
         return self.captures.ride(args, kwargs, generator)
 
     def functional(
         self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """(outputs, the Fisher's outputs) as a pure function of the parameters."""
+        """(the model's outputs, the Fisher's outputs) as a pure function of the parameters."""
         return self.captures.run(args, kwargs, lambda recorder, values: recorder.outputs(parameters, values))
 
     def losses(
@@ -173,32 +196,32 @@ class CompiledModule(nn.Module):
         targets: Any = None,
         call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ) -> list[tuple[float, Any]]:
-        """(coefficient, loss) for each output distribution, on what `functional` returned. call: (args, kwargs) that it
-        returned that for, whose padding is left out."""
+        """(coefficient, loss) of each output distribution, on the outputs that `functional` returned.
+
+        targets: one a loss, in a list or tuple, or one for all.
+        call: the (args, kwargs) of those outputs, if padding is to be left out.
+        """
         assert self.captures.first is not None, "bug in kfac_fx: losses before the first capture"
         if call is None or self.program.mask is None:
-            recorder = self.captures.first
-            return recorder.averaged(recorder.losses(outputs, fisher, targets))
+            of = self.captures.first.losses
+            return of.averaged(of.on(outputs, fisher, targets))
         recorder = self.recorder(*call)
-        losses = recorder.real_losses(
-            lambda given: recorder.losses(replaced(outputs, fisher, given), tuple(given), targets),
-            fisher,
-            recorder.capture.flatten(*call),
-        )
-        return recorder.averaged(losses)
+        of, values = recorder.losses, recorder.capture.flatten(*call)
+        return of.averaged(of.real(lambda new: replaced(outputs, fisher, new), fisher, values, targets))
 
     # --- attachment and change --------------------------------------------------------------------------------------
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: ForwardListener) -> None:
         """Tell `listener` about every training forward. Raises AlreadyAttachedError for a second one."""
         if self._listener is not None:
             raise AlreadyAttachedError(
-                f"a {type(self._listener).__name__} is attached to this module already: it would record every batch"
-                " twice.\nUse net.detach() first, or compile the model again."
+                f"a {type(self._listener).__name__} is already attached to this module: every batch would be recorded "
+                "twice.\nCall net.detach() first, or compile the model again."
             )
         self._listener = listener
 
     def detach(self) -> None:
+        """Stop telling the attached optimizer about forwards."""
         self._listener = None
 
     # --- the model's own behavior -----------------------------------------------------------------------------------
@@ -226,21 +249,24 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["model"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the model has is set on the model."""
+        """Attributes of the model are set on the model."""
         own = name in self.__dict__ or hasattr(type(self), name) or "_sealed" not in self.__dict__
         super().__setattr__(name, value) if own else setattr(self.model, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        """A copy of the model, compiled anew with the same declarations; without an optimizer."""
+        """A copy of the model, compiled anew with the same arguments; without an optimizer."""
         if self._collection is not None:
-            raise TypeError("a module of a LayerCollection is not copied: its registrations are of this model's graph")
+            raise TypeError(
+                "a module that was compiled from a LayerCollection cannot be copied: its registrations name nodes of "
+                "this model's graph"
+            )
         wrapper = copy.deepcopy(self._wrapper, memo)
-        return CompiledModule(unwrapped(wrapper), self.captures.declared, None, None, wrapper=wrapper)
+        return CompiledModule(unwrapped(wrapper), self.captures.arguments, None, None, wrapper=wrapper)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a compiled module is not pickled: it holds graphs and functions. Save net.state_dict(), or net.model, and "
-            "compile what you load."
+            "a compiled module cannot be pickled, because it holds graphs and functions. Save net.state_dict() or "
+            "net.model, and compile the model again after loading."
         )
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from kfac_fx.capture_cache import CompileArguments
 from kfac_fx.checks.unchanged import refuse_unfit, unwrapped
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.layer_collection import LayerCollection
@@ -14,8 +15,7 @@ from kfac_fx.losses.registered import loss_from
 from kfac_fx.passes.errors import LinkError, RegistrationError, nearest
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
-from kfac_fx.recording.agreement import Declared
-from kfac_fx.recording.backends import BACKENDS
+from kfac_fx.recording.backends import COMPILE_BACKENDS
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.taps.subsample import read_sampling
 
@@ -43,39 +43,49 @@ def compile(
     """Capture `model` and register every use of every parameter.
 
     Args:
-        model: any module; its parameters stay the same objects. In a wrapper of data parallelism or torch.compile,
-            names are those of the module inside. Or a LayerCollection, which says the rest, too.
-        example_inputs, example_kwargs: inputs to capture with; without them the model is traced symbolically at once
-            or, where that cannot see it whole, captured at its first training forward.
+        model: any module, also in a wrapper of data parallelism or torch.compile; parameters have the names of the
+            module inside, and stay the same objects. Or a LayerCollection, whose registrations and losses are used.
+        example_inputs, example_kwargs: inputs to capture with. Without them torch.fx traces the model at once or, if it
+            cannot trace all of it, the model is captured at its first training forward.
         loss: "categorical", "normal", "multi_bernoulli", a class of `kfac_fx.losses`, or a function of the model's
-            outputs that returns a loss; None: found in the graph where forward computes it.
+            outputs that returns a loss. None: the loss is found in the graph of forward.
         linked: groups of parameter names that belong in one Fisher block, or {group: approximation}.
         approximations: {parameter or module name, with *; layer name; module class: approximation}.
-        layers: the user's own layer declarations; they win over ours of the same form.
-        strict: a parameter that would become generic is an error.
+        layers: the user's own layer declarations; they win over those of the library with the same form.
+        strict: raise an error for a parameter that would become generic.
         verify: compare the graph with the model on the first batch, and prove that rows reproduce the autograd
-            gradient. Takes about three training steps' time, and at most the memory of one, one more gradient of all
-            parameters, three times the largest matrix and twice the patches of the largest convolution: 1.5 times a
-            step's tensors for a ResNet-50, 1.2 times for a small GPT. False: nothing is run, nothing proved.
+            gradient. This takes about the time of three training steps and at most the memory of one, one more gradient
+            of all parameters, three times the largest matrix and twice the patches of the largest convolution: 1.5
+            times a step's tensors for a ResNet-50, 1.2 times for a small GPT. False: nothing is run or proved.
         backend: "eager", "inductor" or "cudagraphs" (inductor with CUDA graphs), for recording, training and KFAC.
-        dense_limit: no factor takes more memory than a dense one of this width: a wider side keeps diagonal blocks
-            only, or its diagonal if it makes the Fisher's outputs, and the report says so.
-        padding_mask: the name of an argument of forward, [cases, positions], nonzero where a position is real, such as
-            "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0. What
-            is padding enters no factor and is no case; the report says where the mask does not fit. The loss's mean
-            should leave padding out, too, as with targets of -100.
-        sub_sample_inputs: compute input factors from this share of the cases; True: 0.2.
-        sub_sample_patches: and from so many rows for each of their inputs at most, as there are many where a weight is
-            shared by positions; True: 3. Both are right in expectation, with other rows at every recording.
-        variables: of a LayerCollection, the parameters that must be registered, and no others; None: all that its
-            losses depend on. What is left out follows KFAC's first-order rule.
+        dense_limit: the width of the largest dense factor. A wider side keeps diagonal blocks or, if it makes the
+            Fisher's outputs, its diagonal, which take no more memory; the report says so.
+        padding_mask: the name of an argument of forward [cases, positions], nonzero where a position is real, such as
+            "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0.
+            Padding enters no factor and is no case; the report says where the mask does not fit. The mean of the loss
+            should leave padding out, too, as it does with targets of -100.
+        sub_sample_inputs: compute input factors from this share of the cases. True means 0.2.
+        sub_sample_patches: use at most this many rows per input dimension of A, for weights that are shared over
+            positions. True means 3. Both samples are right in expectation, and differ in every recording.
+        variables: the parameters of a LayerCollection that must be registered, and no others; the rest follows KFAC's
+            first-order rule. None: all that its losses depend on.
 
-    Raises UntraceableError, RegistrationError and its kinds, LossError, LayerError; each names all culprits.
+    Returns a module with the calls, parameters, buffers, state and modes of `model`.
+
+    Raises:
+        UntraceableError: the model cannot be captured.
+        RegistrationError (or a subclass): registrations or arguments contradict each other, or under `strict` a
+            parameter would be generic.
+        LossError, LayerError: wrong losses or layer declarations.
+        ValueError, TypeError: an unknown backend; no module.
+
+    Each error names all culprits.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is none of {', '.join(BACKENDS)}.{nearest(backend, BACKENDS)}")
+    if backend not in COMPILE_BACKENDS:
+        names = ", ".join(COMPILE_BACKENDS)
+        raise ValueError(f"backend={backend!r} is none of {names}.{nearest(backend, COMPILE_BACKENDS)}")
     if isinstance(model, LayerCollection):
-        given = {
+        of_collection = {
             "example_inputs": example_inputs,
             "example_kwargs": example_kwargs,
             "loss": loss,
@@ -88,26 +98,30 @@ def compile(
             "sub_sample_inputs": sub_sample_inputs,
             "sub_sample_patches": sub_sample_patches,
         }
-        if said := ", ".join(name for name, value in given.items() if value):
-            raise RegistrationError(f"a LayerCollection says these itself, or its capture does; leave them out: {said}")
+        if names := ", ".join(name for name, value in of_collection.items() if value):
+            raise RegistrationError(
+                f"with a LayerCollection, do not pass {names}: set them on the collection or in kfac_fx.capture(...)"
+            )
         return compiled_collection(model, variables, verify=verify, backend=backend)
     if variables is not None:
         raise RegistrationError(
-            "variables belong to a LayerCollection; of a model every parameter is registered, but for those that are "
-            "frozen with requires_grad_(False)"
+            "variables are for a LayerCollection; of a model, every parameter is registered that is not frozen with "
+            "requires_grad_(False)"
         )
     if isinstance(model, CompiledModule):
-        raise RegistrationError("the module is compiled already; hand kfac_fx.compile the original model, net.model")
+        raise RegistrationError(
+            "the module is already compiled; pass the original model, net.model, to kfac_fx.compile"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"kfac_fx.compile takes a torch.nn.Module, not a {type(model).__name__}")
     wrapper, model = model, unwrapped(model)
-    if inner := [name for name, one in model.named_modules() if isinstance(one, CompiledModule)]:
+    if inner := [name for name, module in model.named_modules() if isinstance(module, CompiledModule)]:
         raise RegistrationError(
-            f"modules inside are compiled already, and would be captured twice: {', '.join(inner)}; put net.model there"
+            f"submodules are already compiled and would be captured twice: {', '.join(inner)}; use their .model instead"
         )
     refuse_unfit(model)
     if isinstance(linked, str) or (not isinstance(linked, Mapping) and any(isinstance(group, str) for group in linked)):
-        raise LinkError('linked takes groups of names, as in linked=[("fc.weight", "fc.bias")]; names were given')
+        raise LinkError('linked takes groups of names, as in linked=[("fc.weight", "fc.bias")], not names')
     groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
     options = Options(
         linked={frozenset([group] if isinstance(group, str) else group): value for group, value in groups.items()},
@@ -118,7 +132,7 @@ def compile(
         dense_limit=dense_limit,
         sampling=read_sampling(sub_sample_inputs, sub_sample_patches),
     )
-    declared = Declared(
+    arguments = CompileArguments(
         options,
         collect(*LAYERS.values(), *layers),
         None if loss is None else loss_from(loss),
@@ -126,7 +140,7 @@ def compile(
         backend,
         padding_mask=padding_mask,
     )
-    return CompiledModule(model, declared, example_inputs, example_kwargs, wrapper=wrapper)
+    return CompiledModule(model, arguments, example_inputs, example_kwargs, wrapper=wrapper)
 
 
 def compiled_collection(
@@ -139,12 +153,14 @@ def compiled_collection(
     """A module with the registrations and the losses of a collection, which becomes final if no error is raised.
 
     variables: the parameters that must be registered, and no others; None: all that the losses depend on.
+
+    Raises RegistrationError and its kinds, LossError.
     """
     collection.check_final(variables)
     captured = collection.captured
-    declared = Declared(
+    arguments = CompileArguments(
         captured.program.options, collection.layers, collection.registered_losses, verify, backend, collection.on
     )
-    net = CompiledModule(captured.model, declared, captured.args, captured.kwargs, captured.capture)
+    net = CompiledModule(captured.model, arguments, captured.args, captured.kwargs, captured.capture)
     net._collection, collection.finalized = collection, True
     return net

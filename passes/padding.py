@@ -226,3 +226,8 @@ def spread(mask: Tensor, dims: Iterable[int], shape: Sequence[int]) -> Tensor:
     own = sorted(dims)
     view = [mask.shape[own.index(dim)] if dim in own else 1 for dim in range(len(shape))]
     return mask.reshape(view).expand(shape)
+
+
+def without_mask(use: Use) -> Use:
+    """The use with all of its rows."""
+    return replace(use, attrs={name: value for name, value in use.attrs.items() if name != KEPT}, mask_dims=())

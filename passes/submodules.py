@@ -1,9 +1,9 @@
-"""A Program of several submodules, captured one by one, where no single graph holds the whole model.
+"""A Program of several submodules that were captured one by one.
 
-Their graphs lie side by side in one, which share what they read of the model: so every pass sees every use, and uses of
-one parameter in several submodules are one registration. What lies between the submodules stays Python, and is not in
-the graph; a parameter that this Python reads is generic, whatever the submodules do with it. How often a submodule runs
-is known at run time only: a use is as many as its submodule has calls.
+Their graphs lie side by side in one graph and share the nodes of parameters and buffers. So every pass sees every use,
+and uses of one parameter in several submodules are one registration. The Python code between the submodules is not in
+the graph; a parameter that it reads is generic. The number of calls of a submodule is known at run time only, and a use
+counts as often as its submodule is called.
 
     encoder:  x -> linear(x, w)     decoder:  h -> linear(h, v)
     graph:    (encoder_x, decoder_h) -> ((linear(encoder_x, w),), (linear(decoder_h, v),))
@@ -36,9 +36,9 @@ def in_model(
     aliases: Mapping[str, str],
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
-    """A submodule's program under the names of the model, whose parameters and aliases are given.
+    """A submodule's program with the model's names, parameters and aliases.
 
-    names: of attributes that have another name in the model than under `path`.
+    names: of attributes that have another name in the model than `path` and their own.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     held: dict[str, Any] = {}
@@ -52,20 +52,20 @@ def in_model(
 
 
 def in_autocast(program: Program) -> list[str]:
-    """Trainable parameters that enter a region of autocast inside of forward."""
+    """Trainable parameters that enter a region of autocast in forward, which is closed to passes."""
     regions = (node for node in program.graph.nodes if op_name(node) == AUTOCAST)
     read = (str(node.target) for region in regions for node in region.all_input_nodes if node.op == "get_attr")
     return list(dict.fromkeys(name for name in read if name in program.aliases))
 
 
-def join(nothing: Program, captured: Sequence[tuple[Submodule, Program]]) -> Program:
-    """One program of normalized ones, which have the model's names; `nothing` is that of none."""
+def join(empty: Program, captured: Sequence[tuple[Submodule, Program]]) -> Program:
+    """One program of several normalized ones with the model's names. empty: the program of no submodule."""
     graph = fx.Graph()
     read: dict[str, fx.Node] = {}
     held: dict[str, Any] = {}
     inputs = [
-        {node: placeholder(graph, node, number, one) for node in program.graph.nodes if node.op == "placeholder"}
-        for number, (one, program) in enumerate(captured)
+        {node: placeholder(graph, node, number, part) for node in program.graph.nodes if node.op == "placeholder"}
+        for number, (part, program) in enumerate(captured)
     ]
     outputs = []
     for number, ((_, program), copies) in enumerate(zip(captured, inputs, strict=True)):
@@ -84,44 +84,44 @@ def join(nothing: Program, captured: Sequence[tuple[Submodule, Program]]) -> Pro
                 outputs.append(fx.map_arg(node.args[0], lambda n, copies=copies: copies[n]))  # type: ignore[misc]
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, lambda n, copies=copies: copies[n])  # type: ignore[misc]
-                copies[node].meta = {**node.meta, NUMBER: number} | of_cases(node)
+                copies[node].meta = {**node.meta, NUMBER: number} | sized_by_cases(node)
         for node in program.graph.nodes:
             if KEY in node.meta:
                 copies[node].meta[KEY] = moved(node.meta[KEY], copies)
     graph.output(tuple(outputs))
-    own = tuple(one for one, _ in captured)
-    return nothing.but(graph=graph, root=holder(held), submodules=own, history=())
+    submodules = tuple(part for part, _ in captured)
+    return empty.but(graph=graph, root=holder(held), submodules=submodules, history=())
 
 
-def of_cases(node: fx.Node) -> dict[str, bool]:
-    """No submodule knows the size of the cases: an expansion to a size of an input is taken for one to them."""
+def sized_by_cases(node: fx.Node) -> dict[str, bool]:
+    """Meta of an expansion to a size of an input. It is taken for the cases, whose size no submodule knows."""
     sizes = node.args[1] if op_name(node) in EXPANDS and len(node.args) > 1 else ()
     first = sizes[0] if isinstance(sizes, (list, tuple)) and sizes else None
     return {SIZED_BY_CASES: True} if isinstance(first, fx.Node) and is_size(first) else {}
 
 
-def placeholder(graph: fx.Graph, node: fx.Node, number: int, one: Submodule) -> fx.Node:
-    name = re.sub(r"\W+", "_", f"in_{one.path}_{number}_{node.name}")
-    made = graph.create_node("placeholder", name, name=name)
-    made.meta = {**node.meta, NUMBER: number}
-    return made
+def placeholder(graph: fx.Graph, node: fx.Node, number: int, submodule: Submodule) -> fx.Node:
+    name = re.sub(r"\W+", "_", f"in_{submodule.path}_{number}_{node.name}")
+    copy = graph.create_node("placeholder", name, name=name)
+    copy.meta = {**node.meta, NUMBER: number}
+    return copy
 
 
 def graph_of(program: Program, number: int) -> Program:
-    """One submodule's part of the program, with all registrations but only its own uses; its outputs are its own."""
+    """One submodule's part of the program: its graph and outputs, and all registrations with its uses only."""
     graph, copies, owner = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, Any]()
     for node in program.graph.nodes:
         if node.op == "output":
-            own = node.args[0][number]
-            graph.output(fx.map_arg(own, lambda n: wanted(graph, n, copies)))
+            outputs = node.args[0][number]
+            graph.output(fx.map_arg(outputs, lambda n: copy_of(graph, n, copies)))
             break
         if node.op == "get_attr":
             continue
         operands = (owner.get(operand) for operand in node.all_input_nodes)
-        owner[node] = node.meta.get(NUMBER, next((one for one in operands if one is not None), None))
+        owner[node] = node.meta.get(NUMBER, next((n for n in operands if n is not None), None))
         assert owner[node] is not None, f"bug in kfac_fx: {node.name} belongs to no captured submodule"
         if owner[node] == number:
-            copies[node] = graph.node_copy(node, lambda n: wanted(graph, n, copies))
+            copies[node] = graph.node_copy(node, lambda n: copy_of(graph, n, copies))
             copies[node].meta = dict(node.meta)
     registrations = tuple(
         replace(one, uses=tuple(within(use, copies) for use in one.uses if use.output in copies))
@@ -130,8 +130,8 @@ def graph_of(program: Program, number: int) -> Program:
     return program.but(graph=graph, registrations=registrations, outputs=(), parameter_exprs={}, behind={})
 
 
-def wanted(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The copy of `node`; what is read of the model is copied where it is wanted first."""
+def copy_of(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The copy of `node`. Nodes of parameters and buffers are copied at their first reader."""
     if node not in copies:
         assert node.op == "get_attr", f"bug in kfac_fx: {node.name} is read by another captured submodule"
         copies[node] = graph.get_attr(str(node.target))
@@ -145,44 +145,51 @@ def within(use: Use, copies: Mapping[fx.Node, fx.Node]) -> Use:
 
 
 def of_parameters_alone(program: Program) -> bool:
-    """Whether all that a submodule returns is computed from its parameters: Python is followed to where it is used."""
+    """Whether all that a submodule returns is computed from parameters.
+
+    Such a submodule stays Python, which is followed to the uses of its results.
+    """
     label = labels(program.graph, program.parameters, cases=program.cases)
+    return bool(leaves := returned(program)) and all(label[leaf] is Label.PURE for leaf in leaves)
+
+
+def returned(program: Program) -> list[fx.Node]:
+    """The nodes that a program returns and that may have a gradient."""
     (output,) = (node for node in program.graph.nodes if node.op == "output")
-    found = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
-    return bool(found) and all(label[leaf] is Label.PURE for leaf in found)
+    return [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
 
 
 # --- passes ---------------------------------------------------------------------------------------------------------
 
 
 def find_outputs(program: Program) -> Program:
-    """All that the submodules return may be behind the losses, which Python computes. It knows no size of the cases."""
-    (output,) = (node for node in program.graph.nodes if node.op == "output")
-    returned = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
-    return program.but(outputs=tuple(dict.fromkeys(returned)))
+    """Take all that the submodules return for the Fisher's outputs, because Python computes the losses."""
+    return program.but(outputs=tuple(dict.fromkeys(returned(program))))
 
 
 def give_lookups(program: Program) -> Program:
-    """What a submodule looks up in a table, at places that the batch does not decide, and returns: others use it, too,
-    as T5's first block gives its biases to all blocks. It is one embedding then, free of the batch, and its gradient is
-    the sum of what all send back. A table that is read in other ways, too, stays as it is."""
+    """Make one embedding of a lookup that does not depend on the batch and that a submodule returns.
+
+    Other submodules use the result, too, as all blocks of T5 use the biases of the first one. The gradient of the
+    embedding is the sum of theirs. A table that is read in other ways, too, stays as it is.
+    """
     label, names = labels(program.graph, program.parameters), program.parameters
-    found = {lookup: table for node in program.outputs for lookup, table in looked_up(node, label)}
-    for node in found:
+    lookups = {lookup: table for node in program.outputs for lookup, table in lookups_behind(node, label)}
+    for node in lookups:
         node.meta[LOOKED_UP] = True
     label = labels(program.graph, program.parameters)
     edges = use_edges(program.graph, label, program.outputs)
-    others = set().union(*(parameters_behind(pure, label) for pure, user in edges if user not in found))
-    for node, table in found.items():
+    others = set().union(*(parameters_behind(pure, label) for pure, user in edges if user not in lookups))
+    for node, table in lookups.items():
         if table in others or table not in names:
             del node.meta[LOOKED_UP]
     return program
 
 
-def looked_up(node: fx.Node, label: Mapping[fx.Node, Label]) -> Iterator[tuple[fx.Node, str]]:
-    """The lookup that a node is made of alone, and its table."""
+def lookups_behind(node: fx.Node, label: Mapping[fx.Node, Label]) -> Iterator[tuple[fx.Node, str]]:
+    """The lookups from which alone a node is computed, and their tables."""
     while label[node] is Label.PURE and node.op != "get_attr":
-        operands = [one for one in node.all_input_nodes if label[one] is Label.PURE]
+        operands = [operand for operand in node.all_input_nodes if label[operand] is Label.PURE]
         if len(operands) != 1:
             return
         (operand,) = operands
@@ -192,28 +199,30 @@ def looked_up(node: fx.Node, label: Mapping[fx.Node, Label]) -> Iterator[tuple[f
 
 
 def leave_python(program: Program) -> Program:
-    """Generic what the Python between the submodules reads; every use as often as its submodule was called."""
-    kept: list[Registration] = []
+    """Make parameters generic that the Python code between the submodules reads, and count every use as often as its
+    submodule was called."""
+    registrations: list[Registration] = []
     for one in program.registrations:
         reasons = [f"{name} is {program.python[name]}" for name in one.owners if name in program.python]
         if one.generic and not reasons:
-            kept.append(one)
+            registrations.append(one)
         elif reasons:
-            kept += [program.generic(name, "; ".join(reasons)) for name in one.parameters]
+            registrations += [program.generic(name, "; ".join(reasons)) for name in one.parameters]
         else:
-            kept.append(called(program, one))
-    known = {name for one in kept for name in one.parameters}
-    kept += [
+            registrations.append(with_calls(program, one))
+    registered = {name for one in registrations for name in one.parameters}
+    registrations += [
         program.generic(part, f"{name} is {reason}")
         for name, reason in program.python.items()
         for part in program.parts(name)
-        if part not in known
+        if part not in registered
     ]
     unused = tuple(name for name in program.unused if program.owner(name) not in program.python)
-    return program.but(registrations=tuple(kept), unused=unused)
+    return program.but(registrations=tuple(registrations), unused=unused)
 
 
-def called(program: Program, one: Registration) -> Registration:
+def with_calls(program: Program, one: Registration) -> Registration:
+    """Its uses with the calls of their submodules on the examples, and an approximation that allows for several."""
     uses = tuple(replace(use, calls=program.submodules[use.output.meta[NUMBER]].calls) for use in one.uses)
     repeated = len(uses) > 1 or any(use.calls and use.calls > 1 for use in uses)
     if one.structure.series:

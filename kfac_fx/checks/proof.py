@@ -1,16 +1,13 @@
-"""The tap of the proof: rows that may be wrong, and what of a gradient no rows have.
-
-The registration proof: on one batch, for every structured registration,
+"""The registration proof: on one batch, for every structured registration,
 
     sum over uses of grad_rowsᵀ · rows  ==  the gradient that autograd gives.
 
-It catches a wrong axis, a wrong dilation, a wrong layout and a missed use alike. What fails becomes generic, as does
-what is called unused, if a gradient reaches it.
+It finds a wrong axis, a wrong dilation, a wrong layout and a missed use alike. A parameter that fails becomes generic,
+and so does a parameter that is registered as unused and has a gradient.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,35 +15,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.checks.equivalence import coarsest, compare
+from kfac_fx.checks.equivalence import check_equivalence, coarsest_rounding, random_cotangents
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
 from kfac_fx.passes.claiming.approximation import requested
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
-from kfac_fx.passes.ir import KEPT, Program, Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.padding import without_mask
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.statistics.moments import Key
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.rows import BothRows
 from kfac_fx.taps.tap import Tap
 
 
 class ProofTap(Tap):
-    """A tap whose rows may be wrong: it keeps what went wrong instead of raising in the middle of a backward."""
+    """A tap whose rows may be wrong: an error in them is kept, because a backward cannot raise it.
+
+    Attributes:
+        failure: the error that the rows raised.
+        remainders: of every use, the numbers whose gradients the rows leave out.
+        kind: of the rows: whether they are ids, and their numbers of cases and positions.
+        reached: whether the last backward sent a gradient to any case but the first.
+        cases: the numbers of cases of all calls.
+    """
 
     failure: str | None = None
-    remainders: list[Tensor]  # of every use: numbers whose gradients the rows leave out
-    kind: tuple[Any, ...] = ()  # of its rows: are they ids, and how many
-    reached: bool = False  # whether the last backward sent anything to other cases than the first
+    remainders: list[Tensor]
+    kind: tuple[Any, ...] = ()
+    reached: bool = False
+    cases: set[int]
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         assert registration.matrix is not None, "bug in kfac_fx: a proof of a generic registration"
         both = super().both_rows(registration, use, layer)
         g, o, i = self.matrix
         inputs = i - (registration.matrix.bias is not None)
-        self.cases: set[int] = set()  # of every call
-        self.remainders = []
+        self.cases, self.remainders = set(), []
         matrix, names, bias = registration.matrix, tuple(tensor_attrs(use)), registration.matrix.bias is not None
         some = [(number, step) for number, step in enumerate(use.through) if step.left_out]
 
@@ -75,7 +82,7 @@ class ProofTap(Tap):
 
 
 def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
-    """Whether the gradient of any case but the first is not zero. Of transposed uses the gradient is in the rows."""
+    """Whether any case but the first has a gradient. The gradient of a transposed use is in its rows."""
     sides = [grad_rows] + ([rows] if rows.is_floating_point() and rows.shape[0] == grad_rows.shape[0] else [])
     both = torch.stack([side.detach()[1:].flatten(1).any(1) for side in sides])
     return bool(both.all(0).any())
@@ -97,89 +104,88 @@ def check_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -
         raise ValueError(f"rows of shape {list(rows.shape)}, wanted [{cases}, {positions}, {g}, {i}]")
 
 
-def inexact(registration: Registration) -> bool:
-    """Whether its rows leave something of the gradient out."""
-    return any(step.left_out for use in registration.uses for step in use.through)
+# --- the proof --------------------------------------------------------------------------------------------------------
 
 
-def gradient_of(parameter: Tensor, remainders: Sequence[Tensor]) -> Tensor:
-    """What the rows leave out; see `Parametrization.remainder`."""
-    learned = [number for number in remainders if number.requires_grad]
-    return torch.autograd.grad(learned, parameter)[0] if learned else torch.zeros_like(parameter)
-
-
-# --- proof ------------------------------------------------------------------------------------------------------------
-
-
-Pairs = Iterator[tuple[Registration, Tensor, Tensor, Tensor]]  # autograd's gradient, the rows', a bound on both norms
-RELATIVE = 1e-3  # right ones agree to about 1e-6 in float32, wrong ones differ by about 1
-MISSED = "a gradient reaches it, and no use of it was found; please report the model"
+PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
+MISSED = "a gradient reaches it, and no use of it was found; please report the model"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the proof found: the program with failures demoted, and the reasons by registration."""
+    """The result of the proof.
+
+    Attributes:
+        program: with failed registrations generic.
+        failed: the reasons, by registration.
+        conclusive: False if the batch has no cases, or no finite gradients to compare with.
+    """
 
     program: Program
-    failed: Mapping[tuple[str, ...], str]
-    conclusive: bool = True  # False: the batch has no cases, or no finite gradients to compare with
+    failed: Mapping[Key, str]
+    conclusive: bool = True
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Of the gradients of one registration, in numbers: the matrices of all of them together are never kept."""
+class Gradients:
+    """Gradients of one backward with random cotangents.
 
-    error: float
-    size: float
-    bound: float
-    finite: bool
+    Attributes:
+        pairs: of every registration, autograd's gradient, the rows' gradient (both as matrices), and a bound on their
+            norms. One registration at a time is in memory.
+        fisher: the Fisher's outputs.
+        missed: the parameters that are registered as unused and have a gradient.
+        mixing: the registrations with a per-case block whose cases meet between them and the outputs.
+    """
 
-    @staticmethod
-    def of(wanted: Tensor, got: Tensor, bound: Tensor) -> Comparison:
-        error, size = float((got - wanted).norm()), float(wanted.norm())
-        return Comparison(error, size, float(bound), bool(wanted.isfinite().all()))
+    pairs: Iterator[tuple[Registration, Tensor, Tensor, Tensor]]
+    fisher: tuple[Tensor, ...]
+    missed: list[str]
+    mixing: set[Key]
 
 
 def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
-    """Run the proof. Raises UntraceableError if the graph is not the model, RegistrationError under `strict` if a
-    registration fails."""
-    prover = replace_taps(recorder)
+    """Run the proof.
+
+    Raises UntraceableError if the graph is not the model, RegistrationError under `strict` if a registration fails.
+    """
+    prover = with_proof_taps(recorder)
     values = recorder.capture.flatten(args, kwargs)
-    with full_precision(everything=True):  # rounding to TF32 is as large as what is looked for
-        compare(prover, args, kwargs)
-        recorder.capture = prover.capture
-        pairs, fisher, missed, mixing = gradients(prover, values)
-        compared = {one.parameters: Comparison.of(*rest) for one, *rest in pairs}
-    if not all(one.finite for one in compared.values()) or prover.examples(values) == 0:
+    examples = prover.emitted.examples(values)
+    differs: dict[Key, str | None] = {}  # why autograd's gradient and the rows' differ
+    conclusive = examples > 0
+    with full_precision(everything=True):  # rounding to TF32 is as large as the errors that the proof looks for
+        check_equivalence(prover, args, kwargs)
+        recorder.emitted.capture = prover.capture
+        rounding = max(1.0, 4 * coarsest_rounding(recorder, values) / PROOF_TOLERANCE)  # autograd's, to the dtype
+        gradients = proof_gradients(prover, values)
+        for one, wanted, computed, bound in gradients.pairs:
+            conclusive = conclusive and bool(wanted.isfinite().all())
+            differs[one.parameters] = difference_in_words(wanted, computed, rounding, float(bound))
+    if not conclusive:
         return Verdict(recorder.program, {}, conclusive=False)
-    coarse = max(1.0, 4 * coarsest(recorder, values) / RELATIVE)  # autograd's gradients are rounded to the dtype
-    failed: dict[tuple[str, ...], str] = {(name,): MISSED for name in missed}
-    other: dict[tuple[str, ...], tuple[str, str]] = {}  # what fits the rows, and why
-    taps, towers = proof_taps(prover), prover.tower_cases(fisher)
+    taps, towers = proof_taps(prover), prover.losses.tower_cases(gradients.fisher)
+    failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
+    changed: dict[Key, tuple[str, str]] = {}  # the approximation that fits the rows, and why
 
     def cases(tap: ProofTap) -> int:
-        return towers[tap.tower] if len(towers) > 1 else prover.examples(values)
+        return towers[tap.tower] if len(towers) > 1 else examples
 
-    for one in recorder.program.registrations:
+    for one in recorder.registrations:
         if one.generic:
             continue
-        reason = next((tap.failure for tap in taps[one.parameters] if tap.failure), None)
-        if reason is None:
-            found = compared[one.parameters]
-            if not found.error <= coarse * (RELATIVE * found.size + ROUNDING * found.bound):
-                apart = f"{found.error / found.size:.0%} apart" if found.size else "autograd's is zero"
-                reason = f"the proof failed: rows give another gradient than autograd ({apart})"
-        if reason is not None:
+        failure = next((tap.failure for tap in taps[one.parameters] if tap.failure), None)
+        if reason := failure or differs[one.parameters]:
             failed[one.parameters] = reason
         elif one.structure.needs_cases and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
             why = f"cases are merged with positions at its output, so not {one.approximation!r}"
-            other[one.parameters] = KRON.name, why
-        elif one.parameters in mixing:
+            changed[one.parameters] = KRON.name, why
+        elif one.parameters in gradients.mixing:
             why = f"cases meet between it and the outputs, so {one.approximation!r} leaves out products of two cases"
-            other[one.parameters] = one.approximation, why
+            changed[one.parameters] = one.approximation, why
         elif one.structure.series and (mixed := unlike(taps[one.parameters])):
-            other[one.parameters] = KRON_INDEP.name, f"{mixed}, so not {one.approximation!r}"
+            changed[one.parameters] = KRON_INDEP.name, f"{mixed}, so not {one.approximation!r}"
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
         many = "1 registration" if len(failed) == 1 else f"{len(failed)} registrations"
@@ -187,11 +193,20 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             f"{many} failed the proof:\n{table(rows)}\n"
             "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
         )
-    return Verdict(demoted(recorder.program, failed, other, missed), failed)
+    return Verdict(demoted(recorder.program, failed, changed, gradients.missed), failed)
+
+
+def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound: float) -> str | None:
+    """How autograd's gradient and the rows' differ; None if they agree."""
+    error, size = float((computed - wanted).norm()), float(wanted.norm())
+    if error <= rounding * (PROOF_TOLERANCE * size + ROUNDING * bound):
+        return None
+    apart = f"{error / size:.0%} apart" if size else "autograd's is zero"
+    return f"the proof failed: rows give another gradient than autograd ({apart})"
 
 
 def unlike(taps: Sequence[ProofTap]) -> str | None:
-    """Why these uses have no rows that a series could be made of."""
+    """Why no series can be made of the rows of these uses."""
     if any(tap.kind[0] for tap in taps):
         return "its rows are ids"
     first = {tap.tower: tap.kind for tap in reversed(taps)}
@@ -200,78 +215,72 @@ def unlike(taps: Sequence[ProofTap]) -> str | None:
     return None
 
 
-def replace_taps(recorder: Recorder) -> Recorder:
-    needed = {
-        one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.program.registrations if not one.generic
-    }
-    program = recorder.program.but(registrations=tuple(map(whole, recorder.program.registrations)))
-    return replace(recorder, program=program, statistics=needed, backend="eager", make_tap=ProofTap)
+def with_proof_taps(recorder: Recorder) -> Recorder:
+    """A recorder that computes the gradients of all rows, without a compiler."""
+    statistics = {one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.registrations if not one.generic}
+    program = recorder.program.but(registrations=tuple(map(with_all_rows, recorder.registrations)))
+    emitted = recorder.emitted.but(program=program, backend="eager", make_tap=ProofTap)
+    return replace(recorder, emitted=emitted, statistics=statistics)
 
 
-def whole(one: Registration) -> Registration:
-    """What is proved are the rows of the matrix, all of them."""
-    uses = tuple(all_rows(use) if use.mask_dims else use for use in one.uses)
+def with_all_rows(one: Registration) -> Registration:
+    """A registration with all rows of its matrix: no sample of them, and no mask, which autograd does not know."""
+    uses = tuple(without_mask(use) if use.mask_dims else use for use in one.uses)
     approximation = KRON.name if one.structure.kronecker else one.approximation
     return replace(one, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
 
 
-def all_rows(use: Use) -> Use:
-    """Without the user's mask, of which autograd knows nothing."""
-    return replace(use, attrs={name: value for name, value in use.attrs.items() if name != KEPT}, mask_dims=())
+def proof_taps(prover: Recorder) -> dict[Key, list[ProofTap]]:
+    return {key: [tap for tap in taps if isinstance(tap, ProofTap)] for key, taps in prover.emitted.taps.items()}
 
 
-def proof_taps(prover: Recorder) -> dict[tuple[str, ...], list[ProofTap]]:
-    return {key: [one for one in taps if isinstance(one, ProofTap)] for key, taps in prover.taps.items()}
+def proof_gradients(prover: Recorder, values: Any) -> Gradients:
+    """Run one backward with random cotangents.
 
-
-def gradients(
-    prover: Recorder, values: tuple[Any, ...]
-) -> tuple[Pairs, tuple[Tensor, ...], list[str], set[tuple[str, ...]]]:
-    """For random cotangents, registration by registration, autograd's gradient and the rows' as matrices; the Fisher's
-    outputs; what is called unused, but has a gradient; and what is to have a block of gradients of cases, and has
-    cases that meet behind it.
-
-    Beside what a backward needs there is one gradient more, the rows'; of the matrices only those of one registration.
+    It keeps one gradient of all parameters more than a training step, and the matrices of one registration.
     """
-    registrations = [one for one in prover.program.registrations if not one.generic]
+    registrations = [one for one in prover.registrations if not one.generic]
     unused = [prover.program.generic(name, None) for name in prover.program.unused]
-    with prover.isolated():
+    taps = proof_taps(prover)
+    with prover.emitted.isolated():
         live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
         idle = [one for one in unused if live.keys() >= set(one.owners)]  # the others are not in the emitted module
-        probes = prover.make_probes(prover.examples(values), next(iter(live.values()), torch.empty(())))
-        _, fisher = prover.call(live, prover.copied_buffers(), values, probes)
-        generator = torch.Generator().manual_seed(0)
+        probes = prover.make_probes(values, live)
+        _, fisher = prover.emitted.call(live, prover.copied_buffers(), values, probes)
         outputs = [out for out in fisher if out.requires_grad]
-        cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out) for out in outputs]
+        cotangents = random_cotangents(outputs)
         names = list(dict.fromkeys(name for one in (*registrations, *idle) for name in one.owners))
-        leaves = [live[name] for name in names] + [probe for one in probes for probe in one.values()]
-        recorded = bool(outputs) and bool(leaves)
-        taps = [(one, proof_taps(prover)[one.parameters]) for one in registrations if inexact(one)]
+        leaves = [live[name] for name in names] + [probe for by_name in probes for probe in by_name.values()]
+        inexact = [one for one in registrations if any(step.left_out for use in one.uses for step in use.through)]
         asked = [one for one in registrations if by_case(prover.program, one)]
         grads = (
-            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(taps or asked))
-            if recorded
+            torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(inexact or asked))
+            if outputs and leaves
             else [None] * len(leaves)
         )
-        changes = {
-            one.parameters: gradient_of(live[one.parameters[0]], [number for tap in some for number in tap.remainders])
-            for one, some in taps
-        }
-        mixing = behind_which_cases_meet(prover, asked, outputs, cotangents, leaves[len(names) :]) if asked else set()
+        left_out = {one.parameters: gradient_left_out(live[one.parameters[0]], taps[one.parameters]) for one in inexact}
+        mixing = meeting_cases(taps, asked, outputs, cotangents, leaves[len(names) :]) if asked else set()
     found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
     by_name = dict(zip(names, found, strict=False))
     statistics = iter(found[len(names) :])
 
-    def pairs() -> Pairs:
+    def pairs() -> Iterator[tuple[Registration, Tensor, Tensor, Tensor]]:
         for one in registrations:
             assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
-            got = next(statistics)
-            if one.parameters in changes:
-                got = got + one.matrix.pack({one.parameters[0]: changes[one.parameters]})
+            computed = next(statistics)
+            if one.parameters in left_out:
+                computed = computed + one.matrix.pack({one.parameters[0]: left_out[one.parameters]})
             bound = (next(statistics).sum() * next(statistics).sum()).sqrt()
-            yield one, one.matrix.pack(split(by_name, [one])), got, bound
+            yield one, one.matrix.pack(split(by_name, [one])), computed, bound
 
-    return pairs(), fisher, [name for name, slab in split(by_name, idle).items() if bool(slab.any())], mixing
+    missed = [name for name, gradient in split(by_name, idle).items() if bool(gradient.any())]
+    return Gradients(pairs(), fisher, missed, mixing)
+
+
+def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:
+    """The part of a parameter's gradient that the rows leave out; see `Parametrization.remainder`."""
+    learned = [number for tap in taps for number in tap.remainders if number.requires_grad]
+    return torch.autograd.grad(learned, parameter)[0] if learned else torch.zeros_like(parameter)
 
 
 def by_case(program: Program, one: Registration) -> bool:
@@ -280,26 +289,28 @@ def by_case(program: Program, one: Registration) -> bool:
     return not one.structure.kronecker and any(not APPROXIMATIONS[name].kronecker for name in asked)
 
 
-def behind_which_cases_meet(
-    prover: Recorder,
+def meeting_cases(
+    taps: Mapping[Key, Sequence[ProofTap]],
     asked: Sequence[Registration],
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor],
     probes: Sequence[Tensor],
-) -> set[tuple[str, ...]]:
+) -> set[Key]:
     """Those where the first case's outputs have a gradient for rows of others: batch normalization, contrasts."""
-    taps = proof_taps(prover)
-    for one in asked:
-        for tap in taps[one.parameters]:
+    for registration in asked:
+        for tap in taps[registration.parameters]:
             tap.reached = False
-    first = [torch.cat([one[:1], torch.zeros_like(one[1:])]) if one.dim() else one for one in cotangents]
+    first = [torch.cat([c[:1], torch.zeros_like(c[1:])]) if c.dim() else c for c in cotangents]
     torch.autograd.grad(outputs, probes, first, allow_unused=True, retain_graph=True)
     return {one.parameters for one in asked if any(tap.reached for tap in taps[one.parameters])}
 
 
 def revealing(value: Tensor) -> Tensor:
-    """Small random numbers for a parameter that is all zero, as many are at the start: there is no gradient in front of
-    it, and what is zero on both sides would prove nothing. What is proved holds for any numbers."""
+    """Small random numbers for a parameter that is all zero, as many are at the start.
+
+    A zero weight hides the gradients of all layers in front of it, and equal zeros on both sides would prove nothing.
+    The identity that is proved holds for any values.
+    """
     if not value.is_floating_point() or bool(value.any()):
         return value
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
@@ -308,20 +319,21 @@ def revealing(value: Tensor) -> Tensor:
 
 def demoted(
     program: Program,
-    failed: Mapping[tuple[str, ...], str],
-    other: Mapping[tuple[str, ...], tuple[str, str]],
+    failed: Mapping[Key, str],
+    changed: Mapping[Key, tuple[str, str]],
     missed: Sequence[str],
 ) -> Program:
-    kept: list[Registration] = []
+    """The program with failed registrations generic, and others with another approximation."""
+    registrations: list[Registration] = []
     for one in program.registrations:
         if one.parameters in failed:
             reason = f"{one.layer}: {failed[one.parameters]}"
-            kept += [program.generic(name, reason) for name in one.parameters]
-        elif one.parameters in other:
-            approximation, why = other[one.parameters]
-            kept.append(replace(one, approximation=approximation, reason=why))
+            registrations += [program.generic(name, reason) for name in one.parameters]
+        elif one.parameters in changed:
+            approximation, why = changed[one.parameters]
+            registrations.append(replace(one, approximation=approximation, reason=why))
         else:
-            kept.append(copy.copy(one))
-    kept += [program.generic(name, MISSED) for name in missed]
+            registrations.append(one)
+    registrations += [program.generic(name, MISSED) for name in missed]
     unused = tuple(name for name in program.unused if name not in missed)
-    return program.but(registrations=tuple(kept), unused=unused)
+    return program.but(registrations=tuple(registrations), unused=unused)

@@ -67,8 +67,8 @@ class Watched:
         outputs = list(self.outputs)
         for place, constant in zip(self.places, constants, strict=False):
             outputs[place] = constant
-        pairs = self.recorder.losses(pytree.unflatten(outputs, self.spec), tuple(constants), self.targets)
-        weights = [weight for weight, _ in self.recorder.averaged(pairs)]
+        pairs = self.recorder.losses.on(pytree.unflatten(outputs, self.spec), tuple(constants), self.targets)
+        weights = [weight for weight, _ in self.recorder.losses.averaged(pairs)]
         return constants, [(c, weight, loss) for (c, loss), weight in zip(pairs, weights, strict=True)]
 
 
@@ -142,7 +142,7 @@ def first(tensor: Tensor, cases: int | None) -> Tensor:
 def targets(recorder: Recorder, values: tuple[Any, ...]) -> Any:
     """Those that forward hands to its losses; None if they depend on parameters, or are not all known."""
     try:
-        of_losses = recorder.graph_targets(values)
+        of_losses = recorder.losses.targets_in_graph(values)
     except LossError:
         return None
     return of_losses if of_losses and all(target is not None for target in of_losses) else None

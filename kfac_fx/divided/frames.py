@@ -1,6 +1,8 @@
-"""A model run as it is, but for its captured submodules, which run as their graphs; and what is watched meanwhile.
+"""A forward of the model in which captured submodules, and operations of Python on parameters, run as their graphs.
 
-Operations of Python on parameters, run as their graphs; see `passes.divided.reads`.
+A `Frames` replaces the forward of every captured submodule for the time of one forward of the model. `ServedReads` does
+the same for operations between the submodules that read parameters; see `passes.divided.reads`. `LossWatch` notes the
+losses that Python computes there.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from kfac_fx.passes.divided.captured import Captured, key_of_read
+from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of_read
 from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
@@ -31,9 +33,15 @@ KINDS: dict[Any, str] = {
 }
 
 
-class Unmet(BaseException):
-    """A submodule is called in a way that is not captured, or not proved yet. No Exception, so that no model catches
-    it; `Captures` does."""
+class UncapturedCall(BaseException):
+    """A submodule is called in a way that is not captured, or not proved yet; `CaptureCache` catches it.
+
+    It is no Exception, so that no model catches it.
+
+    Attributes:
+        path: of the submodule.
+        captured: whether the call is captured, and only to be proved.
+    """
 
     def __init__(self, path: str, captured: bool) -> None:
         super().__init__(path)
@@ -41,7 +49,7 @@ class Unmet(BaseException):
 
 
 @dataclass(frozen=True)
-class Loss:
+class ObservedLoss:
     """A loss that Python computed between the submodules."""
 
     kind: str
@@ -55,31 +63,35 @@ class LossWatch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Loss] = []
+        self.losses: list[ObservedLoss] = []
         self.paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.paused and func in KINDS and torch.is_grad_enabled():
-            given = inspect.signature(func).bind(*args, **(kwargs or {}))
-            given.apply_defaults()
-            inputs, targets, reduction = (given.arguments[name] for name in ("input", "target", "reduction"))
-            self.found.append(Loss(KINDS[func], reduction, inputs, targets))
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
+            self.losses.append(ObservedLoss(KINDS[func], reduction, inputs, targets))
         return result
 
 
 class Frames:
-    """The captured submodules of one forward, with what their graphs are run on.
+    """The captured submodules of one forward, with the tensors that their graphs run on.
 
-    number_of: which capture serves a call of a module. functions, held: of every capture, how to run it and on which
-    parameters and buffers. lent: which module runs on parameters that are not the model's; it stays Python.
-    inputs: what a graph is run on, from its number and what its submodule was called with.
-    tolerant: a call that no capture serves runs as it is, too, and is kept as `unmet`.
+    Attributes:
+        number_of: from (module, args, kwargs) to the number of the capture that serves the call.
+        functions: one a capture; runs its graph.
+        held: one a capture; the parameters and buffers that its graph runs on.
+        lent: tells which modules run on parameters that are not the model's; these stay Python.
+        watchers: modes that look at what is done outside of the graphs, and pause inside of them.
+        inputs: from (number of the capture, its flat inputs) to what its graph runs on.
+        tolerant: whether a call that no capture serves runs as it is; it is then kept as `uncaptured`.
     """
 
     def __init__(
         self,
-        captured: Sequence[Captured],
+        captured: Sequence[CapturedSubmodule],
         number_of: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], int],
         functions: list[Callable[..., Any]],
         held: list[dict[str, Tensor]],
@@ -90,27 +102,27 @@ class Frames:
         self.captured, self.number_of = captured, number_of
         self.functions, self.held, self.lent, self.probes, self.watch = functions, held, lent, probes, watch
         self.tolerant = False
-        self.watchers: list[Any] = [watch]  # of what is done outside of the graphs
+        self.watchers: list[Any] = [watch]
         self.inputs: Callable[[int, tuple[Any, ...]], tuple[Any, ...]] = lambda number, values: values
-        self.unmet: Unmet | None = None
+        self.uncaptured: UncapturedCall | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The submodules call their graphs. Backward hooks of a captured submodule are effects."""
         modules = list({id(one.module): one.module for one in self.captured if not one.is_read}.values())
         names = ("forward", *FORWARD_HOOKS, *BACKWARD_HOOKS)
-        before = [{name: one.__dict__[name] for name in names if name in one.__dict__} for one in modules]
+        before = [{name: module.__dict__[name] for name in names if name in module.__dict__} for module in modules]
         try:
             for module in modules:
                 self.enter(module)
             yield
         finally:
-            for module, own in zip(modules, before, strict=True):
+            for module, attributes in zip(modules, before, strict=True):
                 module.__dict__.pop("forward", None)
-                module.__dict__.update(own)
+                module.__dict__.update(attributes)
 
     def enter(self, module: nn.Module) -> None:
-        """`module` calls its graph. What a user hooks is Python around it; torch's own hooks are in the graph."""
+        """`module` calls its graph. A user's hooks are Python around it; torch's own hooks are in the graph."""
         names = BACKWARD_HOOKS if hooked_by_user(module) else (*FORWARD_HOOKS, *BACKWARD_HOOKS)
         original, hooks = module.forward, {name: module.__dict__[name] for name in names}
 
@@ -129,18 +141,19 @@ class Frames:
         module.__dict__.update({name: OrderedDict() for name in names}, forward=forward)
 
     def serving(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        """Which capture serves a call; None if it runs as it is."""
+        """The number of the capture that serves a call; None if the call runs as it is."""
         if not torch.is_grad_enabled() or self.lent.others(module):
             return None
         try:
             return self.number_of(module, args, kwargs)
-        except Unmet as unmet:
+        except UncapturedCall as uncaptured:
             if not self.tolerant:
                 raise
-            self.unmet = unmet
+            self.uncaptured = uncaptured
             return None
 
     def graph(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the graph of a capture."""
         capture = self.captured[number].capture
         values = self.inputs(number, capture.flatten(args, kwargs))
         for watcher in self.watchers:
@@ -166,7 +179,83 @@ def one_call(module: fx.GraphModule) -> Callable[..., Any]:
     return call
 
 
-def behind(roots: tuple[Tensor, ...], tensors: Mapping[str, Tensor]) -> list[str]:
+# --- reads of parameters by Python ------------------------------------------------------------------------------------
+
+
+Serving = Callable[[Sequence[int], tuple[Any, ...], Mapping[str, Any], Any], int]
+
+
+class ServedReads(Reads):
+    """Runs the graphs of captured reads in one forward.
+
+    parameters: by name, the tensors that Python sees. structured: the names of those with a block of their own.
+    serving: from (numbers of captures, args, kwargs, key) to the number of the one that serves a read.
+    """
+
+    def __init__(
+        self,
+        frames: Frames,
+        parameters: Mapping[str, Tensor],
+        structured: Collection[str],
+        cases: int,
+        serving: Serving,
+    ) -> None:
+        self.by_key = reads_by_key(frames.captured)
+        names = {name for one in frames.captured if one.is_read for name in one.names.values()}
+        self.read_names = names & set(structured)
+        super().__init__(parameters if self.read_names else {}, cases)
+        self.frames, self.serving, self.lost_names = frames, serving, set[str]()
+        frames.watchers.append(self)
+
+    def served(self) -> AbstractContextManager[Any]:
+        """While Python runs, if there is anything to serve."""
+        return self if self.read_names else nullcontext()
+
+    def met(self, read: Read, operation: Callable[[], Any]) -> Any:
+        if self.read_names.isdisjoint(read.names) or not self.lost_names.isdisjoint(read.names):
+            return operation()
+        try:
+            number = self.serving(self.by_key.get(read.key, ()), read.inputs, {}, key_of_read(read.key, read.inputs))
+        except UncapturedCall as uncaptured:
+            result = operation()
+            if not differentiable(read, result):
+                return result
+            if not self.frames.tolerant:
+                raise UncapturedCall(str(read), uncaptured.captured) from None
+            self.frames.uncaptured = UncapturedCall(str(read), uncaptured.captured)
+            return result
+        output = self.frames.graph(number, read.inputs, {})
+        if read.written is None:
+            return output
+        read.written.copy_(output)
+        return None if read.function is Tensor.__setitem__ else read.written
+
+    def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
+        """Stop serving these parameters: what was computed from them may be stale. `refuse_read` finds their uses."""
+        self.lost_names |= set(names)
+
+
+def reads_by_key(captured: Sequence[CapturedSubmodule]) -> dict[Any, list[int]]:
+    """The numbers of captured reads, by the operation and the parameters that they read."""
+    by_key: dict[Any, list[int]] = {}
+    for number, one in enumerate(captured):
+        if isinstance(one.module, Operation):
+            by_key.setdefault(one.module.read_key, []).append(number)
+    return by_key
+
+
+def refuse_read(model: nn.Module, stand_ins: Mapping[str, Tensor], fisher: tuple[Tensor, ...]) -> None:
+    """Raises ModelChangedError for structured parameters that Python read: nothing recorded such a use."""
+    if stand_ins and (names := sorted(reached(fisher, stand_ins))):
+        raise ModelChangedError(
+            f"on these inputs {type(model).__name__} reads {', '.join(names)} outside of its captured "
+            "submodules, as it did not on the first inputs.\n"
+            "Compile with inputs on which it does, or make these parameters generic: "
+            f'compile(..., approximations={{"{names[0]}": "generic"}}).'
+        )
+
+
+def reached(roots: tuple[Tensor, ...], tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors that a gradient of the roots would reach."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     leaves = {id(root) for root in roots if root.grad_fn is None}
@@ -178,80 +267,7 @@ def behind(roots: tuple[Tensor, ...], tensors: Mapping[str, Tensor]) -> list[str
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new
         stack += new
-    reached = {
-        name: one.grad_fn in seen if one.grad_fn is not None else id(one) in leaves for name, one in tensors.items()
-    }
-    return [name for name, found in reached.items() if found]
-
-
-# --- served reads -----------------------------------------------------------------------------------------------------
-
-
-Serving = Callable[[Sequence[int], tuple[Any, ...], Mapping[str, Any], Any], int]
-
-
-class ServedReads(Reads):
-    """Of one forward. parameters: what Python sees of them. serving: see `DividedRecorder.serving`."""
-
-    def __init__(
-        self,
-        frames: Frames,
-        parameters: Mapping[str, Tensor],
-        structured: Collection[str],
-        cases: int,
-        serving: Serving,
-    ) -> None:
-        self.by_key = numbers(frames.captured)
-        self.readers = {name for one in frames.captured if one.is_read for name in one.names.values()} & set(structured)
-        super().__init__({name: one for name, one in parameters.items() if self.readers}, cases)
-        self.frames, self.serving, self.unfollowed = frames, serving, set[str]()
-        frames.watchers.append(self)
-
-    def served(self) -> AbstractContextManager[Any]:
-        """While Python runs, if there is anything to serve."""
-        return self if self.readers else nullcontext()
-
-    def met(self, read: Read, operation: Callable[[], Any]) -> Any:
-        if self.readers.isdisjoint(read.names) or not self.unfollowed.isdisjoint(read.names):
-            return operation()
-        try:
-            number = self.serving(self.by_key.get(read.key, ()), read.inputs, {}, key_of_read(read.key, read.inputs))
-        except Unmet as unmet:
-            result = operation()
-            if not differentiable(read, result):
-                return result
-            if not self.frames.tolerant:
-                raise Unmet(str(read), unmet.captured) from None
-            self.frames.unmet = Unmet(str(read), unmet.captured)
-            return result
-        output = self.frames.graph(number, read.inputs, {})
-        if read.written is None:
-            return output
-        read.written.copy_(output)
-        return None if read.function is Tensor.__setitem__ else read.written
-
-    def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
-        """What was followed may be another value by now: nothing of it is served, so that `refuse_read` finds it."""
-        self.unfollowed |= set(names)
-
-
-def numbers(captured: Sequence[Captured]) -> dict[Any, list[int]]:
-    """Of the captures of reads, by what they read."""
-    found: dict[Any, list[int]] = {}
-    for number, one in enumerate(captured):
-        if isinstance(one.module, Operation):
-            found.setdefault(one.module.read_key, []).append(number)
-    return found
-
-
-def refuse_read(model: nn.Module, stand_ins: Mapping[str, Tensor], fisher: tuple[Tensor, ...]) -> None:
-    """Raises ModelChangedError for structured parameters that Python read: a use that nothing recorded."""
-    if not stand_ins:
-        return
-    if read := sorted(behind(fisher, stand_ins)):
-        raise ModelChangedError(
-            f"on these inputs {type(model).__name__} reads {', '.join(read)} outside of its captured "
-            "submodules, as it did not on the first.\n"
-            "Compile with inputs on which it does, or let these be generic: "
-            f'compile(..., approximations={{"{read[0]}": "generic"}}).'
-        )
+    return [
+        name for name, tensor in tensors.items()
+        if (tensor.grad_fn in seen if tensor.grad_fn is not None else id(tensor) in leaves)
+    ]  # fmt: skip

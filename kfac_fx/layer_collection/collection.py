@@ -33,7 +33,7 @@ from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.padding import padding
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
-from kfac_fx.recording.masks import checked
+from kfac_fx.recording.masks import checked_mask
 from kfac_fx.taps.subsample import read_sampling
 
 
@@ -299,7 +299,7 @@ class LayerCollection(RegisterMethods):
         Raises RegistrationError for another node.
         """
         self.check_open()
-        node = checked(self.node(mask))
+        node = checked_mask(self.node(mask))
         if any(operand.op == "get_attr" for operand in everything_behind([node])):
             raise RegistrationError(f"the padding mask at {where(node)} must be computed from inputs alone")
         self.padding_mask = node

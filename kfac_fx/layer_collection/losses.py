@@ -19,7 +19,9 @@ from kfac_fx.losses.registered import RegisteredLoss, evaluated
 from kfac_fx.passes.errors import LossError, RegistrationError, ReuseError
 from kfac_fx.passes.graphs.sizes import in_example
 from kfac_fx.passes.ir import LossSite
-from kfac_fx.recording.recorder import Recorder, graph_loss
+from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.output_losses import graph_loss
+from kfac_fx.recording.recorder import Recorder
 
 Node = fx.Node | str
 Targets = Tensor | Node | None
@@ -139,11 +141,12 @@ def eval_losses(
     args = captured.args if not inputs and not kwargs else inputs
     if args is None and not captured.kwargs:
         raise LossError("the model was captured without an example, so that a batch must be given: lc.total_loss(x)")
-    recorder = Recorder(captured.capture, self.bare_program, captured.model, self.registered_losses, {})
+    emitted = EmittedGraph(captured.capture, self.bare_program, captured.model)
+    recorder = Recorder(emitted, self.registered_losses)
     values = captured.capture.flatten(args or (), kwargs or captured.kwargs)
     _, fisher = recorder.outputs(recorder.live_parameters(), values)
     if target_mode == "data" and targets is None:
-        targets = recorder.graph_targets(values)
+        targets = recorder.losses.targets_in_graph(values)
     return evaluated(self.registered_losses.on(fisher, targets), target_mode, coeff_mode)
 
 

@@ -1,4 +1,4 @@
-"""What runs emitted graphs, training forwards and KFAC's update: nothing, or a compiler."""
+"""Backends: emitted graphs, training forwards and KFAC's update run in eager mode or under torch.compile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
-COPIES = itertools.count(1)
+COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
+CODE_NUMBERS = itertools.count(1)
 
 
 def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """`backend`: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of torch.compile's."""
+    """`function` under a backend: "eager", "inductor", "cudagraphs" (inductor with CUDA graphs), or another of
+    torch.compile's."""
     if backend == "eager":
         return function
     if backend == "cudagraphs":
@@ -24,21 +25,24 @@ def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy for torch.compile, which counts graphs by code objects and gives up at the ninth: every net, capture and
-    optimizer brings functions of the same code."""
+    """A copy of a function with a code object of its own.
+
+    torch.compile counts graphs by code objects and gives up at the ninth, and the functions of all nets, captures and
+    optimizers share their code.
+    """
     if isinstance(function, MethodType):
         return MethodType(with_own_code(function.__func__), function.__self__)
-    assert isinstance(function, FunctionType), f"bug in kfac_fx: {function} is to be compiled and has no code"
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(COPIES)}")
+    assert isinstance(function, FunctionType), f"bug in kfac_fx: {function} has no code to compile"
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(CODE_NUMBERS)}")
     copy = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 class CompiledOrPlain:
-    """`function` under `backend`; plain from its first failure on, for a backward that a user wrote can hold anything.
+    """`function` under `backend`, in eager mode after the first failure: an autograd.Function can hold any Python code.
 
-    reason: what the compiler said then; None as long as it has not failed.
+    reason: the compiler's message then; None as long as it has not failed.
     """
 
     def __init__(self, function: Callable[..., Any], backend: str) -> None:
@@ -53,18 +57,21 @@ class CompiledOrPlain:
             except Exception as error:
                 if not type(error).__module__.startswith("torch._dynamo"):
                     raise
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self.compiled, self.reason = None, f"{self.backend} cannot compile an autograd.Function in it: {said}"
+                message = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self.compiled, self.reason = (
+                    None,
+                    f"{self.backend} cannot compile an autograd.Function in it: {message}",
+                )
         return self.function(*args)
 
 
 def lasting(result: Tensor, backend: str) -> Tensor:
-    """A copy, where the next run of a CUDA graph writes over the results of this one."""
+    """A copy under "cudagraphs", because the next run of a CUDA graph overwrites the results of this one."""
     return result.clone() if backend == "cudagraphs" else result
 
 
 def compiled_model(model: nn.Module, backend: str) -> Callable[..., Any]:
-    """The training forward under torch.compile; graph breaks are allowed here, the recording has none."""
+    """The training forward under torch.compile, with graph breaks; recordings have none."""
     if backend == "cudagraphs":
         return torch.compile(model, mode="reduce-overhead")
     return torch.compile(model, backend=backend)

@@ -1,19 +1,23 @@
-"""Many cotangents through one graph: in chunks by vmap where that is possible, else one by one.
+"""The Fisher without sampling: the second moments of all sources, in chunks that fit into a bound on memory.
 
-The Fisher without sampling: the second moments of all sources, in chunks that fit into a bound on memory.
-
-A source of a loss is the same coordinate of every case at once, which is exact for whatever keeps cases apart. A
-gradient that is summed over cases, as that of generic parameters, does not: its sources are coordinates of one case.
+A source of a loss is one coordinate of its outputs, for all cases at once, which is exact wherever cases are kept
+apart. Gradients that are summed over cases, as those of generic parameters, take the coordinates of one case at a time.
+The cotangents of a chunk go through the graph together by vmap where that is possible, else one by one.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from kfac_fx.factors.factor import additive
@@ -23,14 +27,19 @@ from kfac_fx.losses.sources import Cotangents, Losses, exact_sources, number_of_
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.examples import tracked
 from kfac_fx.statistics.moments import Key, power_of_gradient
 
-MEMORY = 1 << 30  # bytes that a chunk of cotangents may take
+CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
+PATIENCE = 2.0  # seconds before a progress bar is shown
+Item = TypeVar("Item")
+Statistics = dict[str, Tensor]  # of one registration, by name
 
 
 class SavedBytes:
-    """What a forward run under `watched` keeps for its backward: about what one cotangent needs on its way back."""
+    """Counts the bytes that a forward under `watched` saves for its backward.
+
+    This is about the memory that one cotangent needs on its way back.
+    """
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
@@ -53,8 +62,8 @@ class SavedBytes:
 class Pullback:
     """Vector-Jacobian products of `outputs` with respect to `leaves`, for [k, ...] cotangents at once.
 
-    loop_reason: why cotangents go one by one, once vmap has failed; None as long as it has not. What fails in another
-        way than vmap, fails one by one, too.
+    loop_reason: why cotangents go one by one, once vmap has failed; None before that. An error that is not vmap's own
+        is raised again when they go one by one.
     """
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -62,16 +71,16 @@ class Pullback:
         self.loop_reason: str | None = None
 
     def __call__(self, cotangents: Cotangents) -> list[Tensor]:
-        """[k, *leaf.shape] for every leaf; zeros where nothing depends on it."""
+        """[k, *leaf.shape] for every leaf; zeros for a leaf that no output depends on."""
         pairs = [
             (output, cotangent)
             for output, cotangent in zip(self.outputs, cotangents, strict=True)
             if cotangent is not None and output.requires_grad
         ]
-        outputs, given = [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
+        outputs, batched = [output for output, _ in pairs], [cotangent for _, cotangent in pairs]
 
-        def grad(*one: Tensor) -> tuple[Tensor, ...]:
-            grads = torch.autograd.grad(outputs, self.leaves, one, retain_graph=True, allow_unused=True)
+        def grad(*vectors: Tensor) -> tuple[Tensor, ...]:
+            grads = torch.autograd.grad(outputs, self.leaves, vectors, retain_graph=True, allow_unused=True)
             return tuple(
                 torch.zeros_like(leaf) if grad is None else dense(grad)
                 for leaf, grad in zip(self.leaves, grads, strict=True)
@@ -81,28 +90,27 @@ class Pullback:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="There is a performance drop because")
-                    return list(torch.vmap(grad)(*given))
-            except RuntimeError as error:  # of every kind: torch has no word for an operation that vmap does not know
+                    return list(torch.vmap(grad)(*batched))
+            except RuntimeError as error:  # of any kind: torch has no class for an operation that vmap does not support
                 if fatal(error):
                     raise
                 self.loop_reason = f"vmap is not possible here: {first_line(error)}"
-        each = [grad(*one) for one in zip(*given, strict=True)]
+        each = [grad(*vectors) for vectors in zip(*batched, strict=True)]
         return [torch.stack(grads) for grads in zip(*each, strict=True)]
-
-
-# --- exact ------------------------------------------------------------------------------------------------------------
-
-
-Sums = dict[str, Tensor]
 
 
 @dataclass
 class ExactPass:
-    """One forward, and all that is sent back through it.
+    """One forward, and all sources sent back through it.
 
-    outputs, leaves: the Fisher's outputs, and the same as constants, of which `losses` are made.
-    probes: of every registration; parameters: leaves of the forward by name, those of generic registrations at least.
-    saved: bytes that one cotangent needs on its way back; memory: bytes that a chunk may take.
+    Attributes:
+        outputs: the Fisher's outputs.
+        leaves: the outputs as constants, on which `losses` are built.
+        probes: one mapping a registration.
+        parameters: leaves of the forward by name, those of generic registrations at least.
+        saved: bytes that one cotangent needs on its way back.
+        memory: bytes that a chunk of cotangents may take.
+        loop_reason: see `Pullback`.
     """
 
     mode: str
@@ -116,76 +124,106 @@ class ExactPass:
     memory: int
     loop_reason: str | None = field(default=None, init=False)
 
-    def statistics(self) -> dict[Key, Sums]:
+    def statistics(self) -> dict[Key, Statistics]:
         """Additive sums of every registration over all sources."""
-        found: dict[Key, Sums] = {}
+        total: dict[Key, Statistics] = {}
         for free in (False, True):
-            self.add_structured(found, free)
-        generic = [one for one in self.registrations if one.generic]
-        names = list(dict.fromkeys(name for one in generic for name in one.owners))
+            self.add_structured(total, free)
+        generic = [registration for registration in self.registrations if registration.generic]
+        names = list(dict.fromkeys(name for registration in generic for name in registration.owners))
         for grads in self.sources([self.parameters[name] for name in names], by_case=True):
             parts = split(dict(zip(names, grads, strict=True)), generic, lead=1)
             for one in generic:
                 flat = torch.cat([parts[name].reshape(len(parts[name]), -1) for name in one.parameters], dim=1)
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
                 sums = additive(one.structure, {"per_case": flat})
-                found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
-        return found
+                add_chunk(total, one.parameters, sums)
+        return total
 
-    def add_structured(self, found: dict[Key, Sums], free: bool) -> None:
-        """Sums of the registrations that have uses `free` of the batch, whose gradients are summed over cases, or of
-        the others."""
+    def add_structured(self, total: dict[Key, Statistics], free: bool) -> None:
+        """Add the sums of registrations whose gradients are summed over cases (`free`: they have uses that do not
+        depend on the batch), or of the others."""
         structured = [
-            (one, mine)
-            for one, mine in zip(self.registrations, self.probes, strict=True)
-            if not one.generic and any(use.batch_independent for use in one.uses) is free
+            (registration, probes)
+            for registration, probes in zip(self.registrations, self.probes, strict=True)
+            if not registration.generic and any(use.batch_independent for use in registration.uses) is free
         ]
-        probes = [probe for _, mine in structured for probe in mine.values()]
-        inputs = self.everywhere(probes)
-        for grads in self.sources(probes, by_case=free):
+        leaves = [probe for _, probes in structured for probe in probes.values()]
+        inputs = self.of_inputs(leaves)
+        for grads in self.sources(leaves, by_case=free):
             each, once = iter(grads), iter(inputs)
-            for one, mine in structured:
-                chunk = {name: (next(each), next(once)) for name in mine}
-                sums = summed(one.structure, chunk)
-                found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
+            for one, probes in structured:
+                chunk = {name: (next(each), next(once)) for name in probes}
+                sums = chunk_sums(one.structure, chunk)
+                add_chunk(total, one.parameters, sums)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the parameters, summed over all sources."""
+        """The gradients of the parameters, summed over all sources."""
         total: dict[str, Tensor] = {}
         for grads in self.sources(list(self.parameters.values())):
             for name, grad in zip(self.parameters, grads, strict=True):
                 total[name] = total.get(name, 0) + grad.sum(0)
         return total
 
-    def everywhere(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """One source through all losses: what comes of inputs alone is recorded wherever any loss reaches."""
-        made = [loss.inputs for _, loss in self.losses]
-        cotangents = pulled_back(made, [torch.ones_like(one) for one in made], self.leaves)
-        batched: Cotangents = [None if one is None else one.unsqueeze(0) for one in cotangents]
+    def of_inputs(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """One source through all losses: statistics of inputs are recorded wherever any loss reaches."""
+        inputs = [loss.inputs for _, loss in self.losses]
+        cotangents = pulled_back(inputs, [torch.ones_like(value) for value in inputs], self.leaves)
+        batched: Cotangents = [None if vector is None else vector.unsqueeze(0) for vector in cotangents]
         return [grad[0] for grad in Pullback(self.outputs, leaves)(batched)] if leaves else []
 
     def sources(self, leaves: Sequence[Tensor], by_case: bool = False) -> Iterator[list[Tensor]]:
+        """Gradients of the leaves [k, ...], chunk by chunk."""
         if not leaves:
             return
         size = self.saved + sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         total = number_of_sources(self.losses, self.mode, by_case)
         chunk = max(1, min(self.memory // max(1, size), total))
         pullback = Pullback(self.outputs, leaves)
-        cotangents = exact_sources(self.mode, self.losses, self.leaves, chunk, by_case)
-        for one in tracked(cotangents, total, f"{self.mode}: {total} backward passes"):
-            yield pullback(one)
+        chunks = exact_sources(self.mode, self.losses, self.leaves, chunk, by_case)
+        for cotangents in tracked(chunks, total, f"{self.mode}: {total} backward passes"):
+            yield pullback(cotangents)
             self.loop_reason = pullback.loop_reason
 
 
-def summed(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, Tensor]]) -> Sums:
-    """Of a chunk of sources, ([k, ...], the same of one source through all losses): what comes of inputs alone is taken
-    from the latter, squares are summed, gradients stay side by side."""
-    sums: Sums = {}
+def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, Tensor]]) -> Statistics:
+    """Sums over a chunk of sources. Statistics of inputs come from `of_inputs`, squares are summed over sources,
+    gradients stay side by side.
+
+    chunk: by statistic ([k, ...], the same of `of_inputs`).
+    """
+    sums: Statistics = {}
     for name, (each, once) in chunk.items():
         sums[name] = {0: once, 1: each, 2: each.sum(0)}[power_of_gradient(name)]
     return additive(approximation, sums)
 
 
-def joined(before: Sums, more: Sums) -> Sums:
-    """Over chunks."""
-    return {name: value + more[name] if power_of_gradient(name) else value for name, value in before.items()}
+def add_chunk(total: dict[Key, Statistics], key: Key, sums: Statistics) -> None:
+    if key in total:
+        sums = {n: value + sums[n] if power_of_gradient(n) else value for n, value in total[key].items()}
+    total[key] = sums
+
+
+def tracked(
+    items: Iterable[tuple[int, Item]], total: int, what: str, console: Console | None = None, after: float = PATIENCE
+) -> Iterator[Item]:
+    """Yield the item of every (amount, item), with a progress bar if there is more to do `after` some seconds.
+
+    total: the sum of the amounts. console: where the bar is shown, if it is a terminal; None: stderr.
+    """
+    console = console or Console(file=sys.stderr)
+    start, done = time.monotonic(), 0
+    bar: Progress | None = None
+    try:
+        for amount, item in items:
+            yield item
+            done += amount
+            if bar is None and console.is_terminal and done < total and time.monotonic() - start >= after:
+                bar = Progress(console=console, transient=True)
+                bar.start()
+                task = bar.add_task(what, total=total)
+            if bar is not None:
+                bar.update(task, completed=done)
+    finally:
+        if bar is not None:
+            bar.stop()

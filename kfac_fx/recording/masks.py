@@ -1,4 +1,9 @@
-"""Masks of padding: from what the user says to a node of the graph, and from the Fisher's outputs to the real ones."""
+"""Padding masks at record time: from `padding_mask=` to a node of the graph, or to a tensor; and the real losses.
+
+`padding_mask` is the name of an argument of forward or a function of its arguments. In one graph of the whole model it
+is a node (`program_with_mask`); for a divided model it is computed from every call (`mask_of_call`). The uses that it
+goes with are found in `passes.padding`. `real_losses` keeps padding out of the losses.
+"""
 
 from __future__ import annotations
 
@@ -17,74 +22,84 @@ from kfac_fx.passes.ir import Dims, Program
 from kfac_fx.passes.padding import padding, spread
 
 PaddingMask = str | Callable[..., Tensor]
+WANTED = "wanted [cases, positions], nonzero where a position is real"
 
 
-# --- which node -------------------------------------------------------------------------------------------------------
+# --- the mask ---------------------------------------------------------------------------------------------------------
 
 
-def with_mask(
-    program: Program, said: PaddingMask, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def program_with_mask(
+    program: Program, declared: PaddingMask, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Program:
-    """The program with its uses masked. said: the name of an argument of forward, or a function of its arguments.
+    """The program with its uses masked.
 
-    Raises RegistrationError if that is no mask [cases, positions].
+    Raises RegistrationError if `declared` gives no mask [cases, positions].
     """
-    node = named(program, said, model) if isinstance(said, str) else computed(program, said, args, kwargs)
-    return program if node is None else padding(program.but(mask=checked(node)))
+    if isinstance(declared, str):
+        refuse_unknown(declared, model)
+        node = next((n for n in placeholders(program) if str(n.target) == declared), None)
+        if node is None:  # this call does without the argument
+            return program
+    else:
+        node = traced_mask(program, declared, args, kwargs)
+    return padding(program.but(mask=checked_mask(node)))
 
 
-def named(program: Program, name: str, model: nn.Module) -> fx.Node | None:
-    """None if this call does without the argument."""
-    found = {str(node.target): node for node in program.graph.nodes if node.op == "placeholder"}
-    if name not in found:
-        refuse_unknown(name, model)
-    return found.get(name)
+def mask_of_call(
+    declared: PaddingMask, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """The mask of one call of the model; None if the call does without the argument.
 
-
-def refuse_unknown(name: str, model: nn.Module) -> None:
-    """Raises RegistrationError for what is no argument of forward."""
-    known = inspect.signature(model.forward).parameters
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-    if name not in known and not takes_any:
-        raise RegistrationError(
-            f"padding_mask={name!r} is no argument of {type(model).__name__}.forward.{nearest(name, known)}"
-        )
-
-
-def of_call(said: PaddingMask, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The mask of one call; None if it does without. Raises RegistrationError if it is none [cases, positions]."""
-    if isinstance(said, str):
-        refuse_unknown(said, model)
-        value = inspect.signature(model.forward).bind(*args, **kwargs).arguments.get(said, kwargs.get(said))
+    Raises RegistrationError if it is no mask [cases, positions].
+    """
+    if isinstance(declared, str):
+        refuse_unknown(declared, model)
+        value = inspect.signature(model.forward).bind(*args, **kwargs).arguments.get(declared, kwargs.get(declared))
         if value is None:
             return None
     else:
-        value = said(*args, **kwargs)
-    if not isinstance(value, Tensor) or value.dim() != 2:
-        what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"
-        raise RegistrationError(f"padding_mask has {what}, wanted [cases, positions], nonzero where a position is real")
+        value = declared(*args, **kwargs)
+    if not isinstance(value, Tensor):
+        raise RegistrationError(f"padding_mask has the type {type(value).__name__}, {WANTED}")
+    refuse_shape(value)
     return value
 
 
-def computed(
+def refuse_unknown(name: str, model: nn.Module) -> None:
+    """Raises RegistrationError if forward has no argument of this name."""
+    arguments = inspect.signature(model.forward).parameters
+    takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
+    if name not in arguments and not takes_any:
+        raise RegistrationError(
+            f"padding_mask={name!r} is no argument of {type(model).__name__}.forward.{nearest(name, arguments)}"
+        )
+
+
+def refuse_shape(mask: Tensor) -> None:
+    if mask.dim() != 2:
+        shape = [size if isinstance(size, int) else str(size) for size in mask.shape]
+        raise RegistrationError(f"padding_mask has shape {shape}, {WANTED}")
+
+
+def traced_mask(
     program: Program, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.Node:
     """`function` of the model's arguments, written into the graph behind its inputs."""
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = placeholders(program)
 
-    def called(values: Sequence[Any]) -> Any:
-        each = iter(values)
-        given = [next(each) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        own_args, own_kwargs = pytree.unflatten(given, spec)
-        return function(*own_args, **own_kwargs)
+    def called_on(values: Sequence[Any]) -> Any:
+        tensors = iter(values)
+        replaced = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        its_args, its_kwargs = pytree.unflatten(replaced, spec)
+        return function(*its_args, **its_kwargs)
 
-    shapes = [node.meta["val"] for node in placeholders]
+    shapes = [node.meta["val"] for node in inputs]
     try:
         with getattr(shapes[0], "fake_mode", nullcontext()):
-            value = called(shapes)
-        with program.graph.inserting_before(placeholders[-1].next):
-            made = called([fx.Proxy(node) for node in placeholders])
+            value = called_on(shapes)
+        with program.graph.inserting_before(inputs[-1].next):
+            result = called_on([fx.Proxy(node) for node in inputs])
     except Exception as error:
         if fatal(error):
             raise
@@ -92,27 +107,28 @@ def computed(
             f"padding_mask cannot be traced: {first_line(error)}\nWrite it with tensor operations on the "
             "arguments of forward, as in padding_mask=lambda ids: ids != 0."
         ) from error
-    if not isinstance(made, fx.Proxy):
-        raise RegistrationError(f"padding_mask returned a {type(value).__name__} that no input is in")
-    made.node.meta["val"] = value
-    return made.node
+    if not isinstance(result, fx.Proxy):
+        raise RegistrationError(f"padding_mask returned a {type(value).__name__} that does not depend on the inputs")
+    result.node.meta["val"] = value
+    return result.node
 
 
-def checked(node: fx.Node) -> fx.Node:
+def checked_mask(node: fx.Node) -> fx.Node:
+    """`node`, if it is a mask [cases, positions]. Raises RegistrationError if not."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         raise RegistrationError(
             f"padding_mask, at {node.name}, has no shape in this graph: capture the model with example inputs"
         )
-    if value.dim() != 2:
-        raise RegistrationError(
-            f"padding_mask has shape {[str(size) for size in value.shape]}, wanted [cases, positions], nonzero where a "
-            "position is real"
-        )
+    refuse_shape(value)
     return node
 
 
-# --- which outputs ----------------------------------------------------------------------------------------------------
+def placeholders(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.op == "placeholder"]
+
+
+# --- the losses -------------------------------------------------------------------------------------------------------
 
 
 def real_losses(
@@ -121,31 +137,31 @@ def real_losses(
     dims: Sequence[Dims | None],
     mask: Tensor,
 ) -> WeightedLosses:
-    """The losses of what is real in `outputs`: padding is a constant of them and is no case.
+    """The losses without padding, which is a constant of them and no case.
 
-    build: the losses, from the values of the Fisher's outputs.
-    dims: of every output, along which the mask goes; None: all of it is real.
+    build: from values of the Fisher's outputs to the losses.
+    dims: the dimensions of every output along which the mask goes; None: all of it is real.
     """
-    kept = [None if own is None else spread(mask != 0, own, one.shape) for one, own in zip(outputs, dims, strict=True)]
-    pairs = list(zip(outputs, kept, strict=True))
-    losses = build([one if real is None else torch.where(real, one, one.detach()) for one, real in pairs])
+    real = [None if d is None else spread(mask != 0, d, output.shape) for output, d in zip(outputs, dims, strict=True)]
+    pairs = list(zip(outputs, real, strict=True))
+    losses = build([output if r is None else torch.where(r, output, output.detach()) for output, r in pairs])
     with torch.no_grad():  # a case is real if it changes with the real values, whatever the losses make of these
-        others = build([other(one) if real is None else torch.where(real, other(one), one) for one, real in pairs])
-    for (_, loss), (_, changed) in zip(losses, others, strict=True):
-        apart = loss.inputs != changed.inputs
-        loss.real_cases = int(apart.reshape(*apart.shape[: loss.case_axes], -1).any(-1).sum())
+        changed = build([perturbed(o) if r is None else torch.where(r, perturbed(o), o) for o, r in pairs])
+    for (_, loss), (_, other) in zip(losses, changed, strict=True):
+        differs = loss.inputs != other.inputs
+        loss.real_cases = int(differs.reshape(*differs.shape[: loss.case_axes], -1).any(-1).sum())
     return losses
 
 
-def along(mask: Tensor, value: Tensor) -> Dims | None:
-    """Where the cases and the positions of a mask are in a value whose sizes are all that is known."""
+def dims_in(value: Tensor, mask: Tensor) -> Dims | None:
+    """The dimensions of the cases and of the positions in a tensor of which only the sizes are known."""
     (cases, positions), sizes = mask.shape, tuple(value.shape)
     if sizes[:1] == (cases,) and positions in sizes[1:]:
         return 0, 1 + sizes[1:].index(positions)
     return (0, 0) if sizes[:1] == (cases * positions,) else None
 
 
-def other(value: Tensor) -> Tensor:
-    """Another value everywhere, and not by a constant, which a softmax does not see."""
+def perturbed(value: Tensor) -> Tensor:
+    """Another value everywhere. The difference is not constant, because a softmax ignores a constant."""
     steps = torch.linspace(1, 2, value.shape[-1] if value.dim() else 1, dtype=value.dtype, device=value.device)
     return value + steps.view(value.shape[-1:])

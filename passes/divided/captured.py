@@ -1,10 +1,12 @@
-"""One submodule of a divided model, captured for one kind of call; or one operation of its Python."""
+"""One submodule of a divided model, captured for one kind of call; or one operation of its Python code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +19,19 @@ from ..tracing.attributes import settings
 from ..tracing.calls import Call, called
 from ..tracing.devices import kinds
 from ..tracing.signature import call_key
-from .following import Found
+from .following import ObservedRead
 from .reads import Operation
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A submodule and its capture for one kind of call. key: what it is specialized to; None: to nothing."""
+class CapturedSubmodule:
+    """A submodule and its capture for one kind of call.
+
+    Attributes:
+        module: the submodule; an `Operation` if it is a read.
+        key: of the calls that it serves; None: of all.
+        autocast: (device type, dtype) pairs of the call.
+    """
 
     submodule: Submodule
     module: nn.Module
@@ -33,13 +41,13 @@ class Captured:
 
     @property
     def effects(self) -> tuple[str, ...]:
-        """What its forward does and the graph does not; what only its own hooks compute anew, nobody misses."""
+        """The effects of its forward that the graph does not have, except for attributes that its own hooks set."""
         sets = {f"sets {name}" for name in self.capture.assigned}
         return tuple(f"{effect}, in {self.submodule.path}" for effect in self.capture.effects if effect not in sets)
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Of the parameters of an operation, in the model."""
+        """The parameters of an operation: their names in it, and in the model."""
         return dict(self.module.canonical) if isinstance(self.module, Operation) else {}
 
     @property
@@ -69,36 +77,36 @@ def under(call: Call, function: Callable[[], Any]) -> Any:
 
 
 def captured_reads(
-    found: Iterable[Found],
+    observed: Sequence[ObservedRead],
     parameters: Mapping[str, nn.Parameter],
     options: Options,
     layers: Mapping[str, Any],
-    earlier: Iterable[Captured],
-) -> tuple[list[Captured], dict[str, str]]:
-    """Captures of reads, those of `earlier` inputs included; and of the parameters whose reads have none, why."""
-    made, refused = [one for one in earlier if one.is_read], dict[str, str]()
-    calls: dict[Any, int] = {}
-    for one in found:
-        calls[one.read.key] = calls.get(one.read.key, 0) + one.calls
-    for one in found:
+    earlier: Iterable[CapturedSubmodule],
+) -> tuple[list[CapturedSubmodule], dict[str, str]]:
+    """Captures of reads, those from `earlier` inputs included; and of each parameter whose reads cannot be captured,
+    the reason."""
+    captured, reasons = [one for one in earlier if one.is_read], dict[str, str]()
+    calls: Counter[Any] = Counter()
+    for one in observed:
+        calls[one.read.key] += one.calls
+    for one in observed:
         module, inputs = Operation(one.read, parameters), one.call.args
-        key = under(one.call, lambda one=one: key_of_read(one.read.key, one.call.args))  # type: ignore[misc]
-        if any(other.serves(inputs, {}, key) for other in made):
+        key = under(one.call, partial(key_of_read, one.read.key, inputs))
+        if any(other.serves(inputs, {}, key) for other in captured):
             continue
         try:
-            traced = under(
-                one.call,
-                lambda module=module, inputs=inputs: capture(module, inputs, {}, options=options, layers=layers),  # type: ignore[misc]
-            )
+            traced = under(one.call, partial(capture, module, inputs, {}, options=options, layers=layers))
         except UntraceableError:
-            refused = {**left_to_python([one]), **refused}
+            reasons = {**left_to_python([one]), **reasons}
             continue
         submodule = Submodule(f"{one.read} ({one.where})", calls[one.read.key], read=True)
-        made.append(Captured(submodule, module, traced, key, one.call.autocast))
-    return made, refused
+        captured.append(CapturedSubmodule(submodule, module, traced, key, one.call.autocast))
+    return captured, reasons
 
 
-def left_to_python(found: Iterable[Found]) -> dict[str, str]:
-    """Of the parameters of reads that are not captured, where they are."""
-    said = [(name, f"read at {one.where}, in Python that is not captured") for one in found for name in one.read.names]
-    return dict(reversed(said))  # the first of every parameter
+def left_to_python(observed: Iterable[ObservedRead]) -> dict[str, str]:
+    """Of each parameter in reads that are not captured, where it is read first."""
+    places = [
+        (name, f"read at {one.where}, in Python that is not captured") for one in observed for name in one.read.names
+    ]
+    return dict(reversed(places))

@@ -1,14 +1,16 @@
-"""A model that no single graph can hold, divided into the largest submodules that graphs can hold.
+"""A model that no single graph holds, divided into the largest submodules that can be captured.
 
-The model runs on the example inputs, watched, and again with other random numbers as long as that reaches more of it.
-From the outermost module inwards, a submodule is captured if it can be, for every kind of call that was seen, or else
-left as Python and its children are tried. One that was never reached is captured without inputs, by torch.fx.
+The model runs on the example inputs and is watched; it runs again with other random numbers as long as these reach more
+submodules. From the outermost module inwards, a submodule is captured for every kind of call that was seen. If that
+fails, it stays Python and its children are tried. A submodule that was never reached is captured without inputs, by
+torch.fx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,23 +38,29 @@ from ..tracing.calls import (
     without_users_hooks,
 )
 from ..unroll import unroll
-from .captured import Captured, captured_reads, key_of, left_to_python, under
+from .captured import CapturedSubmodule, captured_reads, key_of, left_to_python, under
 from .following import read_outside
 
-LAST = (
-    "If that is the code of others: with all parameters generic, in diagonal blocks, nothing needs to be captured; "
-    'compile(..., approximations={"*": "generic"}).'
+ALL_GENERIC = (
+    "If you cannot change this code, make all parameters generic, with diagonal blocks; then nothing needs to be "
+    'captured: compile(..., approximations={"*": "generic"}).'
 )
 LOSSES = {"cross_entropy_loss", *KINDS}
 
 
 @dataclass(frozen=True)
 class Division:
-    """program: joined, before any pass looked for layers. left: modules (their ids) that stay Python. written: the
-    parameters that this Python writes into. reads: whether its operations on parameters are captured."""
+    """The captured submodules of a model, and what is left to Python.
+
+    Attributes:
+        program: of all submodules, joined; no pass has looked for layers yet.
+        left: the ids of modules that stay Python.
+        written: the parameters that this Python code writes into.
+        reads: whether operations of Python that read parameters are captured.
+    """
 
     program: Program
-    captured: tuple[Captured, ...]
+    captured: tuple[CapturedSubmodule, ...]
     left: frozenset[int]
     written: frozenset[str] = frozenset()
     reads: bool = True
@@ -65,63 +73,69 @@ def divide(
     options: Options,
     layers: Mapping[str, Any],
     error: UntraceableError,
-    known: Division | None = None,
+    earlier: Division | None = None,
     cases: int | None = None,
     reads: bool = True,
 ) -> Division:
-    """Raises UntraceableError if there is nothing to capture, and the user did not ask for generic parameters only:
-    `error`, which says why the whole was not captured.
+    """Divide a model.
 
-    known: of earlier inputs; what was captured then stays, and so does what was left as Python. cases: how many the
-    inputs have. reads: whether to capture operations of Python on parameters, too.
+    Args:
+        error: why the whole model was not captured.
+        earlier: the division on other inputs; its captures are kept, and what it left as Python stays so.
+        cases: of the inputs.
+        reads: whether to capture operations of Python that read parameters, too.
+
+    Raises UntraceableError, with the words of `error`, if nothing can be captured, unless the user asked for generic
+    parameters only.
     """
     seen = watched(model, args, kwargs)
-    divider = Divider(seen, options, layers, known)
+    divider = Divider(seen, options, layers, earlier)
     divider.left.append((model, Note(type(model).__name__, in_short(error, model))))
     for name, child in model.named_children():
         divider.descend(name, child)
     parameters, aliases = named_parameters(model)
-    nothing = Program(fx.Graph(), nn.Module(), parameters, aliases, options, layers)
-    wanted = not all(GENERIC in requested(nothing, (name,), "generic") for name in parameters)
+    empty = Program(fx.Graph(), nn.Module(), parameters, aliases, options, layers)
+    wanted = not all(GENERIC in requested(empty, (name,), "generic") for name in parameters)
     if not divider.captured and wanted:
-        raise UntraceableError(f"{error}\n{LAST}") from error
+        raise UntraceableError(f"{error}\n{ALL_GENERIC}") from error
     modules = {id(one.module): one.module for one in divider.captured}.values()
     with without_trace(model):
-        read = read_outside(model, args, kwargs, modules, parameters, cases)
-    written = seen.written | (known.written if known is not None else frozenset())
-    reads = reads and wanted and (known is None or known.reads)
-    earlier = known.captured if known is not None and reads else ()
-    found = [one for one in read.found.values() if reads and written.isdisjoint(one.read.names)]
-    taken, refused = captured_reads(found, parameters, options, layers, earlier)
-    refused |= left_to_python(one for one in read.found.values() if one not in found)
-    captured = (*without_unreached(divider.captured, taken, parameters), *taken)
-    program = joined(nothing, captured)
-    inside = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
-    python = dict(known.program.python) if known is not None else {}
-    for name, said in {**read.places, **refused}.items():
-        python.setdefault(name, said)
+        readers = read_outside(model, args, kwargs, modules, parameters, cases)
+    written = seen.written | (earlier.written if earlier is not None else frozenset())
+    reads = reads and wanted and (earlier is None or earlier.reads)
+    observed = list(readers.observed.values())
+    to_capture = [one for one in observed if reads and written.isdisjoint(one.read.names)]
+    captured_before = earlier.captured if earlier is not None and reads else ()
+    operations, reasons = captured_reads(to_capture, parameters, options, layers, captured_before)
+    reasons |= left_to_python(one for one in observed if one not in to_capture)
+    captured = (*without_unreached(divider.captured, operations, parameters), *operations)
+    program = joined_program(empty, captured)
+    in_graph = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
+    python = dict(earlier.program.python) if earlier is not None else {}
+    for name, reason in {**readers.places, **reasons}.items():
+        python.setdefault(name, reason)
     for name in parameters:
-        if name not in inside:
-            python.setdefault(name, why_not(name, divider))
+        if name not in in_graph:
+            python.setdefault(name, why_not_captured(name, divider))
     notes = tuple(note for _, note in divider.left)
     left = frozenset(id(module) for module, _ in divider.left)
     return Division(program.but(left=notes, python=python), captured, left, written, reads)
 
 
-def joined(nothing: Program, captured: Sequence[Captured]) -> Program:
-    """Their programs side by side, under the names of the model; `nothing` is that of none."""
+def joined_program(empty: Program, captured: Sequence[CapturedSubmodule]) -> Program:
+    """The programs of the captures side by side, with the names of the model. empty: the program of no capture."""
     parts: list[tuple[Submodule, Program]] = []
     for n, one in enumerate(captured):
         path = f"kfac_fx_read_{n}" if one.is_read else one.submodule.path
-        own = in_model(one.capture.program, path, nothing.parameters, nothing.aliases, one.names)
-        parts.append((one.submodule, run(own, (unroll, normalize))))
-    return join(nothing, parts)
+        part = in_model(one.capture.program, path, empty.parameters, empty.aliases, one.names)
+        parts.append((one.submodule, run(part, (unroll, normalize))))
+    return join(empty, parts)
 
 
 def without_unreached(
-    captured: Sequence[Captured], reads: Sequence[Captured], parameters: Mapping[str, nn.Parameter]
-) -> list[Captured]:
-    """Without modules that no forward reached, but whose parameters Python reads: a table kept as an embedding."""
+    captured: Sequence[CapturedSubmodule], reads: Sequence[CapturedSubmodule], parameters: Mapping[str, nn.Parameter]
+) -> list[CapturedSubmodule]:
+    """Without submodules that no forward reached, but whose parameters Python reads: a table kept as an embedding."""
     read = {id(parameters[name]) for one in reads for name in one.names.values()}
     return [
         one for one in captured
@@ -129,8 +143,8 @@ def without_unreached(
     ]  # fmt: skip
 
 
-def why_not(name: str, divider: Divider) -> str:
-    """Of a parameter that is in no graph, and that no Python was seen to read."""
+def why_not_captured(name: str, divider: Divider) -> str:
+    """The reason for a parameter that is in no graph, and that Python was not seen to read."""
     left = {note.subject: (module, note.reason) for module, note in divider.left}
     path = name.rpartition(".")[0]
     while path and path not in left:
@@ -142,13 +156,13 @@ def why_not(name: str, divider: Divider) -> str:
 
 @dataclass
 class Divider:
-    """From the outermost modules inwards. left: those that stay Python, and why."""
+    """Captures submodules from the outermost inwards. left: those that stay Python, and why."""
 
     watched: Watched
     options: Options
     layers: Mapping[str, Any]
-    known: Division | None
-    captured: list[Captured] = field(default_factory=list)
+    earlier: Division | None
+    captured: list[CapturedSubmodule] = field(default_factory=list)
     left: list[tuple[nn.Module, Note]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
@@ -157,38 +171,41 @@ class Divider:
             return
         self.seen.add(id(module))
         calls = self.watched.calls.get(id(module), [])
-        known = self.earlier(module)
-        reached = any(id(one) in self.watched.calls for one in module.modules())
+        earlier = self.captures_of(module)
+        reached = any(id(inner) in self.watched.calls for inner in module.modules())
         try:
-            if self.known is not None and id(module) in self.known.left:
+            if self.earlier is not None and id(module) in self.earlier.left:
                 raise UntraceableError("it was left as Python on earlier inputs")
             if id(module) in self.watched.opened:
                 raise UntraceableError("Python calls what is inside of it, too")
             refuse_users_hooks(module)
-            refuse_state(path, module, self.watched.assigned)
-            if calls or known or not reached:
-                self.captured += self.of_calls(path, module, calls) if calls else known or self.no_calls(path, module)
+            refuse_attributes(path, module, self.watched.assigned)
+            if calls:
+                self.captured += self.of_calls(path, module, calls)
+            elif earlier or not reached:
+                self.captured += earlier or [self.unreached(path, module)]
+            if calls or earlier or not reached:
                 return
         except UntraceableError as error:
             self.left.append((module, Note(path, in_short(error, module))))
         for name, child in module.named_children():
             self.descend(f"{path}.{name}", child)
 
-    def of_calls(self, path: str, module: nn.Module, calls: Sequence[Call]) -> list[Captured]:
+    def of_calls(self, path: str, module: nn.Module, calls: Sequence[Call]) -> list[CapturedSubmodule]:
         """A capture for every kind of call. Raises UntraceableError."""
         if any(call.transformed for call in calls):
             raise UntraceableError(f"it is called {IN_TRANSFORM}")
         number = len(self.watched.first.get(id(module), []))
-        mine = self.earlier(module)
+        captures = self.captures_of(module)
+        keys = [under(call, partial(key_of, module, call.args, call.kwargs)) for call in calls]
         shapes: dict[Any, set[Any]] = {}
-        for call in calls:
-            shapes.setdefault(self.key(module, call), set()).add(sizes(call))
-        for call in calls:
-            key = self.key(module, call)
-            if any(one.serves(call.args, call.kwargs, key) for one in mine):
+        for key, call in zip(keys, calls, strict=True):
+            shapes.setdefault(key, set()).add(shapes_of(call))
+        for key, call in zip(keys, calls, strict=True):
+            if any(one.serves(call.args, call.kwargs, key) for one in captures):
                 continue
-            several = len(shapes[key]) > 1 or any(one.key == key for one in mine)
-            traced = under(call, lambda call=call, several=several: self.traced(path, module, call, several))  # type: ignore[misc]
+            several = len(shapes[key]) > 1 or any(one.key == key for one in captures)
+            traced = under(call, partial(self.traced, path, module, call, several))
             if self.watched.written:
                 refuse_writes(path, module, call)
             if not any(node.op == "placeholder" for node in traced.program.graph.nodes):
@@ -197,31 +214,26 @@ class Divider:
                 raise UntraceableError("all that it returns is computed from parameters, which Python is followed with")
             if not self.options.loss_given and any(op_name(node) in LOSSES for node in traced.program.graph.nodes):
                 raise UntraceableError("it computes a loss, whose distribution is looked for between its children")
-            mine.append(Captured(Submodule(path, number), module, traced, key, call.autocast))
-        return mine
+            captures.append(CapturedSubmodule(Submodule(path, number), module, traced, key, call.autocast))
+        return captures
 
-    def traced(self, path: str, module: nn.Module, call: Call, every_size: bool) -> Capture:
-        args, kwargs = call.args, call.kwargs
+    def unreached(self, path: str, module: nn.Module) -> CapturedSubmodule:
+        """A capture without inputs. Raises UntraceableError."""
+        return CapturedSubmodule(Submodule(path, 0), module, self.traced(path, module, None), None)
+
+    def traced(self, path: str, module: nn.Module, call: Call | None, every_size: bool = True) -> Capture:
+        inputs = (None, None) if call is None else (call.args, call.kwargs)
         with without_users_hooks(module):
-            traced = capture(module, args, kwargs, options=self.options, layers=self.layers, every_size=every_size)
-        refuse_state(path, module, {f"{path}.{name}" for name in traced.assigned})
+            traced = capture(module, *inputs, options=self.options, layers=self.layers, every_size=every_size)
+        refuse_attributes(path, module, {f"{path}.{name}" for name in traced.assigned})
         return traced
 
-    def key(self, module: nn.Module, call: Call) -> Any:
-        return under(call, lambda: key_of(module, call.args, call.kwargs))
-
-    def no_calls(self, path: str, module: nn.Module) -> list[Captured]:
-        """Without inputs. Raises UntraceableError."""
-        with without_users_hooks(module):
-            traced = capture(module, options=self.options, layers=self.layers)
-        refuse_state(path, module, {f"{path}.{name}" for name in traced.assigned})
-        return [Captured(Submodule(path, 0), module, traced, None)]
-
-    def earlier(self, module: nn.Module) -> list[Captured]:
-        return [one for one in self.known.captured if one.module is module] if self.known is not None else []
+    def captures_of(self, module: nn.Module) -> list[CapturedSubmodule]:
+        """Those from earlier inputs."""
+        return [one for one in self.earlier.captured if one.module is module] if self.earlier is not None else []
 
 
-def refuse_state(path: str, module: nn.Module, assigned: Collection[str]) -> None:
+def refuse_attributes(path: str, module: nn.Module, assigned: Collection[str]) -> None:
     """Raises UntraceableError if the module sets attributes, which Python between the submodules may read."""
     inside = [name.removeprefix(f"{path}.") for name in sorted(assigned) if name.startswith(f"{path}.")]
     owners = [(name, *name.rpartition(".")) for name in inside]
@@ -234,23 +246,25 @@ def refuse_state(path: str, module: nn.Module, assigned: Collection[str]) -> Non
 
 
 def refuse_writes(path: str, module: nn.Module, call: Call) -> None:
-    """Raises UntraceableError if the module writes into its parameters, which a graph would do on top of it."""
+    """Raises UntraceableError if the module writes into its parameters, because a graph would repeat that."""
     with without_trace(module) as trace:
         under(call, lambda: module(*mapped(Tensor.clone, call.args), **mapped(Tensor.clone, call.kwargs)))
     if trace.written:
         raise UntraceableError(f"it writes into parameters: {', '.join(f'{path}.{name}' for name in trace.written)}")
 
 
-def sizes(call: Call) -> Any:
+def shapes_of(call: Call) -> Any:
     return tuple(leaf.shape for leaf in pytree.leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor))
 
 
 def in_short(error: UntraceableError, module: nn.Module) -> str:
-    """One sentence of an error that `passes.tracing.watch.untraceable` made, or the first line of another, of which the
-    module, that the note names, is "it"."""
+    """One sentence of an error about `module`, which the note names, so that it is "it" in the sentence.
+
+    Of an error by `passes.tracing.watch.untraceable` that is torch's own message, of another one the first line.
+    """
     first, *rest = str(error).splitlines()
     _, gave_up, place = first.partition("; torch gave up in ")
     if gave_up and rest:
         return f"torch gave up in {place.rstrip(':')}: {rest[0].strip()}"
-    name, said = f"{type(module).__name__} ", first
-    return f"it {said.removeprefix(name)}" if said.startswith(name) else said
+    name = f"{type(module).__name__} "
+    return f"it {first.removeprefix(name)}" if first.startswith(name) else first

@@ -1,6 +1,7 @@
-"""A forward watched for what it reads of parameters; see `reads`.
+"""Following parameters through the Python code of a forward, to the operations that read them; see `reads`.
 
-What reads parameters outside of given modules, in one forward of a model.
+`Reads` is the mode that follows them. `Readers` collects the reads outside of the captured submodules on the examples;
+`kfac_fx.divided.frames.ServedReads` runs their graphs in a recording.
 """
 
 from __future__ import annotations
@@ -24,132 +25,129 @@ from ..tracing.substitutes import written_by
 from ..tracing.watch import Apply, Function, functions_applied
 from .reads import (
     Followed,
-    Given,
-    Named,
+    InputRef,
+    InputSize,
+    ParameterRef,
     Read,
-    Size,
     autocasts_of,
     can_be_kept,
     frozen,
-    in_tree,
+    leaves_of,
     names_of,
     swapped,
 )
 
 EXPANSIONS = {"expand", "repeat", "broadcast_to"}  # whose first size may be the number of cases
 SUMS = {"add", "radd", "iadd", "sub", "rsub", "isub"}  # with a table that is cut to the length of the batch
-LIKE = {
-    "type_as",
-    "view_as",
-    "expand_as",
-    "reshape_as",
-    "to",
-}  # look at nothing but the sizes or the type of the second
+LIKE = {"type_as", "view_as", "expand_as", "reshape_as", "to"}  # read only the sizes or the dtype of the second
 NOT_CAPTURED = "in Python that is not captured"
 
 
 class Reads(TorchFunctionMode):
-    """Follows parameters through a forward, and hands every read to `met`.
+    """Follows parameters through a forward and passes every read to `met`.
 
-    parameters: by name. cases: how many the batch has; None: no expansion is to the cases.
+    parameters: by name. cases: of the batch; None: no expansion is taken for one to the cases.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], cases: int | None) -> None:
         super().__init__()
-        self.values: dict[int, tuple[Tensor, Named | Followed]] = {
-            id(one): (one, Named(name)) for name, one in parameters.items()
+        self.values: dict[int, tuple[Tensor, ParameterRef | Followed]] = {
+            id(one): (one, ParameterRef(name)) for name, one in parameters.items()
         }
         self.cases: int | None = cases
         self.paused: int | bool = False
         self.around = transforms()
 
     def met(self, read: Read, operation: Callable[[], Any]) -> Any:
-        """What the operation returns."""
+        """Called with every read, in the place of the operation."""
         return operation()
 
     def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
-        """Parameters that are read in another way."""
+        """Called with the parameters that are read in a way that cannot be captured."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        leaves = list(in_tree((args, kwargs)))
-        tensors = [one for one in leaves if isinstance(one, Tensor)]
-        known = [one for one in tensors if id(one) in self.values]
-        if not known or name_of(func) in NO_GRADIENT or (name_of(func) in LIKE and known[0] is not tensors[0]):
+        leaves = leaves_of((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        followed = [tensor for tensor in tensors if id(tensor) in self.values]
+        if not followed or name_of(func) in NO_GRADIENT or (name_of(func) in LIKE and followed[0] is not tensors[0]):
             return func(*args, **kwargs)
         writes = written_by(func, args, kwargs)
-        again = [self.values[id(one)][1] for one in known]  # what a capture would compute once more
-        lost = kwargs.get("out") is not None or any(id(one) in self.values for one in writes)
+        recomputed = [self.values[id(tensor)][1] for tensor in followed]  # by a capture of the operation
+        lost = kwargs.get("out") is not None or any(id(tensor) in self.values for tensor in writes)
         inside = transforms() > self.around
-        lost |= not all(map(can_be_kept, leaves)) or any(under != autocast() for under in autocasts_of(again))
-        if lost or inside or (len(known) == len(tensors) and draws(name_of(func))):
-            self.lost(names_of(again), IN_TRANSFORM if inside else NOT_CAPTURED)
-            for one in writes:
-                self.values.pop(id(one), None)
+        lost |= not all(map(can_be_kept, leaves)) or any(under != autocast() for under in autocasts_of(recomputed))
+        if lost or inside or (len(followed) == len(tensors) and draws(name_of(func))):
+            self.lost(names_of(recomputed), IN_TRANSFORM if inside else NOT_CAPTURED)
+            for tensor in writes:
+                self.values.pop(id(tensor), None)
             return func(*args, **kwargs)
-        if len(known) < len(tensors):
+        if len(followed) < len(tensors):
             return self.met(self.read(func, args, kwargs, tensors, writes), lambda: func(*args, **kwargs))
         if (to_cases := self.expansion(func, args, kwargs)) is not None:
             return self.met(to_cases, lambda: func(*args, **kwargs))
-        return self.followed(func, args, kwargs)
+        return self.follow(func, args, kwargs)
 
-    def followed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on parameters alone, and follow its results."""
         result = func(*args, **kwargs)
-        for place, one in enumerate(pytree.leaves(result)):
-            if isinstance(one, Tensor) and one.requires_grad and id(one) not in self.values:
-                given, named = self.template(args, ()), self.template(kwargs, ())
-                self.values[id(one)] = one, Followed(func, given, named, autocast(), place)
+        for place, tensor in enumerate(pytree.leaves(result)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self.values:
+                operands = self.template(args, ()), self.template(kwargs, ())
+                self.values[id(tensor)] = tensor, Followed(func, *operands, autocast(), place)
         return result
 
     def template(self, tree: Any, inputs: Sequence[Tensor]) -> Any:
-        places = {id(one): n for n, one in enumerate(inputs)}
+        """A tree with references in the place of tensors."""
+        places = {id(tensor): n for n, tensor in enumerate(inputs)}
 
         def leaf(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return Given(places[id(value)]) if id(value) in places else self.values[id(value)][1]
+            return InputRef(places[id(value)]) if id(value) in places else self.values[id(value)][1]
 
         return swapped(leaf, tree)
 
     def read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], writes: Sequence[Tensor]) -> Read:
-        inputs = tuple({id(one): one for one in tensors if id(one) not in self.values}.values())
-        given, named = self.template(args, inputs), self.template(kwargs, inputs)
+        inputs = tuple({id(tensor): tensor for tensor in tensors if id(tensor) not in self.values}.values())
+        templates = self.template(args, inputs), self.template(kwargs, inputs)
         if name_of(func).strip("_") in SUMS:
             sizes: list[int] = []
-            given = with_free_lengths(given, sizes, len(inputs))
+            templates = with_free_lengths(templates[0], sizes, len(inputs)), templates[1]
             inputs = (*inputs, *(torch.empty(size, device=inputs[0].device) for size in sizes))
-        return self.made(func, given, named, inputs, writes[0] if writes else None)
-
-    def made(self, func: Any, args: Any, kwargs: Any, inputs: tuple[Tensor, ...], written: Tensor | None) -> Read:
-        names = tuple(dict.fromkeys(names_of((args, kwargs))))
-        return Read(func, args, kwargs, names, inputs, written, (func, frozen(args), frozen(kwargs)))
+        return read_of(func, *templates, inputs, writes[0] if writes else None)
 
     def expansion(self, func: Any, args: Any, kwargs: Any) -> Read | None:
-        """`token.expand(n, -1, -1)`: of the number of cases, which a tensor of that size tells its capture."""
+        """`token.expand(n, -1, -1)` to n cases, as a read; its capture has one more input, whose size is n."""
         if name_of(func) not in EXPANSIONS or kwargs or self.cases is None or len(args) < 2:
             return None
         tensor, sizes = args[0], args[1] if isinstance(args[1], (list, tuple)) else args[1:]
         if not sizes or sizes[0] != self.cases or (tensor.dim() == len(sizes) and tensor.shape[0] != 1):
             return None
-        template = self.template(tensor, ()), (Size(0), *sizes[1:])
-        return self.made(func, template, {}, (torch.empty(self.cases, device=tensor.device),), None)
+        template = self.template(tensor, ()), (InputSize(0), *sizes[1:])
+        return read_of(func, template, {}, (torch.empty(self.cases, device=tensor.device),), None)
 
     def names_in(self, tree: Any) -> list[str]:
-        """Of the parameters that tensors in a tree were computed from."""
-        known = [self.values[id(one)][1] for one in pytree.leaves(tree) if id(one) in self.values]
-        return list(dict.fromkeys(names_of(known)))
+        """The parameters that tensors in a tree were computed from."""
+        followed = [self.values[id(leaf)][1] for leaf in pytree.leaves(tree) if id(leaf) in self.values]
+        return list(dict.fromkeys(names_of(followed)))
+
+
+def read_of(func: Any, args: Any, kwargs: Any, inputs: tuple[Tensor, ...], written: Tensor | None) -> Read:
+    names = tuple(dict.fromkeys(names_of((args, kwargs))))
+    return Read(func, args, kwargs, names, inputs, written, (func, frozen(args), frozen(kwargs)))
 
 
 def with_free_lengths(tree: Any, sizes: list[int], before: int) -> Any:
-    """`table[:7]` as `table[:size]`: as long as the batch is. sizes: filled with those that are taken out."""
+    """`table[:7]` as `table[:size]`, of any length; `sizes` receives the 7. before: the number of other inputs."""
 
     def length(bound: Any) -> Any:
         if not isinstance(bound, int) or bound < 2:
             return bound
         sizes.append(bound)
-        return Size(before + len(sizes) - 1)
+        return InputSize(before + len(sizes) - 1)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, Followed):
@@ -159,8 +157,8 @@ def with_free_lengths(tree: Any, sizes: list[int], before: int) -> Any:
             table, index = args
             several = isinstance(index, tuple)
             index = tuple(
-                slice(length(one.start), length(one.stop), one.step) if isinstance(one, slice) else one
-                for one in (index if several else (index,))
+                slice(length(entry.start), length(entry.stop), entry.step) if isinstance(entry, slice) else entry
+                for entry in (index if several else (index,))
             )
             args = table, index if several else index[0]
         return replace(value, args=args, kwargs=with_free_lengths(value.kwargs, sizes, before))
@@ -169,17 +167,23 @@ def with_free_lengths(tree: Any, sizes: list[int], before: int) -> Any:
 
 
 def differentiable(read: Read, result: Any) -> bool:
-    """Whether a gradient of what the operation made would reach its parameters."""
-    made = result if read.written is None else read.written
-    return any(isinstance(one, Tensor) and one.requires_grad for one in pytree.leaves(made))
+    """Whether a gradient of the result would reach the parameters."""
+    tensors = pytree.leaves(result if read.written is None else read.written)
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
-# --- readers ----------------------------------------------------------------------------------------------------------
+# --- the reads outside of submodules ----------------------------------------------------------------------------------
 
 
 @dataclass
-class Found:
-    """A read, with what it was called with, detached, and how often. where: "model.py:12"."""
+class ObservedRead:
+    """A read on the examples.
+
+    Attributes:
+        call: its inputs, detached.
+        where: "model.py:12".
+        calls: the number of times.
+    """
 
     read: Read
     call: Call
@@ -188,32 +192,37 @@ class Found:
 
 
 class Readers(Reads):
-    """Outside of given modules. found: the reads, one of a kind and of a place; places: the parameters that are read in
-    another way, "read at model.py:12, ..."."""
+    """Collects the reads outside of given modules.
+
+    Attributes:
+        observed: the reads, by their key and the shapes of their inputs.
+        places: by parameter that is read in a way that cannot be captured, "read at model.py:12, ...".
+    """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], cases: int | None) -> None:
         super().__init__(parameters, cases)
-        self.lent, self.places, self.found = Lent(model), dict[str, str](), dict[Any, Found]()
+        self.lent, self.places, self.observed = Lent(model), dict[str, str](), dict[Any, ObservedRead]()
 
     def met(self, read: Read, operation: Callable[[], Any]) -> Any:
-        given = tuple(one.detach().clone() if one is read.written else one.detach() for one in read.inputs)
+        inputs = tuple(one.detach().clone() if one is read.written else one.detach() for one in read.inputs)
         result = operation()
         if differentiable(read, result):
-            kind = read.key, tuple((one.shape, one.dtype) for one in given)
-            found = self.found.setdefault(kind, Found(read, Call(given, {}, autocast()), users_line()))
-            found.calls += 1
+            kind = read.key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+            observed = ObservedRead(read, Call(inputs, {}, autocast()), users_line())
+            self.observed.setdefault(kind, observed).calls += 1
         return result
 
     def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
         self.note(names, f"read at {users_line()}, {why}")
 
-    def note(self, names: Iterable[str], said: str) -> None:
+    def note(self, names: Iterable[str], reason: str) -> None:
         for name in names:
-            self.places.setdefault(name, said)
+            self.places.setdefault(name, reason)
 
     @contextmanager
     def outside_of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """What a module is handed counts as read outside of it, and so does all that it does on other parameters."""
+        """Within the modules nothing is collected. Their arguments count as read outside of them, and so do reads by a
+        module that runs on other parameters than the model's."""
         inside: list[bool] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -227,7 +236,7 @@ class Readers(Reads):
 
         handles: list[Any] = []
         for module in modules:
-            hooked = hooked_by_user(module)  # what the user hooks is Python outside of it, what torch does is inside
+            hooked = hooked_by_user(module)  # a user's hooks are Python outside of it, torch's own are inside
             handles.append(module.register_forward_pre_hook(enter, prepend=not hooked, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, prepend=hooked, always_call=True))
         try:
@@ -238,14 +247,14 @@ class Readers(Reads):
                 handle.remove()
 
     def applied(self, apply: Apply, _: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Notes what a user's autograd.Function is given, which no TorchFunctionMode sees."""
+        """Notes the arguments of a user's autograd.Function, which no TorchFunctionMode sees."""
         if not self.paused and torch.is_grad_enabled():
             self.lost(self.names_in((args, kwargs)))
         return apply(*args, **kwargs)
 
 
 def users_line() -> str:
-    """`"model.py:12"`: the innermost line that is neither torch's nor ours."""
+    """ "model.py:12": the innermost line that is neither in torch nor in kfac_fx."""
     for frame in reversed(traceback.extract_stack()):
         if not any(part in frame.filename for part in ("/torch/", OWN_FOLDER)):
             return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
@@ -260,7 +269,7 @@ def read_outside(
     parameters: Mapping[str, Tensor],
     cases: int | None,
 ) -> Readers:
-    """One forward: what is read outside of `modules`, and where."""
+    """Run one forward, and collect the reads outside of `modules`."""
     readers = Readers(model, parameters, cases)
     with readers.outside_of(modules), readers:
         output = model(*mapped(Tensor.clone, args), **mapped(Tensor.clone, dict(kwargs)))

@@ -52,7 +52,10 @@ def test_a_returned_cache_is_left_out_of_the_graph() -> None:
     assert repr(outputs["cache"]) == "<Cache, left out of the graph>"
     with pytest.raises(UntraceableError, match=r"a graph returns no Cache, so that its 'keys' cannot be read.\nBuild"):
         _ = outputs["cache"].keys
-    with pytest.raises(UntraceableError, match="a ride runs in the place of Attention(.|\n)*returns a Cache"):
+    with pytest.raises(
+        UntraceableError,
+        match="statistics cannot be recorded during training, because the forward of Attention(.|\n)*returns a Cache",
+    ):
         net.ride((X,), {})
 
 

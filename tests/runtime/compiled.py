@@ -22,4 +22,4 @@ def net_of(model: nn.Module, *inputs: Any, **options: Any) -> CompiledModule:
 
 
 def count(net: CompiledModule) -> int:
-    return sum(len(known) for known in net.captures.known.values())
+    return sum(len(known) for known in net.captures.recorders.values())

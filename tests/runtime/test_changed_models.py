@@ -90,14 +90,14 @@ def test_inputs_on_another_path_are_refused_with_the_difference() -> None:
     with pytest.raises(ModelChangedError) as failure:
         net.record((X,), {"second": True, "exp": True})
     first, *rows, last = str(failure.value).splitlines()
-    assert first == "these inputs take another path through Heads than the first:"
+    assert first == "with these inputs Heads uses its parameters differently than with the first inputs:"
     assert [row.rpartition("  ")[0].strip() for row in rows] == [
         "first.weight, first.bias", "first.bias", "second.weight, second.bias", "first.weight"
     ]  # fmt: skip
     assert rows[0].endswith("  linear with 1 use at first, no block of its own here")
     assert rows[2].endswith("  no block of its own at first, linear with 1 use here")
     assert "no block of its own at first, generic (no layer has the form of linear (test_changed_models.py:" in rows[3]
-    assert last == "Compile one module for each path."
+    assert last == "Compile the model once per control-flow path."
 
 
 def test_the_number_of_uses_may_change() -> None:

@@ -105,7 +105,7 @@ def test_a_copy_is_compiled_anew_without_the_listener() -> None:
 def test_a_compiled_module_is_not_pickled_and_says_what_is() -> None:
     net = net_of(mlp(), X)
     with pytest.raises(
-        TypeError, match=r"not pickled: .* Save net.state_dict\(\), or net.model, and compile what you load"
+        TypeError, match=r"cannot be pickled, .* Save net.state_dict\(\) or net.model, and compile the model again"
     ):
         pickle.dumps(net)
     pickle.dumps(net.model)
@@ -159,23 +159,25 @@ def test_one_listener_at_a_time() -> None:
     net = net_of(mlp(), X)
     net.attach(Silent())
     with pytest.raises(
-        AlreadyAttachedError, match=r"a Silent is attached to this module already: .*\n.*net.detach\(\)"
+        AlreadyAttachedError, match=r"a Silent is already attached to this module: .*\n.*net.detach\(\)"
     ):
         net.attach(Silent())
 
 
 def test_arguments_of_compile_are_checked() -> None:
     net = net_of(mlp(), X)
-    with pytest.raises(RegistrationError, match="compiled already; hand kfac_fx.compile the original model, net.model"):
+    with pytest.raises(
+        RegistrationError, match="already compiled; pass the original model, net.model, to kfac_fx.compile"
+    ):
         compile(net)
-    with pytest.raises(RegistrationError, match="variables belong to a LayerCollection; of a model every parameter"):
+    with pytest.raises(RegistrationError, match="variables are for a LayerCollection; of a model, every parameter"):
         compile(mlp(), variables=["0.weight"])
     with pytest.raises(TypeError, match="takes a torch.nn.Module, not a function"):
         compile(lambda x: x)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"backend='inductr' is none of eager, .*\. Did you mean 'inductor'\?"):
         compile(mlp(), backend="inductr")
     for names in ("0.weight", ("0.weight", "0.bias")):
-        with pytest.raises(LinkError, match=r"linked takes groups of names, .*; names were given"):
+        with pytest.raises(LinkError, match=r"linked takes groups of names, .*, not names"):
             compile(mlp(), linked=names)
     with pytest.raises(LossError, match=r"loss 'categoricl' is none of .* Did you mean 'categorical'\?"):
         compile(mlp(), loss="categoricl")
@@ -214,7 +216,7 @@ def test_the_module_of_a_layer_collection_is_not_copied() -> None:
     collection = LayerCollection(capture(nn.Sequential(nn.Linear(4, 3)), (X,)))
     collection.register_categorical_predictive_distribution(collection.captured.outputs_of("0"))
     collection.auto_register_layers()
-    with pytest.raises(TypeError, match="a module of a LayerCollection is not copied"):
+    with pytest.raises(TypeError, match="a module that was compiled from a LayerCollection cannot be copied"):
         copy.deepcopy(compile(collection))
 
 

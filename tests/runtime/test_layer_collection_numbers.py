@@ -85,8 +85,8 @@ def test_a_collection_can_be_compiled_and_other_batches_captured() -> None:
     with pytest.raises(RegistrationError) as failure:
         kfac_fx.compile(lc, loss="categorical", strict=True, dense_limit=8, sub_sample_inputs=True)
     assert str(failure.value) == (
-        "a LayerCollection says these itself, or its capture does; leave them out: "
-        "loss, strict, dense_limit, sub_sample_inputs"
+        "with a LayerCollection, do not pass "
+        "loss, strict, dense_limit, sub_sample_inputs: set them on the collection or in kfac_fx.capture(...)"
     )
     net = kfac_fx.compile(lc)
     assert net.layer_collection is lc and net.registrations == lc.registrations

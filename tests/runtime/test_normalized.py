@@ -125,7 +125,7 @@ def test_the_proof_has_the_change_of_the_number(norm: Callable[[Tensor], Tensor]
     net = kfac_fx.compile(Divided(norm), (torch.randn(5, 2, 4),), loss="normal")
     recorder = net.captures.first
     assert recorder is not None and not net.registrations[0].generic
-    pairs, *_ = proof.gradients(proof.replace_taps(recorder), (torch.randn(5, 2, 4),))
+    pairs = proof.proof_gradients(proof.with_proof_taps(recorder), (torch.randn(5, 2, 4),)).pairs
     ((_, wanted, got, _),) = pairs
     torch.testing.assert_close(got, wanted)
 

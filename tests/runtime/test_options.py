@@ -107,7 +107,7 @@ def test_a_model_that_is_not_compiled_is_refused() -> None:
 def test_a_second_optimizer_is_refused() -> None:
     net = compile(model(), loss="categorical")
     KFAC(net, lr=0.1, damping=0.1)
-    with pytest.raises(AlreadyAttachedError, match="a KFAC is attached to this module already"):
+    with pytest.raises(AlreadyAttachedError, match="a KFAC is already attached to this module"):
         KFAC(net, lr=0.1, damping=0.1)
 
 

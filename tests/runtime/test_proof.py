@@ -18,6 +18,7 @@ from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, as_rows, layer
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
+from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 
 X = torch.randn(5, 3)
@@ -27,7 +28,7 @@ def proved(model: nn.Module, *inputs: Tensor, layers: tuple[Layer, ...] = (), **
     inputs = inputs or (X,)
     declared = {one.name: one for one in layers} or LAYERS
     traced = capture(model, inputs, options=Options(loss_given=True, **options), layers=declared)
-    return prove(Recorder(traced, run(traced.program), model, None, {}), inputs, {})
+    return prove(Recorder(EmittedGraph(traced, run(traced.program), model)), inputs, {})
 
 
 def wrong(rows: Callable[..., Tensor] = as_rows, grad_rows: Callable[..., Tensor] = as_rows) -> Layer:
@@ -100,7 +101,7 @@ def test_what_is_called_unused_must_have_no_gradient(strict: bool) -> None:
         unused=("power", "idle"),
         options=Options(loss_given=True, strict=strict),
     )
-    recorder = Recorder(traced, missing, model, None, {})
+    recorder = Recorder(EmittedGraph(traced, missing, model))
     if strict:
         with pytest.raises(RegistrationError, match="power *a gradient reaches it, and no use of it was found"):
             prove(recorder, (X,), {})
@@ -169,7 +170,7 @@ def test_cases_that_turn_out_merged_are_told_apart_from_cases() -> None:
     traced = capture(model, layers=LAYERS, options=Options(loss_given=True))
     program = run(traced.program)
     assert program.registrations[0].approximation == "full"
-    (one,) = prove(Recorder(traced, program, model, None, {}), (torch.randn(5, 4, 3),), {}).program.registrations
+    (one,) = prove(Recorder(EmittedGraph(traced, program, model)), (torch.randn(5, 4, 3),), {}).program.registrations
     assert (one.layer, one.approximation) == ("layer_norm", "kron")
     assert one.reason == "cases are merged with positions at its output, so not 'full'"
 

@@ -120,10 +120,11 @@ def test_a_ride_that_would_lose_what_forward_does_is_refused() -> None:
     with pytest.raises(UntraceableError) as failure:
         given.ride((x,))
     assert str(failure.value).splitlines() == [
-        "a ride runs in the place of Caching, whose forward does more than its graph:",
+        "statistics cannot be recorded during training, because the forward of Caching has side effects that the "
+        "captured graph does not have:",
         "  sets last",
-        'Record in a pass of its own, with estimation_mode="gradients" or net.record(...), or return what forward '
-        "keeps.",
+        'Record in a separate pass, with estimation_mode="gradients" or net.record(...), or return these values from '
+        "forward.",
     ]
 
 
@@ -154,7 +155,7 @@ def test_a_fraction_follows_the_cases_wherever_they_are() -> None:
 
     x, scale = torch.randn(5, 6, 4), torch.randn(4)
     given = recorder(SequencesFirst(), x, scale)
-    part = given.part((x, scale), 0.5)
+    part = given.emitted.part((x, scale), 0.5)
     assert torch.equal(part[0], x[:, :3]) and part[1] is scale
     assert given.examples((x, scale)) == 6
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx import LossError
-from kfac_fx.recording.recorder import graph_loss
+from kfac_fx.recording.output_losses import graph_loss
 from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
 
 

@@ -283,6 +283,6 @@ def test_data_parallel_over_processes_is_looked_through(inside: bool) -> None:
 def test_a_module_that_was_compiled_is_refused_inside_of_another() -> None:
     net = kfac_fx.compile(mlp(), (X,), loss="normal")
     with pytest.raises(
-        kfac_fx.RegistrationError, match=r"are compiled already, and would be captured twice: 0; put net"
+        kfac_fx.RegistrationError, match=r"are already compiled and would be captured twice: 0; use their .model"
     ):
         kfac_fx.compile(nn.Sequential(net, nn.Linear(3, 3)), (X,), loss="normal")

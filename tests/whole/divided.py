@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
-from kfac_fx.divided.recorder import DividedRecorder
+from kfac_fx.divided.emitted import EmittedSubmodules
 from tests.compiler.test_own_backwards import ByNumpy
 
 X = torch.randn(6, 4)
@@ -120,10 +120,11 @@ def compiled(model: nn.Module, *inputs: Any, **options: Any) -> Any:
     return kfac_fx.compile(model, inputs or (X,), **{"loss": "normal", **options})
 
 
-def recorder_of(net: Any) -> DividedRecorder:
-    found = net.captures.first
-    assert isinstance(found, DividedRecorder)
-    return found
+def submodules_of(net: Any, *inputs: Any) -> EmittedSubmodules:
+    """Of the first capture, or of the one for these inputs."""
+    emitted = (net.captures.recorder(inputs, {}) if inputs else net.captures.first).emitted
+    assert isinstance(emitted, EmittedSubmodules)
+    return emitted
 
 
 class Rare(Base):

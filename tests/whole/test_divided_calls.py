@@ -19,7 +19,7 @@ from tests.whole.divided import (
     Sizes,
     X,
     compiled,
-    recorder_of,
+    submodules_of,
 )
 
 
@@ -87,11 +87,11 @@ def test_a_branch_that_was_not_taken_is_captured_without_inputs_and_proved_when_
     net = compiled(model)
     rows = {row.parameters: row for row in net.report.rows}
     assert rows[("rare.0.weight", "rare.0.bias")].uses == 0 and not rows[("rare.0.weight", "rare.0.bias")].generic
-    recorder = recorder_of(net)
-    assert recorder.checked == {0, 1, 2}
+    emitted = submodules_of(net)
+    assert emitted.checked == {0, 1, 2}
     moments = net.record((1e4 * X,), {})
     assert moments.statistics[("rare.0.weight", "rare.0.bias")]["count"] == 6
-    assert recorder.checked == {0, 1, 2, 3}
+    assert emitted.checked == {0, 1, 2, 3}
     assert net.record((X,), {}).statistics[("rare.0.weight", "rare.0.bias")]["count"] == 0
 
 
@@ -108,11 +108,11 @@ def test_a_call_that_no_graph_serves_is_captured_when_it_is_met() -> None:
     model = Sizes()
     short, long = [torch.randn(3, 4), torch.randn(2, 4)], [torch.randn(3, 4), torch.randn(7, 4)]
     net = compiled(model, short)
-    assert len(recorder_of(net).captured) == 2
+    assert len(submodules_of(net).captured) == 2
     assert net.record((short,), {}).statistics[("inner.linear.weight", "inner.linear.bias")]["count"] == 5
     assert net.record((long,), {}).statistics[("inner.linear.weight", "inner.linear.bias")]["count"] == 10
-    (known,) = net.captures.known.values()
-    assert [len(one.captured) for one in known] == [3]
+    (recorders,) = net.captures.recorders.values()
+    assert [len(recorder.emitted.captured) for recorder in recorders] == [3]
     assert net.record((short,), {}).statistics[("inner.linear.weight", "inner.linear.bias")]["count"] == 5
 
 

@@ -14,7 +14,7 @@ from kfac_fx import KFAC
 from kfac_fx.passes.check import check
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
-from tests.whole.divided import Base, compiled, recorder_of
+from tests.whole.divided import Base, compiled, submodules_of
 
 X, LONGER = torch.randn(6, 7, 4), torch.randn(5, 9, 4)
 
@@ -146,7 +146,7 @@ def test_python_is_followed_with_what_a_submodule_makes_of_parameters_alone() ->
     torch.manual_seed(0)
     model, x = Placed(Positions()).double(), X.double()
     net = compiled(model, x)
-    assert {one.submodule.path for one in recorder_of(net).captured if not one.is_read} == {"first", "last"}
+    assert {one.submodule.path for one in submodules_of(net).captured if not one.is_read} == {"first", "last"}
     assert "middle: all that it returns is computed from parameters" in " ".join(str(net.report).split())
     one = of(net, "middle.places")
     assert (one.layer, one.approximation) == ("scale_and_shift", "full")
@@ -154,7 +154,7 @@ def test_python_is_followed_with_what_a_submodule_makes_of_parameters_alone() ->
     estimator.update_covariances(x)
     torch.testing.assert_close(estimator.blocks[one.parameters].full_fisher_block(), dense(model, x, one))
     net.record((LONGER.double(),), {})
-    assert len(net.captures.recorder((LONGER.double(),), {}).captured) == len(recorder_of(net).captured)
+    assert len(submodules_of(net, LONGER.double()).captured) == len(submodules_of(net).captured)
 
 
 class Apart(Base):

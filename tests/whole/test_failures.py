@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx import layer
-from kfac_fx.checks import equivalence as likeness
+from kfac_fx import capture_cache, layer
+from kfac_fx.checks import equivalence
 from kfac_fx.diagnostics import watched
-from kfac_fx.divided import recorder as division_recorder
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
 from kfac_fx.passes.graphs.labels import labels
@@ -231,13 +230,13 @@ def test_a_bug_of_ours_that_shows_in_a_trace_is_not_taken_for_something_else(tra
 
 
 def test_a_bug_of_ours_in_a_division_is_not_taken_for_inputs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(division_recorder, "divide", bug)
+    monkeypatch.setattr(capture_cache, "divide", bug)
     with pytest.raises(AssertionError, match=OURS):
         kfac_fx.compile(Model(lambda x: x if x.sum().item() > 0 else -x), (X,), loss="normal")
 
 
 def test_a_graph_without_memory_to_run_is_not_called_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likeness, "of_graph", lambda *_: greedy(torch.zeros(1)))
+    monkeypatch.setattr(equivalence, "results_of_graph", lambda *_: greedy(torch.zeros(1)))
     with pytest.raises(RuntimeError, match=NO_MEMORY):
         kfac_fx.compile(nn.Linear(3, 2), (X,), loss="normal")
 

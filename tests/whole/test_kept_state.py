@@ -17,7 +17,6 @@ from torch.func import functional_call
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.divided.recorder import DividedRecorder
 from tests.whole.training import differences, step
 
 X, OTHER = torch.randn(6, 4), torch.randn(9, 4)
@@ -262,7 +261,7 @@ def test_a_later_hook_that_changes_gradients_is_refused_as_an_earlier_one() -> N
     net = kfac_fx.compile(model, (X,), loss="normal")
     model.last.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] / 10,))
     with pytest.raises(
-        UntraceableError, match=r"other gradients .* in first\.weight, first\.bias\.\nHooks that change"
+        UntraceableError, match=r"other gradients .* in first\.weight, first\.bias\.\nA capture does not include hooks"
     ):
         net.record((X,), {})
 
@@ -299,7 +298,7 @@ def test_state_that_forward_keeps_is_recorded_as_it_is(build: Callable[[], nn.Mo
     model = build()
     twin = copy.deepcopy(model)
     net = kfac_fx.compile(model, (X,), loss="normal")
-    assert isinstance(net.captures.first, DividedRecorder)
+    assert not net.captures.first.whole
     assert [one.reason for one in net.registrations if one.generic] == []
     for x in (X, OTHER, X):
         assert differences(step(twin, lambda x=x: twin(x)), step(model, lambda x=x: net(x))) == []
@@ -327,11 +326,11 @@ def test_compiling_and_recording_write_nothing_into_parameters() -> None:
 
 def test_the_report_says_why_state_is_left_to_python() -> None:
     said = {
-        Warming: "it counts in steps at every forward, of which a graph would keep one number.",
-        Recalling: "it keeps state between forwards, and computes something else with it; a graph would repeat "
-        "the first forward.",
-        Clamped: "it writes into its parameters last.weight in forward, which a graph would do again at every "
-        "recording.",
+        Warming: "it updates the Python counter(s) steps in every forward pass. A captured graph would keep the first "
+        "value.",
+        Recalling: "it keeps state between forward passes, and its outputs depend on it. A captured graph would repeat "
+        "the first forward pass.",
+        Clamped: "it writes into its parameters last.weight in forward, which a graph would repeat in every recording.",
     }
     for build, reason in said.items():
         (left,) = kfac_fx.compile(build(), (X,), loss="normal").report.to_dict()["python"]
@@ -372,6 +371,6 @@ def test_a_clock_is_refused() -> None:
         kfac_fx.compile(Ticking(), (X,), loss="normal")
     first, advice = str(failure.value).splitlines()
     assert first.startswith(
-        "Ticking computes something else at a second forward, on the same inputs with the same random"
+        "Ticking computes something else in a second forward pass, with the same inputs and random numbers:"
     )
-    assert "hand them in as inputs" in advice
+    assert "pass them as inputs" in advice

@@ -236,6 +236,6 @@ def test_a_collection_has_its_own_mask() -> None:
     lc = LayerCollection(kfac_fx.capture(Small(), (ids,), kwargs))
     with pytest.raises(
         RegistrationError,
-        match="a LayerCollection says these itself, or its capture does; leave them out: padding_mask",
+        match="with a LayerCollection, do not pass padding_mask: set",
     ):
         kfac_fx.compile(lc, padding_mask="attention_mask")

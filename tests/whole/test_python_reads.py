@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import KFAC, ModelChangedError
-from tests.whole.divided import Base, compiled, recorder_of
+from tests.whole.divided import Base, compiled, submodules_of
 from tests.whole.training import differences, step
 
 Between = Callable[[Any, Tensor], Tensor]
@@ -160,21 +160,21 @@ class Longer(Base):
 
 def test_a_table_is_cut_to_any_length() -> None:
     net = compiled(Longer(), S)
-    one = net.captures.recorder((S,), {})
-    assert ("places",) in {each.parameters for each in one.program.registrations}
+    emitted = submodules_of(net, S)
+    assert ("places",) in {each.parameters for each in emitted.program.registrations}
     net.record((torch.randn(6, 8, 4),), {})
-    assert len(net.captures.recorder((S,), {}).captured) == len(one.captured)
+    assert len(submodules_of(net, S).captured) == len(emitted.captured)
 
 
 def test_a_read_of_another_kind_is_captured_when_it_is_met() -> None:
     net = compiled(Longer(), S)
-    many = len(recorder_of(net).captured)
+    many = len(submodules_of(net).captured)
     assert net.record((torch.randn(6, 3, 4),), {}).statistics["gain",]
-    assert len(net.captures.recorder((S,), {}).captured) == many + 1
+    assert len(submodules_of(net, S).captured) == many + 1
     output, ride = net.ride((torch.randn(6, 4, 4),), {})  # which is met behind it
     output.sum().backward()
     assert float(sum(one.abs().sum() for one in ride.moments().statistics["gain",].values())) == 0.0
-    assert len(net.captures.recorder((S,), {}).captured) == many + 2
+    assert len(submodules_of(net, S).captured) == many + 2
 
 
 def test_a_read_that_nothing_can_capture_is_an_error_later_on() -> None:

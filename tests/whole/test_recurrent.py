@@ -162,11 +162,11 @@ def test_a_recurrent_layer_may_be_generic() -> None:
 
 
 def test_captures_of_many_lengths_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captures, "SHAPES", 2)
+    monkeypatch.setattr(captures, "MAX_CAPTURES", 2)
     net = compiled(Last(nn.RNN(3, 4, batch_first=True)), 5, 2, 3)
     for steps in (3, 2, 4, 2):  # 2 is used again before 3 would go
         net.record((torch.randn(5, steps, 3),), {})
-    (kept,) = net.captures.known.values()
+    (kept,) = net.captures.recorders.values()
     assert [len(one.program.registrations[0].uses) for one in kept] == [4, 2]
 
 
@@ -236,7 +236,7 @@ def test_packed_sequences_are_captured_exactly(kind: Any, returns: str) -> None:
     lengths = torch.tensor([3, 6, 5])
     theirs = step(twin, lambda: twin(x, lengths))
     assert apart(theirs, step(net.model, lambda: net.ride((x, lengths), {})[0])) == []
-    assert len(net.captures.known) == 1
+    assert len(net.captures.recorders) == 1
 
 
 def test_padding_does_not_count_as_rows() -> None:
@@ -289,7 +289,7 @@ def test_a_longest_sequence_of_another_length_is_another_capture() -> None:
     net = packed(Packed(nn.RNN(3, 4, batch_first=True), "padded"))
     x, lengths = torch.randn(5, 6, 3), LENGTHS.clamp(max=4)
     net.record((x, lengths), {})
-    (kept,) = net.captures.known.values()
+    (kept,) = net.captures.recorders.values()
     assert [len(one.program.registrations[0].uses) for one in kept] == [6, 4]
 
 

@@ -13,8 +13,7 @@ import kfac_fx
 from benchmarks import zoo_docs, zoo_measure
 from benchmarks.zoo import LIBRARIES, OUT, main, results, to_do
 from benchmarks.zoo_models.entry import Entry, images, predictions
-from kfac_fx.checks import equivalence as likeness
-from kfac_fx.checks import proof
+from kfac_fx.checks import equivalence, proof
 from kfac_fx.passes.errors import UntraceableError
 
 KNOWN = (("toys/one", "works", "1"), ("toys/two", "bug", "2"))
@@ -66,7 +65,7 @@ def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("spoiled", [0, 1])
 def test_other_outputs_or_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch, spoiled: int) -> None:
-    original = likeness.of_graph
+    original = equivalence.results_of_graph
 
     def spoil(*args: Any) -> Any:
         found = original(*args)
@@ -74,7 +73,7 @@ def test_other_outputs_or_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch, s
             (found[0][0] if spoiled == 0 else found[1]["layer.weight"]).mul_(1.1)
         return found
 
-    monkeypatch.setattr(likeness, "of_graph", spoil)
+    monkeypatch.setattr(equivalence, "results_of_graph", spoil)
     found = zoo_measure.measure(entry())
     assert found["status"] == "wrong" and ("outputs", "layer.weight")[spoiled] in found["wrong"][0]
 

@@ -1,4 +1,4 @@
-"""What takes long shows how far it is, on terminals only."""
+"""The exact modes: a progress bar for many backward passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kfac_fx.recording.examples import tracked
+from kfac_fx.recording.exact import tracked
 
 
 @pytest.mark.parametrize(("terminal", "after", "shown"), [(True, 0.0, True), (True, 60.0, False), (False, 0.0, False)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.divided.masks import SITES, padded, with_masks
+from kfac_fx.passes.divided.masks import SITES, masked_part, with_masks
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import KEPT, Options, Program, Submodule
 from kfac_fx.passes.layers import LAYERS
@@ -69,7 +69,7 @@ def test_a_submodule_without_these_sizes_is_told_as_unmasked() -> None:
 
 def test_a_part_has_the_mask_that_fits_it() -> None:
     found = with_masks(program(X, FLAT), [(5, 7), (5, 7)])
-    first, last = padded(found, 0), padded(found, 1)
+    first, last = masked_part(found, 0), masked_part(found, 1)
     assert masked(first) == {"rows.weight": True, "flat.weight": False}
     assert masked(last) == {"rows.weight": False, "flat.weight": False}
     (use,) = first.registrations[0].uses

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfac_fx import (
     UntraceableError,
 )
-from kfac_fx.capture_cache import KINDS
+from kfac_fx.capture_cache import MAX_KINDS
 from kfac_fx.compiler import compile
 from tests.runtime.compiled import X, count, mlp, net_of
 
@@ -93,9 +93,9 @@ def test_autocast_captures_again() -> None:
 
 def test_the_oldest_kind_of_call_is_forgotten() -> None:
     net = net_of(Switching(), torch.randn(6, 4, 4))
-    for n in range(KINDS + 1):
+    for n in range(MAX_KINDS + 1):
         net.record((torch.randn(6, 4, 4),), {"scale": 1.5 + n})
-    assert len(net.captures.known) == KINDS
+    assert len(net.captures.recorders) == MAX_KINDS
 
 
 def test_what_was_traced_symbolically_serves_where_it_holds() -> None:
@@ -104,7 +104,7 @@ def test_what_was_traced_symbolically_serves_where_it_holds() -> None:
     net.record((X,), {})
     assert net.captures.first is not None and net.program.cases is None
     net.record((X, torch.ones(3)), {})
-    assert [one.program.cases is None for known in net.captures.known.values() for one in known] == [True, False]
+    assert [one.program.cases is None for known in net.captures.recorders.values() for one in known] == [True, False]
 
 
 class Optional(nn.Module):
@@ -140,10 +140,10 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
         _ = net.registrations
     lines = str(failure.value).splitlines()
     assert lines[0] == (
-        "Steps is captured at its first training forward, for torch.fx alone cannot see it whole. Give kfac_fx.compile "
-        "example inputs to capture it now. What torch.fx says:"
+        "Steps is captured at its first training forward, because torch.fx alone cannot trace all of it. Give "
+        "kfac_fx.compile example inputs to capture it now. The error of torch.fx is:"
     )
-    assert lines[1].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_captures.py:")
+    assert lines[1].startswith("Steps could not be captured as a graph; torch gave up in Steps (test_capture_cache.py:")
     x = torch.randn(6, 2, 4)
     with torch.no_grad():
         net(x)
@@ -165,11 +165,11 @@ class Bare(nn.Module):
 
 def test_what_cannot_be_captured_at_all_is_an_error_at_compile_or_at_the_first_step() -> None:
     model, x = nn.Sequential(nn.Tanh(), Bare()), -torch.ones(6, 2)
-    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_captures.py:\d+\)"):
+    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_capture_cache.py:\d+\)"):
         net_of(model, x)
     net = net_of(model)
     for _ in range(2):
-        with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_captures.py:\d+\)"):
+        with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_capture_cache.py:\d+\)"):
             net(x)
     assert torch.equal(net.eval()(x), model(x))
 
@@ -179,4 +179,4 @@ def test_a_model_that_does_not_run_is_told_so() -> None:
         net_of(nn.Sequential(nn.Linear(4, 3)), torch.randn(6, 5))
     lines = str(failure.value).splitlines()
     assert lines[0].startswith("Sequential does not run on these inputs: RuntimeError: mat1 and mat2 shapes")
-    assert lines[1] == "Correct the inputs or the model. What torch.export says:"
+    assert lines[1] == "Correct the inputs or the model. The error of torch.export is:"

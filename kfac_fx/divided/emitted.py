@@ -1,0 +1,279 @@
+"""A model of which only submodules are captured, emitted: the model itself runs, and they run as their graphs.
+
+Between the submodules the model's own Python runs: branches, loops and random numbers happen as they do without us. It
+works on copies and leaves no trace, as all recordings do; only a file that it writes is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from kfac_fx.divided.frames import Frames, LossWatch, ObservedLoss, ServedReads, UncapturedCall, one_call, refuse_read
+from kfac_fx.divided.inputs import MaskedInputs, first_examples, number_of_examples
+from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of
+from kfac_fx.passes.divided.divide import Division
+from kfac_fx.passes.divided.masks import MaskSizes, masked_part, with_masks
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.ir import KEPT, Dims, Program
+from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.submodules import graph_of
+from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.tracing.attributes import untouched
+from kfac_fx.passes.tracing.calls import Lent, mapped
+from kfac_fx.passes.tracing.signature import python_random
+from kfac_fx.passes.tracing.watch import custom_functions
+from kfac_fx.recording.emitted import Results, Taps, attributes_read, compiled_graph, isolated, tap_factory
+from kfac_fx.recording.masks import PaddingMask, dims_in, mask_of_call
+from kfac_fx.taps.tap import Tap
+
+
+@dataclass
+class EmittedSubmodules:
+    """The captured submodules of a model; see `kfac_fx.recording.emitted.EmittedModel`.
+
+    Attributes:
+        program: that of all submodules, joined, with registrations.
+        division: what was captured, and what is left to Python.
+        returns_loss: whether the losses are on what the model returns; else on what Python hands to torch's losses.
+        padding_mask: the user's, of a call of the model.
+        mask_sizes: the shape of the mask when each submodule was captured.
+        checked: the submodules that were proved, by their places in the division; None: all may run.
+        ran: the submodules that did run, in this or in another emission of this capture.
+        loss_sites: the losses that Python computed in the last run.
+        uncaptured: the first call of the last training forward that no graph serves.
+    """
+
+    capture: Capture
+    program: Program
+    model: nn.Module
+    division: Division
+    backend: str = "eager"
+    make_tap: type[Tap] = Tap
+    returns_loss: bool = False
+    padding_mask: PaddingMask | None = None
+    mask_sizes: tuple[MaskSizes | None, ...] = ()
+    checked: set[int] | None = None
+    ran: set[int] = field(default_factory=set)
+    taps: Taps = field(default_factory=dict, init=False)
+    loss_sites: list[ObservedLoss] = field(default_factory=list, init=False)
+    uncaptured: UncapturedCall | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        registrations = self.program.registrations
+        self.structured = {name for one in registrations if not one.generic for name in one.owners}
+        masked = any(KEPT in use.attrs for registration in registrations for use in registration.uses)
+        part_of = masked_part if masked else graph_of
+        parts = [part_of(self.program, number) for number in range(len(self.captured))]
+        self.masked_inputs = MaskedInputs.of(parts, [one.submodule.path for one in self.captured])
+        tap_of = tap_factory(self.taps, self.make_tap, self.program.layers)
+        modules = [rewrite(part, tap_of) for part in parts]
+        self.read = [attributes_read(module) for module in modules]
+        self.plain = [one_call(module) for module in modules]
+        self.compiled = [
+            compiled_graph(function, module.graph, self.backend)
+            for function, module in zip(self.plain, modules, strict=True)
+        ]
+        self.parameter_names = [name for name, _ in self.model.named_parameters()]
+        self.buffer_names = [name for name, _ in self.model.named_buffers()]
+        first_names = {id(buffer): name for name, buffer in self.model.named_buffers()}
+        every_name = self.model.named_buffers(remove_duplicate=False)
+        self.canonical_buffers = {name: first_names[id(buffer)] for name, buffer in every_name}
+        self.by_module: dict[int, list[int]] = {}
+        for number, captured in enumerate(self.captured):
+            self.by_module.setdefault(id(captured.module), []).append(number)
+
+    @property
+    def captured(self) -> tuple[CapturedSubmodule, ...]:
+        return self.division.captured
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    @property
+    def plain_reason(self) -> str | None:
+        return next((reason for one in self.compiled if (reason := getattr(one, "reason", None))), None)
+
+    def autocast_dtypes(self) -> set[torch.dtype]:
+        return {dtype for captured in self.captured for _, dtype in captured.autocast}
+
+    def but(self, **changes: Any) -> EmittedSubmodules:
+        return replace(self, **changes)
+
+    def extends(self, earlier: EmittedSubmodules) -> None:
+        """Take over which submodules were proved in `earlier`."""
+        proved = {id(captured): number in earlier.ran for number, captured in enumerate(earlier.captured)}
+        self.ran |= {number for number, captured in enumerate(self.captured) if proved.get(id(captured))}
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def call(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
+        return self.without_trace(self.plain, parameters, buffers, values, probes)
+
+    def run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
+        return self.without_trace(self.compiled, parameters, buffers, values, probes)
+
+    def without_trace(
+        self,
+        functions: list[Callable[..., Any]],
+        parameters: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        values: Any,
+        probes: Any,
+    ) -> Results:
+        """functions: one a submodule."""
+        written = self.division.written
+        parameters = {name: value.clone() if name in written else value for name, value in parameters.items()}
+        python = self.stand_ins(parameters) if any(probes) else {}
+        frames = self.frames(functions, parameters, python, buffers, probes)
+        with untouched(self.model):  # forward may write into its inputs, too
+            output, fisher = self.forward(frames, {**parameters, **python, **buffers}, mapped(Tensor.clone, values))
+        refuse_read(self.model, python, fisher)
+        return output, fisher
+
+    def run_in_training(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any
+    ) -> Results:
+        """The model's own forward with its submodules as graphs, so that its Python code runs once.
+
+        A call that no graph serves runs as it is, and `uncaptured` holds it: then nothing was recorded.
+        """
+        python = {name: parameters[name][...] for name in sorted(self.structured) if parameters[name].requires_grad}
+        frames = self.frames(self.compiled, parameters, python, buffers, probes)
+        frames.tolerant = True
+        views = {name: value for name, value in parameters.items() if value.grad_fn is not None}
+        output, fisher = self.forward(frames, {**views, **python}, values)
+        self.uncaptured = frames.uncaptured
+        if self.uncaptured is None:
+            refuse_read(self.model, python, fisher)
+        return output, fisher
+
+    def frames(
+        self,
+        functions: list[Callable[..., Any]],
+        parameters: Mapping[str, Tensor],
+        python: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        probes: Any,
+    ) -> Frames:
+        """python: the tensors that Python sees in the place of `parameters`."""
+        named = {**parameters, **{name: buffers[first] for name, first in self.canonical_buffers.items()}}
+        held = [{name: named[name] for name in read if name in named} for read in self.read]
+        lent = Lent(self.model, {**parameters, **python})
+        return Frames(self.captured, self.number_of, functions, held, lent, probes, LossWatch())
+
+    def forward(self, frames: Frames, named: Mapping[str, Tensor], values: tuple[Any, ...]) -> Results:
+        args, kwargs = values
+        mask = self.mask(values)
+        frames.inputs = lambda number, inputs: self.masked_inputs.of_call(number, inputs, mask)
+        seen = {name: named.get(name, parameter) for name, parameter in self.program.parameters.items()}
+        reads = ServedReads(frames, seen, self.structured, self.examples(values), self.serving)
+        with (
+            custom_functions(),
+            frames.in_place(),
+            nullcontext() if self.returns_loss else frames.watch,
+            reads.served(),
+        ):
+            output = functional_call(self.model, dict(named), args, kwargs)
+        self.loss_sites = frames.watch.losses
+        if not self.returns_loss:
+            return output, tuple(loss.inputs for loss in self.loss_sites)
+        leaves = (leaf for leaf in pytree.leaves(output) if isinstance(leaf, Tensor))
+        return output, tuple(leaf for leaf in leaves if leaf.is_floating_point())
+
+    def stand_ins(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What Python sees of the structured parameters. None of it may reach the Fisher's outputs."""
+        return {
+            name: value.detach().requires_grad_()
+            for name, value in parameters.items()
+            if name in self.structured and not value.requires_grad
+        }
+
+    def number_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """The number of the capture that serves a call. Raises UncapturedCall if none does."""
+        return self.serving(self.by_module[id(module)], args, kwargs, key_of(module, args, kwargs))
+
+    def serving(self, numbers: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> int:
+        """Which of the captures `numbers` serves a call. Raises UncapturedCall if none does."""
+        number = next((n for n in numbers if self.captured[n].serves(args, kwargs, key)), None)
+        if number is None or (self.checked is not None and number not in self.checked):
+            path = self.captured[numbers[0]].submodule.path if numbers else ""
+            raise UncapturedCall(path, number is not None)
+        self.ran.add(number)
+        return number
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        with isolated(self.model), python_random():
+            yield
+
+    # --- the batch --------------------------------------------------------------------------------------------------
+
+    def examples(self, values: Any) -> int:
+        args, kwargs = values
+        return number_of_examples(args, kwargs)
+
+    def part(self, values: Any, fraction: float) -> Any:
+        if fraction >= 1.0:
+            return values
+        args, kwargs = values
+        total = self.examples(values)
+        wanted = max(1, math.ceil(total * fraction))
+        shortened = {name: first_examples(value, total, wanted) for name, value in kwargs.items()}
+        return tuple(first_examples(value, total, wanted) for value in args), shortened
+
+    def mask(self, values: Any) -> Tensor | None:
+        """[cases, positions] of one call; None: nothing is padding."""
+        return None if self.padding_mask is None else mask_of_call(self.padding_mask, self.model, *values)
+
+    def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:
+        mask = self.mask(values)
+        return None if mask is None else (mask, [dims_in(output, mask) for output in fisher])
+
+    def target_values(self, targets: Any, values: Any) -> Any:
+        return targets
+
+
+def emitted_division(
+    division: Division,
+    program: Program,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    backend: str,
+    returns_loss: bool,
+    padding_mask: PaddingMask | None,
+    earlier: EmittedSubmodules | None,
+) -> EmittedSubmodules:
+    """program: the division's, with registrations. earlier: an emission whose captures are among these."""
+    mask = None if padding_mask is None else mask_of_call(padding_mask, model, args, kwargs)
+    size = None if mask is None else (mask.shape[0], mask.shape[1])
+    sizes_before = {} if earlier is None else dict(zip(map(id, earlier.captured), earlier.mask_sizes, strict=True))
+    sizes = tuple(sizes_before.get(id(captured), size) for captured in division.captured)
+    program = with_masks(program, sizes)
+    effects = dict.fromkeys(effect for captured in division.captured for effect in captured.effects)
+    capture = Capture(
+        program, lambda args, kwargs: (args, dict(kwargs)), lambda output: output, lambda *_: True, tuple(effects)
+    )
+    emitted = EmittedSubmodules(
+        capture,
+        program,
+        model,
+        division,
+        backend,
+        returns_loss=returns_loss,
+        padding_mask=padding_mask,
+        mask_sizes=sizes,
+    )
+    if earlier is not None:
+        emitted.extends(earlier)
+    return emitted

@@ -1,0 +1,259 @@
+"""A captured model, emitted as a module with a tap at every use, and the ways to run it.
+
+    graph:    x -> linear(x, w)
+    emitted:  (x, probes) -> tap(linear(x, w), x, probes[0])
+
+`EmittedModel` is all that a `Recorder` knows of the model. One graph of the whole model is an `EmittedGraph`. A model
+of which only submodules are captured is a `kfac_fx.divided.emitted.EmittedSubmodules`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.graphs.labels import symbolic_sizes
+from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
+from kfac_fx.passes.ir import Dims, Program, Registration, Use
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.tracing.devices import accelerators, same_random
+from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
+from kfac_fx.statistics.moments import Key
+from kfac_fx.taps.link import Link
+from kfac_fx.taps.tap import Tap
+
+Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of its uses
+Results = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
+
+
+class LossSite(Protocol):
+    """A loss that forward computes: its distribution, its reduction and its targets."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def reduction(self) -> str: ...
+    @property
+    def targets(self) -> Any: ...
+
+
+class EmittedModel(Protocol):
+    """A captured model with taps in it.
+
+    A run changes nothing of the model: it works on the parameters and buffers that it is given.
+
+    Attributes:
+        capture: the calling convention, and the effects of forward that the graph does not have.
+        program: the graph and its registrations.
+        model: the original module.
+        backend: of `run`; see `compiled_function`.
+        taps: those of the emitted module.
+        parameter_names, buffer_names: those that a run reads.
+    """
+
+    capture: Capture
+    program: Program
+    model: nn.Module
+    backend: str
+    taps: Taps
+    parameter_names: list[str]
+    buffer_names: list[str]
+
+    @property
+    def whole(self) -> bool:
+        """Whether one graph is the whole model, so that none of its Python code runs."""
+
+    @property
+    def plain_reason(self) -> str | None:
+        """Why a graph runs without `backend`; None if none does."""
+
+    @property
+    def loss_sites(self) -> Sequence[LossSite]:
+        """The losses that forward computes; of a divided model, those of the last run."""
+
+    def but(self, **changes: Any) -> EmittedModel:
+        """The same capture emitted again, with another program, backend or kind of tap (`make_tap`)."""
+
+    def call(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
+        """Run the model as a pure function, except for what it writes into `buffers`. Never compiled.
+
+        values: the model's inputs, as `capture.flatten` returns them. probes: one mapping a registration, or None.
+        """
+
+    def run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
+        """As `call`, under `backend`."""
+
+    def run_in_training(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any
+    ) -> Results:
+        """As `run`, in the place of the model's own forward."""
+
+    def isolated(self) -> AbstractContextManager[None]:
+        """Gradients on; the random streams are restored afterwards."""
+
+    def autocast_dtypes(self) -> set[torch.dtype]:
+        """The dtypes that autocast inside of forward casts to, as far as the captures tell."""
+
+    def examples(self, values: Any) -> int:
+        """The number of examples in a batch."""
+
+    def part(self, values: Any, fraction: float) -> Any:
+        """The first `fraction` of the examples of every input that has them, at least one."""
+
+    def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:
+        """The padding mask [cases, positions], and where its two dimensions are in each of the Fisher's outputs. None
+        if nothing is padding."""
+
+    def target_values(self, targets: Any, values: Any) -> Any:
+        """The targets of a `LossSite` on these inputs. Raises LossError if they are computed from parameters."""
+
+
+@dataclass
+class EmittedGraph:
+    """One graph of the whole model; see `EmittedModel`."""
+
+    capture: Capture
+    program: Program
+    model: nn.Module
+    backend: str = "eager"
+    make_tap: type[Tap] = Tap
+    taps: Taps = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        layers = self.program.layers
+        self.module = rewrite(
+            self.program,
+            tap_factory(self.taps, self.make_tap, layers),
+            lambda registration, use, first, last: Link(registration, use, layers[use.layer], first, last),
+        )
+        read = attributes_read(self.module)
+        self.parameter_names = [name for name, _ in self.model.named_parameters() if name in read]
+        self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
+        self.random = any(is_random(node) for node in self.module.graph.nodes)
+        self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
+
+    @property
+    def whole(self) -> bool:
+        return True
+
+    @property
+    def plain_reason(self) -> str | None:
+        return getattr(self.compiled, "reason", None)
+
+    @property
+    def loss_sites(self) -> Sequence[LossSite]:
+        return self.program.losses
+
+    def but(self, **changes: Any) -> EmittedGraph:
+        return replace(self, **changes)
+
+    def call(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
+        results: Results = functional_call(self.module, {**parameters, **buffers}, (*values, probes))
+        return results
+
+    def run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
+        results: Results = self.compiled(parameters, buffers, values, probes)
+        return results
+
+    run_in_training = run
+
+    def isolated(self) -> AbstractContextManager[None]:
+        return isolated(self.model, self.random)
+
+    def autocast_dtypes(self) -> set[torch.dtype]:
+        return set()
+
+    # --- the batch --------------------------------------------------------------------------------------------------
+
+    def case_axis(self, position: int, value: Any) -> int | None:
+        """The dimension of the cases in an input; the first one if the graph has no symbolic sizes."""
+        if not isinstance(value, Tensor):
+            return None
+        if self.program.cases is None:
+            return 0 if value.dim() else None
+        sizes = symbolic_sizes(self.placeholders[position])
+        return sizes.index(self.program.cases) if self.program.cases in sizes else None
+
+    def examples(self, values: Any) -> int:
+        axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))
+        numbers = [value.shape[axis] for value, axis in axes if axis is not None]
+        if not numbers and self.program.cases is None:  # torch.fx takes a list or a dictionary of tensors as one input
+            numbers = [leaf.shape[0] for leaf in pytree.leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+        return numbers[0] if numbers else 1
+
+    def part(self, values: Any, fraction: float) -> Any:
+        if fraction >= 1.0:
+            return values
+        total = self.examples(values)
+        wanted = math.ceil(total * fraction)
+
+        def shortened(position: int, value: Any) -> Any:
+            axis = self.case_axis(position, value)
+            return value if axis is None or value.shape[axis] != total else value.narrow(axis, 0, wanted)
+
+        return tuple(shortened(position, value) for position, value in enumerate(values))
+
+    def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:
+        if self.program.mask is None:
+            return None
+        return self.value(self.program.mask, values), self.program.mask_dims
+
+    def target_values(self, targets: Any, values: Any) -> Any:
+        return self.value(targets, values) if isinstance(targets, fx.Node) else targets
+
+    def value(self, node: fx.Node, values: Any) -> Any:
+        return value_of(node, dict(zip(self.placeholders, values, strict=True)))
+
+
+def tap_factory(taps: Taps, make_tap: type[Tap], layers: Mapping[str, Layer]) -> Callable[[Registration, Use], Tap]:
+    """Makes the tap of a use, and notes it in `taps`."""
+
+    def tap_of(registration: Registration, use: Use) -> Tap:
+        tap = make_tap(registration, use, layers[use.layer])
+        taps.setdefault(registration.parameters, []).append(tap)
+        return tap
+
+    return tap_of
+
+
+def attributes_read(module: fx.GraphModule) -> set[str]:
+    """The names of the parameters and buffers that an emitted module reads."""
+    return {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+
+
+def compiled_graph(function: Callable[..., Any], graph: fx.Graph, backend: str) -> Callable[..., Any]:
+    """`function`, which runs `graph`, under `backend`."""
+    has_functions = any(op_name(node) == OWN_BACKWARD for node in graph.nodes)
+    return (CompiledOrPlain if has_functions and backend != "eager" else compiled_function)(function, backend)
+
+
+@contextmanager
+def isolated(model: nn.Module, random: bool = True) -> Iterator[None]:
+    """Gradients on; torch's random streams are restored afterwards, if the run is `random`."""
+    with torch.enable_grad(), same_random(accelerators(model.parameters()), enabled=random):
+        yield
+
+
+def value_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """The value of a node that is computed from inputs alone. values: of the placeholders."""
+    if node in values:
+        return values[node]
+    args = fx.map_arg(node.args, lambda n: value_of(n, values))
+    kwargs = fx.map_arg(node.kwargs, lambda n: value_of(n, values))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op != "call_function":
+        raise LossError(f"the targets of the loss at {node.name} are computed from parameters; pass `targets`")
+    return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function node

@@ -1,0 +1,147 @@
+"""The losses on the outputs of one run: of which distributions, over how many cases, and without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kfac_fx.losses import LossFunction
+from kfac_fx.losses.registered import NAMES, LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss
+from kfac_fx.passes.errors import LossError
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.recording.emitted import EmittedModel
+from kfac_fx.recording.masks import real_losses
+
+
+@dataclass(frozen=True)
+class OutputLosses:
+    """The losses whose Fisher is recorded.
+
+    Attributes:
+        emitted: the model that computes the outputs.
+        declared: the user's losses, on the model's outputs or on nodes of the graph; None: those that forward computes.
+    """
+
+    emitted: EmittedModel
+    declared: LossSpec | RegisteredLosses | None
+
+    @property
+    def are_known(self) -> bool:
+        return bool(self.declared or self.emitted.loss_sites)
+
+    def on(self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> WeightedLosses:
+        """(coefficient, loss) of each output distribution.
+
+        Args:
+            output: what the model returned; a `LossSpec` is applied to it.
+            fisher: the Fisher's outputs; registered losses, and losses that forward computes, are applied to these.
+            targets: one a loss, in a list or tuple, or one for all; None: there are none.
+
+        Raises LossError if no loss is known.
+        """
+        if isinstance(self.declared, RegisteredLosses):
+            return self.declared.on(fisher, targets)
+        if self.declared is not None:
+            if not fisher and not self.emitted.whole:
+                name = type(self.emitted.model).__name__
+                raise LossError(f"{name} returns no tensor in tuples, lists and dictionaries to build a loss on")
+            return self.declared(output, targets)
+        sites = self.emitted.loss_sites
+        if not sites:
+            raise LossError(
+                "no loss is known: the Fisher is that of an output distribution.\n"
+                'Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli" or a function of the '
+                "model's outputs, or let forward compute cross_entropy, mse_loss or binary_cross_entropy_with_logits."
+            )
+        by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
+        return [
+            graph_loss(site.kind, site.reduction, inputs, target)
+            for site, inputs, target in zip(sites, fisher, by_site, strict=True)
+        ]
+
+    # --- cases ------------------------------------------------------------------------------------------------------
+
+    def cases_by_loss(self, losses: WeightedLosses) -> list[int]:
+        return cases_by_loss(losses, self.declared.names if isinstance(self.declared, RegisteredLosses) else None)
+
+    def cases(self, losses: WeightedLosses) -> int:
+        """The number of terms in the mean of the first loss, which is the number of cases of the batch."""
+        return self.cases_by_loss(losses)[0]
+
+    def summed(self, losses: WeightedLosses) -> WeightedLosses:
+        """Coefficients with which the sum over cases is `cases` times the mean loss, where every loss is a mean over
+        its own cases. Losses of equally many cases keep theirs."""
+        each = self.cases_by_loss(losses)
+        return [(c if n == each[0] else c * each[0] / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
+
+    def averaged(self, losses: WeightedLosses) -> WeightedLosses:
+        """Coefficients of means over the cases of all towers: a tower has the weight of its cases."""
+        each = self.cases_by_loss(losses)
+        return [(c if n == loss.cases else c * loss.cases / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
+
+    def tower_cases(self, fisher: tuple[Tensor, ...]) -> list[int]:
+        """The first dimension of every tower's outputs; one entry if no towers were registered."""
+        if not isinstance(self.declared, RegisteredLosses):
+            return [0]
+        losses = zip(self.declared.names, self.declared.on(fisher), strict=True)
+        return [loss.inputs.shape[0] for name, (_, loss) in losses if name == self.declared.names[0]]
+
+    # --- on one batch -----------------------------------------------------------------------------------------------
+
+    def real(
+        self, rebuilt: Callable[[Sequence[Tensor]], Any], fisher: Sequence[Tensor], values: Any, targets: Any = None
+    ) -> WeightedLosses:
+        """The losses without padding.
+
+        Args:
+            rebuilt: from values of the Fisher's outputs to what the model returns.
+            values: the model's inputs, which tell what is padding.
+        """
+
+        def build(outputs: Sequence[Tensor]) -> WeightedLosses:
+            return self.on(rebuilt(outputs), tuple(outputs), targets)
+
+        padding = self.emitted.padding(values, fisher)
+        if padding is None:
+            return build(fisher)
+        mask, dims = padding
+        return real_losses(build, fisher, dims, mask)
+
+    def rebuilt(self, output: Any, fisher: Sequence[Tensor], replacements: Sequence[Tensor]) -> Any:
+        """What the model returned, with other tensors for the Fisher's outputs. output: flat, as a run returns it."""
+        return self.emitted.capture.unflatten(replaced(output, fisher, replacements))
+
+    def of_constants(
+        self, output: Any, fisher: tuple[Tensor, ...], values: Any, mode: str, targets: Any
+    ) -> tuple[list[Tensor], WeightedLosses]:
+        """The Fisher's outputs as leaves of a graph of their own, and the losses on these."""
+        leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in fisher]
+        if mode == "empirical" and targets is None and not isinstance(self.declared, LossSpec):
+            targets = self.targets_in_graph(values)
+        return leaves, self.real(lambda outputs: self.rebuilt(output, fisher, outputs), leaves, values, targets)
+
+    def targets_in_graph(self, values: Any) -> list[Any]:
+        """The targets of registered losses, or of those that forward computes. Raises LossError unless they are
+        computed from inputs alone."""
+        declared = self.declared
+        sites = declared.losses if isinstance(declared, RegisteredLosses) else self.emitted.loss_sites
+        return [self.emitted.target_values(site.targets, values) for site in sites]
+
+
+def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+    """A tree with `new` tensors for `old` ones."""
+    by_id = {id(before): after for before, after in zip(old, new, strict=True)}
+    return pytree.mapped(lambda value: by_id.get(id(value), value), tree)
+
+
+def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple[float, LossFunction]:
+    """The distribution behind a loss that forward computes, and its weight in the mean over cases."""
+    if kind == "categorical" and inputs.dim() > 2:
+        inputs = inputs.movedim(1, -1)  # F.cross_entropy has the classes second
+    loss = NAMES[kind](inputs, targets=targets)
+    if kind == "categorical" or reduction != "mean":
+        return 1.0, loss
+    return loss.cases / inputs.numel(), loss  # F.mse_loss and the like also average over the elements of a case
