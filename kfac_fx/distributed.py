@@ -1,8 +1,8 @@
-"""Training by several processes, each with a copy of the model and a part of every batch, as DistributedDataParallel
-has it: the gradient is the mean over processes, and so must be all else that a step is computed from.
+"""Training by several processes, each with a copy of the model and a part of every batch.
 
-Statistics are sums over cases (`factors.additive`), so those of the whole batch are the sums over processes; from equal
-factors every process computes equal inverses and takes the same step. Nothing else is sent.
+As in DistributedDataParallel, the gradient is the mean over processes, and so must be everything else that a step is
+computed from. Statistics are sums over cases (`factors.additive`), so those of the whole batch are the sums over
+processes, and only these are sent. From equal factors every process computes equal inverses and takes the same step.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-AGREEMENT = 1e-3  # relative difference of gradient norms that are one and the same gradient's
+TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
 
 
 class Replicas:
-    """The processes of `group`; None: those of torch's default group, once there is one."""
+    """The processes of `group` of torch.distributed; None: those of the default group, once it is initialized."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
 
     @property
     def number(self) -> int:
-        """1 without processes, and in a group that is the process alone."""
+        """The number of processes; 1 if torch.distributed is not initialized."""
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
 
     def own(self, seed: int | None) -> int:
-        """A seed for this process alone; None: from torch's."""
+        """A seed of this process, from a common seed; None: from torch's."""
         rank = dist.get_rank(self.group) if self.number > 1 else 0
         return rank + (torch.initial_seed() if seed is None else seed)
 
     def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over processes."""
         if self.number == 1:
             return tensor
         (total,) = self.total([tensor])
@@ -43,28 +44,29 @@ class Replicas:
         """Sums over processes, in one message for every dtype and device."""
         if self.number == 1:
             return list(tensors)
-        kinds = dict.fromkeys((one.dtype, one.device) for one in tensors)
-        found: dict[int, Tensor] = {}
-        for kind in kinds:
-            members = [n for n, one in enumerate(tensors) if (one.dtype, one.device) == kind]
+        members_of: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for n, tensor in enumerate(tensors):
+            members_of.setdefault((tensor.dtype, tensor.device), []).append(n)
+        totals: dict[int, Tensor] = {}
+        for members in members_of.values():
             message = torch.cat([tensors[n].detach().reshape(-1) for n in members])
             dist.all_reduce(message, group=self.group)
             parts = message.split([tensors[n].numel() for n in members])
-            found |= {n: part.view(tensors[n].shape) for n, part in zip(members, parts, strict=True)}
-        return [found[n] for n in range(len(tensors))]
+            totals |= {n: part.view(tensors[n].shape) for n, part in zip(members, parts, strict=True)}
+        return [totals[n] for n in range(len(tensors))]
 
     def check_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Waits for the device. Raises RuntimeError where the processes do not have one gradient."""
+        """Raises RuntimeError if the processes have different gradients. Waits for the device."""
         if self.number == 1 or not gradients:
             return
-        norm = torch.stack([one.double().norm() for one in gradients]).norm()
+        norm = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
         ends = torch.stack([norm, -norm])
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
         most, least = ends[0].item(), -ends[1].item()
-        if most - least > AGREEMENT * most:
+        if most - least > TOLERANCE * most:
             raise RuntimeError(
-                f"the gradients of {self.number} processes differ, their norms are {least:.4g} to {most:.4g}: average "
-                "them, as torch.nn.parallel.DistributedDataParallel(net) does, or keep the processes apart with "
-                "KFAC(..., process_group=g), where g = torch.distributed.new_group([rank], "
-                "use_local_synchronization=True)"
+                f"the gradients of {self.number} processes differ: their norms are {least:.4g} to {most:.4g}. Average "
+                "the gradients, as torch.nn.parallel.DistributedDataParallel(net) does, or train the processes "
+                "independently with KFAC(..., process_group=g), where g = torch.distributed.new_group([rank], "
+                "use_local_synchronization=True)."
             )

@@ -22,7 +22,7 @@ from kfac_fx.statistics.moments import Key, Moments
 
 
 class Net(Protocol):
-    """What the estimator needs of a compiled module."""
+    """The part of a compiled module that an estimator uses."""
 
     @property
     def registrations(self) -> tuple[Registration, ...]: ...
@@ -41,15 +41,18 @@ class Net(Protocol):
 
 
 class FisherEstimator(BlockDiagonalFisher):
-    """Running estimate of the Fisher matrix, the mean over cases, of `net`'s parameters.
+    """A running estimate of the Fisher matrix of `net`'s parameters, the mean over cases.
 
     est = FisherEstimator(net, damping=1e-3)
     est.update_covariances(x)        # on every batch, or every tenth
     est.update_inverses()            # more rarely
     step = est.multiply_inverse({name: p.grad for name, p in net.named_parameters()})
 
-    params_stats: with `compute_params_stats`, of the last batch the gradient of its mean loss ("empirical"), or of what
-        the mode sends back in its place, summed over sources; by parameter.
+    Attributes:
+        net: the compiled module.
+        damping: λ of F + λ I, a 0-d tensor. Writing into it changes the damping.
+        params_stats: with `compute_params_stats`, by parameter the gradient of the mean loss of the last batch
+            ("empirical"); with the other modes, the gradient of what they send back, summed over sources.
     """
 
     def __init__(
@@ -73,26 +76,26 @@ class FisherEstimator(BlockDiagonalFisher):
         """
         Args:
             net: a compiled module, or anything with its `registrations`, `named_parameters` and `record`; or a
-                LayerCollection, which serves no other estimator then.
-            variables: the parameters to estimate, None for all; what shares a registration must be named together.
-                Of a LayerCollection: those that are registered, and no others.
-            cov_ema_decay: weight of the factors' past at an update, 0 to 1.
-            damping: λ of F + λ I. A 0-d tensor is kept as it is: writing into it is writing into `est.damping`.
-            exps: the powers of F + λ I to keep for `multiply_matpower`; 1 always works.
+                LayerCollection, which can then serve no other estimator.
+            variables: the names of the parameters to estimate, None for all. Parameters that share a registration must
+                be named together. Of a LayerCollection: the parameters that must be registered, and no others.
+            cov_ema_decay: weight of the factors' past at an update, from 0 to 1.
+            damping: λ of F + λ I. A 0-d tensor is used as it is, so that writing into it changes `est.damping`.
+            exps: the powers of F + λ I that `multiply_matpower` needs; 1 is always available.
             estimation_mode: "gradients" samples targets from the model's own distribution (the Fisher), "empirical"
                 takes the true ones (the empirical Fisher), "curvature_prop" sends random signs back, "exact" every
-                coordinate of the outputs; the last two with "_GGN" for the generalized Gauss-Newton matrix.
-            compute_cholesky, compute_cholesky_inverse: keep what `multiply_cholesky` and its inverse need.
-            compute_params_stats: keep `params_stats`.
-            batch_size: how many cases every batch must have, all of its micro-batches and towers together; None: any.
+                coordinate of the outputs. The last two also with "_GGN", for the generalized Gauss-Newton matrix.
+            compute_cholesky, compute_cholesky_inverse: prepare `multiply_cholesky` and its inverse.
+            compute_params_stats: compute `params_stats`.
+            batch_size: the number of cases of every batch, over all its micro-batches and towers; None: any.
             fraction: the part of every batch that is recorded.
             seed: of the sampled targets and signs; None: torch's own generator.
             memory: bytes that the exact modes may take for a chunk of their sources; None: 1 GiB.
-            process_group: of torch.distributed, `group.WORLD` for all: the processes whose batches are parts of one,
-                all of which call `update_covariances`; None: this process alone.
+            process_group: of torch.distributed, `group.WORLD` for all. Its processes have parts of one batch and all
+                call `update_covariances`. None: this process alone.
 
-        Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables` and for
-        a model of which nothing is trained.
+        Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables` and if
+        the model has no trained parameters.
         """
         # Every argument is checked before the collection is finalized: a wrong one must leave it usable.
         collection = net if isinstance(net, LayerCollection) else None
@@ -130,6 +133,7 @@ class FisherEstimator(BlockDiagonalFisher):
             collection.estimator = self
 
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
+        """The registrations to estimate, and the parameters by name."""
         registrations, parameters = self.net.registrations, dict(self.net.named_parameters())
         if self.variables is not None:
             check_variables(self.variables, registrations)
@@ -142,9 +146,15 @@ class FisherEstimator(BlockDiagonalFisher):
     ) -> None:
         """Record one batch and average it into all factors.
 
-        should_decay: False gives the past its full weight (a plain average over batches, for a burn-in).
-        fold: False keeps the batch for the next `fold()`, which takes all that was kept as one batch: over a whole
-            DataLoader a mean in which every case counts as much, whatever the size of its batch.
+        Args:
+            inputs, kwargs: the arguments of forward.
+            targets: for "empirical": one a loss, in a list or tuple, or one for all.
+            should_decay: False gives the past its full weight: a plain average over batches, for a burn-in.
+            fold: False keeps the batch for the next `fold()`, which takes all kept batches as one. Over a DataLoader
+                this is a mean in which all cases have the same weight, whatever the sizes of the batches.
+
+        Raises ValueError for a batch that is not of `batch_size` cases, ModelChangedError if the model was changed
+        after it was compiled.
         """
         moments = self.net.record(
             inputs,
@@ -161,7 +171,10 @@ class FisherEstimator(BlockDiagonalFisher):
 
     @torch.no_grad()
     def accumulate(self, moments: Moments) -> None:
-        """Add the moments of a micro-batch to those that the next `fold` will take as one batch."""
+        """Add the moments of a micro-batch to those that the next `fold` takes as one batch.
+
+        Raises ValueError if registrations are missing in them.
+        """
         self.follow_registrations()
         if missing := [key for key in self.blocks if key not in moments.statistics]:
             raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
@@ -175,78 +188,86 @@ class FisherEstimator(BlockDiagonalFisher):
         self._pending_cases += moments.cases
 
     def follow_registrations(self) -> None:
-        """The first batch may show that a registration must be another; after it nothing may change."""
+        """Rebuild the blocks if the proof on the first batch changed registrations.
+
+        Raises ModelChangedError if they change later.
+        """
         if self._registrations is None:
             return
         then, now = (
-            {(one.parameters, one.approximation) for one in all_} for all_ in (self._registrations, self.wanted()[0])
+            {(registration.parameters, registration.approximation) for registration in registrations}
+            for registrations in (self._registrations, self.wanted()[0])
         )
         if then != now and (self._pending or any(group.updated for group in self.groups)):
-            apart = ", ".join(sorted({name for key, _ in then ^ now for name in key}))
-            raise ModelChangedError(f"registrations changed after the first batch was recorded: {apart}.")
+            names = ", ".join(sorted({name for key, _ in then ^ now for name in key}))
+            raise ModelChangedError(f"registrations changed after the first batch was recorded: {names}.")
         if then != now:
             self.build()
 
     @torch.no_grad()
     def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> bool:
-        """Average what was accumulated into all factors, as one batch; nothing happens if there is nothing. Returns
-        False for a batch without cases, which is left out.
+        """Average all accumulated moments into all factors, as one batch.
 
-        decay: None for cov_ema_decay. accept: a 0-d bool tensor; where False, the sums are dropped.
+        decay: None for `cov_ema_decay`. accept: a 0-d bool tensor; where False, the sums are dropped.
+
+        Returns False for a batch without cases, which changes nothing, else True.
 
         Raises ValueError for a batch that is not of `batch_size` cases.
         """
         if not self._pending:
             return True
         if self.batch_size is not None and self._pending_cases != self.batch_size:
-            raise ValueError(f"a batch of {self._pending_cases} cases was recorded, and batch_size={self.batch_size}.")
+            raise ValueError(f"a batch of {self._pending_cases} cases was recorded, but batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
-        cases = self._total()  # a tensor if there are several processes: then an empty batch is one that is not finite
+        cases = (
+            self._total()
+        )  # a tensor if there are several processes: their empty batch counts as one that is not finite
         empty = isinstance(cases, int) and cases == 0
         if not empty:
             with full_precision():
                 for group in self.groups:
-                    sums = [self._pending[one.parameters] for one in group.registrations]
+                    sums = [self._pending[registration.parameters] for registration in group.registrations]
                     group.update(sums, cases, decay=decay, accept=accept)
             self.params_stats = {name: gradient / cases for name, gradient in self._pending_gradients.items()}
         self._pending, self._pending_gradients, self._pending_cases = {}, {}, 0
         return not empty
 
     def _total(self) -> int | Tensor:
-        """The number of cases, after all sums were added up over the processes."""
+        """Add all sums up over the processes; returns the number of cases."""
         if self.replicas is None or self.replicas.number == 1:
             return self._pending_cases
         everything = [self._pending_gradients, *self._pending.values()]
         cases = self.damping.new_tensor(self._pending_cases, dtype=torch.float64)
-        cases, *sums = self.replicas.total([cases, *(one for sums in everything for one in sums.values())])
-        total = iter(sums)
-        for own in everything:
-            own.update({name: next(total) for name in own})
+        cases, *totals = self.replicas.total([cases, *(value for sums in everything for value in sums.values())])
+        total = iter(totals)
+        for sums in everything:
+            sums.update({name: next(total) for name in sums})
         return cases
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See BlockDiagonalFisher; with a seed, the state of the random stream is in it, too."""
+        """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""
         generator = {} if self._generator is None else {"generator": self._generator.get_state()}
         return super().state_dict() | generator
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a `state_dict()` of an estimator with the same blocks."""
         super().load_state_dict(state)
         if self._generator is not None:
             self._generator.set_state(state["generator"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a FisherEstimator is its net's, not copied or pickled: load est.state_dict() into one of the other net"
+            "FisherEstimator objects cannot be copied or pickled. Create one for the other net and call "
+            "load_state_dict(est.state_dict())."
         )
 
 
 def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
     """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
-    known = [name for one in registrations for name in one.owners]
-    wrong = [(name, f"is registered nowhere.{nearest(name, known)}") for name in variables.difference(known)]
-    for one in registrations:
-        named, absent = (sorted(part) for part in (variables & {*one.owners}, {*one.owners} - variables))
-        if absent:
-            wrong += [(name, f"shares a registration with {', '.join(absent)}") for name in named]
+    registered = [name for registration in registrations for name in registration.owners]
+    wrong = [(name, f"is registered nowhere.{nearest(name, registered)}") for name in variables.difference(registered)]
+    for owners in (set(registration.owners) for registration in registrations):
+        if absent := sorted(owners - variables):
+            wrong += [(n, f"shares a registration with {', '.join(absent)}") for n in sorted(owners & variables)]
     if wrong:
         raise RegistrationError(f"`variables` does not fit the registrations:\n{table(sorted(wrong))}")

@@ -308,7 +308,7 @@ def test_a_batch_of_another_size_than_promised_is_refused() -> None:
         est.accumulate(moments)
     est.fold()
     est.accumulate(net.record((batch(5),), {}, mode="exact"))
-    with pytest.raises(ValueError, match=r"a batch of 5 cases was recorded, and batch_size=6\."):
+    with pytest.raises(ValueError, match=r"a batch of 5 cases was recorded, but batch_size=6\."):
         est.fold()
 
 

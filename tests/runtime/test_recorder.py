@@ -157,7 +157,7 @@ def test_a_fraction_follows_the_cases_wherever_they_are() -> None:
     given = recorder(SequencesFirst(), x, scale)
     part = given.emitted.part((x, scale), 0.5)
     assert torch.equal(part[0], x[:, :3]) and part[1] is scale
-    assert given.examples((x, scale)) == 6
+    assert given.emitted.examples((x, scale)) == 6
 
 
 def test_per_case_gradients_are_those_of_each_case() -> None:

@@ -131,8 +131,10 @@ def test_torchscript_is_refused_by_name() -> None:
         with pytest.raises(kfac_fx.UntraceableError) as failure:
             kfac_fx.compile(model, (X,))
         first, advice = str(failure.value).splitlines()
-        assert first == f"a TorchScript module, whose Python is gone, cannot be captured: {names}."
-        assert advice.startswith("Hand kfac_fx.compile the module that torch.jit.script or torch.jit.trace was given")
+        assert first == f"TorchScript modules have no Python code and cannot be captured: {names}."
+        assert advice.startswith(
+            "Pass kfac_fx.compile the module that torch.jit.script or torch.jit.trace was called on"
+        )
 
 
 def refusal(model: nn.Module) -> list[str]:
@@ -146,7 +148,7 @@ def test_parameters_without_a_shape_are_refused_until_the_model_ran() -> None:
     model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d())
     first, advice = refusal(model)
     assert first.startswith("these parameters have no shape yet: 0.weight, 0.bias, 1.weight, 1.bias, 1.running_mean")
-    assert advice == "Run the model once on a batch, as in model(*example_inputs), and compile it then."
+    assert advice == "Run the model once on a batch, as in model(*example_inputs), before you compile it."
     model(X)
     assert len(kfac_fx.compile(model, (X,), loss="normal").registrations) == 2
 
@@ -246,7 +248,7 @@ def test_parameters_may_lie_side_by_side_and_one_of_two_may_be_a_constant(
 def test_parameters_without_values_are_refused_where_something_is_to_be_proved() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 3), torch.ones(2, 4)
-    text = r"on the meta device and have no values, so nothing can be proved .*: weight, bias\.\nGive them values first"
+    text = r"on the meta device and have no values, so the graph cannot be verified: weight, bias\.\nGive them values first"
     with pytest.raises(kfac_fx.UntraceableError, match=text):
         kfac_fx.compile(model, (x,), loss="normal")
     for net in (kfac_fx.compile(model, loss="normal"), kfac_fx.compile(model, (x,), loss="normal", verify=False)):
@@ -266,7 +268,9 @@ def test_sharded_parameters_are_refused_by_name() -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 3)), mesh=mesh)
     first, advice = refusal(model)
-    assert first == "parameters that are spread over processes have no factors in any: 0.weight, 0.bias."
+    assert first == (
+        "these parameters are spread over processes, and no process can compute their factors: 0.weight, 0.bias."
+    )
     assert "DistributedDataParallel" in advice
 
 

@@ -118,7 +118,7 @@ def test_sampled_statistics_are_the_same_in_all_processes_and_their_samples_are_
 
 def test_gradients_that_nobody_averages_are_refused(found: list[dict[str, Any]]) -> None:
     for one in found:
-        assert one["apart"].startswith("the gradients of 2 processes differ, their norms are ")
+        assert one["apart"].startswith("the gradients of 2 processes differ: their norms are ")
         assert "DistributedDataParallel(net)" in one["apart"] and "process_group=g" in one["apart"]
 
 
