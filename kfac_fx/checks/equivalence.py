@@ -161,7 +161,7 @@ def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
     buffers = recorder.copied_buffers()
     names = recorder.program.parameters
     with recorder.emitted.isolated():
-        output, _ = recorder.emitted.call(live, buffers, values, [None] * len(recorder.registrations))
+        output, _ = recorder.run_without_taps(live, buffers, values)
         outputs = pytree.leaves(recorder.capture.unflatten(output))
         gradients = gradients_by_name(outputs, {name: live[name] for name in names if name in live})
     by_buffer = {id(recorder.model.get_buffer(name)): value for name, value in buffers.items()}  # under every alias

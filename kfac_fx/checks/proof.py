@@ -246,7 +246,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
         idle = [one for one in unused if live.keys() >= set(one.owners)]  # the others are not in the emitted module
         probes = prover.make_probes(values, live)
-        _, fisher = prover.emitted.call(live, prover.copied_buffers(), values, probes)
+        _, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
         outputs = [out for out in fisher if out.requires_grad]
         cotangents = random_cotangents(outputs)
         names = list(dict.fromkeys(name for one in (*registrations, *idle) for name in one.owners))

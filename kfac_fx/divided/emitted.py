@@ -7,7 +7,7 @@ works on copies and leaves no trace, as all recordings do; only a file that it w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from kfac_fx.divided.frames import Frames, LossWatch, ObservedLoss, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.divided.inputs import MaskedInputs, first_examples, number_of_examples
-from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of
+from kfac_fx.passes.divided.captured import CapturedSubmodule
 from kfac_fx.passes.divided.divide import Division
 from kfac_fx.passes.divided.masks import MaskSizes, masked_part, with_masks
 from kfac_fx.passes.graphs import pytree
@@ -30,7 +30,7 @@ from kfac_fx.passes.tracing.attributes import untouched
 from kfac_fx.passes.tracing.calls import Lent, mapped
 from kfac_fx.passes.tracing.signature import python_random
 from kfac_fx.passes.tracing.watch import custom_functions
-from kfac_fx.recording.emitted import Results, Taps, attributes_read, compiled_graph, isolated, tap_factory
+from kfac_fx.recording.emitted import Results, Taps, Tensors, attributes_read, compiled_graph, isolated, tap_factory
 from kfac_fx.recording.masks import PaddingMask, dims_in, mask_of_call
 from kfac_fx.taps.tap import Tap
 
@@ -86,9 +86,6 @@ class EmittedSubmodules:
         first_names = {id(buffer): name for name, buffer in self.model.named_buffers()}
         every_name = self.model.named_buffers(remove_duplicate=False)
         self.canonical_buffers = {name: first_names[id(buffer)] for name, buffer in every_name}
-        self.by_module: dict[int, list[int]] = {}
-        for number, captured in enumerate(self.captured):
-            self.by_module.setdefault(id(captured.module), []).append(number)
 
     @property
     def captured(self) -> tuple[CapturedSubmodule, ...]:
@@ -115,40 +112,29 @@ class EmittedSubmodules:
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def call(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
-        return self.without_trace(self.plain, parameters, buffers, values, probes)
-
-    def run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
-        return self.without_trace(self.compiled, parameters, buffers, values, probes)
-
-    def without_trace(
-        self,
-        functions: list[Callable[..., Any]],
-        parameters: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        values: Any,
-        probes: Any,
+    def run(
+        self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
     ) -> Results:
-        """functions: one a submodule."""
         written = self.division.written
         parameters = {name: value.clone() if name in written else value for name, value in parameters.items()}
-        python = self.stand_ins(parameters) if any(probes) else {}
-        frames = self.frames(functions, parameters, python, buffers, probes)
+        python = {
+            name: value.detach().requires_grad_()
+            for name, value in parameters.items()
+            if any(probes) and name in self.structured and not value.requires_grad
+        }
+        frames = self.frames(parameters, buffers, python, values, probes, compiled=compiled)
         with untouched(self.model):  # forward may write into its inputs, too
             output, fisher = self.forward(frames, {**parameters, **python, **buffers}, mapped(Tensor.clone, values))
         refuse_read(self.model, python, fisher)
         return output, fisher
 
-    def run_in_training(
-        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any
-    ) -> Results:
+    def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> Results:
         """The model's own forward with its submodules as graphs, so that its Python code runs once.
 
         A call that no graph serves runs as it is, and `uncaptured` holds it: then nothing was recorded.
         """
         python = {name: parameters[name][...] for name in sorted(self.structured) if parameters[name].requires_grad}
-        frames = self.frames(self.compiled, parameters, python, buffers, probes)
-        frames.tolerant = True
+        frames = self.frames(parameters, buffers, python, values, probes, tolerant=True)
         views = {name: value for name, value in parameters.items() if value.grad_fn is not None}
         output, fisher = self.forward(frames, {**views, **python}, values)
         self.uncaptured = frames.uncaptured
@@ -158,57 +144,43 @@ class EmittedSubmodules:
 
     def frames(
         self,
-        functions: list[Callable[..., Any]],
-        parameters: Mapping[str, Tensor],
-        python: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        probes: Any,
+        parameters: Tensors,
+        buffers: Tensors,
+        python: Tensors,
+        values: Any,
+        probes: Sequence[Any],
+        compiled: bool = True,
+        tolerant: bool = False,
     ) -> Frames:
-        """python: the tensors that Python sees in the place of `parameters`."""
+        """python: the tensors that Python sees in the place of `parameters`. None of them may reach the losses."""
         named = {**parameters, **{name: buffers[first] for name, first in self.canonical_buffers.items()}}
-        held = [{name: named[name] for name in read if name in named} for read in self.read]
-        lent = Lent(self.model, {**parameters, **python})
-        return Frames(self.captured, self.number_of, functions, held, lent, probes, LossWatch())
-
-    def forward(self, frames: Frames, named: Mapping[str, Tensor], values: tuple[Any, ...]) -> Results:
-        args, kwargs = values
         mask = self.mask(values)
-        frames.inputs = lambda number, inputs: self.masked_inputs.of_call(number, inputs, mask)
+        return Frames(
+            self.captured,
+            self.checked,
+            self.ran,
+            self.compiled if compiled else self.plain,
+            [{name: named[name] for name in read if name in named} for read in self.read],
+            probes,
+            lambda number, inputs: self.masked_inputs.of_call(number, inputs, mask),
+            Lent(self.model, {**parameters, **python}),
+            tolerant,
+        )
+
+    def forward(self, frames: Frames, named: Tensors, values: Any) -> Results:
+        """named: the parameters and buffers that Python sees, where they are not the model's."""
+        args, kwargs = values
+        watch = LossWatch()
+        frames.watchers.append(watch)
         seen = {name: named.get(name, parameter) for name, parameter in self.program.parameters.items()}
-        reads = ServedReads(frames, seen, self.structured, self.examples(values), self.serving)
-        with (
-            custom_functions(),
-            frames.in_place(),
-            nullcontext() if self.returns_loss else frames.watch,
-            reads.served(),
-        ):
+        reads = ServedReads(frames, seen, self.structured, self.examples(values))
+        with custom_functions(), frames.in_place(), nullcontext() if self.returns_loss else watch, reads.served():
             output = functional_call(self.model, dict(named), args, kwargs)
-        self.loss_sites = frames.watch.losses
+        self.loss_sites = watch.losses
         if not self.returns_loss:
             return output, tuple(loss.inputs for loss in self.loss_sites)
         leaves = (leaf for leaf in pytree.leaves(output) if isinstance(leaf, Tensor))
         return output, tuple(leaf for leaf in leaves if leaf.is_floating_point())
-
-    def stand_ins(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What Python sees of the structured parameters. None of it may reach the Fisher's outputs."""
-        return {
-            name: value.detach().requires_grad_()
-            for name, value in parameters.items()
-            if name in self.structured and not value.requires_grad
-        }
-
-    def number_of(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """The number of the capture that serves a call. Raises UncapturedCall if none does."""
-        return self.serving(self.by_module[id(module)], args, kwargs, key_of(module, args, kwargs))
-
-    def serving(self, numbers: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> int:
-        """Which of the captures `numbers` serves a call. Raises UncapturedCall if none does."""
-        number = next((n for n in numbers if self.captured[n].serves(args, kwargs, key)), None)
-        if number is None or (self.checked is not None and number not in self.checked):
-            path = self.captured[numbers[0]].submodule.path if numbers else ""
-            raise UncapturedCall(path, number is not None)
-        self.ran.add(number)
-        return number
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

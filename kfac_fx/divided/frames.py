@@ -11,7 +11,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of_read
+from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of, key_of_read
 from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
@@ -76,35 +76,32 @@ class LossWatch(TorchFunctionMode):
         return result
 
 
+@dataclass
 class Frames:
     """The captured submodules of one forward, with the tensors that their graphs run on.
 
     Attributes:
-        number_of: from (module, args, kwargs) to the number of the capture that serves the call.
+        checked: the numbers of the captures that may run; None: all.
+        ran: receives the numbers of the captures that run.
         functions: one a capture; runs its graph.
         held: one a capture; the parameters and buffers that its graph runs on.
-        lent: tells which modules run on parameters that are not the model's; these stay Python.
-        watchers: modes that look at what is done outside of the graphs, and pause inside of them.
         inputs: from (number of the capture, its flat inputs) to what its graph runs on.
+        lent: tells which modules run on parameters that are not the model's; these stay Python.
         tolerant: whether a call that no capture serves runs as it is; it is then kept as `uncaptured`.
+        watchers: modes that look at what is done outside of the graphs, and pause inside of them.
     """
 
-    def __init__(
-        self,
-        captured: Sequence[CapturedSubmodule],
-        number_of: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], int],
-        functions: list[Callable[..., Any]],
-        held: list[dict[str, Tensor]],
-        lent: Lent,
-        probes: Any,
-        watch: LossWatch,
-    ) -> None:
-        self.captured, self.number_of = captured, number_of
-        self.functions, self.held, self.lent, self.probes, self.watch = functions, held, lent, probes, watch
-        self.tolerant = False
-        self.watchers: list[Any] = [watch]
-        self.inputs: Callable[[int, tuple[Any, ...]], tuple[Any, ...]] = lambda number, values: values
-        self.uncaptured: UncapturedCall | None = None
+    captured: Sequence[CapturedSubmodule]
+    checked: Collection[int] | None
+    ran: set[int]
+    functions: Sequence[Callable[..., Any]]
+    held: Sequence[Mapping[str, Tensor]]
+    probes: Any
+    inputs: Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
+    lent: Lent
+    tolerant: bool
+    watchers: list[Any] = field(default_factory=list)
+    uncaptured: UncapturedCall | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -144,13 +141,26 @@ class Frames:
         """The number of the capture that serves a call; None if the call runs as it is."""
         if not torch.is_grad_enabled() or self.lent.others(module):
             return None
+        numbers = [number for number, one in enumerate(self.captured) if one.module is module]
         try:
-            return self.number_of(module, args, kwargs)
+            return self.find(numbers, args, kwargs, key_of(module, args, kwargs))
         except UncapturedCall as uncaptured:
-            if not self.tolerant:
-                raise
-            self.uncaptured = uncaptured
+            self.miss(uncaptured)
             return None
+
+    def find(self, numbers: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> int:
+        """Which of these captures serves a call. Raises UncapturedCall if none does."""
+        number = next((n for n in numbers if self.captured[n].serves(args, kwargs, key)), None)
+        if number is None or (self.checked is not None and number not in self.checked):
+            path = self.captured[numbers[0]].submodule.path if numbers else ""
+            raise UncapturedCall(path, number is not None)
+        self.ran.add(number)
+        return number
+
+    def miss(self, uncaptured: UncapturedCall) -> None:
+        if not self.tolerant:
+            raise uncaptured
+        self.uncaptured = uncaptured
 
     def graph(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the graph of a capture."""
@@ -182,29 +192,23 @@ def one_call(module: fx.GraphModule) -> Callable[..., Any]:
 # --- reads of parameters by Python ------------------------------------------------------------------------------------
 
 
-Serving = Callable[[Sequence[int], tuple[Any, ...], Mapping[str, Any], Any], int]
-
-
 class ServedReads(Reads):
     """Runs the graphs of captured reads in one forward.
 
     parameters: by name, the tensors that Python sees. structured: the names of those with a block of their own.
-    serving: from (numbers of captures, args, kwargs, key) to the number of the one that serves a read.
     """
 
     def __init__(
-        self,
-        frames: Frames,
-        parameters: Mapping[str, Tensor],
-        structured: Collection[str],
-        cases: int,
-        serving: Serving,
+        self, frames: Frames, parameters: Mapping[str, Tensor], structured: Collection[str], cases: int
     ) -> None:
-        self.by_key = reads_by_key(frames.captured)
-        names = {name for one in frames.captured if one.is_read for name in one.names.values()}
+        self.by_key: dict[Any, list[int]] = {}  # the numbers of captured reads
+        for number, captured in enumerate(frames.captured):
+            if isinstance(captured.module, Operation):
+                self.by_key.setdefault(captured.module.read_key, []).append(number)
+        names = {name for captured in frames.captured if captured.is_read for name in captured.names.values()}
         self.read_names = names & set(structured)
         super().__init__(parameters if self.read_names else {}, cases)
-        self.frames, self.serving, self.lost_names = frames, serving, set[str]()
+        self.frames, self.lost_names = frames, set[str]()
         frames.watchers.append(self)
 
     def served(self) -> AbstractContextManager[Any]:
@@ -215,14 +219,12 @@ class ServedReads(Reads):
         if self.read_names.isdisjoint(read.names) or not self.lost_names.isdisjoint(read.names):
             return operation()
         try:
-            number = self.serving(self.by_key.get(read.key, ()), read.inputs, {}, key_of_read(read.key, read.inputs))
+            key = key_of_read(read.key, read.inputs)
+            number = self.frames.find(self.by_key.get(read.key, ()), read.inputs, {}, key)
         except UncapturedCall as uncaptured:
             result = operation()
-            if not differentiable(read, result):
-                return result
-            if not self.frames.tolerant:
-                raise UncapturedCall(str(read), uncaptured.captured) from None
-            self.frames.uncaptured = UncapturedCall(str(read), uncaptured.captured)
+            if differentiable(read, result):
+                self.frames.miss(UncapturedCall(str(read), uncaptured.captured))
             return result
         output = self.frames.graph(number, read.inputs, {})
         if read.written is None:
@@ -233,15 +235,6 @@ class ServedReads(Reads):
     def lost(self, names: Iterable[str], why: str = NOT_CAPTURED) -> None:
         """Stop serving these parameters: what was computed from them may be stale. `refuse_read` finds their uses."""
         self.lost_names |= set(names)
-
-
-def reads_by_key(captured: Sequence[CapturedSubmodule]) -> dict[Any, list[int]]:
-    """The numbers of captured reads, by the operation and the parameters that they read."""
-    by_key: dict[Any, list[int]] = {}
-    for number, one in enumerate(captured):
-        if isinstance(one.module, Operation):
-            by_key.setdefault(one.module.read_key, []).append(number)
-    return by_key
 
 
 def refuse_read(model: nn.Module, stand_ins: Mapping[str, Tensor], fisher: tuple[Tensor, ...]) -> None:

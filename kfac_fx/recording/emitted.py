@@ -35,6 +35,7 @@ from kfac_fx.taps.tap import Tap
 
 Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of its uses
 Results = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
+Tensors = dict[str, Tensor]
 
 
 class LossSite(Protocol):
@@ -85,18 +86,16 @@ class EmittedModel(Protocol):
     def but(self, **changes: Any) -> EmittedModel:
         """The same capture emitted again, with another program, backend or kind of tap (`make_tap`)."""
 
-    def call(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
-        """Run the model as a pure function, except for what it writes into `buffers`. Never compiled.
+    def run(
+        self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
+    ) -> Results:
+        """Run the model as a pure function, except for what it writes into `buffers`.
 
         values: the model's inputs, as `capture.flatten` returns them. probes: one mapping a registration, or None.
+        compiled: whether to run under `backend`.
         """
 
-    def run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
-        """As `call`, under `backend`."""
-
-    def run_in_training(
-        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any
-    ) -> Results:
+    def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> Results:
         """As `run`, in the place of the model's own forward."""
 
     def isolated(self) -> AbstractContextManager[None]:
@@ -159,13 +158,14 @@ class EmittedGraph:
     def but(self, **changes: Any) -> EmittedGraph:
         return replace(self, **changes)
 
-    def call(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
+    def call(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> Results:
         results: Results = functional_call(self.module, {**parameters, **buffers}, (*values, probes))
         return results
 
-    def run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], values: Any, probes: Any) -> Results:
-        results: Results = self.compiled(parameters, buffers, values, probes)
-        return results
+    def run(
+        self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
+    ) -> Results:
+        return (self.compiled if compiled else self.call)(parameters, buffers, values, probes)
 
     run_in_training = run
 

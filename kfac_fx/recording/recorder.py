@@ -25,7 +25,7 @@ from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import lasting
-from kfac_fx.recording.emitted import EmittedModel
+from kfac_fx.recording.emitted import EmittedModel, Results, Tensors
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes
 from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.statistics.moments import Key, Moments, Ride, flat
@@ -172,14 +172,15 @@ class Recorder:
         self.sample_anew(generator)
         targets = self.part_of_targets(targets, values, fraction)
         values, saved, losses_of = self.emitted.part(values, fraction), SavedBytes(), self.losses
-        run, watched = (self.emitted.call, saved.watched) if is_exact(mode) else (self.emitted.run, nullcontext)
         with self.emitted.isolated(), full_precision():
             live = {name: value.detach() for name, value in self.live_parameters().items()}
             summed_over = self.program.parameters if params_stats else self.generic_parameters()
             learned = {name: live[name].requires_grad_() for name in summed_over}
             probes = self.make_probes(values, live)
-            with watched():
-                output, fisher = run(live | learned, self.copied_buffers(), values, probes)
+            with saved.watched() if is_exact(mode) else nullcontext():
+                output, fisher = self.emitted.run(
+                    live | learned, self.copied_buffers(), values, probes, compiled=not is_exact(mode)
+                )
             constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
             cases, sums = losses_of.cases(losses), losses_of.summed(losses)
             if is_exact(mode):
@@ -247,11 +248,14 @@ class Recorder:
             cases = self.losses.cases(losses)
         return self.capture.unflatten(output), Ride(probes, self.registrations, views, cases)
 
-    def outputs(self, parameters: Mapping[str, Tensor], values: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> Results:
+        return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)
+
+    def outputs(self, parameters: Mapping[str, Tensor], values: Any) -> Results:
         """(what the model returns, the Fisher's outputs) at other parameters; nothing of the model changes."""
         live = {name: parameters.get(name, value.detach()) for name, value in self.live_parameters().items()}
         with self.emitted.isolated():
-            output, fisher = self.emitted.call(live, self.copied_buffers(), values, [None] * len(self.registrations))
+            output, fisher = self.run_without_taps(live, self.copied_buffers(), values)
         return self.capture.unflatten(output), fisher
 
 

@@ -132,14 +132,14 @@ def test_sizes_that_are_not_clear_are_an_error_with_a_way_out() -> None:
         compiled(Tagger(), batch(3, 2, 1))
     first, advice = str(failure.value).splitlines()
     assert first.startswith(
-        "padding_mask has 3 cases and 3 positions, and no captured submodule has inputs of just these"
+        "padding_mask has 3 cases and 3 positions, and no captured submodule has inputs of exactly"
     )
     assert advice.startswith("Compile with an example in which the numbers of cases and positions differ")
 
 
 def test_a_submodule_that_is_called_on_something_else_later_is_an_error() -> None:
     net = compiled(Halves())
-    with pytest.raises(ModelChangedError, match=r"has shape \[2, 12\], and embed is called on 2 cases and 6 "):
+    with pytest.raises(ModelChangedError, match=r"has shape \[2, 12\], but embed is called on 2 cases and 6 "):
         net.record(batch(12, 9), {})
 
 

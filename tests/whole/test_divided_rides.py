@@ -121,7 +121,7 @@ def test_what_a_submodule_does_beside_its_graph_is_refused_with_its_name() -> No
         net.ride((X,), {})
     said = str(failure.value).splitlines()
     assert said[1] == "  calls the backward hooks of Linear, in middle"
-    assert said[2].startswith('Record in a pass of its own, with estimation_mode="gradients" or net.record(...)')
+    assert said[2].startswith('Record in a separate pass, with estimation_mode="gradients" or net.record(...)')
 
 
 def test_the_model_is_itself_again_after_an_error() -> None:
