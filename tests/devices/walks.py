@@ -32,15 +32,15 @@ FIRST_STEP = {
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device
 PROOF = {  # on the first batch; `verify=False` does without
-    "equivalence.py:compare",
-    "equivalence.py:same",
+    "equivalence.py:check_equivalence",
+    "equivalence.py:equal_up_to_rounding",
     "equivalence.py:close",
     "equivalence.py:difference",
-    "equivalence.py:gradients",
-    "proof.py:of",
+    "equivalence.py:random_cotangents",
     "proof.py:prove",
+    "proof.py:difference_in_words",
     "proof.py:revealing",
-    "proof.py:gradients",
+    "proof.py:proof_gradients",
     "proof.py:reaches_others",
 }
 PADDED = {"masks.py:real_losses"}  # how many cases are real is a number of the batch

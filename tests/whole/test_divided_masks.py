@@ -131,9 +131,7 @@ def test_sizes_that_are_not_clear_are_an_error_with_a_way_out() -> None:
     with pytest.raises(RegistrationError) as failure:
         compiled(Tagger(), batch(3, 2, 1))
     first, advice = str(failure.value).splitlines()
-    assert first.startswith(
-        "padding_mask has 3 cases and 3 positions, and no captured submodule has inputs of exactly"
-    )
+    assert first.startswith("padding_mask has 3 cases and 3 positions, and no captured submodule has inputs of exactly")
     assert advice.startswith("Compile with an example in which the numbers of cases and positions differ")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,14 +80,15 @@ def test_other_outputs_or_gradients_are_wrong(monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_rows_of_another_gradient_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = proof.gradients
+    original = proof.proof_gradients
 
     def spoil(prover: Any, values: Any) -> Any:
-        pairs, *others = original(prover, values)
+        gradients = original(prover, values)
         by = 1.1 if values[0].shape[0] == zoo_measure.OTHER else 1.0
-        return [(one, wanted, got * by, bound) for one, wanted, got, bound in pairs], *others
+        pairs = [(one, wanted, computed * by, bound) for one, wanted, computed, bound in gradients.pairs]
+        return replace(gradients, pairs=iter(pairs))
 
-    monkeypatch.setattr(proof, "gradients", spoil)
+    monkeypatch.setattr(proof, "proof_gradients", spoil)
     found = zoo_measure.measure(entry())
     assert found["status"] == "wrong" and "rows of layer.weight, layer.bias" in found["wrong"][0]
 
