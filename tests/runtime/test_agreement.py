@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx import (
     ModelChangedError,
 )
-from kfac_fx.recording.agreement import other_path
+from kfac_fx.recording.agreement import other_masks, other_path, with_generic
 from tests.runtime.compiled import X, mlp, net_of
 
 
@@ -96,7 +96,7 @@ def test_inputs_on_another_path_are_refused_with_the_difference() -> None:
     ]  # fmt: skip
     assert rows[0].endswith("  linear with 1 use at first, no block of its own here")
     assert rows[2].endswith("  no block of its own at first, linear with 1 use here")
-    assert "no block of its own at first, generic (no layer has the form of linear (test_changed_models.py:" in rows[3]
+    assert "no block of its own at first, generic (no layer has the form of linear (test_agreement.py:" in rows[3]
     assert last == "Compile the model once per control-flow path."
 
 
@@ -127,3 +127,46 @@ def test_cases_that_are_merged_later_are_no_diagonal_of_cases() -> None:
     assert other_path(one, replace(one, approximation="kron", reason="merged")) == (
         "linear with 1 use and diagonal at first, linear with 1 use (merged) here"
     )
+
+
+def registered(*names: str, layer: str = "linear", approximation: str = "kron", reason: str | None = None) -> Any:
+    """The registration of a linear layer, as its parts of a report are."""
+    one = net_of(nn.Linear(4, 3), X).registrations[0]
+    return replace(one, parameters=names, layer=layer, approximation=approximation, reason=reason)
+
+
+def test_equal_registrations_make_equal_blocks() -> None:
+    one = registered("w", "b")
+    assert other_path(one, one) == "" and other_path(one, replace(one, reason="another")) == ""
+
+
+def test_a_block_that_only_one_capture_has_is_described() -> None:
+    assert other_path(registered("w"), None) == "linear with 1 use at first, no block of its own here"
+    assert (
+        other_path(None, registered("w", reason="why")) == "no block of its own at first, linear with 1 use (why) here"
+    )
+
+
+def test_another_layer_makes_another_block() -> None:
+    assert other_path(registered("w"), registered("w", layer="conv2d")) == (
+        "linear with 1 use at first, conv2d with 1 use here"
+    )
+
+
+def test_what_was_generic_stays_generic_with_its_reason() -> None:
+    program = net_of(nn.Linear(4, 3), X).program
+    earlier = program.but(registrations=tuple(program.generic(name, f"why {name}") for name in ("weight", "bias")))
+    merged = with_generic(program, earlier)
+    assert [(one.parameters, one.generic, one.reason) for one in merged.registrations] == [
+        (("weight",), True, "why weight"),
+        (("bias",), True, "why bias"),
+    ]
+    assert with_generic(program, program).registrations == program.registrations
+
+
+def test_a_mask_that_fits_in_one_batch_only_is_told() -> None:
+    one = registered("w")
+    masked = replace(one, uses=tuple(replace(use, mask_dims=(0, 1)) for use in one.uses))
+    assert other_masks(one, one) == "" and other_masks(masked, masked) == ""
+    assert other_masks(masked, one) == "the padding mask fits its uses at first only"
+    assert other_masks(one, masked) == "the padding mask fits its uses here only"

@@ -1,0 +1,117 @@
+"""A captured model, emitted: whole or in submodules, it runs as the model does and leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import kfac_fx
+from kfac_fx import LossError
+from kfac_fx.checks.proof import ProofTap
+from kfac_fx.divided.emitted import EmittedSubmodules
+from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, value_of
+from tests.whole.divided import Branching, Normalized
+
+X = torch.randn(6, 4)
+
+
+class Straight(Branching):
+    def between(self, h: Tensor) -> Any:
+        return self.middle(h)
+
+
+def emitted(model: nn.Module, **options: Any) -> EmittedModel:
+    first = kfac_fx.compile(model, (X,), **{"loss": "normal", **options}).captures.first
+    assert first is not None
+    return first.emitted
+
+
+BOTH = pytest.mark.parametrize("build", [Straight, Branching], ids=["graph", "submodules"])
+
+
+def state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return parameters, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def without_probes(one: EmittedModel) -> list[None]:
+    return [None] * len(one.program.registrations)
+
+
+def test_the_one_is_a_graph_and_the_other_are_submodules_and_neither_is_the_other() -> None:
+    graph, submodules = emitted(Straight()), emitted(Branching())
+    assert isinstance(graph, EmittedGraph) and graph.whole
+    assert isinstance(submodules, EmittedSubmodules) and not submodules.whole
+    assert type(graph).__mro__[1:] == type(submodules).__mro__[1:] == (object,)
+
+
+@BOTH
+def test_a_run_at_other_parameters_is_the_model_there(build: Any) -> None:
+    model, other = build(), build()
+    one = emitted(model)
+    values = one.capture.flatten((X,), {})
+    output, fisher = one.run(*state(other), values, without_probes(one), compiled=False)
+    torch.testing.assert_close(one.capture.unflatten(output), other(X))
+    assert len(fisher) == 1
+
+
+def test_buffers_are_written_where_they_were_given() -> None:
+    model = Normalized()
+    one = emitted(model)
+    parameters, buffers = state(model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    one.run(parameters, buffers, ((X,), {}), without_probes(one))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert not torch.equal(buffers["middle.1.running_mean"], before["middle.1.running_mean"])
+    assert "last_size" not in model.__dict__
+
+
+@BOTH
+def test_emitted_again_it_has_other_taps_and_the_same_capture(build: Any) -> None:
+    one = emitted(build())
+    again = one.but(make_tap=ProofTap)
+    assert again.capture is one.capture and again.taps.keys() == one.taps.keys()
+    assert all(isinstance(tap, ProofTap) for taps in again.taps.values() for tap in taps)
+    assert not any(isinstance(tap, ProofTap) for taps in one.taps.values() for tap in taps)
+
+
+@BOTH
+@pytest.mark.parametrize(("fraction", "examples"), [(1.0, 6), (0.5, 3), (0.01, 1)])
+def test_a_part_of_a_batch_has_at_least_one_example(build: Any, fraction: float, examples: int) -> None:
+    one = emitted(build())
+    assert one.examples(one.part(one.capture.flatten((X,), {}), fraction)) == examples
+
+
+@BOTH
+def test_random_streams_are_restored(build: Any) -> None:
+    one = emitted(nn.Sequential(build(), nn.Dropout()))
+    before = torch.random.get_rng_state()
+    with one.isolated():
+        assert torch.is_grad_enabled()
+        torch.rand(3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_losses_of_python_are_those_of_the_last_run() -> None:
+    class Inside(Branching):
+        def forward(self, x: Tensor) -> Any:
+            return nn.functional.mse_loss(super().forward(x), x[:, :3])
+
+    one = emitted(Inside(), loss=None)
+    one.run(*state(one.model), ((X,), {}), without_probes(one))
+    (site,) = one.loss_sites
+    assert (site.kind, site.reduction) == ("normal", "mean")
+    assert torch.equal(one.target_values(site.targets, ((X,), {})), X[:, :3])
+
+
+def test_a_value_is_computed_from_inputs_and_not_from_parameters() -> None:
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.get_attr("w")
+    shifted = graph.call_function(torch.add, (x, 1))
+    product = graph.call_method("mul", (shifted, w))
+    assert torch.equal(value_of(shifted, {x: X}), X + 1)
+    with pytest.raises(LossError, match="the loss at w are computed from parameters; pass `targets`"):
+        value_of(product, {x: X})
