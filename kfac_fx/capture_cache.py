@@ -195,7 +195,7 @@ class CaptureCache:
         assert self.first is not None, "bug in kfac_fx: an uncaptured call before the first capture"
         extended = agreeing(extended, self.first)
         for cached in self.recorders.values():
-            cached[:] = [extended if one is recorder else one for one in cached]
+            cached[:] = [extended if other is recorder else other for other in cached]
 
     def unstable(self, path: str) -> UntraceableError:
         return UntraceableError(
@@ -334,4 +334,4 @@ class CaptureCache:
 
 
 def generic_parameters(recorder: Recorder) -> int:
-    return sum(len(one.parameters) for one in recorder.registrations if one.generic)
+    return sum(len(registration.parameters) for registration in recorder.registrations if registration.generic)

@@ -137,7 +137,9 @@ class FisherEstimator(BlockDiagonalFisher):
         registrations, parameters = self.net.registrations, dict(self.net.named_parameters())
         if self.variables is not None:
             check_variables(self.variables, registrations)
-            registrations = tuple(one for one in registrations if one.owners[0] in self.variables)
+            registrations = tuple(
+                registration for registration in registrations if registration.owners[0] in self.variables
+            )
         refuse_without_blocks(registrations, parameters.items())
         return registrations, parameters
 

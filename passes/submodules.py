@@ -124,8 +124,8 @@ def graph_of(program: Program, number: int) -> Program:
             copies[node] = graph.node_copy(node, lambda n: copy_of(graph, n, copies))
             copies[node].meta = dict(node.meta)
     registrations = tuple(
-        replace(one, uses=tuple(within(use, copies) for use in one.uses if use.output in copies))
-        for one in program.registrations
+        replace(registration, uses=tuple(within(use, copies) for use in registration.uses if use.output in copies))
+        for registration in program.registrations
     )
     return program.but(graph=graph, registrations=registrations, outputs=(), parameter_exprs={}, behind={})
 
@@ -202,15 +202,15 @@ def leave_python(program: Program) -> Program:
     """Make parameters generic that the Python code between the submodules reads, and count every use as often as its
     submodule was called."""
     registrations: list[Registration] = []
-    for one in program.registrations:
-        reasons = [f"{name} is {program.python[name]}" for name in one.owners if name in program.python]
-        if one.generic and not reasons:
-            registrations.append(one)
+    for registration in program.registrations:
+        reasons = [f"{name} is {program.python[name]}" for name in registration.owners if name in program.python]
+        if registration.generic and not reasons:
+            registrations.append(registration)
         elif reasons:
-            registrations += [program.generic(name, "; ".join(reasons)) for name in one.parameters]
+            registrations += [program.generic(name, "; ".join(reasons)) for name in registration.parameters]
         else:
-            registrations.append(with_calls(program, one))
-    registered = {name for one in registrations for name in one.parameters}
+            registrations.append(with_calls(program, registration))
+    registered = {name for registration in registrations for name in registration.parameters}
     registrations += [
         program.generic(part, f"{name} is {reason}")
         for name, reason in program.python.items()
@@ -221,13 +221,15 @@ def leave_python(program: Program) -> Program:
     return program.but(registrations=tuple(registrations), unused=unused)
 
 
-def with_calls(program: Program, one: Registration) -> Registration:
+def with_calls(program: Program, registration: Registration) -> Registration:
     """Its uses with the calls of their submodules on the examples, and an approximation that allows for several."""
-    uses = tuple(replace(use, calls=program.submodules[use.output.meta[NUMBER]].calls) for use in one.uses)
+    uses = tuple(replace(use, calls=program.submodules[use.output.meta[NUMBER]].calls) for use in registration.uses)
     repeated = len(uses) > 1 or any(use.calls and use.calls > 1 for use in uses)
-    if one.structure.series:
-        why = f"the order of its uses is known at run time only, so not {one.approximation!r}"
-        reason = f"{one.reason}; {why}" if one.reason else why
-        return replace(one, uses=uses, called=True, approximation="kron_indep", reason=reason)
-    indep = one.approximation == "kron" and repeated
-    return replace(one, uses=uses, called=True, approximation="kron_indep" if indep else one.approximation)
+    if registration.structure.series:
+        why = f"the order of its uses is known at run time only, so not {registration.approximation!r}"
+        reason = f"{registration.reason}; {why}" if registration.reason else why
+        return replace(registration, uses=uses, called=True, approximation="kron_indep", reason=reason)
+    indep = registration.approximation == "kron" and repeated
+    return replace(
+        registration, uses=uses, called=True, approximation="kron_indep" if indep else registration.approximation
+    )

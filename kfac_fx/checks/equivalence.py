@@ -101,7 +101,7 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
             "keep the first value.\nMove the counter out of the model and pass it as a tensor."
         )
     pairs = zip(*outputs, strict=True)
-    if any(isinstance(one, Tensor) and not equal_up_to_rounding(one, other) for one, other in pairs):
+    if any(isinstance(value, Tensor) and not equal_up_to_rounding(value, other) for value, other in pairs):
         raise UntraceableError(
             f"{name} keeps {', '.join(assigned)} between forward passes, and its outputs depend on it. A captured "
             "graph would repeat the first forward pass.\nPass this state as an input, or keep it in a buffer."
@@ -208,29 +208,28 @@ def cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def equal_up_to_rounding(one: Tensor, other: Any, rounding: float = 0.0) -> bool:
+def equal_up_to_rounding(value: Tensor, other: Any, rounding: float = 0.0) -> bool:
     """Equal up to the rounding of their dtype, or a coarser one that took part, at the size of the largest element."""
-    if not isinstance(other, Tensor) or one.shape != other.shape:
+    if not isinstance(other, Tensor) or value.shape != other.shape:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    coarse = 4 * max(rounding, torch.finfo(one.dtype).eps)
-    largest = float(one.detach().abs().nan_to_num(0.0, 0.0).max()) if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=max(1e-4, coarse), atol=max(1e-5, coarse * largest), equal_nan=True)
+    if not value.is_floating_point():
+        return torch.equal(value, other)
+    coarse = 4 * max(rounding, torch.finfo(value.dtype).eps)
+    largest = float(value.detach().abs().nan_to_num(0.0, 0.0).max()) if value.numel() else 0.0
+    return torch.allclose(value, other, rtol=max(1e-4, coarse), atol=max(1e-5, coarse * largest), equal_nan=True)
 
 
-def difference(one: Tensor, other: Any) -> float:
-    comparable = isinstance(other, Tensor) and one.shape == other.shape
-    return float((one.double() - other.double()).abs().max()) if comparable else float("inf")
+def difference(value: Tensor, other: Any) -> float:
+    comparable = isinstance(other, Tensor) and value.shape == other.shape
+    return float((value.double() - other.double()).abs().max()) if comparable else float("inf")
 
 
-def close(one: Tensor | None, other: Tensor | None, relative: float, absolute: float) -> bool:
+def close(value: Tensor | None, other: Tensor | None, relative: float, absolute: float) -> bool:
     """Whether two gradients agree; None is zero, and gradients that are not finite agree with all."""
-    if one is None or other is None:
-        present = other if one is None else one
-        if present is None:
-            return True
-        one, other = (torch.zeros_like(present) if value is None else value for value in (one, other))
-    if not bool(one.isfinite().all() & other.isfinite().all()):
+    if value is None and other is None:
         return True
-    return float((one - other).norm()) <= relative * float(one.norm()) + absolute
+    value = torch.zeros_like(other) if value is None else value  # type: ignore[arg-type]  # not both are None
+    other = torch.zeros_like(value) if other is None else other
+    if not bool(value.isfinite().all() & other.isfinite().all()):
+        return True
+    return float((value - other).norm()) <= relative * float(value.norm()) + absolute

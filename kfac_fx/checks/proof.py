@@ -160,32 +160,24 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         recorder.emitted.capture = prover.capture
         rounding = max(1.0, 4 * coarsest_rounding(recorder, values) / PROOF_TOLERANCE)  # autograd's, to the dtype
         gradients = proof_gradients(prover, values)
-        for one, wanted, computed, bound in gradients.pairs:
+        for registration, wanted, computed, bound in gradients.pairs:
             conclusive = conclusive and bool(wanted.isfinite().all())
-            differs[one.parameters] = difference_in_words(wanted, computed, rounding, float(bound))
+            differs[registration.parameters] = difference_in_words(wanted, computed, rounding, float(bound))
     if not conclusive:
         return Verdict(recorder.program, {}, conclusive=False)
     taps, towers = proof_taps(prover), prover.losses.tower_cases(gradients.fisher)
     failed: dict[Key, str] = {(name,): MISSED for name in gradients.missed}
-    changed: dict[Key, tuple[str, str]] = {}  # the approximation that fits the rows, and why
-
-    def cases(tap: ProofTap) -> int:
-        return towers[tap.tower] if len(towers) > 1 else examples
-
-    for one in recorder.registrations:
-        if one.generic:
+    changed: dict[Key, tuple[str, str]] = {}
+    for registration in recorder.registrations:
+        if registration.generic:
             continue
-        failure = next((tap.failure for tap in taps[one.parameters] if tap.failure), None)
-        if reason := failure or differs[one.parameters]:
-            failed[one.parameters] = reason
-        elif one.structure.needs_cases and any(tap.cases - {cases(tap)} for tap in taps[one.parameters]):
-            why = f"cases are merged with positions at its output, so not {one.approximation!r}"
-            changed[one.parameters] = KRON.name, why
-        elif one.parameters in gradients.mixing:
-            why = f"cases meet between it and the outputs, so {one.approximation!r} leaves out products of two cases"
-            changed[one.parameters] = one.approximation, why
-        elif one.structure.series and (mixed := unlike(taps[one.parameters])):
-            changed[one.parameters] = KRON_INDEP.name, f"{mixed}, so not {one.approximation!r}"
+        key = registration.parameters
+        cases = [towers[tap.tower] if len(towers) > 1 else examples for tap in taps[key]]
+        failure = next((tap.failure for tap in taps[key] if tap.failure), None)
+        if reason := failure or differs[key]:
+            failed[key] = reason
+        elif other := fitting_approximation(registration, taps[key], cases, key in gradients.mixing):
+            changed[key] = other
     if failed and recorder.program.options.strict:
         rows = [(", ".join(names), reason) for names, reason in failed.items()]
         many = "1 registration" if len(failed) == 1 else f"{len(failed)} registrations"
@@ -205,6 +197,23 @@ def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound
     return f"the proof failed: rows give another gradient than autograd ({apart})"
 
 
+def fitting_approximation(
+    registration: Registration, taps: Sequence[ProofTap], cases: Sequence[int], mixing: bool
+) -> tuple[str, str] | None:
+    """The approximation that fits the rows, and why; None if that of the registration does.
+
+    cases: the number of cases of every tap. mixing: see `Gradients`.
+    """
+    name = registration.approximation
+    if registration.structure.needs_cases and any(tap.cases - {n} for tap, n in zip(taps, cases, strict=True)):
+        return KRON.name, f"cases are merged with positions at its output, so not {name!r}"
+    if mixing:
+        return name, f"cases meet between it and the outputs, so {name!r} leaves out products of two cases"
+    if registration.structure.series and (mixed := unlike(taps)):
+        return KRON_INDEP.name, f"{mixed}, so not {name!r}"
+    return None
+
+
 def unlike(taps: Sequence[ProofTap]) -> str | None:
     """Why no series can be made of the rows of these uses."""
     if any(tap.kind[0] for tap in taps):
@@ -217,17 +226,21 @@ def unlike(taps: Sequence[ProofTap]) -> str | None:
 
 def with_proof_taps(recorder: Recorder) -> Recorder:
     """A recorder that computes the gradients of all rows, without a compiler."""
-    statistics = {one.parameters: ("gradient", "A_diag", "G_diag") for one in recorder.registrations if not one.generic}
+    statistics = {
+        registration.parameters: ("gradient", "A_diag", "G_diag")
+        for registration in recorder.registrations
+        if not registration.generic
+    }
     program = recorder.program.but(registrations=tuple(map(with_all_rows, recorder.registrations)))
     emitted = recorder.emitted.but(program=program, backend="eager", make_tap=ProofTap)
     return replace(recorder, emitted=emitted, statistics=statistics)
 
 
-def with_all_rows(one: Registration) -> Registration:
+def with_all_rows(registration: Registration) -> Registration:
     """A registration with all rows of its matrix: no sample of them, and no mask, which autograd does not know."""
-    uses = tuple(without_mask(use) if use.mask_dims else use for use in one.uses)
-    approximation = KRON.name if one.structure.kronecker else one.approximation
-    return replace(one, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
+    uses = tuple(without_mask(use) if use.mask_dims else use for use in registration.uses)
+    approximation = KRON.name if registration.structure.kronecker else registration.approximation
+    return replace(registration, uses=uses, approximation=approximation, sampling=None, patch_mask=None)
 
 
 def proof_taps(prover: Recorder) -> dict[Key, list[ProofTap]]:
@@ -239,39 +252,50 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
 
     It keeps one gradient of all parameters more than a training step, and the matrices of one registration.
     """
-    registrations = [one for one in prover.registrations if not one.generic]
+    registrations = [registration for registration in prover.registrations if not registration.generic]
     unused = [prover.program.generic(name, None) for name in prover.program.unused]
     taps = proof_taps(prover)
     with prover.emitted.isolated():
         live = {name: revealing(value.detach()).requires_grad_() for name, value in prover.live_parameters().items()}
-        idle = [one for one in unused if live.keys() >= set(one.owners)]  # the others are not in the emitted module
+        idle = [
+            registration for registration in unused if live.keys() >= set(registration.owners)
+        ]  # the others are not in the emitted module
         probes = prover.make_probes(values, live)
         _, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
         outputs = [out for out in fisher if out.requires_grad]
         cotangents = random_cotangents(outputs)
-        names = list(dict.fromkeys(name for one in (*registrations, *idle) for name in one.owners))
+        names = list(dict.fromkeys(name for registration in (*registrations, *idle) for name in registration.owners))
         leaves = [live[name] for name in names] + [probe for by_name in probes for probe in by_name.values()]
-        inexact = [one for one in registrations if any(step.left_out for use in one.uses for step in use.through)]
-        asked = [one for one in registrations if by_case(prover.program, one)]
+        inexact = [
+            registration
+            for registration in registrations
+            if any(step.left_out for use in registration.uses for step in use.through)
+        ]
+        asked = [registration for registration in registrations if by_case(prover.program, registration)]
         grads = (
             torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=bool(inexact or asked))
             if outputs and leaves
             else [None] * len(leaves)
         )
-        left_out = {one.parameters: gradient_left_out(live[one.parameters[0]], taps[one.parameters]) for one in inexact}
+        left_out = {
+            registration.parameters: gradient_left_out(live[registration.parameters[0]], taps[registration.parameters])
+            for registration in inexact
+        }
         mixing = meeting_cases(taps, asked, outputs, cotangents, leaves[len(names) :]) if asked else set()
     found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
     by_name = dict(zip(names, found, strict=False))
     statistics = iter(found[len(names) :])
 
     def pairs() -> Iterator[tuple[Registration, Tensor, Tensor, Tensor]]:
-        for one in registrations:
-            assert one.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
+        for registration in registrations:
+            assert registration.matrix is not None, "bug in kfac_fx: a structured registration without a matrix"
             computed = next(statistics)
-            if one.parameters in left_out:
-                computed = computed + one.matrix.pack({one.parameters[0]: left_out[one.parameters]})
+            if registration.parameters in left_out:
+                computed = computed + registration.matrix.pack(
+                    {registration.parameters[0]: left_out[registration.parameters]}
+                )
             bound = (next(statistics).sum() * next(statistics).sum()).sqrt()
-            yield one, one.matrix.pack(split(by_name, [one])), computed, bound
+            yield registration, registration.matrix.pack(split(by_name, [registration])), computed, bound
 
     missed = [name for name, gradient in split(by_name, idle).items() if bool(gradient.any())]
     return Gradients(pairs(), fisher, missed, mixing)
@@ -283,10 +307,10 @@ def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:
     return torch.autograd.grad(learned, parameter)[0] if learned else torch.zeros_like(parameter)
 
 
-def by_case(program: Program, one: Registration) -> bool:
+def by_case(program: Program, registration: Registration) -> bool:
     """Whether the user asked for a block made of gradients of cases."""
-    asked = requested(program, one.parameters, one.layer) & APPROXIMATIONS.keys()
-    return not one.structure.kronecker and any(not APPROXIMATIONS[name].kronecker for name in asked)
+    asked = requested(program, registration.parameters, registration.layer) & APPROXIMATIONS.keys()
+    return not registration.structure.kronecker and any(not APPROXIMATIONS[name].kronecker for name in asked)
 
 
 def meeting_cases(
@@ -302,7 +326,9 @@ def meeting_cases(
             tap.reached = False
     first = [torch.cat([c[:1], torch.zeros_like(c[1:])]) if c.dim() else c for c in cotangents]
     torch.autograd.grad(outputs, probes, first, allow_unused=True, retain_graph=True)
-    return {one.parameters for one in asked if any(tap.reached for tap in taps[one.parameters])}
+    return {
+        registration.parameters for registration in asked if any(tap.reached for tap in taps[registration.parameters])
+    }
 
 
 def revealing(value: Tensor) -> Tensor:
@@ -325,15 +351,15 @@ def demoted(
 ) -> Program:
     """The program with failed registrations generic, and others with another approximation."""
     registrations: list[Registration] = []
-    for one in program.registrations:
-        if one.parameters in failed:
-            reason = f"{one.layer}: {failed[one.parameters]}"
-            registrations += [program.generic(name, reason) for name in one.parameters]
-        elif one.parameters in changed:
-            approximation, why = changed[one.parameters]
-            registrations.append(replace(one, approximation=approximation, reason=why))
+    for registration in program.registrations:
+        if registration.parameters in failed:
+            reason = f"{registration.layer}: {failed[registration.parameters]}"
+            registrations += [program.generic(name, reason) for name in registration.parameters]
+        elif registration.parameters in changed:
+            approximation, why = changed[registration.parameters]
+            registrations.append(replace(registration, approximation=approximation, reason=why))
         else:
-            registrations.append(one)
+            registrations.append(registration)
     registrations += [program.generic(name, MISSED) for name in missed]
     unused = tuple(name for name in program.unused if name not in missed)
     return program.but(registrations=tuple(registrations), unused=unused)

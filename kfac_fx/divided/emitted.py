@@ -68,11 +68,13 @@ class EmittedSubmodules:
 
     def __post_init__(self) -> None:
         registrations = self.program.registrations
-        self.structured = {name for one in registrations if not one.generic for name in one.owners}
+        self.structured = {
+            name for registration in registrations if not registration.generic for name in registration.owners
+        }
         masked = any(KEPT in use.attrs for registration in registrations for use in registration.uses)
         part_of = masked_part if masked else graph_of
         parts = [part_of(self.program, number) for number in range(len(self.captured))]
-        self.masked_inputs = MaskedInputs.of(parts, [one.submodule.path for one in self.captured])
+        self.masked_inputs = MaskedInputs.of(parts, [captured.submodule.path for captured in self.captured])
         tap_of = tap_factory(self.taps, self.make_tap, self.program.layers)
         modules = [rewrite(part, tap_of) for part in parts]
         self.read = [attributes_read(module) for module in modules]
@@ -97,7 +99,7 @@ class EmittedSubmodules:
 
     @property
     def plain_reason(self) -> str | None:
-        return next((reason for one in self.compiled if (reason := getattr(one, "reason", None))), None)
+        return next((reason for function in self.compiled if (reason := getattr(function, "reason", None))), None)
 
     def autocast_dtypes(self) -> set[torch.dtype]:
         return {dtype for captured in self.captured for _, dtype in captured.autocast}

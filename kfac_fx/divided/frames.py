@@ -106,7 +106,7 @@ class Frames:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The submodules call their graphs. Backward hooks of a captured submodule are effects."""
-        modules = list({id(one.module): one.module for one in self.captured if not one.is_read}.values())
+        modules = list(dict.fromkeys(captured.module for captured in self.captured if not captured.is_read))
         names = ("forward", *FORWARD_HOOKS, *BACKWARD_HOOKS)
         before = [{name: module.__dict__[name] for name in names if name in module.__dict__} for module in modules]
         try:
@@ -141,7 +141,7 @@ class Frames:
         """The number of the capture that serves a call; None if the call runs as it is."""
         if not torch.is_grad_enabled() or self.lent.others(module):
             return None
-        numbers = [number for number, one in enumerate(self.captured) if one.module is module]
+        numbers = [number for number, captured in enumerate(self.captured) if captured.module is module]
         try:
             return self.find(numbers, args, kwargs, key_of(module, args, kwargs))
         except UncapturedCall as uncaptured:

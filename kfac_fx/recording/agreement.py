@@ -15,7 +15,12 @@ from kfac_fx.recording.recorder import Recorder
 
 def with_generic(program: Program, earlier: Program) -> Program:
     """`program` with all parameters generic that were generic in the capture from earlier inputs."""
-    reasons = {name: one.reason for one in earlier.registrations if one.generic for name in one.parameters}
+    reasons = {
+        name: registration.reason
+        for registration in earlier.registrations
+        if registration.generic
+        for name in registration.parameters
+    }
     registrations: list[Registration] = []
     for registration in program.registrations:
         if any(name in reasons for name in registration.parameters):
@@ -44,7 +49,10 @@ def agreeing(recorder: Recorder, first: Recorder) -> Recorder:
             f"with these inputs {name} uses its parameters differently than with the first inputs:\n"
             f"{table(differing)}\nCompile the model once per control-flow path."
         )
-    adopted = tuple(replace(one, approximation=before[one.parameters].approximation) for one in recorder.registrations)
+    adopted = tuple(
+        replace(registration, approximation=before[registration.parameters].approximation)
+        for registration in recorder.registrations
+    )
     if adopted == recorder.registrations:
         return recorder
     return recorder.with_program(recorder.program.but(registrations=adopted))

@@ -133,11 +133,11 @@ class ExactPass:
         names = list(dict.fromkeys(name for registration in generic for name in registration.owners))
         for grads in self.sources([self.parameters[name] for name in names], by_case=True):
             parts = split(dict(zip(names, grads, strict=True)), generic, lead=1)
-            for one in generic:
-                flat = torch.cat([parts[name].reshape(len(parts[name]), -1) for name in one.parameters], dim=1)
+            for registration in generic:
+                flat = torch.cat([parts[name].reshape(len(parts[name]), -1) for name in registration.parameters], dim=1)
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-                sums = additive(one.structure, {"per_case": flat})
-                add_chunk(total, one.parameters, sums)
+                sums = additive(registration.structure, {"per_case": flat})
+                add_chunk(total, registration.parameters, sums)
         return total
 
     def add_structured(self, total: dict[Key, Statistics], free: bool) -> None:
@@ -152,10 +152,10 @@ class ExactPass:
         inputs = self.of_inputs(leaves)
         for grads in self.sources(leaves, by_case=free):
             each, once = iter(grads), iter(inputs)
-            for one, probes in structured:
+            for registration, probes in structured:
                 chunk = {name: (next(each), next(once)) for name in probes}
-                sums = chunk_sums(one.structure, chunk)
-                add_chunk(total, one.parameters, sums)
+                sums = chunk_sums(registration.structure, chunk)
+                add_chunk(total, registration.parameters, sums)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the parameters, summed over all sources."""

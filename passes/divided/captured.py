@@ -77,7 +77,7 @@ def under(call: Call, function: Callable[[], Any]) -> Any:
 
 
 def captured_reads(
-    observed: Sequence[ObservedRead],
+    reads: Sequence[ObservedRead],
     parameters: Mapping[str, nn.Parameter],
     options: Options,
     layers: Mapping[str, Any],
@@ -85,28 +85,30 @@ def captured_reads(
 ) -> tuple[list[CapturedSubmodule], dict[str, str]]:
     """Captures of reads, those from `earlier` inputs included; and of each parameter whose reads cannot be captured,
     the reason."""
-    captured, reasons = [one for one in earlier if one.is_read], dict[str, str]()
+    captured, reasons = [captured for captured in earlier if captured.is_read], dict[str, str]()
     calls: Counter[Any] = Counter()
-    for one in observed:
-        calls[one.read.key] += one.calls
-    for one in observed:
-        module, inputs = Operation(one.read, parameters), one.call.args
-        key = under(one.call, partial(key_of_read, one.read.key, inputs))
+    for observed in reads:
+        calls[observed.read.key] += observed.calls
+    for observed in reads:
+        module, inputs = Operation(observed.read, parameters), observed.call.args
+        key = under(observed.call, partial(key_of_read, observed.read.key, inputs))
         if any(other.serves(inputs, {}, key) for other in captured):
             continue
         try:
-            traced = under(one.call, partial(capture, module, inputs, {}, options=options, layers=layers))
+            traced = under(observed.call, partial(capture, module, inputs, {}, options=options, layers=layers))
         except UntraceableError:
-            reasons = {**left_to_python([one]), **reasons}
+            reasons = {**left_to_python([observed]), **reasons}
             continue
-        submodule = Submodule(f"{one.read} ({one.where})", calls[one.read.key], read=True)
-        captured.append(CapturedSubmodule(submodule, module, traced, key, one.call.autocast))
+        submodule = Submodule(f"{observed.read} ({observed.where})", calls[observed.read.key], read=True)
+        captured.append(CapturedSubmodule(submodule, module, traced, key, observed.call.autocast))
     return captured, reasons
 
 
-def left_to_python(observed: Iterable[ObservedRead]) -> dict[str, str]:
+def left_to_python(reads: Iterable[ObservedRead]) -> dict[str, str]:
     """Of each parameter in reads that are not captured, where it is read first."""
     places = [
-        (name, f"read at {one.where}, in Python that is not captured") for one in observed for name in one.read.names
+        (name, f"read at {observed.where}, in Python that is not captured")
+        for observed in reads
+        for name in observed.read.names
     ]
     return dict(reversed(places))

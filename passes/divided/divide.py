@@ -98,16 +98,16 @@ def divide(
     wanted = not all(GENERIC in requested(empty, (name,), "generic") for name in parameters)
     if not divider.captured and wanted:
         raise UntraceableError(f"{error}\n{ALL_GENERIC}") from error
-    modules = {id(one.module): one.module for one in divider.captured}.values()
+    modules = dict.fromkeys(captured.module for captured in divider.captured)
     with without_trace(model):
         readers = read_outside(model, args, kwargs, modules, parameters, cases)
     written = seen.written | (earlier.written if earlier is not None else frozenset())
     reads = reads and wanted and (earlier is None or earlier.reads)
-    observed = list(readers.observed.values())
-    to_capture = [one for one in observed if reads and written.isdisjoint(one.read.names)]
+    observed_reads = list(readers.observed.values())
+    to_capture = [observed for observed in observed_reads if reads and written.isdisjoint(observed.read.names)]
     captured_before = earlier.captured if earlier is not None and reads else ()
     operations, reasons = captured_reads(to_capture, parameters, options, layers, captured_before)
-    reasons |= left_to_python(one for one in observed if one not in to_capture)
+    reasons |= left_to_python(observed for observed in observed_reads if observed not in to_capture)
     captured = (*without_unreached(divider.captured, operations, parameters), *operations)
     program = joined_program(empty, captured)
     in_graph = {str(node.target) for node in program.graph.nodes if node.op == "get_attr"}
@@ -125,10 +125,10 @@ def divide(
 def joined_program(empty: Program, captured: Sequence[CapturedSubmodule]) -> Program:
     """The programs of the captures side by side, with the names of the model. empty: the program of no capture."""
     parts: list[tuple[Submodule, Program]] = []
-    for n, one in enumerate(captured):
-        path = f"kfac_fx_read_{n}" if one.is_read else one.submodule.path
-        part = in_model(one.capture.program, path, empty.parameters, empty.aliases, one.names)
-        parts.append((one.submodule, run(part, (unroll, normalize))))
+    for n, part in enumerate(captured):
+        path = f"kfac_fx_read_{n}" if part.is_read else part.submodule.path
+        program = in_model(part.capture.program, path, empty.parameters, empty.aliases, part.names)
+        parts.append((part.submodule, run(program, (unroll, normalize))))
     return join(empty, parts)
 
 
@@ -136,10 +136,10 @@ def without_unreached(
     captured: Sequence[CapturedSubmodule], reads: Sequence[CapturedSubmodule], parameters: Mapping[str, nn.Parameter]
 ) -> list[CapturedSubmodule]:
     """Without submodules that no forward reached, but whose parameters Python reads: a table kept as an embedding."""
-    read = {id(parameters[name]) for one in reads for name in one.names.values()}
+    read = {id(parameters[name]) for captured in reads for name in captured.names.values()}
     return [
-        one for one in captured
-        if one.submodule.calls or read.isdisjoint(id(parameter) for parameter in one.module.parameters())
+        part for part in captured
+        if part.submodule.calls or read.isdisjoint(id(parameter) for parameter in part.module.parameters())
     ]  # fmt: skip
 
 
@@ -202,9 +202,9 @@ class Divider:
         for key, call in zip(keys, calls, strict=True):
             shapes.setdefault(key, set()).add(shapes_of(call))
         for key, call in zip(keys, calls, strict=True):
-            if any(one.serves(call.args, call.kwargs, key) for one in captures):
+            if any(captured.serves(call.args, call.kwargs, key) for captured in captures):
                 continue
-            several = len(shapes[key]) > 1 or any(one.key == key for one in captures)
+            several = len(shapes[key]) > 1 or any(captured.key == key for captured in captures)
             traced = under(call, partial(self.traced, path, module, call, several))
             if self.watched.written:
                 refuse_writes(path, module, call)
@@ -230,7 +230,8 @@ class Divider:
 
     def captures_of(self, module: nn.Module) -> list[CapturedSubmodule]:
         """Those from earlier inputs."""
-        return [one for one in self.earlier.captured if one.module is module] if self.earlier is not None else []
+        earlier = () if self.earlier is None else self.earlier.captured
+        return [captured for captured in earlier if captured.module is module]
 
 
 def refuse_attributes(path: str, module: nn.Module, assigned: Collection[str]) -> None:

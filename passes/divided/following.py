@@ -52,7 +52,7 @@ class Reads(TorchFunctionMode):
     def __init__(self, parameters: Mapping[str, Tensor], cases: int | None) -> None:
         super().__init__()
         self.values: dict[int, tuple[Tensor, ParameterRef | Followed]] = {
-            id(one): (one, ParameterRef(name)) for name, one in parameters.items()
+            id(value): (value, ParameterRef(name)) for name, value in parameters.items()
         }
         self.cases: int | None = cases
         self.paused: int | bool = False
@@ -204,7 +204,7 @@ class Readers(Reads):
         self.lent, self.places, self.observed = Lent(model), dict[str, str](), dict[Any, ObservedRead]()
 
     def met(self, read: Read, operation: Callable[[], Any]) -> Any:
-        inputs = tuple(one.detach().clone() if one is read.written else one.detach() for one in read.inputs)
+        inputs = tuple(x.detach().clone() if x is read.written else x.detach() for x in read.inputs)
         result = operation()
         if differentiable(read, result):
             kind = read.key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)

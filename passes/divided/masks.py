@@ -42,7 +42,9 @@ def with_masks(program: Program, sizes: Sequence[MaskSizes | None]) -> Program:
             "exactly these sizes.\n"
             "Compile with an example in which the numbers of cases and positions differ from all other sizes."
         )
-    uses = {(r, n): use for r, one in enumerate(program.registrations) for n, use in enumerate(one.uses)}
+    uses = {
+        (r, n): use for r, registration in enumerate(program.registrations) for n, use in enumerate(registration.uses)
+    }
     notes: list[Note] = []
     for number, (mask, submodule) in enumerate(zip(masks, program.submodules, strict=True)):
         keys = [key for key, use in uses.items() if use.output.meta[NUMBER] == number]
@@ -59,8 +61,8 @@ def with_masks(program: Program, sizes: Sequence[MaskSizes | None]) -> Program:
                 joined_node = mask if node is part.mask else made_of(mask, node.target, *node.args[1:])
                 uses[key] = replace(uses[key], attrs={**uses[key].attrs, KEPT: joined_node}, mask_dims=use.mask_dims)
     registrations = tuple(
-        replace(one, uses=tuple(uses[r, n] for n in range(len(one.uses))))
-        for r, one in enumerate(program.registrations)
+        replace(registration, uses=tuple(uses[r, n] for n in range(len(registration.uses))))
+        for r, registration in enumerate(program.registrations)
     )
     return program.but(registrations=registrations, mask=next(filter(None, masks)), unmasked=tuple(notes))
 
@@ -69,7 +71,9 @@ def masked_part(program: Program, number: int) -> Program:
     """One submodule's part of the program, its uses masked where the mask fits them."""
     part = graph_of(program, number)
     mask = next((node for node in part.graph.nodes if SITES in node.meta), None)
-    bare = tuple(replace(one, uses=tuple(map(without_mask, one.uses))) for one in part.registrations)
+    bare = tuple(
+        replace(registration, uses=tuple(map(without_mask, registration.uses))) for registration in part.registrations
+    )
     return part.but(registrations=bare) if mask is None else padding(part.but(registrations=bare, mask=mask))
 
 
@@ -78,7 +82,12 @@ def masked_input(program: Program, number: int, sizes: MaskSizes | None) -> fx.N
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.meta[NUMBER] == number]
     if sizes is None or not inputs:
         return None
-    outputs = [use.output for one in program.registrations for use in one.uses if use.output.meta[NUMBER] == number]
+    outputs = [
+        use.output
+        for registration in program.registrations
+        for use in registration.uses
+        if use.output.meta[NUMBER] == number
+    ]
     symbols = {str(size) for node in outputs for size in shape_of(node)}
     cases, positions = (the_size(inputs, size, symbols) for size in sizes)
     if cases is None or positions is None or cases[1] == positions[1]:
