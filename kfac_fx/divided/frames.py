@@ -106,7 +106,8 @@ class Frames:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The submodules call their graphs. Backward hooks of a captured submodule are effects."""
-        modules = list(dict.fromkeys(captured.module for captured in self.captured if not captured.is_read))
+        submodules = [captured.module for captured in self.captured if not captured.is_read]
+        modules = list({id(module): module for module in submodules}.values())
         names = ("forward", *FORWARD_HOOKS, *BACKWARD_HOOKS)
         before = [{name: module.__dict__[name] for name in names if name in module.__dict__} for module in modules]
         try:

@@ -98,7 +98,7 @@ def divide(
     wanted = not all(GENERIC in requested(empty, (name,), "generic") for name in parameters)
     if not divider.captured and wanted:
         raise UntraceableError(f"{error}\n{ALL_GENERIC}") from error
-    modules = dict.fromkeys(captured.module for captured in divider.captured)
+    modules = {id(captured.module): captured.module for captured in divider.captured}.values()
     with without_trace(model):
         readers = read_outside(model, args, kwargs, modules, parameters, cases)
     written = seen.written | (earlier.written if earlier is not None else frozenset())
