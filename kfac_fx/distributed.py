@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
+NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
 
 
 class Replicas:
@@ -63,7 +63,7 @@ class Replicas:
         ends = torch.stack([norm, -norm])
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
         most, least = ends[0].item(), -ends[1].item()
-        if most - least > TOLERANCE * most:
+        if most - least > NORM_TOLERANCE * most:
             raise RuntimeError(
                 f"the gradients of {self.number} processes differ: their norms are {least:.4g} to {most:.4g}. Average "
                 "the gradients, as torch.nn.parallel.DistributedDataParallel(net) does, or train the processes "

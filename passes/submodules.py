@@ -124,7 +124,7 @@ def graph_of(program: Program, number: int) -> Program:
             copies[node] = graph.node_copy(node, lambda n: copy_of(graph, n, copies))
             copies[node].meta = dict(node.meta)
     registrations = tuple(
-        replace(registration, uses=tuple(within(use, copies) for use in registration.uses if use.output in copies))
+        replace(registration, uses=tuple(part_of(use, copies) for use in registration.uses if use.output in copies))
         for registration in program.registrations
     )
     return program.but(graph=graph, registrations=registrations, outputs=(), parameter_exprs={}, behind={})
@@ -139,7 +139,7 @@ def copy_of(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> f
     return copies[node]
 
 
-def within(use: Use, copies: Mapping[fx.Node, fx.Node]) -> Use:
+def part_of(use: Use, copies: Mapping[fx.Node, fx.Node]) -> Use:
     """The same use in the graph of its own submodule."""
     return moved(replace(use, nodes=use.nodes & copies.keys()), copies)
 
@@ -150,10 +150,10 @@ def of_parameters_alone(program: Program) -> bool:
     Such a submodule stays Python, which is followed to the uses of its results.
     """
     label = labels(program.graph, program.parameters, cases=program.cases)
-    return bool(leaves := returned(program)) and all(label[leaf] is Label.PURE for leaf in leaves)
+    return bool(leaves := returned_nodes(program)) and all(label[leaf] is Label.PURE for leaf in leaves)
 
 
-def returned(program: Program) -> list[fx.Node]:
+def returned_nodes(program: Program) -> list[fx.Node]:
     """The nodes that a program returns and that may have a gradient."""
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     return [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
@@ -164,7 +164,7 @@ def returned(program: Program) -> list[fx.Node]:
 
 def find_outputs(program: Program) -> Program:
     """Take all that the submodules return for the Fisher's outputs, because Python computes the losses."""
-    return program.but(outputs=tuple(dict.fromkeys(returned(program))))
+    return program.but(outputs=tuple(dict.fromkeys(returned_nodes(program))))
 
 
 def give_lookups(program: Program) -> Program:

@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from kfac_fx.divided.frames import Frames, LossWatch, ObservedLoss, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.divided.inputs import MaskedInputs, first_examples, number_of_examples
+from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.captured import CapturedSubmodule
 from kfac_fx.passes.divided.divide import Division
 from kfac_fx.passes.divided.masks import MaskSizes, masked_part, with_masks
@@ -30,7 +31,7 @@ from kfac_fx.passes.tracing.attributes import untouched
 from kfac_fx.passes.tracing.calls import Lent, mapped
 from kfac_fx.passes.tracing.signature import python_random
 from kfac_fx.passes.tracing.watch import custom_functions
-from kfac_fx.recording.emitted import Results, Taps, Tensors, attributes_read, compiled_graph, isolated, tap_factory
+from kfac_fx.recording.emitted import RunOutputs, Taps, attributes_read, compiled_graph, isolated, tap_factory
 from kfac_fx.recording.masks import PaddingMask, dims_in, mask_of_call
 from kfac_fx.taps.tap import Tap
 
@@ -116,7 +117,7 @@ class EmittedSubmodules:
 
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
-    ) -> Results:
+    ) -> RunOutputs:
         written = self.division.written
         parameters = {name: value.clone() if name in written else value for name, value in parameters.items()}
         python = {
@@ -130,7 +131,7 @@ class EmittedSubmodules:
         refuse_read(self.model, python, fisher)
         return output, fisher
 
-    def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> Results:
+    def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
         """The model's own forward with its submodules as graphs, so that its Python code runs once.
 
         A call that no graph serves runs as it is, and `uncaptured` holds it: then nothing was recorded.
@@ -169,7 +170,7 @@ class EmittedSubmodules:
             tolerant,
         )
 
-    def forward(self, frames: Frames, named: Tensors, values: Any) -> Results:
+    def forward(self, frames: Frames, named: Tensors, values: Any) -> RunOutputs:
         """named: the parameters and buffers that Python sees, where they are not the model's."""
         args, kwargs = values
         watch = LossWatch()

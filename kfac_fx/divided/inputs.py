@@ -15,7 +15,7 @@ from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program
 
 
-def length(value: Any) -> int | None:
+def examples_in(value: Any) -> int | None:
     """The number of examples in one argument; None if it has no tensors."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else None
@@ -27,7 +27,7 @@ def length(value: Any) -> int | None:
 
 def number_of_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """That of the first argument with examples: the length of a list or tuple, the first dimension of a tensor."""
-    lengths = (length(value) for value in (*args, *kwargs.values()))
+    lengths = (examples_in(value) for value in (*args, *kwargs.values()))
     return next((n for n in lengths if n is not None), 1)
 
 

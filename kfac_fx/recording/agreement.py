@@ -69,11 +69,11 @@ def check_trained(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def other_path(first: Registration | None, other: Registration | None) -> str:
     """The difference that two registrations of the same parameters make to their block; "" if there is none."""
     if first is None or other is None:
-        return f"{described(first)} at first, {described(other)} here"
+        return f"{in_words(first)} at first, {in_words(other)} here"
     if first.structure.needs_cases and not other.structure.needs_cases:
-        return f"{described(first)} and {first.approximation} at first, {described(other)} here"
+        return f"{in_words(first)} and {first.approximation} at first, {in_words(other)} here"
     approximated = replace(other, approximation=first.approximation)
-    difference = f"{described(first)} at first, {described(other)} here"
+    difference = f"{in_words(first)} at first, {in_words(other)} here"
     if first.structure.series and other.steps > (most := longest(first.steps)):
         return f"{difference}; {first.approximation} is prepared for {most} at most"
     same = first.layer == other.layer and statistics_of(first) == statistics_of(approximated)
@@ -86,7 +86,7 @@ def other_masks(first: Registration, other: Registration) -> str:
     return "" if fits[0] == fits[1] else f"the padding mask fits its uses {'at first' if fits[0] else 'here'} only"
 
 
-def described(registration: Registration | None) -> str:
+def in_words(registration: Registration | None) -> str:
     if registration is None:
         return "no block of its own"
     number = len(registration.uses)

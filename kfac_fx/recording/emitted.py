@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.graphs.labels import symbolic_sizes
@@ -34,11 +35,10 @@ from kfac_fx.taps.link import Link
 from kfac_fx.taps.tap import Tap
 
 Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of its uses
-Results = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
-Tensors = dict[str, Tensor]
+RunOutputs = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
 
 
-class LossSite(Protocol):
+class ForwardLoss(Protocol):
     """A loss that forward computes: its distribution, its reduction and its targets."""
 
     @property
@@ -80,7 +80,7 @@ class EmittedModel(Protocol):
         """Why a graph runs without `backend`; None if none does."""
 
     @property
-    def loss_sites(self) -> Sequence[LossSite]:
+    def loss_sites(self) -> Sequence[ForwardLoss]:
         """The losses that forward computes; of a divided model, those of the last run."""
 
     def but(self, **changes: Any) -> EmittedModel:
@@ -88,14 +88,14 @@ class EmittedModel(Protocol):
 
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
-    ) -> Results:
+    ) -> RunOutputs:
         """Run the model as a pure function, except for what it writes into `buffers`.
 
         values: the model's inputs, as `capture.flatten` returns them. probes: one mapping a registration, or None.
         compiled: whether to run under `backend`.
         """
 
-    def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> Results:
+    def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
         """As `run`, in the place of the model's own forward."""
 
     def isolated(self) -> AbstractContextManager[None]:
@@ -115,7 +115,7 @@ class EmittedModel(Protocol):
         if nothing is padding."""
 
     def target_values(self, targets: Any, values: Any) -> Any:
-        """The targets of a `LossSite` on these inputs. Raises LossError if they are computed from parameters."""
+        """The targets of a `ForwardLoss` on these inputs. Raises LossError if they are computed from parameters."""
 
 
 @dataclass
@@ -152,19 +152,19 @@ class EmittedGraph:
         return getattr(self.compiled, "reason", None)
 
     @property
-    def loss_sites(self) -> Sequence[LossSite]:
+    def loss_sites(self) -> Sequence[ForwardLoss]:
         return self.program.losses
 
     def but(self, **changes: Any) -> EmittedGraph:
         return replace(self, **changes)
 
-    def call(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> Results:
-        results: Results = functional_call(self.module, {**parameters, **buffers}, (*values, probes))
+    def call(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
+        results: RunOutputs = functional_call(self.module, {**parameters, **buffers}, (*values, probes))
         return results
 
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
-    ) -> Results:
+    ) -> RunOutputs:
         return (self.compiled if compiled else self.call)(parameters, buffers, values, probes)
 
     run_in_training = run

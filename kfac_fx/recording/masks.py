@@ -22,7 +22,7 @@ from kfac_fx.passes.ir import Dims, Program
 from kfac_fx.passes.padding import padding, spread
 
 PaddingMask = str | Callable[..., Tensor]
-WANTED = "wanted [cases, positions], nonzero where a position is real"
+WANTED_SHAPE = "wanted [cases, positions], nonzero where a position is real"
 
 
 # --- the mask ---------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def mask_of_call(
     else:
         value = declared(*args, **kwargs)
     if not isinstance(value, Tensor):
-        raise RegistrationError(f"padding_mask has the type {type(value).__name__}, {WANTED}")
+        raise RegistrationError(f"padding_mask has the type {type(value).__name__}, {WANTED_SHAPE}")
     refuse_shape(value)
     return value
 
@@ -78,7 +78,7 @@ def refuse_unknown(name: str, model: nn.Module) -> None:
 def refuse_shape(mask: Tensor) -> None:
     if mask.dim() != 2:
         shape = [size if isinstance(size, int) else str(size) for size in mask.shape]
-        raise RegistrationError(f"padding_mask has shape {shape}, {WANTED}")
+        raise RegistrationError(f"padding_mask has shape {shape}, {WANTED_SHAPE}")
 
 
 def traced_mask(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kfac_fx.blocks.block import statistics_of
 from kfac_fx.linalg.matrices import dense, full_precision
-from kfac_fx.linalg.vectors import split
+from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.losses.sources import check_mode, is_exact, one_source
 from kfac_fx.passes.errors import UntraceableError
@@ -25,7 +25,7 @@ from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import lasting
-from kfac_fx.recording.emitted import EmittedModel, Results, Tensors
+from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes
 from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.statistics.moments import Key, Moments, Ride, flat
@@ -248,10 +248,10 @@ class Recorder:
             cases = self.losses.cases(losses)
         return self.capture.unflatten(output), Ride(probes, self.registrations, views, cases)
 
-    def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> Results:
+    def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)
 
-    def outputs(self, parameters: Mapping[str, Tensor], values: Any) -> Results:
+    def outputs(self, parameters: Mapping[str, Tensor], values: Any) -> RunOutputs:
         """(what the model returns, the Fisher's outputs) at other parameters; nothing of the model changes."""
         live = {name: parameters.get(name, value.detach()) for name, value in self.live_parameters().items()}
         with self.emitted.isolated():

@@ -1,0 +1,89 @@
+"""Padding masks at record time: from `padding_mask=` to a node or a tensor, and losses without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.losses import Categorical
+from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.ir import Options, Program
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.trace import capture
+from kfac_fx.recording.masks import dims_in, mask_of_call, perturbed, program_with_mask, real_losses
+
+X, MASK = torch.randn(5, 7, 3), torch.arange(7) < torch.tensor([7, 3, 5, 2, 6])[:, None]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return self.linear(x) if mask is None else self.linear(x * mask.unsqueeze(-1))
+
+
+def program(*inputs: Any) -> Program:
+    return run(capture(Model(), inputs, options=Options(loss_given=True), layers=LAYERS).program)
+
+
+@pytest.mark.parametrize("declared", ["mask", lambda x, mask: mask != 0], ids=["argument", "function"])
+def test_the_mask_is_a_node_of_the_graph_and_every_use_has_it(declared: Any) -> None:
+    masked = program_with_mask(program(X, MASK), declared, Model(), (X, MASK), {})
+    assert masked.mask is not None and masked.unmasked == ()
+    assert [use.mask_dims for one in masked.registrations for use in one.uses] == [(0, 1)]
+
+
+def test_a_call_without_the_argument_has_no_mask() -> None:
+    plain = program(X)
+    assert program_with_mask(plain, "mask", Model(), (X,), {}) is plain
+    assert mask_of_call("mask", Model(), (X,), {}) is None
+
+
+@pytest.mark.parametrize("call", [((X, MASK), {}), ((X,), {"mask": MASK})], ids=["position", "keyword"])
+def test_the_mask_of_a_call_is_its_argument(call: Any) -> None:
+    assert mask_of_call("mask", Model(), *call) is MASK
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        ("masks", r"padding_mask='masks' is no argument of Model\.forward\. Did you mean 'mask'\?"),
+        (lambda x, mask: x, r"padding_mask has shape \[.*\], wanted \[cases, positions\], nonzero where a position"),
+    ],
+)
+def test_both_ways_refuse_what_is_no_mask(declared: Any, reason: str) -> None:
+    with pytest.raises(RegistrationError, match=reason):
+        program_with_mask(program(X, MASK), declared, Model(), (X, MASK), {})
+    with pytest.raises(RegistrationError, match=reason):
+        mask_of_call(declared, Model(), (X, MASK), {})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dims"), [((5, 7, 2), (0, 1)), ((5, 2, 7), (0, 2)), ((35, 2), (0, 0)), ((5, 2), None), ((7, 5), None)]
+)
+def test_cases_come_first_in_an_output_of_which_only_sizes_are_known(sizes: Any, dims: Any) -> None:
+    assert dims_in(torch.zeros(sizes), MASK) == dims
+
+
+def test_padding_is_no_case_and_sends_nothing_back() -> None:
+    logits = torch.randn(5, 7, 4, requires_grad=True)
+    ((_, loss),) = real_losses(lambda outputs: [(1.0, Categorical(outputs[0]))], [logits], [(0, 1)], MASK)
+    assert loss.cases == int(MASK.sum())
+    (gradient,) = torch.autograd.grad(loss.inputs.square().sum(), logits)
+    assert torch.equal(gradient.any(-1), MASK)
+
+
+def test_without_dimensions_all_of_an_output_is_real() -> None:
+    ((_, loss),) = real_losses(lambda outputs: [(1.0, Categorical(outputs[0]))], [torch.randn(5, 4)], [None], MASK)
+    assert loss.cases == 5
+
+
+def test_a_perturbation_is_seen_by_a_softmax() -> None:
+    logits = torch.randn(5, 4)
+    assert not torch.isclose(perturbed(logits).softmax(-1), logits.softmax(-1)).all(-1).any()
