@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from kfac_fx.divided.frames import Frames, LossWatch, ObservedLoss, ServedReads, UncapturedCall, one_call, refuse_read
+from kfac_fx.divided.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.divided.inputs import MaskedInputs, first_examples, number_of_examples
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.captured import CapturedSubmodule
@@ -31,7 +31,15 @@ from kfac_fx.passes.tracing.attributes import untouched
 from kfac_fx.passes.tracing.calls import Lent, mapped
 from kfac_fx.passes.tracing.signature import python_random
 from kfac_fx.passes.tracing.watch import custom_functions
-from kfac_fx.recording.emitted import RunOutputs, Taps, attributes_read, compiled_graph, isolated, tap_factory
+from kfac_fx.recording.emitted import (
+    ObservedLoss,
+    RunOutputs,
+    Taps,
+    attributes_read,
+    compiled_graph,
+    isolated,
+    tap_factory,
+)
 from kfac_fx.recording.masks import PaddingMask, dims_in, mask_of_call
 from kfac_fx.taps.tap import Tap
 

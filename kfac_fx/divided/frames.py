@@ -25,6 +25,7 @@ from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.tracing.calls import BACKWARD_HOOKS, FORWARD_HOOKS, Lent, hooked_by_user, mapped
+from kfac_fx.recording.emitted import ObservedLoss
 
 KINDS: dict[Any, str] = {
     F.cross_entropy: "categorical",
@@ -46,16 +47,6 @@ class UncapturedCall(BaseException):
     def __init__(self, path: str, captured: bool) -> None:
         super().__init__(path)
         self.path, self.captured = path, captured
-
-
-@dataclass(frozen=True)
-class ObservedLoss:
-    """A loss that Python computed between the submodules."""
-
-    kind: str
-    reduction: str
-    inputs: Tensor
-    targets: Any
 
 
 class LossWatch(TorchFunctionMode):

@@ -24,7 +24,7 @@ from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
-from kfac_fx.passes.ir import Dims, Program, Registration, Use
+from kfac_fx.passes.ir import Dims, LossSite, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
@@ -38,15 +38,14 @@ Taps = dict[Key, list[Tap]]  # by registration, one tap a use, in the order of i
 RunOutputs = tuple[Any, tuple[Tensor, ...]]  # what the model returns, flat; the Fisher's outputs
 
 
-class ForwardLoss(Protocol):
-    """A loss that forward computes: its distribution, its reduction and its targets."""
+@dataclass(frozen=True)
+class ObservedLoss:
+    """A loss that Python computed in a run; see `LossSite`, which is one in a graph."""
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def reduction(self) -> str: ...
-    @property
-    def targets(self) -> Any: ...
+    kind: str
+    reduction: str
+    inputs: Tensor
+    targets: Any
 
 
 class EmittedModel(Protocol):
@@ -80,7 +79,7 @@ class EmittedModel(Protocol):
         """Why a graph runs without `backend`; None if none does."""
 
     @property
-    def loss_sites(self) -> Sequence[ForwardLoss]:
+    def loss_sites(self) -> Sequence[LossSite | ObservedLoss]:
         """The losses that forward computes; of a divided model, those of the last run."""
 
     def but(self, **changes: Any) -> EmittedModel:
@@ -115,7 +114,7 @@ class EmittedModel(Protocol):
         if nothing is padding."""
 
     def target_values(self, targets: Any, values: Any) -> Any:
-        """The targets of a `ForwardLoss` on these inputs. Raises LossError if they are computed from parameters."""
+        """The targets of a loss site on these inputs. Raises LossError if they are computed from parameters."""
 
 
 @dataclass
@@ -152,7 +151,7 @@ class EmittedGraph:
         return getattr(self.compiled, "reason", None)
 
     @property
-    def loss_sites(self) -> Sequence[ForwardLoss]:
+    def loss_sites(self) -> Sequence[LossSite | ObservedLoss]:
         return self.program.losses
 
     def but(self, **changes: Any) -> EmittedGraph:
