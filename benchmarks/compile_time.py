@@ -1,7 +1,7 @@
 """Where the time of `kfac_fx.compile` goes: `python -m benchmarks.compile_time`.
 
 CPU seconds of one thread, of models that people use: one forward of the model for comparison, the capture by
-torch.export, the passes, the emitted module, the likeness of graph and model, and the proof with its own emission.
+torch.export, the passes, the emitted module, the comparison of graph and model, and the proof with its own emission.
 """
 
 from __future__ import annotations

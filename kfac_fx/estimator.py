@@ -219,11 +219,10 @@ class FisherEstimator(BlockDiagonalFisher):
         if not self._pending:
             return True
         if self.batch_size is not None and self._pending_cases != self.batch_size:
-            raise ValueError(f"a batch of {self._pending_cases} cases was recorded, but batch_size={self.batch_size}.")
+            many = "1 case" if self._pending_cases == 1 else f"{self._pending_cases} cases"
+            raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
-        cases = (
-            self._total()
-        )  # a tensor if there are several processes: their empty batch counts as one that is not finite
+        cases = self._total()  # a tensor of several processes, whose empty batch counts as one that is not finite
         empty = isinstance(cases, int) and cases == 0
         if not empty:
             with full_precision():

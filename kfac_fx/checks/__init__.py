@@ -1,1 +1,1 @@
-"""What must hold of a model and of its graph: likeness, the registration proof, what has not changed since."""
+"""Checks: the proof of registrations, the comparison of graph and model, and what must not change after `compile`."""

@@ -1,1 +1,1 @@
-"""Recording with models whose submodules were captured one by one."""
+"""Recording with a divided model, whose submodules were captured one by one."""

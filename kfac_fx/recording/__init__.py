@@ -1,1 +1,1 @@
-"""Running an emitted module on a batch, and what comes out of it."""
+"""Recording: the emitted module, the ways to run it on a batch, and the statistics that come out of it."""

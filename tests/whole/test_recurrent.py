@@ -229,8 +229,8 @@ def packed(model: Packed, lengths: Tensor = LENGTHS, **options: Any) -> Compiled
     ("kind", "returns"), [(nn.LSTM, "last"), (nn.GRU, "padded"), (nn.RNN, "total"), (nn.LSTM, "packed")]
 )
 def test_packed_sequences_are_captured_exactly(kind: Any, returns: str) -> None:
-    """Outputs, gradients and random numbers are torch's, dropout on the packed data included; the likeness check and
-    the proof run on the first batch, and here on another one."""
+    """Outputs, gradients and random numbers are torch's, dropout on the packed data included; the check of equivalence
+    and the proof run on the first batch, and here on another one."""
     net = packed(Packed(kind(3, 4, num_layers=2, bidirectional=True, dropout=0.4, batch_first=True), returns))
     twin, x = copy.deepcopy(net.model), torch.randn(3, 6, 3)
     lengths = torch.tensor([3, 6, 5])
