@@ -261,7 +261,8 @@ def test_the_proof_has_the_whole_gradient(function: Function) -> None:
     net = kfac_fx.compile(Behind(function), (torch.randn(5, 2, 4, dtype=torch.float64),), loss="normal")
     recorder = net.captures.first
     assert recorder is not None and not net.registrations[0].generic
-    pairs, *_ = proof.gradients(proof.replace_taps(recorder), (torch.randn(5, 2, 4, dtype=torch.float64),))
+    values = (torch.randn(5, 2, 4, dtype=torch.float64),)
+    pairs = proof.proof_gradients(proof.with_proof_taps(recorder), values).pairs
     ((_, wanted, got, _),) = pairs
     torch.testing.assert_close(got, wanted)
 
