@@ -16,7 +16,9 @@ An approximation is a Kronecker product c A ⊗ G of an input and an output fact
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+Needs = Mapping[str, str]  # what all uses must have, a key of `LACKS` in `claiming.approximation` -> the words if not
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,10 @@ class Approximation:
         group: the key of the class in `kfac_fx.blocks.block.GROUPS` that stacks its blocks.
         lagged: the statistics that it needs beside those of single uses.
         series: it takes the uses of a weight in the order of time, one after another.
-        needs_cases: it needs the rows of every case apart: of uses that merge cases with positions, or whose gradient
-            is summed over cases, there is none.
-        needs_pixels: it needs a layer that declares pixels, and a use whose rows are the layer's own.
-        needs_dense_rows: it needs a layer whose rows are no ids, and are not routed to experts.
-        needs_exact_rows: it needs rows that leave out no part of the gradient.
+        needs: what it needs of all uses, and the words of the report for a use that lacks it. The words may name the
+            {layer} and the {place} of that use. Checked in this order.
+        needs_dense_rows: layers offer it only if their rows are no ids, and are not routed to experts.
+        needs_exact_rows: it needs rows that leave out no part of the gradient. The words are those of the use.
         needs_all_rows: why its input factor cannot be computed from a sample of the rows; None if it can.
         resizable: whether a side that is wider than `dense_limit` may become diagonal, or keep diagonal blocks only.
         words: what the report adds to "kronecker".
@@ -73,8 +74,7 @@ class Approximation:
     group: str = "stacked"
     lagged: tuple[str, ...] = ()
     series: bool = False
-    needs_cases: bool = False
-    needs_pixels: bool = False
+    needs: Needs = field(default_factory=dict, hash=False)
     needs_dense_rows: bool = False
     needs_exact_rows: bool = False
     needs_all_rows: str | None = None
@@ -98,6 +98,16 @@ class Approximation:
         """Whether the output factor of the product is diagonal."""
         return self.right is not None and self.left.diagonal
 
+    @property
+    def needs_cases(self) -> bool:
+        """Whether it needs the rows of every case apart."""
+        return "cases" in self.needs
+
+    @property
+    def needs_pixels(self) -> bool:
+        """Whether its rows are the pixels of the input."""
+        return "pixels" in self.needs
+
 
 INPUTS, INPUTS_DIAGONAL = Side("A", "A", False), Side("A", "A_diag", True)
 OUTPUTS, OUTPUTS_DIAGONAL = Side("G", "G", False), Side("G", "G_diag", True)
@@ -107,6 +117,19 @@ LINEAR_KINDS = ("fully_connected", "fully_connected_multi")
 CONVOLUTION_KINDS = ("conv2d", "conv2d_multi")
 EMBEDDING_KINDS = ("embedding", "embedding_multi")
 ALL_CASES = "needs the gradients of all cases"
+CASES_APART: Needs = {
+    "batch": "its gradient is summed over cases at its output",
+    "cases": "cases are merged with positions at its output",
+}
+PIXELS: Needs = {"pixels": "its use as {layer} at {place} has no pixels"}
+TIME: Needs = {
+    "equal towers": "its towers have {numbers} uses",
+    "several uses": "it has one use",
+    "no transpose": "its use at {place} is transposed",
+    "batch": "its gradient at {place} is summed over cases",
+    "own rows": "its rows at {place} depend on more than its input",
+    "alike": "its uses at {first} and {place} are not alike",
+}
 ALL_KINDS = ("generic", *LINEAR_KINDS, *CONVOLUTION_KINDS, "depthwise_conv2d", *EMBEDDING_KINDS, "scale_and_shift")
 
 KRON = Approximation(
@@ -144,7 +167,7 @@ DIAGONAL = Approximation(
     "diagonal",
     GRADIENTS_SQUARED,
     None,
-    needs_cases=True,
+    needs=CASES_APART,
     needs_exact_rows=True,
     needs_all_rows=ALL_CASES,
     kinds=ALL_KINDS,
@@ -158,6 +181,7 @@ KRON_SERIES_1 = Approximation(
     group="series",
     lagged=("A1", "G1", "pairs"),
     series=True,
+    needs=TIME,
     needs_dense_rows=True,
     needs_exact_rows=True,
     needs_all_rows=ALL_CASES,
@@ -172,7 +196,7 @@ KRON_SUA = Approximation(
     OUTPUTS,
     INPUTS,
     group="pixels",
-    needs_pixels=True,
+    needs=PIXELS,
     needs_exact_rows=True,
     words="uncorrelated places",
     kinds=CONVOLUTION_KINDS,

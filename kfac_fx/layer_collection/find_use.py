@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from kfac_fx.layer_collection.names import CapturedModel, Key, LayerParametersDict
 from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
-from kfac_fx.passes.claiming.approximation import why_no_series
+from kfac_fx.passes.approximations import APPROXIMATIONS
+from kfac_fx.passes.claiming.approximation import missing
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
 from kfac_fx.passes.expressions import express
@@ -220,7 +221,8 @@ def in_time(
     names, (*earlier, last) = ", ".join(params), towers
     if num_uses is not None:
         last = [with_steps(names, use, layers[use.layer], num_uses) for use in last]
-    if why := why_no_series([replace(use, tower=n) for n, tower in enumerate([*earlier, last]) for use in tower], 1):
+    uses = [replace(use, tower=n) for n, tower in enumerate([*earlier, last]) for use in tower]
+    if why := missing(APPROXIMATIONS[approximation], layers, uses, but=("several uses",)):
         raise ApproximationError(f"{names}: {why}, so not {approximation!r}")
     order = {node: n for n, node in enumerate(last[0].output.graph.nodes)}
     positions = [order[use.output] for use in last]

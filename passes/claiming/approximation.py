@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from ..ir import GENERIC, KEPT, Program, Use, tensor_attrs, where
 from ..layers import Layer
 from ..matrix import MatrixForm
 
+Fields = Mapping[str, str]  # of words with names in braces
 BY_DIAGONAL_SIDES = {  # by (diagonal inputs, diagonal outputs)
     (False, False): KRON,
     (True, False): KRON_IN_DIAG,
@@ -47,25 +48,15 @@ def choose(
     steps = [step for use in uses for step in use.through]
     default = next((step.default for step in steps if step.default), program.layers[layer].default)
     chosen = APPROXIMATIONS[asked or default]
-    reason: str | None = None
-    if chosen.needs_cases and not all(cases_apart(program.layers, use) for use in uses):
-        how = (
-            "its gradient is summed over cases"
-            if any(u.batch_independent for u in uses)
-            else "cases are merged with positions"
-        )
-        reason = f"{how} at its output, so not {chosen.name!r}"
-        chosen = KRON
-    if left_out := next((step.left_out for step in steps if step.left_out), None):
-        reason = left_out
-        if chosen.needs_exact_rows:
-            reason, chosen = f"{reason}, so not {chosen.name!r}", KRON
-    if chosen.needs_pixels and (other := next((use for use in uses if not has_pixels(program, use)), None)):
-        place = f"its use as {other.layer} at {where(other.output)}"
-        reason, chosen = f"{place} has no pixels, so not {chosen.name!r}", KRON
-    if chosen.series and not program.submodules and (obstacle := why_no_series(uses)):  # else `leave_python` says it
+    reason = next((step.left_out for step in steps if step.left_out), None)
+    timeless = chosen.series and program.submodules  # `leave_python` looks at the order of uses there
+    if reason and chosen.needs_exact_rows:
+        reason, chosen = f"{reason}, so not {chosen.name!r}", KRON
+    elif not timeless and (obstacle := missing(chosen, program.layers, uses)):
+        obstacle = f"{obstacle}, so not {chosen.name!r}"
+        reason = f"{reason}; {obstacle}" if reason else obstacle
         plain = [product for product in BY_DIAGONAL_SIDES.values() if product.name == default]
-        reason, chosen = f"{obstacle}, so not {chosen.name!r}", next(iter(plain), KRON)
+        chosen = next(iter(plain), KRON) if chosen.series else KRON
     if len(uses) > 1 and chosen == KRON:
         chosen = KRON_INDEP
     if asked is not None:
@@ -77,40 +68,69 @@ def choose(
     return chosen, reason
 
 
+def missing(
+    approximation: Approximation, layers: Mapping[str, Layer], uses: Sequence[Use], but: Collection[str] = ()
+) -> str | None:
+    """The words for the first of its needs, `but` some, that these uses lack; None if they lack none."""
+    for need, words in approximation.needs.items():
+        if need not in but and (fields := LACKS[need](layers, uses)) is not None:
+            return words.format(**fields)
+    return None
+
+
 def cases_apart(layers: Mapping[str, Layer], use: Use) -> bool:
     if use.batch_independent:
         return False
     return use.batch_dim == 0 or (use.batch_dim is not None and layers[use.layer].forms[use.form].leading)
 
 
-def has_pixels(program: Program, use: Use) -> bool:
-    form = program.layers[use.layer].forms[use.form]
+def has_pixels(layers: Mapping[str, Layer], use: Use) -> bool:
+    form = layers[use.layer].forms[use.form]
     return form.pixels is not None and all(step.keeps_pixels for step in use.through)
 
 
-def why_no_series(uses: Sequence[Use], least: int = 2) -> str | None:
-    """Why these uses are not one use repeated in time, `least` times in every tower; None if they are."""
+def first_use(uses: Iterable[Use], lacks: Callable[[Use], bool]) -> Fields | None:
+    use = next(filter(lacks, uses), None)
+    return None if use is None else {"layer": use.layer, "place": where(use.output)}
+
+
+def unequal_towers(layers: Mapping[str, Layer], uses: Sequence[Use]) -> Fields | None:
+    numbers = {sum(use.steps for use in tower) for tower in by_tower(uses)}
+    return {"numbers": " and ".join(map(str, sorted(numbers)))} if len(numbers) > 1 else None
+
+
+def single_use(layers: Mapping[str, Layer], uses: Sequence[Use]) -> Fields | None:
+    return {} if any(sum(use.steps for use in tower) < 2 for tower in by_tower(uses)) else None
+
+
+def unlike(layers: Mapping[str, Layer], uses: Sequence[Use]) -> Fields | None:
+    """Two uses that differ in what makes their rows. Towers may be batches of different sizes."""
+    for tower in by_tower(uses):
+        for use in tower:
+            if kind_of(use) != kind_of(uses[0]) or sizes(use) != sizes(tower[0]):
+                first = tower[0] if kind_of(use) == kind_of(uses[0]) else uses[0]
+                return {"first": where(first.output), "place": where(use.output)}
+    return None
+
+
+def by_tower(uses: Iterable[Use]) -> list[list[Use]]:
     towers: dict[int, list[Use]] = defaultdict(list)
     for use in uses:
         towers[use.tower].append(use)
-    numbers = {sum(use.steps for use in tower) for tower in towers.values()}
-    if len(numbers) > 1:
-        return f"its towers have {' and '.join(map(str, sorted(numbers)))} uses"
-    if min(numbers) < least:
-        return "it has one use"
-    if turned := next((use for use in uses if use.transposed), None):
-        return f"its use at {where(turned.output)} is transposed"
-    if free := next((use for use in uses if use.batch_independent), None):
-        return f"its gradient at {where(free.output)} is summed over cases"
-    if more := next((use for use in uses if tensor_attrs(use).keys() - {KEPT}), None):
-        return f"its rows at {where(more.output)} depend on more than its input"
-    for tower in towers.values():  # which may be batches of different sizes
-        if other := next(
-            (use for use in tower if kind_of(use) != kind_of(uses[0]) or sizes(use) != sizes(tower[0])), None
-        ):
-            first = tower[0] if kind_of(other) == kind_of(uses[0]) else uses[0]
-            return f"its uses at {where(first.output)} and {where(other.output)} are not alike"
-    return None
+    return list(towers.values())
+
+
+LACKS: Mapping[str, Callable[[Mapping[str, Layer], Sequence[Use]], Fields | None]] = {
+    # by the keys of `Approximation.needs`: what the words name, None if no use lacks it
+    "batch": lambda layers, uses: first_use(uses, lambda use: use.batch_independent),
+    "cases": lambda layers, uses: first_use(uses, lambda use: not cases_apart(layers, use)),
+    "pixels": lambda layers, uses: first_use(uses, lambda use: not has_pixels(layers, use)),
+    "equal towers": unequal_towers,
+    "several uses": single_use,
+    "no transpose": lambda layers, uses: first_use(uses, lambda use: use.transposed),
+    "own rows": lambda layers, uses: first_use(uses, lambda use: bool(tensor_attrs(use).keys() - {KEPT})),
+    "alike": unlike,
+}
 
 
 def kind_of(use: Use) -> tuple[Any, ...]:
