@@ -56,6 +56,8 @@ class Approximation:
         right: the side of the inputs; None if the block is no Kronecker product.
         group: the key of the class in `kfac_fx.blocks.block.GROUPS` that stacks its blocks.
         lagged: the statistics that it needs beside those of single uses.
+        variant: which kind of the statistics of its product it needs: "count/x", "A/x" and "G/x" for "x", those of the
+            rows as they are for "".
         series: it takes the uses of a weight in the order of time, one after another.
         needs: what it needs of all uses, and the words of the report for a use that lacks it. The words may name the
             {layer} and the {place} of that use. Checked in this order.
@@ -73,6 +75,7 @@ class Approximation:
     right: Side | None
     group: str = "stacked"
     lagged: tuple[str, ...] = ()
+    variant: str = ""
     series: bool = False
     needs: Needs = field(default_factory=dict, hash=False)
     needs_dense_rows: bool = False
@@ -97,6 +100,10 @@ class Approximation:
     def diagonal_outputs(self) -> bool:
         """Whether the output factor of the product is diagonal."""
         return self.right is not None and self.left.diagonal
+
+    def statistic(self, name: str) -> str:
+        """The name of its own kind of a statistic."""
+        return f"{name}/{self.variant}" if self.variant else name
 
     @property
     def needs_cases(self) -> bool:

@@ -170,7 +170,8 @@ def statistics_of(registration: Registration) -> tuple[str, ...]:
         return ()
     if right is not None:
         outputs, inputs = registration.blocks
-        return "count", in_blocks(right.statistic, inputs), in_blocks(left.statistic, outputs), *approximation.lagged
+        sums = "count", in_blocks(right.statistic, inputs), in_blocks(left.statistic, outputs)
+        return *map(approximation.statistic, sums), *approximation.lagged
     # The square of a sum over uses is not the sum of squares: several uses of one case must add up first.
     if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
         return (left.statistic,)

@@ -19,7 +19,7 @@ from kfac_fx.linalg.matrices import gram, rescued_eigh
 from kfac_fx.passes.approximations import OUTPUTS, Side
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
-from kfac_fx.statistics.row_sums import IN_BLOCKS, Rows, homogeneous, scaled_by_group, statistic
+from kfac_fx.statistics.row_sums import VARIANTS, Rows, homogeneous, scaled_by_group, statistic
 
 
 def split_rows(rows: Tensor, blocks: int) -> Tensor:
@@ -30,11 +30,11 @@ def split_rows(rows: Tensor, blocks: int) -> Tensor:
 
 
 def in_blocks(name: str, blocks: int) -> str:
-    """The name of the statistic "A" or "G" in diagonal blocks, [g·k, b, b]; the statistic is added to IN_BLOCKS."""
+    """The name of the statistic "A" or "G" in diagonal blocks, [g·k, b, b]; the statistic is added to VARIANTS."""
     if blocks == 1:
         return name
     block_name = f"{name}/{blocks}"
-    if block_name not in IN_BLOCKS:
+    if block_name not in VARIANTS:
 
         def moments(rows: Rows) -> Tensor:
             if name == "G":
@@ -46,8 +46,7 @@ def in_blocks(name: str, blocks: int) -> str:
             width = block_width(o if name == "G" else i, blocks)
             return g * blocks, width, width
 
-        moments.__name__ = block_name
-        statistic(shape, IN_BLOCKS)(moments)
+        statistic(shape, VARIANTS, block_name)(moments)
     return block_name
 
 

@@ -292,7 +292,8 @@ def factor_keys(registration: Registration) -> Iterator[tuple[str, bool, Hashabl
     """The arguments of `FisherFactor` for each factor of a block."""
     for side in (registration.structure.left, registration.structure.right):
         if side is not None:
-            yield side.factor, side.diagonal, source_of(registration, side.factor)
+            same = registration.structure.variant, source_of(registration, side.factor)
+            yield side.factor, side.diagonal, same
 
 
 def source_of(registration: Registration, factor: str) -> Hashable:

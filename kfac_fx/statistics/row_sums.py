@@ -113,32 +113,37 @@ class Statistic:
 
 
 STATISTICS: dict[str, Statistic] = {}
-IN_BLOCKS: dict[str, Statistic] = {}  # made by `kfac_fx.factors.wide` for the registrations that need them
+VARIANTS: dict[str, Statistic] = {}  # other kinds of "A", "G" and "count": "A/8" (`kfac_fx.factors.wide`), ...
 
 
 def named(name: str) -> Statistic:
     """The statistic of this name, `"A"` or `"A/8"`."""
-    return STATISTICS[name] if name in STATISTICS else IN_BLOCKS[name]
+    return STATISTICS[name] if name in STATISTICS else VARIANTS[name]
 
 
 def whole(name: str) -> str:
-    """The name without the number of blocks: `"A/8"`, A in eight diagonal blocks -> `"A"`."""
+    """The statistic that a variant is a kind of: `"A/8"`, A in eight diagonal blocks -> `"A"`."""
     return name.partition("/")[0]
 
 
 def statistic(
-    shape: Callable[[int, int, int, int], Shape], table: dict[str, Statistic] = STATISTICS
+    shape: Callable[[int, int, int, int], Shape], table: dict[str, Statistic] = STATISTICS, name: str | None = None
 ) -> Callable[[Callable[[Rows], Tensor]], Statistic]:
-    """Decorator that adds a function of rows to the table. shape: of its result, from g, o, i and N."""
+    """Decorator that adds a function of rows to the table.
+
+    Args:
+        shape: of its result, from g, o, i and N.
+        name: of the statistic; None: the function's.
+    """
 
     def add(function: Callable[[Rows], Tensor]) -> Statistic:
         def compute(rows: Tensor, grad_rows: Tensor, bias: bool, matrix: Matrix, mask: Tensor | None = None) -> Tensor:
             with torch.autocast(grad_rows.device.type, enabled=False):
                 return function(canonical(rows, grad_rows, bias, matrix, mask))
 
-        name = function.__name__
-        table[name] = Statistic(name, lambda matrix, cases: shape(*matrix, cases), compute)
-        return table[name]
+        key = name or function.__name__
+        table[key] = Statistic(key, lambda matrix, cases: shape(*matrix, cases), compute)
+        return table[key]
 
     return add
 

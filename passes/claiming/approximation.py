@@ -55,8 +55,8 @@ def choose(
     elif not timeless and (obstacle := missing(chosen, program.layers, uses)):
         obstacle = f"{obstacle}, so not {chosen.name!r}"
         reason = f"{reason}; {obstacle}" if reason else obstacle
-        plain = [product for product in BY_DIAGONAL_SIDES.values() if product.name == default]
-        chosen = next(iter(plain), KRON) if chosen.series else KRON
+        plain = [product for product in BY_DIAGONAL_SIDES.values() if product.name == default and chosen.kronecker]
+        chosen = next(iter(plain), KRON)
     if len(uses) > 1 and chosen == KRON:
         chosen = KRON_INDEP
     if asked is not None:
@@ -124,6 +124,7 @@ LACKS: Mapping[str, Callable[[Mapping[str, Layer], Sequence[Use]], Fields | None
     # by the keys of `Approximation.needs`: what the words name, None if no use lacks it
     "batch": lambda layers, uses: first_use(uses, lambda use: use.batch_independent),
     "cases": lambda layers, uses: first_use(uses, lambda use: not cases_apart(layers, use)),
+    "dense rows": lambda layers, uses: first_use(uses, lambda use: not layers[use.layer].dense_rows),
     "pixels": lambda layers, uses: first_use(uses, lambda use: not has_pixels(layers, use)),
     "equal towers": unequal_towers,
     "several uses": single_use,

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..approximations import APPROXIMATIONS, FROM_PIXELS, WITHOUT_PIXELS
+from ..approximations import EVERY_LAYER, FROM_PIXELS, WITHOUT_PIXELS
 from ..errors import LayerError
 from ..ir import Attrs
 from ..matrix import Layout
@@ -87,8 +87,9 @@ class Layer:
 
     @property
     def dense_rows(self) -> bool:
-        """Whether its rows are values of their case: no ids, and not routed to experts."""
-        return any(APPROXIMATIONS[name].needs_dense_rows for name in self.approximations if name in APPROXIMATIONS)
+        """Whether its rows are values of their case: no ids, and not routed to experts. Layers of other rows declare
+        EVERY_LAYER, the approximations that do not need this."""
+        return self.approximations != EVERY_LAYER and not self.parts
 
     def form(self, *, example: Example | tuple[Example, ...], **changed: Any) -> Callable[[Callable[..., Any]], Form]:
         """Decorator: another way to write the same layer, with examples of its own; `changed` takes `layer`'s other
