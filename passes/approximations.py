@@ -8,6 +8,7 @@ An approximation is a Kronecker product c A ⊗ G of an input and an output fact
 
     kron, kron_indep          A ⊗ G of one use, and of several that are taken to be independent
     kron_*_diag               the same with a diagonal A, a diagonal G, or both
+    kron_reduce               A ⊗ G of one row a case, all positions together (`kfac_fx.statistics.reduced`)
     diagonal, full            F from the gradients of single cases
     kron_series_*             several uses as a Markov chain in time (`kfac_fx.blocks.series`)
     kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.factors.sua`)
@@ -181,6 +182,17 @@ DIAGONAL = Approximation(
 )
 FULL = replace(DIAGONAL, name="full", left=GRADIENTS)
 
+KRON_REDUCE = replace(
+    KRON,
+    name="kron_reduce",
+    variant="reduced",
+    needs={"dense rows": "its rows at {place} are ids, or are routed to experts", **CASES_APART},
+    needs_all_rows="needs the rows of all positions",
+    resizable=False,
+    words="reduced",
+    kinds=(*LINEAR_KINDS, *CONVOLUTION_KINDS, "depthwise_conv2d"),
+)
+
 KRON_SERIES_1 = Approximation(
     "kron_series_1",
     OUTPUTS,
@@ -227,6 +239,7 @@ APPROXIMATIONS: Mapping[str, Approximation] = {
         KRON_SUA,
         KRON_SUA_ZERO_MEAN,
         KRON_SUA_CENTERED,
+        KRON_REDUCE,
     )
 }
 EVERY_LAYER = tuple(

@@ -69,7 +69,8 @@ def test_approximations_must_exist_and_name_something() -> None:
         "  block.*   names no parameter, module or layer of the model.",
         "  1.weight  'blob' is no approximation.",
         "Approximations are kron, kron_in_diag, kron_out_diag, kron_both_diag, kron_indep, diagonal, full, "
-        "kron_series_1, kron_series_1_abs, kron_series_2, kron_sua, kron_sua_zero_mean, kron_sua_centered, generic.",
+        "kron_series_1, kron_series_1_abs, kron_series_2, kron_sua, kron_sua_zero_mean, kron_sua_centered, "
+        "kron_reduce, generic.",
     ]
 
 

@@ -93,6 +93,7 @@ CASES += [
     for form in ("linear", "linear with bias", "convolution", "grouped convolution")
     for approximation in IN_BLOCKS
 ]
+CASES += [(form, "kron_reduce") for form, of in FORMS.items() if of.matrix is not None and not of.ids]
 STEPS = 4  # of series
 CASES += [
     (form, approximation)
