@@ -5,7 +5,7 @@ The oracle knows nothing of graphs, rows or factors: it differentiates the loss 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -145,14 +145,59 @@ def test_deep_linear_networks_with_squared_error_are_exact() -> None:
         assert error < 0.1 * exact.norm()  # the bound means something
 
 
-def case_jacobians(model: nn.Module, x: Tensor) -> list[list[dict[str, Tensor]]]:
+class DeepLinear(nn.Module):
+    """Layers that positions share, the mean or a multiple of the sum over the real positions, and one layer more."""
+
+    def __init__(self, first: nn.Module, mean: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.head = first, nn.Linear(4, 2), nn.Linear(2, 3)
+        self.mean = mean
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.first(x.mT).mT if isinstance(self.first, nn.Conv1d) else self.first(x)
+        x = self.second(x)
+        real = x.new_ones(x.shape[:2]) if mask is None else mask
+        pooled = (x * real.unsqueeze(-1)).sum(1)
+        out: Tensor = self.head(pooled / real.sum(1, keepdim=True) if self.mean else 0.3 * pooled)
+        return out
+
+
+FIRST: dict[str, Callable[[], nn.Module]] = {"linear": lambda: nn.Linear(3, 4), "conv": lambda: nn.Conv1d(3, 4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("first", "pooled"),
+    [("linear", "mean"), ("linear", "sum"), ("linear", "mean of other lengths"), ("conv", "mean"), ("conv", "sum")],
+)
+def test_reduce_is_exact_for_deep_linear_networks_that_end_over_positions(first: str, pooled: str) -> None:
+    """Gradients are the same at all positions there, and do not depend on the inputs (Eschenhagen et al. 2023)."""
+    torch.manual_seed(0)
+    model, x = DeepLinear(FIRST[first](), pooled != "sum").double(), torch.randn(6, 5, 3)
+    args, options = (x,), {}
+    if pooled == "mean of other lengths":
+        lengths = torch.tensor([5, 2, 1, 4, 3, 2])
+        args, options = (x, (torch.arange(5) < lengths.unsqueeze(-1)).double()), {"padding_mask": "mask"}
+    jacobians = case_jacobians(model, *args)
+    for approximation in ("kron_reduce", "kron"):
+        net = kfac_fx.compile(model, args, loss="normal", approximations={"*": approximation}, **options)
+        estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
+        estimator.update_covariances(*args)
+        for block in estimator.blocks.values():
+            exact = torch.stack([jacobian_fisher(block, one) for one in jacobians]).mean(0)
+            error = (block.full_fisher_block() - exact).norm() / exact.norm()
+            shared = not block.registration.parameters[0].startswith("head")
+            assert error < 1e-12 if approximation == "kron_reduce" or not shared else error > 0.1
+
+
+def case_jacobians(model: nn.Module, *args: Tensor) -> list[list[dict[str, Tensor]]]:
     """For each case, the gradient of each of its outputs."""
     found = []
-    for n in range(len(x)):
+    for n in range(len(args[0])):
+        alone = [arg[n : n + 1] for arg in args]
         rows = []
-        for k in range(model(x[n : n + 1]).shape[1]):
+        for k in range(model(*alone).shape[1]):
             model.zero_grad()
-            model(x[n : n + 1])[0, k].backward()
+            model(*alone)[0, k].backward()
             rows.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         found.append(rows)
     return found
