@@ -61,13 +61,15 @@ Versions: {{versions}}.
 TAIL = """
 Reasons for the differences:
 
-- **reduce** (Eschenhagen et al. 2023) is another approximation, for losses that average over positions. Ours is expand.
+- **Kronecker and Kronecker, reduce** are the two settings of K-FAC for weights that positions share (Eschenhagen et al.
+  2023): `kron` takes every position for a case of its own ("expand"), `kron_reduce` has one row a case. Reduce suits
+  losses that average over positions.
 - **BackPACK, CNN**: BackPACK sums the gradients of convolutions over positions first, and the patches, too, so
   positions count twice.
 - **asdl, attention**: for a layer that is applied at 5 positions, asdl's factor is 5 times ours. Ours equals that of
   curvlinops. asdl has no factor for biases, so only its weights are compared.
 - **asdl and curvlinops, one layer twice**: their matrix is exactly twice ours, because they divide sums over two calls
-  as if there were one call. The distance of ours is what the assumption of independent uses omits. Full and diagonal
+  as if there were one call; of reduce, too. The distance of ours is what the assumption of independent uses omits. Full and diagonal
   blocks omit nothing.
 - **nngeometry, one layer twice**: its full and diagonal blocks are meant to be exact, but they differ from the dense
   Fisher.
@@ -80,7 +82,7 @@ PACKAGES = ("torch", "curvlinops-for-pytorch", "nngeometry", "backpack-for-pytor
 
 
 def ours(task: Task, approximation: str | None = None, empirical: bool = False) -> kfac_fx.Spectrum:
-    approximations = {"*": approximation} if approximation in ("full", "diagonal") else None
+    approximations = {"*": approximation} if approximation not in (None, "corrected") else None
     net = kfac_fx.compile(task.model, (task.x,), loss="categorical", approximations=approximations, strict=True)
     est = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode="empirical" if empirical else "exact")
     est.update_covariances(task.x, targets=task.y if empirical else None)
@@ -144,13 +146,21 @@ def diagonal(matrix: Tensor, task: Task) -> Tensor:
     return matrix.diagonal().diag()
 
 
+REDUCE = "kron_reduce"
 PEERS = [
     *(
         peer
         for empirical, what in ((False, "Kronecker, exact"), (True, "Kronecker, empirical"))
         for peer in (
-            Peer(what, "curvlinops, expand", "curvlinops", partial(curvlinops, empirical, "expand"), None, empirical),
-            Peer(what, "curvlinops, reduce", "curvlinops", partial(curvlinops, empirical, "reduce"), None, empirical),
+            Peer(what, "curvlinops", "curvlinops", partial(curvlinops, empirical, "expand"), None, empirical),
+            Peer(
+                f"{what}, reduce",
+                "curvlinops",
+                "curvlinops",
+                partial(curvlinops, empirical, "reduce"),
+                REDUCE,
+                empirical,
+            ),
             Peer(f"{what}, weights", "asdl", "asdl", partial(asdl, empirical), None, empirical, weights),
         )
     ),
