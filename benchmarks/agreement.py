@@ -62,15 +62,15 @@ TAIL = """
 Reasons for the differences:
 
 - **Kronecker and Kronecker, reduce** are the two settings of K-FAC for weights that positions share (Eschenhagen et al.
-  2023): `kron` takes every position for a case of its own ("expand"), `kron_reduce` has one row a case. Reduce suits
+  2023): `kron` treats every position as a case of its own ("expand"), `kron_reduce` has one row per case. Reduce suits
   losses that average over positions.
 - **BackPACK, CNN**: BackPACK sums the gradients of convolutions over positions first, and the patches, too, so
   positions count twice.
 - **asdl, attention**: for a layer that is applied at 5 positions, asdl's factor is 5 times ours. Ours equals that of
   curvlinops. asdl has no factor for biases, so only its weights are compared.
 - **asdl and curvlinops, one layer twice**: their matrix is exactly twice ours, because they divide sums over two calls
-  as if there were one call; of reduce, too. The distance of ours is what the assumption of independent uses omits. Full and diagonal
-  blocks omit nothing.
+  as if there were one call, also with reduce. The distance of ours is what the assumption of independent uses omits.
+  Full and diagonal blocks omit nothing.
 - **nngeometry, one layer twice**: its full and diagonal blocks are meant to be exact, but they differ from the dense
   Fisher.
 - **nngeometry, full blocks** differ by the epsilon of float32, which nngeometry adds where it divides.
