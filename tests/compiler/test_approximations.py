@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kfac_fx.blocks.block import GROUPS, group_class
-from kfac_fx.collection.kinds import KINDS
 from kfac_fx.factors.wide import WideGroup
+from kfac_fx.layer_collection.fisher_blocks import KINDS
 from kfac_fx.passes.approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, KRON, Approximation
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
@@ -39,7 +39,7 @@ def test_every_kind_of_a_row_accepts_it_under_one_of_its_names(approximation: Ap
     for name in approximation.kinds:
         kind = KINDS[name]
         tf_name = approximation.multi_name or approximation.name
-        assert kind.own(tf_name if kind.multi else approximation.name) == approximation.name
+        assert kind.ours(tf_name if kind.multi else approximation.name) == approximation.name
 
 
 @every_approximation
