@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-Needs = Mapping[str, str]  # what all uses must have, a key of `LACKS` in `claiming.approximation` -> the words if not
+Needs = Mapping[str, str]  # what all uses must have, a key of `LACKS` in `passes.choose` -> the words if not
 
 
 @dataclass(frozen=True)

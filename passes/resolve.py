@@ -36,7 +36,7 @@ from math import prod
 import torch
 from torch import fx
 
-from .claiming.approximation import check_requests, choose, declared_generic, requested, side_blocks
+from .choose import check_requests, choose, declared_generic, requested, side_blocks
 from .errors import AmbiguousRegistrationError, LinkError, table
 from .graphs.labels import Edge, ancestors, entries
 from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name

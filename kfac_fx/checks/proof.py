@@ -19,7 +19,7 @@ from kfac_fx.checks.equivalence import check_equivalence, coarsest_rounding, ran
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
-from kfac_fx.passes.claiming.approximation import requested
+from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer

@@ -21,7 +21,7 @@ from kfac_fx.layer_collection.find_use import Collection, Nodes, in_time
 from kfac_fx.layer_collection.names import Key
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
-from kfac_fx.passes.claiming.approximation import cases_apart
+from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError, fatal, first_line
 from kfac_fx.passes.ir import Registration, Sampling, Use, where
 from kfac_fx.passes.layers import Layer

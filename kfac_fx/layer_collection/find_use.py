@@ -16,7 +16,7 @@ from torch import fx, nn
 from kfac_fx.layer_collection.names import CapturedModel, Key, LayerParametersDict
 from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.approximations import APPROXIMATIONS
-from kfac_fx.passes.claiming.approximation import missing
+from kfac_fx.passes.choose import missing
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
 from kfac_fx.passes.expressions import express

@@ -14,7 +14,7 @@ from kfac_fx.layer_collection.fisher_blocks import CLASSES, INDEP, KINDS, Fisher
 from kfac_fx.layer_collection.names import Key
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.check import check
-from kfac_fx.passes.claiming.approximation import cut_sides
+from kfac_fx.passes.choose import cut_sides
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
 from kfac_fx.passes.expressions import express

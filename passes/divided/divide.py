@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..claiming.approximation import requested
+from ..choose import requested
 from ..errors import UntraceableError
 from ..graphs import pytree
 from ..graphs.operations import op_name

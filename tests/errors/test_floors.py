@@ -14,7 +14,7 @@ FLOORS = {
     "data": "passes.errors passes.approximations passes.matrix passes.parametrization passes.pieces "
     "passes.registration passes.ir",
     "graphs": "passes.graphs passes.timeline",
-    "declarations": "passes.layers passes.parametrizations passes.claiming",
+    "declarations": "passes.layers passes.parametrizations passes.choose",
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",

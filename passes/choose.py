@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from ..approximations import (
+from .approximations import (
     APPROXIMATIONS,
     DIAGONAL,
     FULL,
@@ -21,11 +21,11 @@ from ..approximations import (
     KRON_OUT_DIAG,
     Approximation,
 )
-from ..errors import ApproximationError, table
-from ..graphs.operations import VIEWS, op_name
-from ..ir import GENERIC, KEPT, Program, Use, tensor_attrs, where
-from ..layers import Layer
-from ..matrix import MatrixForm
+from .errors import ApproximationError, table
+from .graphs.operations import VIEWS, op_name
+from .ir import GENERIC, KEPT, Program, Use, tensor_attrs, where
+from .layers import Layer
+from .matrix import MatrixForm
 
 Fields = Mapping[str, str]  # of words with names in braces
 BY_DIAGONAL_SIDES = {  # by (diagonal inputs, diagonal outputs)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kfac_fx import ApproximationError
 from kfac_fx.passes.approximations import APPROXIMATIONS
-from kfac_fx.passes.claiming.approximation import narrow, owners
+from kfac_fx.passes.choose import narrow, owners
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.matrix import Layout, MatrixForm

@@ -1,1 +1,0 @@
-"""What `cut` and `resolve` are made of: from matches to registrations."""
