@@ -50,7 +50,10 @@ def compile(
         loss: "categorical", "normal", "multi_bernoulli", a class of `kfac_fx.losses`, or a function of the model's
             outputs that returns a loss. None: the loss is found in the graph of forward.
         linked: groups of parameter names that belong in one Fisher block, or {group: approximation}.
-        approximations: {parameter or module name, with *; layer name; module class: approximation}.
+        approximations: {parameter or module name, with *; layer name; module class: approximation}. The table
+            `kfac_fx.passes.approximations` lists them: "kron" and its variants with diagonal sides; "kron_reduce", with
+            one row per case where positions share a weight; "kron_series_1" and "kron_series_2" for uses in the order
+            of time; "kron_sua" for convolutions; "diagonal", "full", and "generic" for parameters of no layer.
         layers: the user's own layer declarations; they win over those of the library with the same form.
         strict: raise an error for a parameter that would become generic.
         verify: compare the graph with the model on the first batch, and prove that rows reproduce the autograd

@@ -207,6 +207,8 @@ def fitting_approximation(
     name = registration.approximation
     if registration.structure.needs_cases and any(tap.cases - {n} for tap, n in zip(taps, cases, strict=True)):
         return KRON.name, f"cases are merged with positions at its output, so not {name!r}"
+    if "dense rows" in registration.structure.needs and any(tap.kind[0] for tap in taps):
+        return KRON.name, f"its rows are ids, so not {name!r}"
     if mixing:
         return name, f"cases meet between it and the outputs, so {name!r} leaves out products of two cases"
     if registration.structure.series and (mixed := unlike(taps)):
