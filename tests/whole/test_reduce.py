@@ -303,7 +303,7 @@ def test_it_takes_the_rows_of_all_positions_whatever_is_sampled() -> None:
     part = estimated(model, (x,), y, sub_sample_inputs=True, sub_sample_patches=0.1)
     torch.testing.assert_close(*(block_of(one, "layer").full_fisher_block() for one in (whole, part)), rtol=0, atol=0)
     assert part.net.report.to_dict()["sampling"] == [
-        "conv2d(layer.weight, layer.bias): all rows of 1 of 1 uses, 'kron_reduce' needs the rows of all positions"
+        "conv2d(layer.weight, layer.bias): all rows, 'kron_reduce' needs the rows of all positions"
     ]
 
 
