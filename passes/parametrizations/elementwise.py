@@ -72,6 +72,8 @@ class Diagonal(Parametrization):
     graph.
     """
 
+    keeps_elements = True
+
     operand: fx.Node
     layout: Layout
     piece: Piece | None = field(default=None, kw_only=True)
@@ -105,10 +107,6 @@ class Diagonal(Parametrization):
             return multiplied(*both, viewed(by, to_matrix), outputs)
 
         return step
-
-    @property
-    def keeps_elements(self) -> bool:
-        return True
 
 
 def multiplied(rows: Tensor, grad_rows: Tensor, by: Tensor, outputs: bool) -> Rows:

@@ -38,6 +38,8 @@ class Gain(Parametrization):
     ids: whether the rows are ids.
     """
 
+    default = "full"
+
     of: WithGain
     matrix: Layout
     side: str
@@ -52,10 +54,6 @@ class Gain(Parametrization):
     def of_outputs(self) -> bool:
         """Whether every output has a gain of its own, in their order."""
         return self.side == OUTPUTS and self.repeats == (1, 1)
-
-    @property
-    def default(self) -> str | None:
-        return "full"
 
     def step(self) -> RowsStep:
         """rows [N, S, g, i] with filters [g, o, i], gradient rows [N, S, g, o] -> [N, S, slices, 1] both.

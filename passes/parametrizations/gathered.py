@@ -47,6 +47,8 @@ class Gathered(Parametrization):
     size: how many entries the table has on this side.
     """
 
+    merges_groups = True
+
     index: fx.Node
     side: str
     size: int
@@ -58,10 +60,6 @@ class Gathered(Parametrization):
     @property
     def keeps_pixels(self) -> bool:
         return self.side == OUTPUTS
-
-    @property
-    def merges_groups(self) -> bool:
-        return True
 
 
 def of_table(rows: Tensor, grad_rows: Tensor, index: Tensor, side: str, size: int) -> Rows:

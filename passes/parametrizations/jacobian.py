@@ -46,6 +46,10 @@ class PerCase(Parametrization):
     jacobian: the node of J; None if the tensor in the use is the parameter.
     """
 
+    all_rows = "its rows are gradients of cases"
+    unmasked = "its rows are gradients of whole cases"
+    default = "full"
+
     layout: Layout
     jacobian: fx.Node | None = None
 
@@ -71,18 +75,6 @@ class PerCase(Parametrization):
             return torch.ones_like(gradients), gradients
 
         return step
-
-    @property
-    def all_rows(self) -> str | None:
-        return "its rows are gradients of cases"
-
-    @property
-    def unmasked(self) -> str | None:
-        return "its rows are gradients of whole cases"
-
-    @property
-    def default(self) -> str | None:
-        return "full"
 
 
 def of_bias(grad_rows: Tensor) -> Tensor:

@@ -108,31 +108,26 @@ def without_mean(rows: Tensor) -> Tensor:
 class Normalized(BySlice):
     """A weight that is divided by, or multiplied with, a number σ of its own. Rows have σ and not its change."""
 
+    left_out = PROJECTION
+
     @abstractmethod
     def number(self, tensors: Tensors) -> Tensor:
         """σ, of a shape that broadcasts with the operand's."""
 
     def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor:
-        """W = u(v) / σ(v) has ∂L/∂σ = -⟨∂L/∂W, u⟩ / σ², and the rows make ∂L/∂W / σ: of a mean-free gradient ⟨·, u⟩ is
-        ⟨·, v⟩. If σ multiplies, the sign is the other one."""
+        """W = u(v) / σ(v) has ∂L/∂σ = -⟨∂L/∂W, u⟩ / σ². The rows make ∂L/∂W / σ, or that without its mean; of the latter
+        ⟨·, u⟩ is ⟨·, v⟩."""
         with torch.enable_grad():
             number = self.number(tensors)
             products = self.layout.apply(gradient) * tensors["operand"].detach() / number.detach()
-            products = products if self.multiplies else -products
-            return (number * products.sum_to_size(number.shape).to(number)).sum()
-
-    @property
-    def multiplies(self) -> bool:
-        return False
-
-    @property
-    def left_out(self) -> str | None:
-        return PROJECTION
+            return -(number * products.sum_to_size(number.shape).to(number)).sum()
 
 
 @dataclass(frozen=True)
 class OwnNumber(Normalized):
     """`v / σ` or `v * σ`, with σ a function of v: one number, or one for every slice. own: the node of σ."""
+
+    left_out = CHANGE
 
     own: fx.Node
     divides: bool
@@ -144,13 +139,9 @@ class OwnNumber(Normalized):
     def number(self, tensors: Tensors) -> Tensor:
         return tensors["own"]
 
-    @property
-    def multiplies(self) -> bool:
-        return not self.divides
-
-    @property
-    def left_out(self) -> str | None:
-        return CHANGE
+    def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor:
+        found = super().remainder(gradient, tensors)
+        return found if self.divides else -found
 
 
 @dataclass(frozen=True)

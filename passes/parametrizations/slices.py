@@ -31,15 +31,13 @@ from ..registration import Use
 class Sliced(Parametrization):
     """The parameters of the use are a region of the layer's matrix: (start, stop) of groups, outputs and inputs."""
 
+    keeps_elements = True
+
     region: Region
 
     def step(self) -> RowsStep:
         region = self.region
         return lambda both, tensors: within(*both, region)
-
-    @property
-    def keeps_elements(self) -> bool:
-        return True
 
 
 def within(rows: Tensor, grad_rows: Tensor, region: Region) -> Rows:
