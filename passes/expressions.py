@@ -58,15 +58,17 @@ def express(program: Program) -> Program:
     """Note the expression of every such tensor that an operation without a rule reads, unless the tensor is a view of a
     whole parameter."""
     expressions, behind = Expressions(program), ancestors(program.outputs)
-    known, exprs = expressions.known, dict[fx.Node, ParameterExpr]()
+    values, exprs = expressions.values, dict[fx.Node, ParameterExpr]()
     others: list[fx.Node] = []
     in_pieces: set[str] = set()
     for node in program.graph.nodes:
-        value = known.get(node)
+        value = values.get(node)
         pure = value is None and expressions.label[node] is Label.PURE and ELEMENTS not in node.meta
         if not pure and not isinstance(value, ParameterExpr):
             continue
-        readers = [user for user in node.users if user in behind and user not in known and node in differentiated(user)]
+        readers = [
+            user for user in node.users if user in behind and user not in values and node in differentiated(user)
+        ]
         read = any(op_name(user) not in WRITES for user in readers)
         plain = node.op == "get_attr" or bound_parameter(node, program.shapes)
         value = complete(value, node) if isinstance(value, ParameterExpr) and value.products else value
@@ -91,12 +93,12 @@ class Expressions:
     def __init__(self, program: Program) -> None:
         self.root = program.root
         self.label = labels(program.graph, program.parameters, cases=program.cases)
-        self.known: dict[fx.Node, Value] = {}
-        self.functions = Functions(self.root, self.label, self.known)
+        self.values: dict[fx.Node, Value] = {}
+        self.functions = Functions(self.root, self.label, self.values)
         for node in program.graph.nodes:
             value = self.value(node)
             if value is not None:
-                self.known[node] = value
+                self.values[node] = value
 
     def value(self, node: fx.Node) -> Value | None:
         if node.op == "get_attr" and self.label[node] is Label.PURE:
@@ -116,15 +118,15 @@ class Expressions:
 
     def number(self, node: fx.Node) -> Value | None:
         """A size of a tensor, or what is computed from sizes; a part of a constant."""
-        if not node.all_input_nodes or any(operand not in self.known for operand in node.all_input_nodes):
+        if not node.all_input_nodes or any(operand not in self.values for operand in node.all_input_nodes):
             return None
         if op_name(node) in SHAPE_ONLY or not any(
-            isinstance(self.known[n], ParameterExpr) for n in node.all_input_nodes
+            isinstance(self.values[n], ParameterExpr) for n in node.all_input_nodes
         ):
-            result = called(node, without_data(node.args, self.known))
+            result = called(node, without_data(node.args, self.values))
             return None if isinstance(result, Tensor) else result
         if op_name(node) in MOVES | CASTS:
-            result = called(node, without_data(node.args, self.known))
+            result = called(node, without_data(node.args, self.values))
             if isinstance(result, (list, tuple)):
                 return tuple(ParameterExpr(tuple(part.shape), ()) for part in result)
             return ParameterExpr(tuple(result.shape), ())
@@ -141,9 +143,9 @@ class Expressions:
         if name in MULTIPLIES and all(isinstance(argument, fx.Node) for argument in arguments[:2]):
             return self.product(node, *arguments[:2])
         first = arguments[0] if arguments else None
-        if not isinstance(first, fx.Node) or first not in self.known:
+        if not isinstance(first, fx.Node) or first not in self.values:
             return None
-        value = self.known[first]
+        value = self.values[first]
         if isinstance(value, tuple):
             return value[arguments[1]] if name == "getitem" else None  # type: ignore[index]
         rule = RULES.get(name)
@@ -156,10 +158,10 @@ class Expressions:
 
     def viewed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> Value | None:
         if value.products:
-            return reshaped(node, value, self.known)
+            return reshaped(node, value, self.values)
         if op_name(node) == "getitem" and not basic(node.args[1]):
             return None
-        rest = without_data(node.args[1:], self.known)
+        rest = without_data(node.args[1:], self.values)
         view = self.seen(node, value.slices[0], rest) if is_one_slice(value) else None
         if view is None and op_name(node) in PERMUTES:
             order = dims_after(node, len(value.shape), rest)
@@ -191,7 +193,7 @@ class Expressions:
             without = self.functions.centered(node, operand, other)
             if without is not None:
                 return without
-        total = added(node, value, self.known.get(other))
+        total = added(node, value, self.values.get(other))
         return self.shifted(operand, other, 1.0) if total is None else total
 
     def product(self, node: fx.Node, left: Any, right: Any) -> ParameterExpr | None:
@@ -210,15 +212,15 @@ class Expressions:
 
     def operand(self, node: Any, of_parameters: bool = False) -> ParameterExpr:
         """A value, or a constant, or anything of parameters. Raises ValueError for anything else."""
-        if isinstance(self.known.get(node), ParameterExpr):
-            return self.known[node]  # type: ignore[no-any-return]
+        if isinstance(self.values.get(node), ParameterExpr):
+            return self.values[node]  # type: ignore[no-any-return]
         if not isinstance(node, fx.Node) or self.label[node] not in ((Label.CONST, Label.PURE)[: 1 + of_parameters]):
             raise ValueError
         return ParameterExpr(self.functions.shape_of(node), ())
 
     def shifted(self, operand: Any, constant: Any, sign: float) -> Value | None:
         """A multiple of the operand and a constant that makes no new elements."""
-        value = self.known.get(operand)
+        value = self.values.get(operand)
         if not isinstance(value, ParameterExpr):
             return None
         if isinstance(constant, fx.Node):
@@ -241,7 +243,7 @@ class Expressions:
             return value if base.op == "get_attr" else None  # not what was written into
         if target.args[0] is not base:
             return None
-        view = called(target, (whole(value.shape), *without_data(target.args[1:], self.known)))
+        view = called(target, (whole(value.shape), *without_data(target.args[1:], self.values)))
         dim, (start, stop) = next(iter(ranges(view, value.shape).items()), (0, (0, 0)))
         if start == stop:
             return None  # not one slice

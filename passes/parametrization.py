@@ -53,7 +53,7 @@ class Parametrization(ABC):
         for field in fields(self):
             value = getattr(self, field.name)
             several = enumerate(value) if isinstance(value, tuple) else [("", value)]
-            found |= {f"{field.name}{n}": one for n, one in several if isinstance(one, fx.Node)}
+            found |= {f"{field.name}{n}": item for n, item in several if isinstance(item, fx.Node)}
         return found
 
     def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What makes the rows of a use: its layer's declaration, and all that a use may have beside it, in one function."""
+"""The rows of a use: its layer's declaration and the parametrizations that it goes through, in one function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ UNSCALED = (1.0, 1.0)
 
 
 def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
-    """The function of one use: (gradient of the output, input, tensor attributes) -> (rows, gradient rows), with sides
-    changed for a transposed use. It closes over functions and literals only, so that a compiled graph can hold it."""
+    """The function of one use: (gradient of the output, input, tensor attributes) -> (rows, gradient rows) of the
+    registration's matrix. It closes over functions and literals only, so that a compiled graph can hold it."""
     form, steps = layer.forms[use.form], tuple(steps_of(registration, use))
     make_rows, make_grad_rows = form.rows, form.grad_rows
     if registration.structure.needs_pixels:
@@ -32,7 +32,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
 
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> Rows:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
-        input, output_grad = (cases_first(one, batch_dim) for one in (input, output_grad))
+        input, output_grad = (cases_first(tensor, batch_dim) for tensor in (input, output_grad))
         found = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
         for step in steps:
             found = step(found, attrs)
@@ -60,8 +60,8 @@ def with_tensors(step: RowsStep, names: Mapping[str, str]) -> Step:
 
 
 def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> BothRows | None:
-    """The function of one use: (gradient of the output, input) -> (A of its layer's rows, gradient rows), where the
-    layer declares a second moment and nothing else is done to the rows. None elsewhere."""
+    """The function of one use: (gradient of the output, input) -> (A of its layer's rows, gradient rows). None unless
+    the layer declares a second moment and no step changes its rows."""
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
     form, (by, grad_by) = layer.forms[use.form], scales(use)
     steps = len(list(steps_of(registration, use))) - ((by, grad_by) != UNSCALED)
@@ -111,7 +111,7 @@ def scales(use: Use) -> tuple[float, float]:
 
 
 def scaled(both: Rows, by: tuple[float, float]) -> Rows:
-    rows, grad_rows = (one if scale == 1.0 else one * scale for one, scale in zip(both, by, strict=True))
+    rows, grad_rows = (side if scale == 1.0 else side * scale for side, scale in zip(both, by, strict=True))
     return rows, grad_rows
 
 

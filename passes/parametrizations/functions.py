@@ -25,8 +25,8 @@ SPREADS = {"var_mean", "std_mean"}
 class Functions:
     """Functions of parameters in a graph. known: the values of the nodes so far, see `passes.expressions`."""
 
-    def __init__(self, root: nn.Module, label: Mapping[fx.Node, Label], known: Mapping[fx.Node, Any]) -> None:
-        self.root, self.label, self.known = root, label, known
+    def __init__(self, root: nn.Module, label: Mapping[fx.Node, Label], values: Mapping[fx.Node, Any]) -> None:
+        self.root, self.label, self.values = root, label, values
 
     def of(
         self, node: fx.Node, operand: fx.Node, value: ParameterExpr, other: Shape | None = None
@@ -51,7 +51,7 @@ class Functions:
 
     def gain(self, step: WithGain) -> Slice | None:
         """The parameter that slices are multiplied by, if it is a whole one in its own order."""
-        value = None if step.factor is None else self.known.get(step.factor)
+        value = None if step.factor is None else self.values.get(step.factor)
         if step.factor is None or not isinstance(value, ParameterExpr) or not is_one_slice(value):
             return None
         slice_, shape = value.slices[0], self.shape(value.slices[0])
@@ -69,34 +69,34 @@ class Functions:
         """The product of a weight and a factor, which may be another parameter or a number of the weight's own."""
         pairs = ((left, right), (right, left)) if op_name(node) == "mul" else ((left, right),)
         for operand, by in pairs:
-            value, shape = self.known.get(operand), self.sizes(by)
+            value, shape = self.values.get(operand), self.sizes(by)
             if not isinstance(value, ParameterExpr) or len(value.slices) != 1 or self.label[by].activation:
                 continue
-            behind, own = parameters_behind(by, self.label), {value.slices[0].parameter}
-            if behind == own:
-                found = self.of(node, operand, value)
-                if found is not None or op_name(node) == "div":
-                    return found
-            found = None if shape is None or behind & own else self.of(node, operand, value, shape)
-            if found is not None:
-                return found
+            behind, parameter = parameters_behind(by, self.label), {value.slices[0].parameter}
+            if behind == parameter:
+                scaled = self.of(node, operand, value)
+                if scaled is not None or op_name(node) == "div":
+                    return scaled
+            scaled = None if shape is None or behind & parameter else self.of(node, operand, value, shape)
+            if scaled is not None:
+                return scaled
         return None
 
     def centered(self, node: fx.Node, operand: fx.Node, mean: fx.Node) -> ParameterExpr | None:
         """A weight without the mean of each of its filters."""
-        value, shape = self.known.get(operand), self.sizes(mean)
+        value, shape = self.values.get(operand), self.sizes(mean)
         if not isinstance(value, ParameterExpr) or not is_one_slice(value) or shape is None or node.kwargs:
             return None
         (slice_,) = value.slices
         layout = laid_out(value, self.shape(slice_))
         if layout is None or slice_.through or slice_.scale != 1.0 or dim_of(shape, layout) != 0:
             return None
-        if not is_mean(mean, slice_.parameter, self.known):
+        if not is_mean(mean, slice_.parameter, self.values):
             return None
         return ParameterExpr(value.shape, (replace(slice_, through=(Centered(operand, layout, 0),)),))
 
     def sizes(self, node: fx.Node) -> Shape | None:
-        value = self.known.get(node)
+        value = self.values.get(node)
         if isinstance(value, ParameterExpr):
             return value.shape
         try:
@@ -107,8 +107,8 @@ class Functions:
     def shape_of(self, node: fx.Node) -> Shape:
         """Of a constant. Raises ValueError if it is not known."""
         value = attribute(self.root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
-        if value is None and all(operand in self.known for operand in node.all_input_nodes):
-            value = called(node, without_data(node.args, self.known))
+        if value is None and all(operand in self.values for operand in node.all_input_nodes):
+            value = called(node, without_data(node.args, self.values))
         if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
             raise ValueError
         return tuple(value.shape)
@@ -117,15 +117,15 @@ class Functions:
 # --- means of filters, whichever way they are written: v.mean((1, 2, 3), keepdim=True), v.flatten(1).mean(1), ... -----
 
 
-def is_mean(node: fx.Node, parameter: str, known: Mapping[fx.Node, Any]) -> bool:
+def is_mean(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> bool:
     """Whether a node is the mean of a parameter over all dimensions but the first. known: the values of expressions."""
-    left = dimensions_left(node, parameter, known)
+    left = dimensions_left(node, parameter, values)
     return left is not None and filters_only(left)
 
 
-def dimensions_left(node: fx.Node, parameter: str, known: Mapping[fx.Node, Any]) -> list[bool] | None:
+def dimensions_left(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> list[bool] | None:
     """Of the parameter, or of it as filters [o, ...], which dimensions are no mean yet; None for anything else."""
-    value = known.get(node)
+    value = values.get(node)
     if isinstance(value, ParameterExpr):
         entire = is_one_slice(value) and view_of(value.slices[0]).is_contiguous()
         plain = entire and value.slices[0].parameter == parameter and not value.slices[0].through
@@ -134,17 +134,17 @@ def dimensions_left(node: fx.Node, parameter: str, known: Mapping[fx.Node, Any])
     if not isinstance(source, fx.Node):
         return None
     if name == "getitem" and node.args[1] == 1 and op_name(source) in SPREADS:
-        return averaged(source, parameter, known)
+        return averaged(source, parameter, values)
     if name == "mean":
-        return averaged(node, parameter, known)
-    left = dimensions_left(source, parameter, known) if name in VIEWS else None
+        return averaged(node, parameter, values)
+    left = dimensions_left(source, parameter, values) if name in VIEWS else None
     return [True] if left is not None and filters_only(left) else None
 
 
-def averaged(node: fx.Node, parameter: str, known: Mapping[fx.Node, Any]) -> list[bool] | None:
+def averaged(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> list[bool] | None:
     """What is left after the mean that a node takes."""
     source: Any = node.args[0]
-    left = dimensions_left(source, parameter, known)
+    left = dimensions_left(source, parameter, values)
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if left is None or dims is None:
         return None

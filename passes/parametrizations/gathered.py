@@ -121,7 +121,7 @@ class Numbers:
     def __init__(self, graph: fx.Graph, label: Mapping[fx.Node, Label], maps: LinearMaps) -> None:
         self.graph, self.label, self.maps = graph, label, maps
         self.inserted: dict[fx.Node, fx.Node] = {}
-        self.known: dict[fx.Node, bool] = {}
+        self.gathers_or_is_table: dict[fx.Node, bool] = {}
 
     def elements(self, node: fx.Node) -> Elements:
         table = node
@@ -132,9 +132,9 @@ class Numbers:
         return Elements(str(parameter.target), self.of(node), self.maps.of(table))
 
     def gathered(self, node: fx.Node) -> bool:
-        if node not in self.known:
-            self.known[node] = self.is_table(node) or self.gathers(node)
-        return self.known[node] and self.label.get(node) is Label.PURE
+        if node not in self.gathers_or_is_table:
+            self.gathers_or_is_table[node] = self.is_table(node) or self.gathers(node)
+        return self.gathers_or_is_table[node] and self.label.get(node) is Label.PURE
 
     def gathers(self, node: fx.Node) -> bool:
         """Whether the node moves elements of its one operand that is no constant."""
@@ -258,19 +258,19 @@ def constant(node: fx.Node, root: Any, label: Mapping[fx.Node, Label]) -> Any:
             return None  # a size that only the batch knows
         stack += () if ancestor in behind else ancestor.all_input_nodes
         behind.add(ancestor)
-    known: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
     for ancestor in sorted(behind):  # nodes compare by their places
         held = ancestor.op == "get_attr"
-        known[ancestor] = attribute(root, str(ancestor.target)) if held else of_constants(ancestor, known)
-        if known[ancestor] is None:
+        values[ancestor] = attribute(root, str(ancestor.target)) if held else of_constants(ancestor, values)
+        if values[ancestor] is None:
             return None
-    return known[node]
+    return values[node]
 
 
-def of_constants(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+def of_constants(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     if is_random(node) or op_name(node) == "written":
         return None
-    arguments: Any = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    arguments: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     args, kwargs = arguments
     if changes_memory(node):
         args = (args[0].clone(), *args[1:])

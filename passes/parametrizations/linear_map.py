@@ -135,12 +135,12 @@ def mixes(node: fx.Node) -> bool:
     return "upsample_" in op_name(node) or op_name(node) in MIXES
 
 
-def run(node: fx.Node, known: dict[fx.Node, Tensor]) -> Any:
+def run(node: fx.Node, values: dict[fx.Node, Tensor]) -> Any:
     """The value of a node, from the parameter's."""
-    if node not in known:
-        arguments: Any = fx.map_arg((node.args, node.kwargs), lambda operand: run(operand, known))
-        known[node] = computed(node, *arguments)
-    return known[node]
+    if node not in values:
+        arguments: Any = fx.map_arg((node.args, node.kwargs), lambda operand: run(operand, values))
+        values[node] = computed(node, *arguments)
+    return values[node]
 
 
 def matrix_of(function: Callable[[Tensor], Tensor], shape: Shape, dtype: torch.dtype) -> tuple[Columns, Tensor] | None:

@@ -115,7 +115,7 @@ class Normalized(BySlice):
         """σ, of a shape that broadcasts with the operand's."""
 
     def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor:
-        """W = u(v) / σ(v) has ∂L/∂σ = -⟨∂L/∂W, u⟩ / σ². The rows make ∂L/∂W / σ, or that without its mean; of the latter
+        """W = u(v) / σ(v) has ∂L/∂σ = -⟨∂L/∂W, u⟩ / σ². The rows make ∂L/∂W / σ, or that without its mean; of this
         ⟨·, u⟩ is ⟨·, v⟩."""
         with torch.enable_grad():
             number = self.number(tensors)

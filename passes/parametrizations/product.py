@@ -60,7 +60,7 @@ class Factor(Parametrization):
         return {str(number): partner.node for number, partner in enumerate(self.partners)}
 
     def step(self) -> RowsStep:
-        partners = [(str(n), one.kind, one.shape, one.turned) for n, one in enumerate(self.partners)]
+        partners = [(str(n), partner.kind, partner.shape, partner.turned) for n, partner in enumerate(self.partners)]
         turned = self.turned
 
         def step(both: Rows, tensors: Tensors) -> Rows:
@@ -165,9 +165,9 @@ def factors(value: ParameterExpr, root: nn.Module) -> list[Product]:
     return found
 
 
-def reshaped(node: fx.Node, value: ParameterExpr, known: Mapping[fx.Node, Any]) -> ParameterExpr | None:
+def reshaped(node: fx.Node, value: ParameterExpr, values: Mapping[fx.Node, Any]) -> ParameterExpr | None:
     """A view of products that leaves their elements in their order, or turns a matrix."""
-    rest = without_data(node.args[1:], known)
+    rest = without_data(node.args[1:], values)
     if value.slices:
         return None
     if op_name(node) in PERMUTES and dims_after(node, len(value.shape), rest) == (1, 0):
@@ -213,14 +213,14 @@ def complete(value: ParameterExpr, node: fx.Node) -> ParameterExpr | None:
     return replace(value, products=products)
 
 
-def ways_to(node: fx.Node, known: dict[fx.Node, Counter[str]]) -> Counter[str]:
+def ways_to(node: fx.Node, ways: dict[fx.Node, Counter[str]]) -> Counter[str]:
     """In how many ways every parameter reaches a node."""
-    if node not in known:
+    if node not in ways:
         if node.op == "get_attr":
-            known[node] = Counter({str(node.target): 1})
+            ways[node] = Counter({str(node.target): 1})
         else:
-            known[node] = sum((ways_to(operand, known) for operand in differentiated(node)), Counter())
-    return known[node]
+            ways[node] = sum((ways_to(operand, ways) for operand in differentiated(node)), Counter())
+    return ways[node]
 
 
 # --- uses -------------------------------------------------------------------------------------------------------------

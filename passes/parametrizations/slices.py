@@ -62,16 +62,16 @@ def called(node: fx.Node, args: Any) -> Any:
     return computed(node, args, node.kwargs)
 
 
-def without_data(arguments: Any, known: Mapping[fx.Node, Any]) -> Any:
+def without_data(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
     """Arguments with the values of their nodes; those that are tensors have shapes only.
 
     Raises ValueError for a node whose value is not known.
     """
 
     def value_of(node: fx.Node) -> Any:
-        if node not in known:
+        if node not in values:
             raise ValueError(f"{node} has no value")
-        value = known[node]
+        value = values[node]
         return whole(value.shape) if isinstance(value, ParameterExpr) else value
 
     return fx.map_arg(arguments, value_of)
