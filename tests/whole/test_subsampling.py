@@ -13,7 +13,6 @@ import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.passes.ir import Sampling
-from kfac_fx.taps.subsample import read_sampling, systematic
 from tests.runtime.collections_of_toys import collection
 
 KEY = ("conv.weight", "conv.bias")
@@ -46,16 +45,6 @@ def with_phases(one: CompiledModule, x: Tensor, y: Tensor, phases: tuple[float, 
 
 
 # --- the sample -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("total", "kept"), [(7, 3), (12, 4), (5, 5), (9, 1), (1000, 7)])
-def test_every_row_is_taken_with_the_same_probability_and_once(total: int, kept: int) -> None:
-    counts = torch.zeros(total, dtype=torch.long)
-    for k in range(total):
-        rows = systematic(torch.tensor((k + 0.5) / total), total, kept)
-        assert rows.unique().numel() == kept and int(rows.min()) >= 0 and int(rows.max()) < total
-        counts[rows] += 1
-    assert counts.tolist() == [kept] * total
 
 
 @pytest.mark.parametrize("approximation", ["kron", "kron_in_diag", "kron_sua"])
@@ -247,11 +236,6 @@ def test_a_convolution_may_take_all_in_spite_of_the_default() -> None:
     est.update_covariances(x)
     torch.testing.assert_close(est.blocks["c",].factors["A"].value[0], x.flatten(1).mT @ x.flatten(1) / 10)
     assert "sampling" not in str(est.net.report)
-
-
-def test_what_is_said_is_read() -> None:
-    assert read_sampling(False, False) is None and read_sampling(1.0, False) is None
-    assert read_sampling(True, True) == Sampling(0.2, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.func import jacrev
 from torch.nn import functional as F
 
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance, OnehotCategorical
-from kfac_fx.losses.sources import number_of_sources, one_source
+from kfac_fx.losses.sources import number_of_sources
 from kfac_fx.passes.errors import LossError, TargetsMissing
 
 NATURAL: dict[str, Callable[[Tensor], LossFunction]] = {
@@ -236,14 +236,6 @@ def test_missing_targets_say_what_to_pass(make: Callable[[Tensor], LossFunction]
     text = r"a \w+ loss of inputs \[2, \d\] is evaluated and has no targets: build .*\(\.\.\., targets=y\), .* with y "
     with pytest.raises(TargetsMissing, match=text):
         make(random(2, 4)).evaluate()
-
-
-def test_the_empirical_fisher_names_the_losses_without_targets() -> None:
-    y = random(5, 4)
-    losses = [(1.0, Categorical(y, targets=torch.zeros(5))), (1.0, Normal(y))]
-    text = r"1 of 2 losses have none:\n  Normal of \[5, 4\]  wants values.*\n.*\(x, targets=y\) or .*'gradients'"
-    with pytest.raises(TargetsMissing, match=text):
-        one_source("empirical", losses, [y], None)
 
 
 @pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)

@@ -1,0 +1,46 @@
+"""Sums over pairs of rows of consecutive uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kfac_fx.statistics.lagged import LAGGED, unfolded
+from kfac_fx.statistics.row_sums import Rows
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def test_lagged_rows_of_one_case_for_all() -> None:
+    """Rows that all cases share, N = 1, stand for as many as there are gradient rows."""
+    shared, own = torch.randn(1, 2, 1, 3), torch.randn(4, 2, 1, 3)
+    d = torch.randn(4, 2, 1, 2)
+    lag = LAGGED["A1"].compute
+    for bias in (False, True):
+        matrix = (1, 2, 3 + bias)
+        for later, earlier in ((shared, own), (own, shared), (shared, shared)):
+            got = lag(Rows(later, d, bias, matrix), Rows(earlier, d, bias, matrix))
+            wide = lag(
+                Rows(later.expand(4, 2, 1, 3), d, bias, matrix), Rows(earlier.expand(4, 2, 1, 3), d, bias, matrix)
+            )
+            torch.testing.assert_close(got, wide)
+
+
+def test_a_pair_counts_where_both_rows_are_real() -> None:
+    mask = torch.tensor([[True], [True], [False]])
+    d = torch.randn(3, 1, 1, 2)
+    rows = Rows(torch.randn(3, 1, 1, 4), d, False, (1, 2, 4), mask)
+    whole = Rows(rows.x, d, False, (1, 2, 4))
+    assert LAGGED["pairs"].compute(rows, rows) == 2
+    assert LAGGED["pairs"].compute(whole, whole) == LAGGED["pairs"].compute(whole, rows) == 3
+
+
+@pytest.mark.parametrize("in_positions", [False, True])
+def test_uses_that_lie_behind_each_other_become_pairs_one_step_apart(in_positions: bool) -> None:
+    shape = (2, 3, 1) if in_positions else (6, 1, 1)  # three steps of two cases
+    x = torch.arange(6.0).view(2, 3).view(*shape, 1) if in_positions else torch.arange(6.0).view(*shape, 1)
+    rows = Rows(x, 10 * x, False, (1, 1, 1), x[..., 0, 0] < 5)
+    later, earlier = unfolded(rows, 3, in_positions)
+    step = 1 if in_positions else 2
+    assert torch.equal(later.x, earlier.x + step) and torch.equal(later.d, 10 * later.x)
+    assert later.mask is not None and torch.equal(later.mask, later.x[..., 0, 0] < 5)

@@ -1,0 +1,61 @@
+"""Uncorrelated activations: the roots of A from two matrices as wide as the channels, against the dense A."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kfac_fx.blocks.block import make_block
+from kfac_fx.factors.sua import UncorrelatedGroup, waves
+from tests.runtime.fisher_cases import FORMS, draw, register
+
+pytestmark = pytest.mark.usefixtures("float64")
+VARIANTS = ("kron_sua", "kron_sua_zero_mean", "kron_sua_centered")
+FORM = FORMS["grouped convolution"]
+
+
+def group_of(approximation: str) -> UncorrelatedGroup:
+    torch.manual_seed(0)
+    registration = register(FORM, approximation)
+    block = make_block(registration, parameters=FORM.parameters, damping=0.3)
+    block.update(draw(registration, FORM, 7), 7, decay=0.0)
+    assert isinstance(block.group, UncorrelatedGroup)
+    return block.group
+
+
+def dense_inputs(group: UncorrelatedGroup, approximation: str) -> Tensor:
+    """A = Σ ⊗ I ⊕ [0] + m mᵀ of the module's docstring, [g, i, i]."""
+    second = group.factors["A"].value[0]
+    channels, kernel, bias = group.channels, group.kernel, int(group.bias)
+    mean, square = second[:, :-1, -1], second[:, :-1, :-1]
+    covariance = square if approximation == "kron_sua_zero_mean" else square - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    mean = mean if approximation == "kron_sua" else torch.zeros_like(mean)
+    m = torch.cat([mean.repeat_interleave(kernel, -1), torch.ones(len(mean), bias)], dim=-1)
+    body = torch.stack([torch.kron(group_covariance, torch.eye(kernel)) for group_covariance in covariance])
+    size = channels * kernel
+    a = m.unsqueeze(-1) * m.unsqueeze(-2)
+    a[:, :size, :size] += body
+    return a
+
+
+@pytest.mark.parametrize("approximation", VARIANTS)
+def test_the_dense_side_is_that_of_the_assumptions(approximation: str) -> None:
+    group = group_of(approximation)
+    parts = [group.value(side)[0] for side in group.sides[1:]]
+    torch.testing.assert_close(group.joined(parts), dense_inputs(group, approximation))
+
+
+@pytest.mark.parametrize("approximation", VARIANTS)
+def test_the_mean_eigenvalue_is_that_of_the_dense_side(approximation: str) -> None:
+    group = group_of(approximation)
+    assert group.right is not None
+    trace = dense_inputs(group, approximation).diagonal(dim1=-2, dim2=-1).mean(-1)
+    torch.testing.assert_close(group.mean_eigenvalue(group.right)[0], trace)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_waves_are_orthonormal_and_begin_with_the_mean(size: int) -> None:
+    basis = waves(size)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(size))
+    torch.testing.assert_close(basis[:, 0], torch.full((size,), size**-0.5))
