@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         help="K-FAC beside SGD and AdamW on two small problems, in minutes",
         description="Train an autoencoder and a classifier of handwritten digits with SGD, AdamW and K-FAC.",
     )
-    show.add_argument("--steps", type=positive, help="training steps of SGD and AdamW; K-FAC takes a fifth of them")
+    show.add_argument("--steps", type=step_count, help="training steps of SGD and AdamW; K-FAC takes a fifth of them")
     show.add_argument("--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps, to see whether it runs")
     show.add_argument("--seed", type=int, default=0, help="of the initial models and batches; default: %(default)s")
     show.add_argument(
@@ -179,7 +179,7 @@ def demo_command(options: argparse.Namespace) -> None:
     )
 
 
-def positive(text: str) -> int:
+def step_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)

@@ -32,7 +32,8 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import Root, unsqueeze_like
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import FactorNotReady
-from kfac_fx.statistics.row_sums import Shape, whole
+from kfac_fx.passes.matrix import Shape
+from kfac_fx.statistics.row_sums import whole
 
 
 @dataclass

@@ -16,7 +16,7 @@ from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import RegistrationError, ReuseError
 from kfac_fx.passes.ir import GENERIC, Sampling, Use
 from kfac_fx.passes.layers.conv import disagreement
-from kfac_fx.taps.subsample import ALL, read_sampling
+from kfac_fx.taps.subsample import ALL_ROWS, read_sampling
 
 
 def register_layer(
@@ -31,7 +31,7 @@ def register_layer(
     """Find the uses, then file them: a new block, or a tower of an old one. On an error nothing has changed."""
     sampling: Sampling | None = None  # that of the collection, or of the old block
     if sub_sample_inputs is not None or sub_sample_patches is not None:
-        sampling = read_sampling(sub_sample_inputs or False, sub_sample_patches or False) or ALL
+        sampling = read_sampling(sub_sample_inputs or False, sub_sample_patches or False) or ALL_ROWS
     block = layer_block(collection, patch_mask=patch_mask, **arguments)
     block.sampling = sampling or block.sampling
     if resolved(reuse) and block.params in collection.fisher_blocks:

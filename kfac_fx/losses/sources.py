@@ -23,7 +23,7 @@ from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import TargetsMissing, nearest, table
 
 MODES = ("gradients", "empirical", "curvature_prop", "curvature_prop_GGN", "exact", "exact_GGN")
-Losses = Sequence[tuple[float, LossFunction]]  # (coefficient, loss)
+LossPairs = Sequence[tuple[float, LossFunction]]  # (coefficient, loss)
 Cotangents = list[Tensor | None]  # of every input of a loss; None: nothing is sent back
 
 
@@ -38,7 +38,7 @@ def is_exact(mode: str) -> bool:
     return mode in ("exact", "exact_GGN")
 
 
-def one_source(mode: str, losses: Losses, leaves: Sequence[Tensor], generator: torch.Generator | None) -> Cotangents:
+def one_source(mode: str, losses: LossPairs, leaves: Sequence[Tensor], generator: torch.Generator | None) -> Cotangents:
     """The only source of a mode that is not exact; leaves: the outputs of the model. Raises TargetsMissing."""
     if mode.startswith("curvature_prop"):
         vectors = [
@@ -71,12 +71,12 @@ def check_targets(losses: Sequence[LossFunction]) -> None:
         )
 
 
-def number_of_sources(losses: Losses, mode: str, by_case: bool = False) -> int:
+def number_of_sources(losses: LossPairs, mode: str, by_case: bool = False) -> int:
     return sum(math.prod(inner_shape(mode, loss)[0 if by_case else cases_axis(loss) :]) for _, loss in losses)
 
 
 def exact_sources(
-    mode: str, losses: Losses, leaves: Sequence[Tensor], chunk: int, by_case: bool = False
+    mode: str, losses: LossPairs, leaves: Sequence[Tensor], chunk: int, by_case: bool = False
 ) -> Iterator[tuple[int, Cotangents]]:
     """Yields (k, cotangents [k, ...] of k sources), with k at most `chunk`, for all coordinates of all losses.
 

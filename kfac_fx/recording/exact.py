@@ -23,7 +23,7 @@ from torch import Tensor
 from kfac_fx.factors.factor import additive
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import split
-from kfac_fx.losses.sources import Cotangents, Losses, exact_sources, number_of_sources, pulled_back
+from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_of_sources, pulled_back
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
@@ -117,7 +117,7 @@ class ExactPass:
     registrations: Sequence[Registration]
     outputs: Sequence[Tensor]
     leaves: Sequence[Tensor]
-    losses: Losses
+    losses: LossPairs
     probes: Sequence[Mapping[str, Tensor]]
     parameters: Mapping[str, Tensor]
     saved: int

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kfac_fx.statistics.row_sums import Matrix, Rows, Shape, homogeneous
+from kfac_fx.passes.matrix import Shape
+from kfac_fx.statistics.row_sums import Matrix, Rows, homogeneous
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import bordered, gram, unsqueeze_like
+from kfac_fx.passes.matrix import Shape
 
 Matrix = tuple[int, int, int]
-Shape = tuple[int, ...]
 CHUNK = 1 << 24  # elements of per-case gradients that `square` holds at once
 
 

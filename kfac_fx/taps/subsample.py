@@ -30,7 +30,7 @@ PHASES = (0.7548776662466927, 0.5698402909980532)  # multiples of these fill the
 SHARES = 10_000  # the smallest share is 1 / SHARES; `share_of` rounds up, so at least one case or row is taken
 SAMPLED = ("A", "A_diag")
 
-ALL = Sampling()
+ALL_ROWS = Sampling()
 Ratio = tuple[int, int]  # whole numbers, because sizes may be symbolic
 Parts = tuple[Ratio, Ratio | None]  # the share of the cases; the rows for every input
 
@@ -54,7 +54,7 @@ def read_sampling(inputs: bool | float, patches: bool | float) -> Sampling | Non
 def sampled_parts(registration: Registration, use: Use, layer: Layer) -> Parts | None:
     """The parts that a tap samples; None if it uses all rows."""
     sampling = registration.sampling
-    if sampling is None or sampling == ALL or why_all_rows(registration, use, layer):
+    if sampling is None or sampling == ALL_ROWS or why_all_rows(registration, use, layer):
         return None
     return as_ratio(sampling.inputs), None if sampling.patches is None else as_ratio(sampling.patches)
 
@@ -77,7 +77,7 @@ def described(program: Program) -> list[str]:
     sampled: Counter[str] = Counter()
     lines = []
     for registration in program.registrations:
-        if registration.sampling in (None, ALL):
+        if registration.sampling in (None, ALL_ROWS):
             continue
         uses = registration.uses
         reasons = [why_all_rows(registration, use, program.layers[use.layer]) for use in uses]

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from kfac_fx.linalg.matrices import full_precision_in_eager
 from kfac_fx.passes.ir import CASES, KEPT, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED
-from kfac_fx.statistics.row_sums import Matrix, Shape, named, whole
+from kfac_fx.statistics.row_sums import Matrix, named, whole
 from kfac_fx.taps.rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
 from kfac_fx.taps.subsample import SAMPLED, Parts, sample, sampled_parts
 
