@@ -89,17 +89,23 @@ def parts_of_expr(use: Use, role: str, program: Program) -> list[Part] | None:
 
 def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Iterator[Use]:
     """A use for every part of the weight, with the bias of its outputs, and for every bias that has no such weight. A
-    part that goes through functions is on its own: they are not those of its partner."""
+    part that goes through functions is on its own: they are not those of its partner. So is a bias that is the weight
+    itself."""
     biases = {part.region[:2]: part for part in parts if part.role == "bias"}
     for part in sorted((part for part in parts if part.role == "weight"), key=lambda part: part.region):
         bias = biases.get(part.region[:2])
-        if bias is None or bias.through or part.through:
+        if bias is None or bias.through or part.through or same_elements(part, bias):
             yield (alone := use_of(use, part.region, [part], shapes))
             yield from gains_of(alone, shapes)
         else:
             yield use_of(use, part.region, [part, biases.pop(part.region[:2])], shapes)
     for region, bias in biases.items():
         yield use_of(use, (*region, NOTHING), [bias], shapes)
+
+
+def same_elements(part: Part, other: Part) -> bool:
+    """Whether one parameter, or one piece, has both roles: `layer_norm(x, (3,), g, 2 * g)`."""
+    return (part.parameter, part.piece) == (other.parameter, other.piece)
 
 
 def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
@@ -114,7 +120,8 @@ def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
             if slice_.shape != expr.shape or used is None:
                 return None
             bound = Bound(slice_.parameter, used, canonical, slice_.scale)
-            if role not in found and not slice_.through:
+            elsewhere = any(other.parameter == slice_.parameter for other in found.values())
+            if role not in found and not slice_.through and not elsewhere:
                 found[role] = bound
                 continue
             if slice_.through and role != "weight":

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from kfac_fx.passes.check import check, check_registration
 from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import LinkError, RegistrationError
-from kfac_fx.passes.expressions import express
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.match import match
 from kfac_fx.passes.parametrizations.slices import region_of
 from kfac_fx.passes.pipeline import verify
 from kfac_fx.passes.resolve import resolve
@@ -26,7 +24,7 @@ Function = Callable[..., Any]
 
 def cut_up(model: nn.Module, **options: Any) -> Program:
     """Matches after the cuts."""
-    return verify(cut(match(express(before("match", model, **options)))), after="cut")
+    return verify(cut(before("cut", model, **options)), after="cut")
 
 
 def registered(function: Function, options: dict[str, Any] | None = None, **shapes: tuple[int, ...]) -> Program:
@@ -222,3 +220,17 @@ def test_a_separable_convolution_is_its_parts_when_one_is_cut() -> None:
         ("conv1d", ("v[0:1]",), 2),
         ("conv1d", ("v[1:3]",), 1),
     ]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.layer_norm(x, (4,), w, 2 * w),
+        lambda x, w: F.layer_norm(x, (4,), -w, w),
+        lambda x, w: F.layer_norm(x, (4,), 3 * w, 2 * w),
+        lambda x, w: F.conv_transpose1d(x[:, None], w[:1, None, None], 2 * w[:1]),
+    ],
+)
+def test_a_parameter_in_two_roles_of_one_use_has_a_use_in_each(function: Function) -> None:
+    program = registered(function, w=(4,))
+    assert [(one.parameters[0][0], len(one.uses)) for one in program.registrations] == [("w", 2)]

@@ -24,7 +24,7 @@ X = (3, 5, 4)
 
 def expressed(function: Function, exported: bool = False, /, **shapes: tuple[int, ...]) -> Program:
     """Traced symbolically, or by torch.export, which spells the same things in ATen."""
-    return express(before("match", Toy(function, **shapes), *[torch.randn(X)] * exported))
+    return express(before("express", Toy(function, **shapes), *[torch.randn(X)] * exported))
 
 
 def parts(program: Program, exprs: ParameterExpr) -> list[Part]:
@@ -187,7 +187,7 @@ class Clipped(nn.Module):
 
 
 def test_values_written_into_a_parameter_stay_its_elements() -> None:
-    program = express(before("match", Clipped(), torch.randn(X)))
+    program = express(before("express", Clipped(), torch.randn(X)))
     (exprs,) = program.parameter_exprs.values()
     assert parts(program, exprs) == [(((0, 4), (0, 4)), "weight", {0: (0, 4)})]
 

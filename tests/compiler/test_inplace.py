@@ -21,7 +21,7 @@ X = torch.randn(5, 3)
 
 
 def normalized(function: Callable[..., Any], exported: bool = True) -> fx.Graph:
-    return before("losses", Toy(function), *([X] if exported else [])).graph
+    return before("find_losses", Toy(function), *([X] if exported else [])).graph
 
 
 def returns_first(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
@@ -97,7 +97,7 @@ def chained(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [viewed, viewed_and_written, built, filled, chained])
 def test_what_stays_in_place_computes_the_same(function: Callable[[Tensor], Tensor]) -> None:
-    program = before("losses", Toy(function), X)
+    program = before("find_losses", Toy(function), X)
     module = fx.GraphModule(program.root, program.graph)
     x, twin = X.clone().requires_grad_(), X.clone().requires_grad_()
     (got,) = module(x)
@@ -137,13 +137,13 @@ def test_a_write_into_any_view_is_a_write_into_what_it_is_of(view: Callable[[Ten
         view(h).mul_(3)
         return h + 1
 
-    program = before("losses", Toy(function), *([X] if exported else []))
+    program = before("find_losses", Toy(function), *([X] if exported else []))
     (*_, got) = pytree.leaves(fx.GraphModule(program.root, program.graph)(X))
     assert torch.equal(got, function(X))
 
 
 def test_what_is_read_after_a_write_depends_on_it() -> None:
-    program = before("losses", Toy(built), X)
+    program = before("find_losses", Toy(built), X)
     lines = [line for line in code(program) if line.startswith(("written", "copy_", "tanh"))]
     assert lines == [
         "copy_ = copy_(slice_2, exp)",

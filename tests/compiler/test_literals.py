@@ -44,7 +44,7 @@ def written(x: Tensor, w: Tensor) -> Tensor:
 )
 def test_a_literal_of_the_same_type_becomes_a_number(build: Callable[[], Any], number: float | None) -> None:
     model = build()
-    program = before("losses", model, X)
+    program = before("find_losses", model, X)
     (node,) = (
         one for one in program.graph.nodes if one.target in (torch.mul, torch.div) and one.meta["val"].dim() == 2
     )

@@ -118,11 +118,11 @@ def test_what_a_loss_has_beside_its_distribution_is_noted(
     ],
 )
 def test_the_size_of_the_cases(function: Callable[..., Any], shape: tuple[int, ...], axis: int) -> None:
-    found = find_losses(before("losses", Toy(function, w=(3, 2)), torch.randn(shape)))
+    found = find_losses(before("find_losses", Toy(function, w=(3, 2)), torch.randn(shape)))
     (x,) = (node for node in found.graph.nodes if node.op == "placeholder")
     assert found.cases == str(x.meta["val"].shape[axis])
 
 
 def test_a_graph_without_sizes_has_no_cases() -> None:
-    assert find_losses(before("losses", nn.Linear(3, 2))).cases is None
-    assert find_losses(before("losses", nn.Linear(1, 2), torch.randn(1, 1))).cases is None
+    assert find_losses(before("find_losses", nn.Linear(3, 2))).cases is None
+    assert find_losses(before("find_losses", nn.Linear(1, 2), torch.randn(1, 1))).cases is None

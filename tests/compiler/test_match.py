@@ -47,8 +47,9 @@ def largest(function: Callable[..., Any], exported: bool = False, **shapes: tupl
         (lambda x, w, b: w @ x.mT, ["linear(w): getattr_1 -> matmul", "linear(w): m_t -> matmul"]),
         (lambda x, w, b: F.linear(x, w.to(torch.float64).float()), ["linear(w): x -> linear"]),
         (lambda x, w, b: x * b, ["scale_and_shift(b): x -> mul"]),
-        (lambda x, w, b: F.layer_norm(x, (3,), b, b * 1), []),
-        (lambda x, w, b: x @ w.tanh(), []),  # a product with something made of w
+        (lambda x, w, b: F.layer_norm(x, (3,), b, b), []),
+        (lambda x, w, b: F.layer_norm(x, (3,), b, b * 1), ["layer_norm(b): x -> layer_norm"]),  # for `cut`
+        (lambda x, w, b: x @ w.tanh(), ["linear(): x -> matmul"]),  # with an expression of w, for `cut`
         (lambda x, w, b: x @ w.detach(), []),
         (lambda x, w, b: (x @ w).detach() * x, []),
         (lambda x, w, b: torch.addmm(b, x, w, alpha=2), []),
@@ -66,7 +67,7 @@ def test_how_a_layer_is_written(function: Callable[..., Any], expected: list[str
         (lambda x, w, b: F.linear(x, w, torch.cumsum(b, 0)), ["linear(w): x -> linear"]),
         (lambda x, w, b: F.linear(x, w.softmax(1), b), ["linear(b): x -> linear"]),
         (lambda x, w, b: F.linear(x, w.softmax(1), w[:, 0]), []),
-        (lambda x, w, b: F.linear(x, w.softmax(1)), []),
+        (lambda x, w, b: F.linear(x, w.softmax(1)), ["linear(): x -> linear"]),  # by its Jacobian
     ],
 )
 def test_what_is_computed_in_a_way_of_its_own_leaves_the_other_role_alone(

@@ -36,7 +36,7 @@ SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
 
 def last(function: Callable[[Any], Any], *inputs: Tensor) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The operation behind the output, with what it is given; other nodes by the number of their place in the graph."""
-    graph = before("losses", Toy(function), *inputs).graph
+    graph = before("find_losses", Toy(function), *inputs).graph
     (output,) = (one for one in graph.nodes if one.op == "output")
     node = output.all_input_nodes[0]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.op if one.op != "get_attr" else "held")
@@ -88,7 +88,7 @@ def test_all_spellings_are_one(x: Tensor, functions: list[Callable[[Any], Any]])
 def test_values_never_change(function: Callable[[Any], Any], x: Tensor, exported: bool) -> None:
     model = Toy(function)
     traced = capture(model, (x,) if exported else None)
-    program = before("losses", model, *([x] if exported else []))
+    program = before("find_losses", model, *([x] if exported else []))
     got = traced.unflatten(fx.GraphModule(program.root, program.graph)(x))
     torch.testing.assert_close(got, function(x), rtol=0, atol=0)
 
@@ -108,7 +108,7 @@ def test_sums_and_products_begin_with_what_depends_on_the_batch() -> None:
     def shuffled(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         return w + x, w * x.exp(), (2 * w) * x, w + torch.ones(5), 1 + w
 
-    graph = before("losses", Toy(shuffled, w=(5,)), X).graph
+    graph = before("find_losses", Toy(shuffled, w=(5,)), X).graph
     sums = [node for node in graph.nodes if node.target in (torch.add, torch.mul)]
     first = [str(node.args[0]) for node in sums]
     assert first == ["x", "exp", "w", "x", "w", "w"]
@@ -117,7 +117,7 @@ def test_sums_and_products_begin_with_what_depends_on_the_batch() -> None:
 def test_operations_of_the_same_name_are_told_apart() -> None:
     assert public("relu") is torch.relu and public("fft_rfft") is torch.fft.rfft
     assert public("dropout1d") is None and public("no_such_operation") is None
-    graph = before("losses", Toy(lambda x: torch.add(x, x, alpha=2))).graph
+    graph = before("find_losses", Toy(lambda x: torch.add(x, x, alpha=2))).graph
     (call,) = (node for node in graph.nodes if node.op == "call_function")
     assert call.kwargs == {"alpha": 2}
 
@@ -129,7 +129,7 @@ def test_constructors_of_sparse_tensors_keep_their_arguments() -> None:
     def scattered(x: Tensor) -> Tensor:
         return x + torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 3]]), x[0, :2], (4, 5)).to_dense()
 
-    program = before("losses", Toy(scattered), X)
+    program = before("find_losses", Toy(scattered), X)
     (got,) = fx.GraphModule(program.root, program.graph)(X)
     torch.testing.assert_close(got, scattered(X), rtol=0, atol=0)
     assert public("sparse_coo_tensor") is None

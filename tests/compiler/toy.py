@@ -9,24 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.ir import Options, Pass, Program
+from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, collect
-from kfac_fx.passes.link import link
-from kfac_fx.passes.losses import find_losses
-from kfac_fx.passes.match import match
-from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.resolve import resolve
+from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.trace import capture
 
-BEFORE: dict[str, tuple[Pass, ...]] = {
-    "normalize": (),
-    "losses": (normalize,),
-    "link": (normalize, find_losses),
-    "match": (normalize, find_losses, link),
-    "resolve": (normalize, find_losses, link, match),
-    "check": (normalize, find_losses, link, match, resolve),
-}
+NAMES = [step.__name__ for step in PIPELINE]
 
 
 class Toy(nn.Module):
@@ -43,7 +31,8 @@ class Toy(nn.Module):
 
 
 def before(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Program:
-    """The program that the pass `name` is given; captured with `inputs`, or traced symbolically without.
+    """The program that the pass `name` of the library's own pipeline is given; captured with `inputs`, or traced
+    symbolically without.
 
     `layers` among the options: declared besides those of the library.
     """
@@ -52,7 +41,7 @@ def before(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Program
     paths = model.named_modules(remove_duplicate=False)
     options.setdefault("modules", {path: type(module) for path, module in paths if path})
     traced = capture(model, inputs or None, options=Options(**options), layers=layers)
-    return run(traced.program, BEFORE[name])
+    return run(traced.program, PIPELINE[: NAMES.index(name)])
 
 
 def node(program: Program | fx.Graph, name: str) -> fx.Node:
