@@ -136,10 +136,10 @@ class Expressions:
         name, arguments = op_name(node), node.args
         if name in JOINS:
             return self.joined(node, name == "stack")
-        if name == "rsub":
-            return self.shifted(arguments[0], arguments[1], -1.0)
-        if name == "sub" and not isinstance(arguments[0], fx.Node):
-            return self.shifted(arguments[1], arguments[0], -1.0)
+        if name == "rsub" or (name == "sub" and not isinstance(arguments[0], fx.Node)):
+            constant, operand = arguments[:2] if name == "sub" else arguments[1::-1]
+            times: Any = arguments[2] if len(arguments) > 2 else node.kwargs.get("alpha", 1.0)
+            return self.shifted(operand, constant, -float(times))
         if name in MULTIPLIES and all(isinstance(argument, fx.Node) for argument in arguments[:2]):
             return self.product(node, *arguments[:2])
         first = arguments[0] if arguments else None

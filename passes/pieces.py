@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
+from .errors import fatal
 from .matrix import Layout, Shape
 from .parametrization import Parametrization
 
@@ -144,7 +145,9 @@ def viewed(layout: Layout, tensor: Tensor) -> Tensor | None:
     for step in layout.steps:
         try:
             tensor = tensor.permute(step.order) if step.order is not None else tensor.view(step.after)
-        except (RuntimeError, ValueError):  # the latter where a dispatch mode is active
+        except (RuntimeError, ValueError) as error:  # the latter where a dispatch mode is active
+            if fatal(error):
+                raise
             return None
     return tensor
 

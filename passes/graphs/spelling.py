@@ -52,6 +52,7 @@ def respell(graph: fx.Graph) -> None:
             respell_aten(node, node.target, name)
         elif node.op == "call_method" or node.target is not getattr:
             respell_python(node, name)
+            place_operands(node, name)
 
 
 def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
@@ -65,6 +66,7 @@ def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
     return node.op == "call_function" and bool(operands) and numbers.issuperset(operands)
 
 
+OPERANDS = {"input", "other", "self", "tensors"}  # names of arguments of torch's functions
 IGNORED = {"inplace": False, "_stacklevel": 3}  # arguments of functions of torch.nn.functional that say nothing
 
 
@@ -78,6 +80,26 @@ def respell_python(node: fx.Node, name: str) -> None:
         if node.op == "call_method" and len(node.args) > 1 and takes_sizes(name):
             node.args = gathered(node.args)
         node.op, node.target, node.kwargs = "call_function", function, kwargs
+
+
+def place_operands(node: fx.Node, name: str) -> None:
+    """`torch.add(input=x, other=y)` -> `torch.add(x, y)`. Other arguments stay where they are."""
+    if not node.kwargs or not inspect.isbuiltin(node.target):
+        return
+    placed = max((leading(node, arguments) for arguments in schemas(name)), key=len, default=[])
+    node.args = (*node.args, *(node.kwargs[key] for key in placed))
+    node.kwargs = {key: value for key, value in node.kwargs.items() if key not in placed}
+
+
+def leading(node: fx.Node, arguments: list[Any]) -> list[str]:
+    """The keywords of those operands of a node that follow its positional arguments in a schema."""
+    keys: list[str] = []
+    for argument in arguments[len(node.args) :]:
+        key = "input" if argument.name == "self" and "input" in node.kwargs else argument.name
+        if key not in node.kwargs or key not in OPERANDS:
+            break
+        keys.append(key)
+    return keys
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..errors import fatal
 from ..matrix import Layout, Shape, Step
 from .operations import CASTS, PERMUTES, VIEWS, computed, op_name
 
@@ -43,7 +44,9 @@ def view_step(node: fx.Node, before: Shape) -> Step | None:
     probe = torch.empty(before, device="meta")
     try:
         result = run(node, probe)
-    except (RuntimeError, TypeError, IndexError):
+    except (RuntimeError, TypeError, IndexError) as error:
+        if fatal(error):
+            raise
         return None
     if not isinstance(result, Tensor) or result.numel() != probe.numel():
         return None

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from ..errors import fatal
+
 DRAWS = {"rand", "rand_like"}
 NAMES = {
     "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge",
@@ -239,8 +241,10 @@ def memory(tensor: Tensor) -> int:
         return 0
     try:
         return own.untyped_storage().data_ptr()
-    except RuntimeError:  # of a stand-in
-        return 0
+    except RuntimeError as error:
+        if fatal(error):
+            raise
+        return 0  # a stand-in of a trace
 
 
 @contextmanager

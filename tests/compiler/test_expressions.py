@@ -140,6 +140,15 @@ def test_a_copy_is_constant_where_numbers_were_written(function: Function, expor
     assert parts(program, exprs) == [(((0, 2),), "b", {0: (0, 2)}), (((4, 6),), "b", {0: (4, 6)})]
 
 
+def test_a_copy_into_which_nothing_is_written_has_no_expression() -> None:
+    def empty(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        bias = b.clone()
+        bias[:0].zero_()
+        return F.linear(x, w, bias)
+
+    assert expressed(empty, w=(6, 4), b=(6,)).made == {}
+
+
 @pytest.mark.parametrize(
     ("function", "multiple"),
     [
@@ -147,6 +156,7 @@ def test_a_copy_is_constant_where_numbers_were_written(function: Function, expor
         (lambda x, g: x * (g / 4 + 1), 0.25),
         (lambda x, g: x * (1 - g), -1.0),
         (lambda x, g: x * torch.neg(g), -1.0),
+        (lambda x, g: x * torch.rsub(g, 1.0, alpha=3), -3.0),
         (lambda x, g: x * ((g - 1) * 2 * 3), 6.0),
         (lambda x, g: x * (g.detach() + 2 * g), 2.0),
     ],

@@ -21,8 +21,12 @@ IMAGE, KERNEL = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
 SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
     (X, [lambda x: F.linear(x, W), lambda x: F.linear(input=x, weight=W), lambda x: F.linear(x, W, bias=None)]),
     (X, [lambda x: x @ W.T, lambda x: torch.matmul(x, W.T), lambda x: x.mm(W.T), lambda x: torch.mm(x, W.T)]),
+    (X, [lambda x: x @ W.T, lambda x: torch.matmul(input=x, other=W.T), lambda x: torch.matmul(x, other=W.T)]),
     (X, [lambda x: torch.relu(x), lambda x: x.relu(), lambda x: F.relu(x)]),
     (X, [lambda x: x + 1, lambda x: 1 + x, lambda x: x.add(1), lambda x: torch.add(x, 1)]),
+    (X, [lambda x: x + 1, lambda x: torch.add(input=x, other=1), lambda x: x.add(other=1)]),
+    (X, [lambda x: torch.cat([x, x]), lambda x: torch.cat(tensors=[x, x])]),
+    (X, [lambda x: torch.rsub(x, 1), lambda x: torch.rsub(input=x, other=1)]),
     (X, [lambda x: 2 * x, lambda x: x.mul(2)]),
     (X, [lambda x: x.mean(1), lambda x: torch.mean(x, 1)]),
     (X, [lambda x: torch.einsum("ij,kj->ik", x, W), lambda x: torch.einsum("ij,kj->ik", [x, W])]),

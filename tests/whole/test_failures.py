@@ -15,7 +15,10 @@ from kfac_fx.checks import equivalence
 from kfac_fx.diagnostics import watched
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
+from kfac_fx.passes.expressions import Expressions
 from kfac_fx.passes.graphs.labels import labels
+from kfac_fx.passes.graphs.views import bound_parameter
+from kfac_fx.passes.ir import Program
 from kfac_fx.passes.match import form_graph
 from kfac_fx.passes.padding import LENGTH
 from kfac_fx.passes.parametrizations.gathered import constant
@@ -189,10 +192,45 @@ def rows_of_a_mask() -> object:
     return kfac_fx.compile(model, (x,), loss="normal", layers=[hungry], padding_mask=lambda x: x[..., 0] != 0)
 
 
-@pytest.mark.parametrize("look", [matrix_of_a_table, constant_indices, rows_of_a_mask])
+def viewed(error: Callable[[], object]) -> fx.Node:
+    """A node of a view of the parameter `weight`, whose computation raises an error."""
+
+    def reshape(*_: Any) -> object:
+        return error()
+
+    graph = fx.Graph()
+    return graph.call_function(reshape, (graph.get_attr("weight"), (6,)))
+
+
+def layout_of_a_view() -> object:
+    return bound_parameter(viewed(lambda: greedy(X)), {"weight": (3, 2)})
+
+
+def expressed(error: Callable[[], object]) -> Expressions:
+    model, node = nn.Linear(2, 3), viewed(error)
+    return Expressions(Program(node.graph, model, dict(model.named_parameters()), {"weight": "weight"}))
+
+
+def expression_of_parameters() -> object:
+    return expressed(lambda: greedy(X))
+
+
+LOOKS = [matrix_of_a_table, constant_indices, rows_of_a_mask, layout_of_a_view, expression_of_parameters]
+
+
+@pytest.mark.parametrize("look", LOOKS)
 def test_what_there_is_no_memory_to_look_at_is_not_taken_for_something_else(look: Callable[[], object]) -> None:
     with pytest.raises(RuntimeError, match=NO_MEMORY):
         look()
+
+
+@pytest.mark.parametrize("kind", [AttributeError, KeyError, IndexError, AssertionError])
+def test_an_error_that_only_a_bug_of_ours_can_be_does_not_make_a_parameter_generic(kind: type[Exception]) -> None:
+    def wrong() -> object:
+        raise kind(OURS)
+
+    with pytest.raises(kind, match=OURS):
+        expressed(wrong)
 
 
 def failing_form() -> object:
