@@ -26,6 +26,7 @@ from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.tracing.calls import BACKWARD_HOOKS, FORWARD_HOOKS, Lent, hooked_by_user, mapped
 from kfac_fx.recording.emitted import ObservedLoss
+from kfac_fx.taps.tap import is_tapped
 
 KINDS: dict[Any, str] = {
     F.cross_entropy: "categorical",
@@ -169,9 +170,8 @@ class Frames:
 
 
 def writable(output: Tensor) -> Tensor:
-    """Python may write into what a submodule returns, which autograd forbids for the output of a tap."""
-    tapped = output.grad_fn is not None and "TapFunction" in output.grad_fn.name()
-    return output.clone() if tapped else output
+    """A tensor into which Python may write, as it may into what a submodule returns."""
+    return output.clone() if is_tapped(output) else output
 
 
 def one_call(module: fx.GraphModule) -> Callable[..., Any]:

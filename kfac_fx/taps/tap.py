@@ -158,6 +158,7 @@ def tap_function(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             _, input, number, *rest = inputs
+            ctx.is_tap = True
             ctx.names, ctx.shapes = rest[:number], [probe.shape for probe in rest[number : 2 * number]]
             values = rest[2 * number :]  # of the attributes: tensors, or sizes
             ctx.sizes = [None if isinstance(value, Tensor) else value for value in values]
@@ -180,6 +181,13 @@ def tap_function(
             return (output_grad, None, None, *(None for _ in ctx.names), *probe_grads, *(None for _ in ctx.sizes))
 
     return quick(TapFunction)
+
+
+def is_tapped(output: Tensor) -> bool:
+    """Whether a tap returned this tensor. Autograd refuses writes into it, since it is a view that the tap made."""
+    return getattr(
+        output.grad_fn, "is_tap", False
+    )  # set by `setup_context`: the context is the node of autograd's graph
 
 
 def quick(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kfac_fx.divided.frames import writable
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
 from kfac_fx.statistics.row_sums import STATISTICS
-from kfac_fx.taps.tap import Tap, make_probes
+from kfac_fx.taps.tap import Tap, is_tapped, make_probes
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 7, 3)
@@ -52,6 +53,23 @@ def test_a_tap_returns_its_output_and_passes_the_gradient_on() -> None:
     (grad,) = torch.autograd.grad(tapped, output, weight)
     assert torch.equal(grad, weight)
     assert probes["A"].grad is None
+
+
+def test_the_output_of_a_tap_is_told_from_that_of_a_function_of_the_same_name() -> None:
+    class TapFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    one = registered(nn.Linear(3, 2))
+    output = torch.randn(5, 2, requires_grad=True)
+    tapped, other = tap_of(one)(output, X[:, 0], make_probes(one, ("A",), 5, output)), TapFunction.apply(output)
+    assert is_tapped(tapped) and writable(tapped) is not tapped and torch.equal(writable(tapped), tapped)
+    assert not is_tapped(other) and writable(other) is other and not is_tapped(output) and writable(output) is output
 
 
 @pytest.mark.parametrize("bias", [False, True])
