@@ -23,7 +23,7 @@ from .approximations import (
 )
 from .errors import ApproximationError, table
 from .graphs.operations import VIEWS, op_name
-from .ir import GENERIC, KEPT, Program, Use, tensor_attrs, where
+from .ir import GENERIC, KEPT, Program, Use, literal_attrs, tensor_attrs, where
 from .layers import Layer
 from .matrix import MatrixForm
 
@@ -136,9 +136,8 @@ LACKS: Mapping[str, Callable[[Mapping[str, Layer], Sequence[Use]], Fields | None
 
 def kind_of(use: Use) -> tuple[Any, ...]:
     """All that the rows of a use depend on beside its input."""
-    literals = {name: value for name, value in use.attrs.items() if not isinstance(value, fx.Node)}
     scales = tuple(bound.scale for bound in use.parameters.values())
-    return use.layer, use.form, use.batch_dim, use.through, scales, repr(sorted(literals.items()))
+    return use.layer, use.form, use.batch_dim, use.through, scales, repr(sorted(literal_attrs(use).items()))
 
 
 def sizes(use: Use) -> tuple[str, ...] | None:

@@ -24,6 +24,7 @@ from itertools import chain, pairwise
 
 from torch import fx
 
+from .computed import nodes_of
 from .graphs.labels import Label, differentiated, labels, parameters_behind, use_edges
 from .ir import Note, Program, Use, where
 from .matrix import Shape
@@ -228,7 +229,9 @@ def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -
             found[node] = frozenset(piece.name for piece in pieces)
     for node, expr in program.parameter_exprs.items():
         steps = [step for slice_ in expr.slices for step in slice_.through]
-        factors = [factor for step in steps for key, factor in step.nodes.items() if key != "operand"]
+        factors = [
+            node for step in steps for key, value in step.nodes.items() if key != "operand" for node in nodes_of(value)
+        ]
         factors += [node] if expr.products else []
         names = {name for slice_ in expr.slices for name in names_in(slice_, plan)}
         found[node] = frozenset(names.union(*(parameters_behind(factor, label, found) for factor in factors)))

@@ -26,9 +26,8 @@ from .graphs.inplace import shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels
 from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, op_name
 from .graphs.views import bound_parameter
-from .ir import Program
+from .ir import ELEMENTS, Program
 from .parametrizations.functions import FUNCTIONS, Functions
-from .parametrizations.gathered import KEY as ELEMENTS
 from .parametrizations.jacobian import small_functions
 from .parametrizations.product import MULTIPLIES, added, complete, product, reshaped
 from .parametrizations.slices import (

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from .computed import moved
 from .matrix import Shape
 from .pieces import ParameterExpr, Piece
 from .registration import (
@@ -29,6 +30,7 @@ from .registration import (
     Registration,
     Sampling,
     Use,
+    literal_attrs,
     source_line,
     tensor_attrs,
     where,
@@ -54,6 +56,7 @@ __all__ = [
     "Sampling",
     "Submodule",
     "Use",
+    "literal_attrs",
     "source_line",
     "tensor_attrs",
     "where",
@@ -125,6 +128,11 @@ class PassRecord:
     nodes: int
     summary: str
     seconds: float
+
+
+ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.parametrizations.gathered`
+# The fields of a Program that refer to nodes.
+WITH_NODES = ("losses", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,21 @@ class Program:
 
     def but(self, **changes: Any) -> Program:
         return replace(self, **changes)
+
+    def on(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> Program:
+        """What is known of the graph, on another one. nodes: for those of this graph, the nodes of the other."""
+        return self.but(graph=graph, **{name: moved(getattr(self, name), nodes) for name in WITH_NODES})
+
+    def copied(self) -> Program:
+        """The same on a graph of its own, for passes that write into it: other Programs may share the one of this."""
+        graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.output(graph.graph_copy(self.graph, nodes))
+        (old,), (new,) = (one.find_nodes(op="output") for one in (self.graph, graph))
+        nodes[old], new.meta = new, dict(old.meta)
+        for node in nodes.values():
+            if ELEMENTS in node.meta:
+                node.meta[ELEMENTS] = moved(node.meta[ELEMENTS], nodes)
+        return self.on(graph, nodes)
 
     def __str__(self) -> str:
         """The graph as Python, then what the passes have found in it."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from .computed import nodes_of
 from .errors import LayerError, fatal
 from .graphs.edit import attribute
 from .graphs.inplace import functional
@@ -21,10 +22,9 @@ from .graphs.operations import CASTS, op_name
 from .graphs.sizes import number_of_cases, with_batch_dim, with_mask
 from .graphs.spelling import order_operands, respell
 from .graphs.views import bound_parameter
-from .ir import CASES, Bound, Program, Use
+from .ir import CASES, ELEMENTS, Bound, Program, Use
 from .layers import Form, Layer
 from .matrix import Layout, Shape
-from .parametrizations.gathered import KEY as ELEMENTS
 from .parametrizations.gathered import constant, gathered_weight
 from .parametrizations.jacobian import static_shape
 from .parametrizations.linear_map import LinearMap
@@ -312,5 +312,5 @@ def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
     if any(expr.function is not None for expr in exprs) and sum(map(len, in_roles)) > len(names):
         return True
     steps = [step.nodes for expr in exprs for slice_ in expr.slices for step in slice_.through]
-    factors = [nodes["factor"] for nodes in steps if "factor" in nodes]
+    factors = [node for nodes in steps if "factor" in nodes for node in nodes_of(nodes["factor"])]
     return any(names & parameters_behind(node, label) for node in (*binding.foreign.values(), *factors))

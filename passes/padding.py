@@ -10,7 +10,6 @@ that it is at (`passes.timeline`). All rows of other uses count, and `unmasked` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -18,18 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .computed import Computed, Value
 from .errors import LayerError, fatal
 from .graphs.labels import everything_behind
 from .graphs.operations import op_name
 from .graphs.sizes import in_example, number, shape_of, sizes_of
-from .ir import KEPT, Dims, Note, Program, Registration, Use, where
+from .ir import KEPT, Dims, Note, Program, Registration, Use, literal_attrs, where
 from .layers import Layer
 from .timeline import UNCLEAR, Timeline
 
 MOVES = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions in the place of positions
 PICKS = {"index", "index_select", "gather", "take_along_dim"}
 VIEWS = {"view", "reshape", "flatten", "unsafe_view", "contiguous"}
-Fitting = tuple[fx.Node, Dims]  # a mask, and where its dimensions are in an output
+Fitting = tuple[Value, Dims]  # a mask, and where its dimensions are in an output
 LENGTH = 3  # of a dimension whose size only the batch knows, for trying a layer's rows
 
 
@@ -112,7 +112,7 @@ class Places:
         other = next((dim for dim in range(len(sizes_of(use.output))) if dim != cases), None)
         if other is None or not fits((cases, other), use, self.layers[use.layer], (self.shape[0], 1)):
             return None, f"its output [{', '.join(sizes_of(use.output))}] has no rows of [{self.cases}] cases"
-        return (made_of(self.mask, torch.narrow, 1, place, 1), (cases, other)), ""
+        return (Computed(torch.narrow, (self.mask, 1, place, 1)), (cases, other)), ""
 
     def of_use(self, one: Registration, use: Use, layer: Layer) -> tuple[Fitting | None, str]:
         """(the mask and its dimensions in the output, why not)."""
@@ -125,7 +125,7 @@ class Places:
         found = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]
         if len(found) == 1:
             turned = len(set(found[0])) == 1 and self.merged[use.output]
-            return (made_of(self.mask, torch.t) if turned else self.mask, found[0]), ""
+            return (Computed(torch.t, (self.mask,)) if turned else self.mask, found[0]), ""
         said = ", ".join(sizes_of(use.output))
         if found:
             return None, f"which dimension of its output [{said}] counts positions is not clear"
@@ -140,20 +140,6 @@ class Places:
         pairs = product(*([i for i, size in enumerate(sizes) if size == own] for own in (self.cases, self.positions)))
         apart: list[Dims] = [(i, j) for i, j in pairs if i != j]
         return apart or ([(0, 0)] if node in self.merged else [])
-
-
-def made_of(mask: fx.Node, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-    """A function of the mask, as a node behind it."""
-    arguments = (mask, *args)
-    known = [user for user in mask.users if user.target is function and user.args == arguments]
-    if known:
-        return known[0]
-    with mask.graph.inserting_after(mask):
-        node = mask.graph.call_function(function, arguments)
-    value = mask.meta["val"]
-    with getattr(value, "fake_mode", nullcontext()):
-        node.meta["val"] = function(value, *args)
-    return node
 
 
 def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
@@ -205,7 +191,7 @@ def spread_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
     """The gradient rows that the mask, spread over the output, has. It closes over functions and literals only."""
     form = layer.forms[use.form]
     grad_rows, dims = form.grad_rows, use.mask_dims
-    literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
+    literals = literal_attrs(use)
     batch_dim = (use.batch_dim or 0) if form.leading else 0
     merged = any(step.merges_groups for step in use.through)
 

@@ -23,18 +23,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
 
-from torch import Tensor, fx
+from torch import Tensor
 
+from .computed import Value
 from .matrix import Layout, Shape
 
 Rows = tuple[Tensor, Tensor]  # [N, S, g, i], or ids [N, S], and [N, S, g, o]; without g if it is 1
 Tensors = Mapping[str, Tensor]  # the values of `Parametrization.nodes`, by the same names
 RowsStep = Callable[[Rows, Tensors], Rows]
 Views = tuple[tuple[Shape, Shape], ...]  # views of a tensor one after another: (order, shape), one of them empty
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class Parametrization(ABC):
         before it. It closes over literals and functions only: Dynamo takes nothing else into a tap."""
 
     @property
-    def nodes(self) -> dict[str, fx.Node]:
+    def nodes(self) -> dict[str, Value]:
         """The tensors that `step` and `remainder` need beside the rows."""
-        found: dict[str, fx.Node] = {}
+        found: dict[str, Value] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             several = enumerate(value) if isinstance(value, tuple) else [("", value)]
-            found |= {f"{field.name}{n}": item for n, item in several if isinstance(item, fx.Node)}
+            found |= {f"{field.name}{n}": item for n, item in several if isinstance(item, Value)}
         return found
 
     def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor | None:
@@ -133,20 +132,6 @@ class Transposed(Parametrization):
     @property
     def all_rows(self) -> str | None:
         return "the gradients of its output are rows"
-
-
-def moved(value: T, nodes: Mapping[fx.Node, fx.Node]) -> T:
-    """Plain data with other nodes in the place of its own, as in a copy of the graph."""
-    found: Any = value
-    if isinstance(value, fx.Node):
-        found = nodes[value]
-    elif isinstance(value, (tuple, frozenset)):
-        found = type(value)(moved(item, nodes) for item in value)
-    elif isinstance(value, Mapping):
-        found = {key: moved(item, nodes) for key, item in value.items()}
-    elif is_dataclass(value) and not isinstance(value, (type, Layout)):
-        found = replace(value, **{f.name: moved(getattr(value, f.name), nodes) for f in fields(value) if f.init})
-    return found  # type: ignore[no-any-return]
 
 
 # --- views, as literals -----------------------------------------------------------------------------------------------

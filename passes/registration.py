@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from .approximations import APPROXIMATIONS, Approximation
+from .computed import Value
 from .matrix import Layout, MatrixForm
 from .parametrization import Parametrization, Transposed
 from .pieces import ParameterExpr, Piece
@@ -74,7 +75,7 @@ class Use:
 
     layer, form: the declared layer, by its name, and the number of its form.
     parameters: by their roles, "weight" and "bias".
-    attrs: literals, shapes of the bound parameters under their roles' names, and nodes where an argument is a tensor.
+    attrs: literals, shapes of the bound parameters under their roles' names, and values that the batch decides.
     nodes: all nodes that the form covers.
     batch_dim: the dimension of the cases in the output; None: they are merged with other positions.
     through: what stands between the operation and the parameters, in this order.
@@ -128,14 +129,19 @@ class Use:
         return f"{self.layer}({', '.join(b.parameter for b in self.parameters.values())})"
 
 
-def tensor_attrs(use: Use) -> dict[str, fx.Node]:
+def tensor_attrs(use: Use) -> dict[str, Value]:
     """The tensors that rows may need beside the input: attributes, and nodes of parametrizations, as `"0.index"`.
     Attributes named `other` and `_...` exist for matching only."""
-    nodes = {key: value for key, value in use.attrs.items() if isinstance(value, fx.Node)}
-    nodes = {key: value for key, value in nodes.items() if key != "other" and not key.startswith("_")}
+    tensors = {key: value for key, value in use.attrs.items() if isinstance(value, Value)}
+    tensors = {key: value for key, value in tensors.items() if key != "other" and not key.startswith("_")}
     for number, step in enumerate(use.through):
-        nodes |= {f"{number}.{key}": node for key, node in step.nodes.items()}
-    return nodes
+        tensors |= {f"{number}.{key}": value for key, value in step.nodes.items()}
+    return tensors
+
+
+def literal_attrs(use: Use) -> dict[str, Any]:
+    """Attributes that are known without a batch."""
+    return {key: value for key, value in use.attrs.items() if not isinstance(value, Value)}
 
 
 # --- registration -----------------------------------------------------------------------------------------------------

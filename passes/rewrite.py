@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .computed import Computed, Value, nodes_of
 from .graphs.edit import attribute
 from .graphs.inplace import memories
 from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect
 from .ir import KEPT, Program, Registration, Use, tensor_attrs
-from .parametrizations.jacobian import KEY as JACOBIAN
-from .parametrizations.jacobian import Jacobian
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 LinkFactory = Callable[[Registration, Use, bool, bool], nn.Module]  # of a use, the first, the last of its tower
@@ -50,7 +49,10 @@ def rewrite(program: Program, tap: TapFactory, link: LinkFactory | None = None) 
 class Emission:
     """A graph on its way to the emitted module.
 
-    copies: of the program's nodes. tapped: a node -> its last tap, which its readers read instead.
+    copies: of the program's nodes.
+    computed: the nodes of what uses need beside the program's nodes.
+    modules: those that `computed` calls.
+    tapped: a node -> its last tap, which its readers read instead.
     """
 
     def __init__(self, program: Program) -> None:
@@ -61,10 +63,30 @@ class Emission:
             if node.op == "placeholder":
                 copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
         uses = [use for one in program.registrations for use in one.uses]
-        hoist(self.graph, [self.copies[use.attrs[KEPT]] for use in uses if use.mask_dims])
-        self.jacobians = emit_jacobians(self.graph)
+        masks = (node for use in uses if use.mask_dims for node in nodes_of(use.attrs[KEPT]))
+        hoist(self.graph, [self.copies[node] for node in masks])
         self.probes = add_probes(self.graph)
+        self.computed: dict[Computed, fx.Node] = {}
+        self.modules: dict[str, Any] = {}
         self.order = {node: n for n, node in enumerate(self.graph.nodes)}
+
+    def value(self, value: Value) -> fx.Node:
+        """The node of a value that a use needs: behind the last one that it is computed from."""
+        if isinstance(value, fx.Node):
+            return self.copies[value]
+        if value not in self.computed:
+            arguments = fx.map_arg(value.arguments, self.copies.__getitem__)
+            last = max(self.copies[node] for node in value.nodes)  # nodes compare by their places
+            with self.graph.inserting_after(self.probes if last.op == "placeholder" else last):
+                self.computed[value] = self.call(value.function, arguments)
+        return self.computed[value]
+
+    def call(self, function: Callable[..., Any], arguments: Any) -> fx.Node:
+        if not isinstance(function, nn.Module):
+            return self.graph.call_function(function, arguments)
+        name = f"computed.{len(self.modules)}"
+        self.modules[name] = function
+        return self.graph.create_node("call_module", name, arguments)
 
     def last(self, use: Use) -> fx.Node:
         """What stands for the use's output so far."""
@@ -90,7 +112,7 @@ class Emission:
         self.taps[name] = make(registration, use)
         readers = list(output.users)
         probe = self.probe(output, number, name)
-        tensors = [self.copies[value] for value in tensor_attrs(use).values()]
+        tensors = [self.value(value) for value in tensor_attrs(use).values()]
         with self.graph.inserting_after(probe):
             arguments = (output, self.copies[use.input], probe, *tensors)
             tap = self.graph.create_node("call_module", f"taps.{name}", arguments, name=f"{name}_tap")
@@ -108,7 +130,7 @@ class Emission:
             before: tuple[fx.Node | None, fx.Node | None] = None, None  # carrier and input of the last use
             for place, use in enumerate(uses):
                 near = (use, uses[max(place - 1, 0)], uses[min(place + 1, len(uses) - 1)])
-                masks = [self.copies[one.attrs[KEPT]] for one in near if KEPT in one.attrs]
+                masks = [self.value(one.attrs[KEPT]) for one in near if KEPT in one.attrs]
                 name, output = self.links.fresh(tap_name(registration)), self.last(use)
                 self.links[name] = make(registration, use, use is uses[0], use is uses[-1])
                 readers = list(output.users)
@@ -135,17 +157,7 @@ class Emission:
         held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
         held |= {f"taps.{name}": one for name, one in self.taps.items()}
         held |= {f"links.{name}": one for name, one in self.links.items()}
-        return fx.GraphModule({**held, **self.jacobians}, graph, "Emitted")
-
-
-def emit_jacobians(graph: fx.Graph) -> dict[str, nn.Module]:
-    """The modules that compute them, by their names."""
-    made: dict[str, nn.Module] = {}
-    for node in graph.nodes:
-        if JACOBIAN in node.meta:
-            node.op, node.target = "call_module", f"jacobians.{node.name}"
-            made[node.target] = Jacobian(*node.meta[JACOBIAN])
-    return made
+        return fx.GraphModule({**held, **self.modules}, graph, "Emitted")
 
 
 def add_probes(graph: fx.Graph) -> fx.Node:

@@ -19,14 +19,13 @@ from typing import Any
 
 from torch import fx, nn
 
+from .computed import moved
 from .graphs import pytree
 from .graphs.edit import attribute, holder
 from .graphs.labels import Label, has_gradient, is_size, labels, parameters_behind, use_edges
 from .graphs.operations import AUTOCAST, EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
 from .graphs.sizes import NUMBER
-from .ir import Program, Registration, Submodule, Use
-from .parametrization import moved
-from .parametrizations.gathered import KEY
+from .ir import ELEMENTS, Program, Registration, Submodule, Use
 
 
 def in_model(
@@ -86,8 +85,8 @@ def join(empty: Program, captured: Sequence[tuple[Submodule, Program]]) -> Progr
                 copies[node] = graph.node_copy(node, lambda n, copies=copies: copies[n])  # type: ignore[misc]
                 copies[node].meta = {**node.meta, NUMBER: number} | sized_by_cases(node)
         for node in program.graph.nodes:
-            if KEY in node.meta:
-                copies[node].meta[KEY] = moved(node.meta[KEY], copies)
+            if ELEMENTS in node.meta:
+                copies[node].meta[ELEMENTS] = moved(node.meta[ELEMENTS], copies)
     graph.output(tuple(outputs))
     submodules = tuple(part for part, _ in captured)
     return empty.but(graph=graph, root=holder(held), submodules=submodules, history=())
@@ -174,6 +173,10 @@ def give_lookups(program: Program) -> Program:
     embedding is the sum of theirs. A table that is read in other ways, too, stays as it is.
     """
     label, names = labels(program.graph, program.parameters), program.parameters
+    if not any(True for node in program.outputs for _ in lookups_behind(node, label)):
+        return program
+    program = program.copied()
+    label = labels(program.graph, program.parameters)
     lookups = {lookup: table for node in program.outputs for lookup, table in lookups_behind(node, label)}
     for node in lookups:
         node.meta[LOOKED_UP] = True

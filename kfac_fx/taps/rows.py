@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from kfac_fx.linalg.matrices import bordered
-from kfac_fx.passes.ir import Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import Registration, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.parametrization import Rows, RowsStep
 
@@ -26,7 +26,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     if registration.structure.needs_pixels:
         assert form.pixels is not None, f"bug in kfac_fx: {registration} has no pixels"
         make_rows = form.pixels
-    literals = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
+    literals = literal_attrs(use)
     names = tuple(tensor_attrs(use))
     batch_dim = (use.batch_dim or 0) if form.leading else 0
 

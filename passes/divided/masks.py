@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..computed import moved
 from ..errors import RegistrationError
 from ..graphs.sizes import NUMBER, in_example, shape_of
 from ..ir import KEPT, Note, Program
-from ..padding import made_of, padding, without_mask
+from ..padding import padding, without_mask
 from ..registration import where
 from ..submodules import graph_of
 
@@ -32,11 +33,12 @@ def with_masks(program: Program, sizes: Sequence[MaskSizes | None]) -> Program:
 
     Raises RegistrationError if no submodule can have a mask.
     """
+    example = next((its_sizes for its_sizes in sizes if its_sizes is not None), None)
+    if example is None:
+        return program
+    program = program.copied()
     masks = [masked_input(program, number, its_sizes) for number, its_sizes in enumerate(sizes)]
     if not any(masks):
-        example = next((its_sizes for its_sizes in sizes if its_sizes is not None), None)
-        if example is None:
-            return program
         raise RegistrationError(
             f"padding_mask has {example[0]} cases and {example[1]} positions, and no captured submodule has inputs of "
             "exactly these sizes.\n"
@@ -57,9 +59,9 @@ def with_masks(program: Program, sizes: Sequence[MaskSizes | None]) -> Program:
         uses_of_part = [use for registration in part.registrations for use in registration.uses]
         for key, use in zip(keys, uses_of_part, strict=True):
             if KEPT in use.attrs:
-                node = use.attrs[KEPT]  # the mask of the part, or computed from it
-                joined_node = mask if node is part.mask else made_of(mask, node.target, *node.args[1:])
-                uses[key] = replace(uses[key], attrs={**uses[key].attrs, KEPT: joined_node}, mask_dims=use.mask_dims)
+                assert part.mask is not None, "bug in kfac_fx: a use with a mask in a submodule without one"
+                joined_mask = moved(use.attrs[KEPT], {part.mask: mask})
+                uses[key] = replace(uses[key], attrs={**uses[key].attrs, KEPT: joined_mask}, mask_dims=use.mask_dims)
     registrations = tuple(
         replace(registration, uses=tuple(uses[r, n] for n in range(len(registration.uses))))
         for r, registration in enumerate(program.registrations)

@@ -21,7 +21,7 @@ SHAPE_ONLY = {  # read the size, the dtype or the device of their operands, neve
 STOPS_GRADIENT = {
     "detach", "detach_", "data", "argmax", "argmin", "argsort", "item", "long", "int", "bool", "sign", "round",
     "floor", "ceil", "gt", "lt", "ge", "le", "eq", "ne", "isnan", "isfinite", "isinf", "logical_not", "logical_and",
-    "logical_or", "jacobian",
+    "logical_or",
 }  # fmt: skip
 NO_GRADIENT = SHAPE_ONLY | STOPS_GRADIENT
 RANDOM = {  # beside the ATen operations, which say so themselves

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..computed import Computed
 from ..ir import CASES, KEPT, Use
 from . import pytree
 from .labels import symbolic_sizes
@@ -56,18 +57,15 @@ def with_batch_dim(use: Use, cases: str) -> Use:
     return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use
 
 
-def number_of_cases(output: fx.Node, cases: str | None) -> fx.Node:
-    """A node of the size of the cases; where it is not known, the first size of the first input, of the same submodule.
+def number_of_cases(output: fx.Node, cases: str | None) -> Computed:
+    """The size of the cases; where it is not known, the first size of the first input, of the same submodule.
 
     What is free of the batch only has the same Fisher with any number: `count` grows with it, and G falls.
     """
-    graph, own = output.graph, output.meta.get(NUMBER)
-    inputs = [node for node in graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == own]
+    own = output.meta.get(NUMBER)
+    inputs = [node for node in output.graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == own]
     found = [(node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases]
-    node, dim = found[0] if found else (inputs[0], 0)
-    known = [user for user in node.users if user.target is size and user.args[1] == dim]
-    with graph.inserting_after(inputs[-1]):
-        return known[0] if known else graph.call_function(size, (node, dim))
+    return Computed(size, found[0] if found else (inputs[0], 0))
 
 
 def size(value: Any, dim: int) -> int:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
+from ..computed import Value
 from ..graphs.labels import has_gradient
 from ..matrix import Layout, Shape
 from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors, viewed, views
@@ -47,7 +48,7 @@ class Gain(Parametrization):
     ids: bool = False
 
     @property
-    def nodes(self) -> dict[str, fx.Node]:
+    def nodes(self) -> dict[str, Value]:
         return {"filters": self.of.operand}
 
     @property

@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..computed import Computed, Value
 from ..errors import fatal
 from ..graphs.edit import attribute
 from ..graphs.labels import Label, has_gradient, labels
 from ..graphs.operations import CASTS, EXPANDS, PARTS, VIEWS, changes_memory, computed, is_random, op_name
+from ..ir import ELEMENTS
 from ..matrix import Layout, Shape
 from ..parametrization import Example, Parametrization, Rows, RowsStep, Views, viewed, views
 from .linear_map import LinearMap, LinearMaps
@@ -35,21 +37,20 @@ from .linear_map import LinearMap, LinearMaps
 SELECTS = (VIEWS - CASTS) | PARTS | EXPANDS
 SELECTS |= {"index", "index_select", "flip", "roll", "take", "unfold", "diagonal", "gather"}
 OUTPUTS, INPUTS = "outputs", "inputs"
-KEY = "elements"  # in a node's meta: its `Elements`
 
 
 @dataclass(frozen=True)
 class Gathered(Parametrization):
     """A weight whose outputs, or inputs, are entries of a table.
 
-    index: the node of the entries' numbers, [g, o] or [g, i].
+    index: the entries' numbers, [g, o] or [g, i].
     side: "outputs" or "inputs".
     size: how many entries the table has on this side.
     """
 
     merges_groups = True
 
-    index: fx.Node
+    index: Value
     side: str
     size: int
 
@@ -103,9 +104,9 @@ def note_elements(graph: fx.Graph, parameters: Iterable[str], root: nn.Module) -
     label = labels(graph, parameters)
     numbers = Numbers(graph, label, LinearMaps(graph, label, root))
     for node in list(graph.nodes):
-        node.meta.pop(KEY, None)
+        node.meta.pop(ELEMENTS, None)
         if label[node] is Label.PURE and numbers.gathered(node) and not merely_viewed(node):
-            node.meta[KEY] = numbers.elements(node)
+            node.meta[ELEMENTS] = numbers.elements(node)
 
 
 def merely_viewed(node: fx.Node) -> bool:
@@ -235,10 +236,9 @@ def gathered_weight(
             index = picked(value, steps, side, width, along)
             taken = whole[index] if side == OUTPUTS else whole[:, index].movedim(1, 0)
             if taken.shape == matrix.shape and torch.equal(taken, matrix):
-                with numbers.graph.inserting_after(numbers):
-                    node = numbers.graph.call_function(picked, (numbers, steps, side, width, along))
+                indices = Computed(picked, (numbers, steps, side, width, along))
                 size = int(whole.shape[0 if side == OUTPUTS else 1])
-                return table.reshape((1, *table.result)), Gathered(node, side, size)
+                return table.reshape((1, *table.result)), Gathered(indices, side, size)
     return None
 
 

@@ -8,9 +8,8 @@ The matrix of such a parameter has a group for every element, of one input and o
 case for the tensor T(p) in the use, Jᵀ d_n is that for p. These are the gradient rows, the rows are ones, and the block
 is exact: it is made of the gradients of cases.
 
-J is computed beside the use, once in a forward of a recording. The graph has a node for it, [elements of T, elements of
-p], which the emitted module replaces by a `Jacobian`. Elements that scale in one use and shift in another have no other
-matrix in common; for them J is the identity.
+J, [elements of T, elements of p], is computed beside the use, once in a forward of a recording. Elements that scale in
+one use and shift in another have no other matrix in common; for them J is the identity.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..computed import Computed, Value
 from ..graphs.inplace import memory
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
@@ -35,7 +35,6 @@ from ..pieces import viewed as view_through
 from ..registration import Bound, Use
 
 LARGEST = 1 << 20  # elements of a Jacobian
-KEY = "jacobian"  # in the meta of its node: (the function, which of its arguments)
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class PerCase(Parametrization):
     """Gradients of whole cases in the place of rows.
 
     layout: from the tensor in the use to the matrix [g, o, i] of the layer, or [g, o] of a bias.
-    jacobian: the node of J; None if the tensor in the use is the parameter.
+    jacobian: J; None if the tensor in the use is the parameter.
     """
 
     all_rows = "its rows are gradients of cases"
@@ -51,7 +50,7 @@ class PerCase(Parametrization):
     default = "full"
 
     layout: Layout
-    jacobian: fx.Node | None = None
+    jacobian: Value | None = None
 
     def step(self) -> RowsStep:
         """(rows, gradient rows) -> rows of ones and gradients, [N, 1, elements, 1] both."""
@@ -191,19 +190,11 @@ def behind(node: fx.Node) -> list[fx.Node]:
     return sorted(everything_behind([node]))  # nodes compare by their places
 
 
-def jacobian_of(node: fx.Node, parameter: str) -> fx.Node:
-    """A node of the Jacobian, [elements of the node's tensor, elements of the parameter]."""
+def jacobian_of(node: fx.Node, parameter: str) -> Computed:
+    """The Jacobian, [elements of the node's tensor, elements of the parameter]."""
     leaves = [leaf for leaf in behind(node) if leaf.op == "get_attr"]
     number = next(n for n, leaf in enumerate(leaves) if leaf.target == parameter)
-    with node.graph.inserting_after(node):
-        inserted = node.graph.call_function(jacobian, tuple(leaves))
-    inserted.meta = {KEY: (function_of(node), number)}
-    return inserted
-
-
-def jacobian(*leaves: Tensor) -> Tensor:
-    """Stands for a Jacobian until the module is emitted, which gets a `Jacobian` in its place."""
-    raise AssertionError("bug in kfac_fx: a Jacobian in a graph that was not emitted")
+    return Computed(Jacobian(function_of(node), number), tuple(leaves))
 
 
 def function_of(node: fx.Node) -> fx.GraphModule:

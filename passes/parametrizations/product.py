@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ..computed import Value
 from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, op_name
@@ -56,7 +57,7 @@ class Factor(Parametrization):
     turned: bool
 
     @property
-    def nodes(self) -> dict[str, fx.Node]:
+    def nodes(self) -> dict[str, Value]:
         return {str(number): partner.node for number, partner in enumerate(self.partners)}
 
     def step(self) -> RowsStep:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.ir import Program
+from kfac_fx.passes.ir import ELEMENTS, Program
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.parametrizations.gathered import INPUTS, KEY, OUTPUTS, Gathered, of_table
+from kfac_fx.passes.parametrizations.gathered import INPUTS, OUTPUTS, Gathered, of_table
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, found
@@ -179,8 +179,8 @@ GATHERED: dict[str, tuple[Callable[[Tensor], Tensor], list[Any]]] = {
 def test_elements_are_numbered(function: Callable[[Tensor], Tensor], expected: list[Any], exported: bool) -> None:
     x = torch.randn(1)
     program = normal(lambda x, w: x * function(w).sum(), *([x] if exported else []), w=(3, 2))
-    noted = [one for one in program.graph.nodes if KEY in one.meta]
-    elements = noted[-1].meta[KEY]
+    noted = [one for one in program.graph.nodes if ELEMENTS in one.meta]
+    elements = noted[-1].meta[ELEMENTS]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(program.graph, copies)
@@ -191,6 +191,6 @@ def test_elements_are_numbered(function: Callable[[Tensor], Tensor], expected: l
 
 def test_what_is_computed_from_elements_has_no_numbers() -> None:
     program = normal(lambda x, w: x * (2 * w[PLACES]).exp().sum(), w=(3, 2))
-    assert [one.name for one in program.graph.nodes if KEY in one.meta] == ["getitem"]
+    assert [one.name for one in program.graph.nodes if ELEMENTS in one.meta] == ["getitem"]
     program = normal(lambda x, w: x * w.t().reshape(-1).exp().sum(), w=(3, 2))
-    assert not any(KEY in one.meta for one in program.graph.nodes)
+    assert not any(ELEMENTS in one.meta for one in program.graph.nodes)

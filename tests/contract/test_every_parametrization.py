@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from kfac_fx.linalg.vectors import split
+from kfac_fx.passes.computed import Value
 from kfac_fx.passes.ir import Options, Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.parametrization import Example
@@ -148,11 +149,13 @@ class Values(fx.Interpreter):
         self.value: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        if jacobian.KEY in n.meta:
-            self.value[n.name] = jacobian.Jacobian(*n.meta[jacobian.KEY])(*self.fetch_args_kwargs_from_env(n)[0])
-        else:
-            self.value[n.name] = super().run_node(n)
+        self.value[n.name] = super().run_node(n)
         return self.value[n.name]
+
+    def of(self, value: Value) -> Any:
+        if isinstance(value, fx.Node):
+            return self.value[value.name]
+        return value.function(*fx.map_arg(value.arguments, lambda node: self.value[node.name]))
 
 
 class Checked:
@@ -180,8 +183,8 @@ class Checked:
     ) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
         """The function that makes the rows of a use, and its arguments."""
         (gradient,) = torch.autograd.grad(self.total, self.values.value[use.output.name], retain_graph=True)
-        nodes = [use.input, *tensor_attrs(use).values()]
-        tensors = [gradient, *(self.values.value[node.name].detach() for node in nodes)]
+        needed = [use.input, *tensor_attrs(use).values()]
+        tensors = [gradient, *(self.values.of(value).detach() for value in needed)]
         return both_rows(registration, use, LAYERS[use.layer]), tensors
 
     def check(self, registration: Registration) -> None:
@@ -205,7 +208,7 @@ class Checked:
         assert matrix is not None
         gradient = next(iter(matrix.unpack(summed).values()))
         for step in use.through:
-            tensors = {key: self.values.value[node.name] for key, node in step.nodes.items()}
+            tensors = {key: self.values.of(value) for key, value in step.nodes.items()}
             number = step.remainder(gradient, tensors)
             assert (number is None) == (step.left_out is None)
             if number is not None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
-    "data": "passes.errors passes.approximations passes.matrix passes.parametrization passes.pieces "
+    "data": "passes.errors passes.approximations passes.matrix passes.computed passes.parametrization passes.pieces "
     "passes.registration passes.ir",
     "graphs": "passes.graphs passes.timeline",
     "declarations": "passes.layers passes.parametrizations passes.choose",
