@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import KFAC, RegistrationError, UntraceableError
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.pipeline import SUBMODULES
+from kfac_fx.passes.unroll import unroll
+from tests.compiler.untouched import run_untouched
 from tests.whole.divided import (
     MODELS,
     Base,
@@ -40,6 +44,16 @@ def test_training_with_recordings_is_the_model_bit_for_bit(build: Build) -> None
         net.record((X,), {})
         assert differences(step(twin, lambda: twin(X)), step(model, lambda: net(X))) == []
     assert model.__dict__.keys() == twin.__dict__.keys()
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_no_pass_writes_into_the_graph_that_it_is_given(build: Build) -> None:
+    division = recorder_of(compiled(build())).division
+    assert division is not None
+    for one in division.captured:
+        run_untouched(one.capture.program, (unroll, normalize))
+    program = run_untouched(division.program, SUBMODULES)
+    assert [one.reason for one in program.registrations if one.generic] == []
 
 
 @pytest.mark.parametrize("build", [Branching, Repeated, Written])

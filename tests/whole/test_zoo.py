@@ -12,7 +12,9 @@ import torch
 
 import kfac_fx
 from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.passes.pipeline import PIPELINE
 from kfac_fx.statistics.moments import Moments
+from tests.compiler.untouched import run_untouched
 from tests.models import CASES, ZOO, Case
 from tests.whole.training import apart, differences, step
 
@@ -47,6 +49,14 @@ def test_registrations_are_in_the_order_of_the_graph(case: Case) -> None:
     for one in program.registrations:
         places = [order[use.output] for use in one.uses]
         assert places == sorted(places)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_pass_writes_into_the_graph_that_it_is_given(case: Case) -> None:
+    captures = once(case.name).captures
+    assert captures.first is not None
+    program = run_untouched(captures.first.capture.program, PIPELINE)
+    assert len(program.registrations) == len(captures.program.registrations)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
