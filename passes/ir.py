@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from .computed import moved
+from .errors import plural
 from .matrix import Shape
 from .pieces import ParameterExpr, Piece
 from .registration import (
@@ -234,7 +235,7 @@ class Program:
         lines = [self.graph.python_code("self").src.strip(), ""]
         lines += [f"{len(self.graph.nodes)} nodes, {len(self.parameters)} parameters"]
         lines += [f"match         {use} at {where(use.output)}" for use in self.matches]
-        lines += [f"registration  {r} {r.approximation}, {len(r.uses)} uses" for r in self.registrations]
+        lines += [f"registration  {r} {r.approximation}, {plural(len(r.uses), 'use')}" for r in self.registrations]
         lines += [f"dropped       {note.subject}: {note.reason}" for note in self.dropped]
         lines += [f"unused        {name}" for name in self.unused]
         return "\n".join(lines)

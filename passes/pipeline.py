@@ -1,4 +1,5 @@
-"""The passes in their order. Print the tuple, run one alone, or run them all.
+"""All sequences of passes. Print a tuple, run one pass alone, or run them all. A new pass is a module, a place in these
+sequences and a line of `SUMMARIES`.
 
 The grammar of a Program, checked between passes. What breaks it is our fault, and is named with the pass.
 """
@@ -6,12 +7,13 @@ The grammar of a Program, checked between passes. What breaks it is our fault, a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
 from .check import check
 from .cut import cut
+from .errors import plural
 from .expressions import express
 from .ir import Pass, PassRecord, Program, Use
 from .link import link
@@ -22,10 +24,17 @@ from .resolve import resolve
 from .submodules import find_outputs, give_lookups, leave_python
 from .unroll import unroll
 
-PIPELINE: tuple[Pass, ...] = (unroll, normalize, find_losses, link, express, match, cut, resolve, check)
-SUBMODULES: tuple[Pass, ...] = (  # of joined ones
-    find_outputs, give_lookups, link, express, match, cut, resolve, leave_python, check,
+CAPTURED: tuple[Pass, ...] = (unroll, normalize)  # one spelling of the graph
+MATCHED: tuple[Pass, ...] = (express, match, cut)  # the uses of parameters
+PIPELINE: tuple[Pass, ...] = (*CAPTURED, find_losses, link, *MATCHED, resolve, check)  # of a whole model
+SUBMODULES: tuple[Pass, ...] = (  # of submodules, each captured, whose graphs are joined
+    find_outputs, give_lookups, link, *MATCHED, resolve, leave_python, check,
 )  # fmt: skip
+
+
+def after_registrations(select: Pass) -> tuple[Pass, ...]:
+    """The passes over a graph on which a user registered layers by hand: `select` keeps the matches of what is left."""
+    return (link, *MATCHED, select, resolve, check)
 
 
 def run(program: Program, passes: Sequence[Pass] = PIPELINE) -> Program:
@@ -34,24 +43,27 @@ def run(program: Program, passes: Sequence[Pass] = PIPELINE) -> Program:
         start = time.perf_counter()
         program = verify(step(program), after=step.__name__)
         seconds = time.perf_counter() - start
-        record = PassRecord(step.__name__, len(program.graph.nodes), summary(step.__name__, program), seconds)
+        record = PassRecord(step.__name__, len(program.graph.nodes), summary(step, program), seconds)
         program = program.but(history=(*program.history, record))
     return program
 
 
-def summary(name: str, program: Program) -> str:
-    """The one number that says what a pass found."""
-    return {
-        "find_losses": f"{len(program.outputs)} outputs",
-        "find_outputs": f"{len(program.submodules)} submodules",
-        "leave_python": f"{len(program.python)} parameters left",
-        "link": f"{len(program.options.linked)} groups",
-        "express": f"{len(program.parameter_exprs)} expressions",
-        "match": f"{len(program.matches)} uses",
-        "cut": f"{len(program.pieces)} pieces",
-        "resolve": f"{len(program.registrations)} registrations, {len(program.dropped)} dropped",
-        "check": "ok",
-    }.get(name, f"{len(program.graph.nodes)} nodes")
+def summary(step: Pass, program: Program) -> str:
+    """What a pass found, in a few words: the number of nodes, if nothing else is declared here."""
+    return SUMMARIES[step](program) if step in SUMMARIES else plural(len(program.graph.nodes), "node")
+
+
+SUMMARIES: dict[Pass, Callable[[Program], str]] = {
+    find_losses: lambda program: plural(len(program.outputs), "output"),
+    find_outputs: lambda program: plural(len(program.submodules), "submodule"),
+    leave_python: lambda program: f"{plural(len(program.python), 'parameter')} left",
+    link: lambda program: plural(len(program.options.linked), "group"),
+    express: lambda program: plural(len(program.parameter_exprs), "expression"),
+    match: lambda program: plural(len(program.matches), "use"),
+    cut: lambda program: plural(len(program.pieces), "piece"),
+    resolve: lambda program: f"{plural(len(program.registrations), 'registration')}, {len(program.dropped)} dropped",
+    check: lambda program: "ok",
+}
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------

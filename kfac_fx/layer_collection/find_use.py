@@ -17,17 +17,15 @@ from kfac_fx.layer_collection.names import CapturedModel, Key, LayerParametersDi
 from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.choose import missing
-from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
-from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import Label, labels, symbolic_sizes
 from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim, with_mask
 from kfac_fx.passes.ir import Program, Sampling, Use, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.losses import find_losses
-from kfac_fx.passes.match import Pattern, held_shapes, lay_over, match, patterns_by_target
+from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pieces import Piece
-from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.pipeline import MATCHED, run
 from kfac_fx.passes.resolve import own
 
 Nodes = Any  # a node, its name, or a list of them, one per use
@@ -100,7 +98,7 @@ class Finder:
         """
         asked = scope.outputs, scope.options.pieces
         if self._cut is None or self._cut[0] != asked:
-            self._cut = asked, run(scope, (express, match, cut))
+            self._cut = asked, run(scope, MATCHED)
         return self._cut[1]
 
     def check_cuts(self, pieces: Iterable[Piece], scope: Program, others: Program) -> None:

@@ -15,13 +15,11 @@ from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.errors import RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
-from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pieces import Piece
-from kfac_fx.passes.pipeline import run
+from kfac_fx.passes.pipeline import CAPTURED, run
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.trace import capture as trace
 from kfac_fx.passes.tracing.signature import PREFIX
-from kfac_fx.passes.unroll import unroll
 
 Value = TypeVar("Value")
 Key = tuple[str, ...]
@@ -153,7 +151,7 @@ def capture(
         traced = trace(model, args, example_kwargs, options=options, layers=collect(*LAYERS.values(), *layers))
     except UntraceableError as error:
         raise UntraceableError(f"{error}\n{ONE_GRAPH}") from error
-    return CapturedModel(model, traced, run(traced.program, (unroll, normalize)), args, dict(example_kwargs or {}))
+    return CapturedModel(model, traced, run(traced.program, CAPTURED), args, dict(example_kwargs or {}))
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------

@@ -7,14 +7,12 @@ from torch import nn
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.losses import case_size
-from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.unroll import unroll
+from kfac_fx.passes.pipeline import CAPTURED, run
 
 
 def recaptured(own: Program, traced: Program, model: nn.Module) -> Program:
     """`own` on the graph of `traced`. Raises ModelChangedError if that is another graph."""
-    fresh = run(traced, (unroll, normalize))
+    fresh = run(traced, CAPTURED)
     pairs = list(zip(own.graph.nodes, fresh.graph.nodes, strict=False))
     alike = len(own.graph.nodes) == len(fresh.graph.nodes)
     if not alike or any((a.op, a.target) != (b.op, b.target) for a, b in pairs):

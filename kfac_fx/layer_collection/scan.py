@@ -13,18 +13,12 @@ from kfac_fx.layer_collection.find_use import Collection
 from kfac_fx.layer_collection.fisher_blocks import CLASSES, INDEP, KINDS, FisherBlock, block_class
 from kfac_fx.layer_collection.names import Key
 from kfac_fx.passes.approximations import APPROXIMATIONS
-from kfac_fx.passes.check import check
 from kfac_fx.passes.choose import cut_sides
-from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
-from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import ancestors, symbolic_sizes
 from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim
 from kfac_fx.passes.ir import Program, Registration, Use, where
-from kfac_fx.passes.link import link
-from kfac_fx.passes.match import match
-from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.resolve import resolve
+from kfac_fx.passes.pipeline import after_registrations, run
 
 
 class Scan:
@@ -60,7 +54,7 @@ class Scan:
 
     def blocks(self) -> dict[Key, FisherBlock]:
         """See `LayerCollection.auto_register_layers`."""
-        program = run(self.program(), (link, express, match, cut, self.without_taken, resolve, check))
+        program = run(self.program(), after_registrations(self.without_taken))
         return {
             registration.parameters: self.block(registration)
             for registration in program.registrations

@@ -22,8 +22,7 @@ from ..graphs import pytree
 from ..graphs.operations import op_name
 from ..ir import GENERIC, Note, Options, Program, Submodule
 from ..losses import KINDS
-from ..normalize import normalize
-from ..pipeline import run
+from ..pipeline import CAPTURED, run
 from ..submodules import in_model, join, of_parameters_alone
 from ..trace import Capture, capture, named_parameters
 from ..tracing.attributes import computed_weight
@@ -37,7 +36,6 @@ from ..tracing.calls import (
     without_trace,
     without_users_hooks,
 )
-from ..unroll import unroll
 from .captured import CapturedSubmodule, captured_reads, key_of, left_to_python, under
 from .following import read_outside
 
@@ -128,7 +126,7 @@ def joined_program(empty: Program, captured: Sequence[CapturedSubmodule]) -> Pro
     for n, part in enumerate(captured):
         path = f"kfac_fx_read_{n}" if part.is_read else part.submodule.path
         program = in_model(part.capture.program, path, empty.parameters, empty.aliases, part.names)
-        parts.append((part.submodule, run(program, (unroll, normalize))))
+        parts.append((part.submodule, run(program, CAPTURED)))
     return join(empty, parts)
 
 

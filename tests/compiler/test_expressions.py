@@ -146,7 +146,7 @@ def test_a_copy_into_which_nothing_is_written_has_no_expression() -> None:
         bias[:0].zero_()
         return F.linear(x, w, bias)
 
-    assert expressed(empty, w=(6, 4), b=(6,)).made == {}
+    assert expressed(empty, w=(6, 4), b=(6,)).parameter_exprs == {}
 
 
 @pytest.mark.parametrize(

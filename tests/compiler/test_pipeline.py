@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 from pathlib import Path
 
@@ -11,11 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx.passes
+from kfac_fx.passes.check import check
 from kfac_fx.passes.ir import Program, source_line, where
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.match import match
-from kfac_fx.passes.pipeline import PIPELINE, run
+from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, SUMMARIES, after_registrations, run
+from kfac_fx.passes.submodules import give_lookups
 from kfac_fx.passes.trace import capture
+from kfac_fx.passes.unroll import unroll
 from tests.compiler.toy import Toy, before, node
 
 
@@ -30,7 +35,7 @@ def test_every_pass_leaves_a_record() -> None:
     program = run(capture(model(), layers=LAYERS).program)
     assert [one.name for one in program.history] == [step.__name__ for step in PIPELINE]
     assert [(one.nodes, one.summary) for one in program.history] == [
-        (8, "8 nodes"), (8, "8 nodes"), (8, "1 outputs"), (8, "0 groups"), (8, "0 expressions"), (8, "2 uses"),
+        (8, "8 nodes"), (8, "8 nodes"), (8, "1 output"), (8, "0 groups"), (8, "0 expressions"), (8, "2 uses"),
         (8, "0 pieces"), (8, "3 registrations, 0 dropped"), (8, "ok"),
     ]  # fmt: skip
     assert all(0 <= one.seconds < 60 for one in program.history)
@@ -59,8 +64,8 @@ def test_a_program_is_readable() -> None:
     lines = str(run(capture(model(), layers=LAYERS).program)).partition("\n\n")[2].splitlines()
     assert lines[1:] == [
         "registration  linear(0.weight) kron_indep, 2 uses",
-        "registration  linear(0.bias) kron, 1 uses",
-        "registration  linear(2.bias) kron, 1 uses",
+        "registration  linear(0.bias) kron, 1 use",
+        "registration  linear(2.bias) kron, 1 use",
         "unused        spare",
     ]
     assert line not in "".join(lines)
@@ -102,3 +107,22 @@ def test_what_passes_say_to_each_other_is_data() -> None:
     assert isinstance(one, torch.fx.Node)
     record = run(before("match", nn.Linear(3, 2)), PIPELINE[3:4]).history[-1]
     assert pickle.loads(pickle.dumps(record)) == record
+
+
+def test_every_summary_is_of_a_pass_that_runs() -> None:
+    known = {*PIPELINE, *SUBMODULES, *after_registrations(check)}
+    assert SUMMARIES.keys() <= known and known - SUMMARIES.keys() == {unroll, normalize, give_lookups}
+
+
+def sequences(source: str) -> list[str]:
+    """The calls of `run` with a sequence that has no name."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    runs = (call for call in calls if getattr(call.func, "id", "") == "run")
+    return [ast.unparse(call) for call in runs if any(isinstance(one, ast.Tuple | ast.List) for one in call.args[1:])]
+
+
+def test_no_sequence_of_passes_is_written_elsewhere() -> None:
+    assert sequences("run(program, (match, cut))") == ["run(program, (match, cut))"]
+    root = Path(__file__).parents[2]
+    files = [path for folder in ("kfac_fx", "passes") for path in (root / folder).rglob("*.py")]
+    assert len(files) > 100 and [call for path in files for call in sequences(path.read_text())] == []

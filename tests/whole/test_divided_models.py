@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import KFAC, RegistrationError, UntraceableError
-from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.pipeline import SUBMODULES
-from kfac_fx.passes.unroll import unroll
+from kfac_fx.passes.pipeline import CAPTURED, SUBMODULES
 from tests.compiler.untouched import run_untouched
 from tests.whole.divided import (
     MODELS,
@@ -48,10 +46,9 @@ def test_training_with_recordings_is_the_model_bit_for_bit(build: Build) -> None
 
 @pytest.mark.parametrize("build", MODELS)
 def test_no_pass_writes_into_the_graph_that_it_is_given(build: Build) -> None:
-    division = recorder_of(compiled(build())).division
-    assert division is not None
+    division = submodules_of(compiled(build())).division
     for one in division.captured:
-        run_untouched(one.capture.program, (unroll, normalize))
+        run_untouched(one.capture.program, CAPTURED)
     program = run_untouched(division.program, SUBMODULES)
     assert [one.reason for one in program.registrations if one.generic] == []
 

@@ -132,7 +132,7 @@ def test_what_a_submodule_looks_up_and_returns_is_one_embedding(kind: str) -> No
     net = compiled(Between(Biased(kind)), X)
     one = of(net, "middle.table.weight")
     assert (one.layer, one.approximation, len(one.uses)) == ("embedding", "kron_in_diag", 1)
-    run_untouched(submodules_of(net).division.program, SUBMODULES)  # type: ignore[union-attr]
+    run_untouched(submodules_of(net).division.program, SUBMODULES)
     statistics = net.record((LONGER,), {}).statistics[one.parameters]
     assert float(statistics["count"]) == 5 * 9
     torch.testing.assert_close(statistics["A_diag"], 5.0 * torch.tensor([[1.0, 1.0, 1.0, 6.0]]))
