@@ -125,7 +125,7 @@ def test_both_directions_of_all_layers_have_their_positions() -> None:
     net = kfac_fx.compile(model, (x, MASK), loss="categorical", padding_mask="mask")
     assert not net.program.unmasked
     for one in net.program.registrations[:-1]:
-        places = [use.attrs["kept"].args[2] for use in one.uses]  # type: ignore[union-attr]
+        places = [use.attrs["kept"].arguments[2] for use in one.uses]  # type: ignore[union-attr]
         assert places == ([3, 2, 1, 0] if "reverse" in one.parameters[0] else [0, 1, 2, 3])
     found = statistics(net, x, MASK, torch.randint(O, (N, T)))
     assert all(value == 6 for (_, name), value in found.items() if name == "count")
