@@ -42,7 +42,7 @@ def block_graph(program: Program, rows: Sequence[Row]) -> networkx.DiGraph:
             graph.add_node(piece.name, kind="piece", label=piece.name, shape=program.shapes[piece.name])
             graph.add_edge(piece.parameter, piece.name, kind="piece")
         for use in registration.uses:
-            line, key = source_line(use.output), use_key(use.output)
+            line, key = source_line(use.output), f"use {use.output.name}"  # registrations that were split share it
             graph.add_node(key, kind="use", label="\n".join(filter(None, (use.output.name, line))), line=line)
             graph.add_edges_from([(name, key) for name in sorted(use.parameter_set)], kind="parameter")
             graph.add_edge(key, block, kind="block")
@@ -50,11 +50,6 @@ def block_graph(program: Program, rows: Sequence[Row]) -> networkx.DiGraph:
             graph.add_edges_from([(name, block) for name in block], kind="block")
     add_data(program, graph)
     return graph
-
-
-def use_key(output: fx.Node) -> str:
-    """The key of a use in the graph. Registrations that were split may share it."""
-    return f"use {output.name}"
 
 
 def add_data(program: Program, graph: networkx.DiGraph) -> None:
@@ -69,7 +64,7 @@ def add_data(program: Program, graph: networkx.DiGraph) -> None:
         ]
         origins = list(dict.fromkeys(key for operand in operands if (key := origin.get(operand)) is not None))
         if node in uses:
-            key = use_key(node)
+            key = f"use {node.name}"
         elif len(origins) > 1 and node not in inside:
             key = f"operation {node.name}"
             graph.add_node(key, kind="operation", label=op_name(node))
