@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import KFAC, FisherEstimator, LayerCollection, RegistrationError
+from kfac_fx.linalg.vectors import Flat
 from kfac_fx.losses import Categorical
+from kfac_fx.optim.step import exact_products
 from tests.whole.padded import LENGTHS, MASK, Judge, Small, Translator, batch, masked, nets
 
 Sums = dict[tuple[tuple[str, ...], str], Tensor]
@@ -111,12 +114,14 @@ def test_masks_compile_into_one_graph() -> None:
 def test_the_quadratic_model_of_the_optimizer_has_no_padding() -> None:
     (net, plain), (ids, kwargs) = nets(Translator), batch()
     v = {name: torch.randn_like(parameter) for name, parameter in net.named_parameters()}
-    found = []
-    for one, calls in ((net, [((ids,), kwargs)]), (plain, [(args, own) for args, own, _ in alone(ids, ids)])):
-        optimizer = KFAC(one, momentum_type="qmodel", momentum=None, damping=0.1)
-        found.append(optimizer.updater.products(calls)([v]))  # averaged by cases over calls
-        one.detach()
-    torch.testing.assert_close(*found, rtol=1e-10, atol=0)
+    products = []  # averaged by cases over the calls
+    for module, calls in ((net, [((ids,), kwargs)]), (plain, [(args, others) for args, others, _ in alone(ids, ids)])):
+        state = KFAC(module, momentum_type="qmodel", momentum=None, damping=0.1)._step_state
+        state.forwards.seen.calls = calls
+        flat = Flat({name: tensor.shape for name, tensor in v.items()})
+        products.append(exact_products(state, SimpleNamespace(flat=flat))([flat.joined(v)]))
+        module.detach()
+    torch.testing.assert_close(*products, rtol=1e-10, atol=0)
 
 
 # --- ways to say it -------------------------------------------------------------------------------------------------
