@@ -4,7 +4,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow cuda bench format clean
+.PHONY: help demo test slow guards cuda bench format clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:[^#]*## /\t/' | expand -t 10
@@ -27,6 +27,13 @@ test: .venv/installed ## format, lint, types and all quick tests
 slow: .venv/installed ## the tests that take minutes
 	$(BIN)/pytest -q -n auto -m "slow and not cuda"
 
+# The CPU build by its full name, from PyTorch's own index: a plain version number would be the CUDA build.
+guards: ## the private names of torch that we use, with another torch: make guards TORCH=2.11.0
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . pytest torch==$(TORCH)+cpu \
+		--extra-index-url https://download.pytorch.org/whl/cpu
+	.venv-torch/bin/python -m pytest -q tests/compiler/test_torch_private.py
+
 cuda: ## the CUDA tests and the demo, with the python3 of a GPU machine
 	PYTHON=$(PYTHON) tests/run_cuda.sh
 
@@ -38,5 +45,5 @@ format: .venv/installed ## rewrite the sources as `make test` wants them
 	$(BIN)/ruff format --quiet .
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ from kfac_fx.layer_collection import CapturedModel, LayerCollection
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError
 from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.torch_private import share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
 from kfac_fx.recording.output_losses import replaced
@@ -63,7 +64,7 @@ class CompiledModule(nn.Module):
     ) -> None:
         super().__init__()
         object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        share_state(self, model)
         self.training = model.training
         self.backend = arguments.backend
         self.captures = CaptureCache(model, arguments)

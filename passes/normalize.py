@@ -30,6 +30,7 @@ from .ir import Program
 from .layers.embedding import learned
 from .layers.experts import route
 from .parametrizations.gathered import merely_viewed, note_elements
+from .torch_private import BatchNorm, InstanceNorm
 
 
 def normalize(program: Program) -> Program:
@@ -71,7 +72,7 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: dict[fx.No
     def held(name: str) -> fx.Node | None:
         return graph.get_attr(f"{node.target}.{name}") if getattr(module, name, None) is not None else None
 
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+    if isinstance(module, InstanceNorm):
         stats = module.training or not module.track_running_stats
         arguments = (
             held("running_mean"),
@@ -83,9 +84,7 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: dict[fx.No
             module.eps,
         )
         return graph.call_function(F.instance_norm, (operand, *arguments))
-    assert isinstance(module, nn.modules.batchnorm._BatchNorm), (
-        f"bug in kfac_fx: {type(module).__name__} was left whole"
-    )
+    assert isinstance(module, BatchNorm), f"bug in kfac_fx: {type(module).__name__} was left whole"
     training = module.training or (module.running_mean is None and module.running_var is None)
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
         graph.call_function(torch.ops.aten.add_.Tensor, (held("num_batches_tracked"), 1))

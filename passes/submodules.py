@@ -23,9 +23,10 @@ from .computed import moved
 from .graphs import pytree
 from .graphs.edit import attribute, holder
 from .graphs.labels import Label, has_gradient, is_size, labels, parameters_behind, use_edges
-from .graphs.operations import AUTOCAST, EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
+from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
 from .graphs.sizes import NUMBER
 from .ir import ELEMENTS, Program, Registration, Submodule, Use
+from .torch_private import AUTOCAST_REGION
 
 
 def in_model(
@@ -52,7 +53,7 @@ def in_model(
 
 def in_autocast(program: Program) -> list[str]:
     """Trainable parameters that enter a region of autocast in forward, which is closed to passes."""
-    regions = (node for node in program.graph.nodes if op_name(node) == AUTOCAST)
+    regions = (node for node in program.graph.nodes if op_name(node) == AUTOCAST_REGION)
     read = (str(node.target) for region in regions for node in region.all_input_nodes if node.op == "get_attr")
     return list(dict.fromkeys(name for name in read if name in program.aliases))
 

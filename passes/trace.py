@@ -19,8 +19,9 @@ from .errors import UntraceableError, fatal
 from .graphs import pytree
 from .graphs.operations import op_name
 from .ir import Options, Program
+from .torch_private import FORWARD_MODE, GUARDS
 from .tracing.attributes import untouched
-from .tracing.derivatives import FORWARD_MODE, differentiated, forward_mode, takes_derivatives
+from .tracing.derivatives import differentiated, forward_mode, takes_derivatives
 from .tracing.functions import own_backwards
 from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
 from .tracing.signature import (
@@ -187,7 +188,7 @@ def graph_module(
             dynamic = {"tensors": shapes} if tensors else {}
             module = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False).module()
         if not any(op_name(node) in FORWARD_MODE for node in module.graph.nodes):
-            return module, getattr(module, "_guards_fn", None)
+            return module, getattr(module, GUARDS, None)
     except Exception as error:
         if fatal(error) or not takes_derivatives(flat, tensors):
             raise

@@ -20,6 +20,7 @@ from kfac_fx.linalg.matrices import dense, without_cudnn
 from kfac_fx.passes.errors import UntraceableError, fatal, first_line
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import UNROLLED, Program
+from kfac_fx.passes.torch_private import buffers_of
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
 from kfac_fx.passes.tracing.substitutes import parameters_kept
 from kfac_fx.passes.tracing.watch import custom_functions
@@ -111,7 +112,7 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
 @contextmanager
 def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
     """Restore the buffers and their values afterwards."""
-    by_module = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    by_module = [(buffers, dict(buffers)) for buffers in map(buffers_of, model.modules())]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield

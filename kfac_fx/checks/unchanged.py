@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.torch_private import compiled_from, parameters_of, submodules_of
 from kfac_fx.passes.tracing.substitutes import memory
 
 
@@ -27,7 +28,7 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.objects = named_objects(model)
-        self.holders = [holder for module in model.modules() for holder in (module._parameters, module._modules)]
+        self.holders = [held(module) for module in model.modules() for held in (parameters_of, submodules_of)]
         self.held: list[dict[str, Any]] = [dict(holder) for holder in self.holders]
 
     def check(self) -> None:
@@ -62,7 +63,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside the wrappers of data parallelism and of torch.compile."""
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrapped(model.module)
-    original = getattr(model, "_orig_mod", None)  # of torch.compile, which has no public name for it
+    original = compiled_from(model)
     return unwrapped(original) if isinstance(original, nn.Module) else model
 
 

@@ -24,7 +24,8 @@ from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of, key_of_re
 from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.passes.tracing.calls import BACKWARD_HOOKS, FORWARD_HOOKS, Lent, hooked_by_user, mapped
+from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS
+from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, mapped
 from kfac_fx.recording.emitted import ObservedLoss
 from kfac_fx.taps.tap import is_tapped
 

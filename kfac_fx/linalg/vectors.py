@@ -18,6 +18,7 @@ from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece, ranges
 from kfac_fx.passes.pieces import whole as without_data
+from kfac_fx.passes.torch_private import foreach_add_
 
 Tensors = dict[str, Tensor]
 
@@ -47,8 +48,7 @@ class Flat:
     def add_to(self, tensors: Mapping[str, Tensor], vector: Tensor) -> None:
         """Add a vector to the tensors, in place and in their own precision."""
         parts = self.parts(vector)
-        # torch documents its operations on lists under these names; on CUDA they are one kernel.
-        torch._foreach_add_([tensors[name] for name in parts], list(parts.values()))
+        foreach_add_([tensors[name] for name in parts], list(parts.values()))
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------

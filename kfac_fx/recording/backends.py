@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.passes.torch_private import COMPILER
+
 COMPILE_BACKENDS = ("eager", "inductor", "cudagraphs", "aot_eager")
 CODE_NUMBERS = itertools.count(1)
 
@@ -55,7 +57,7 @@ class CompiledOrPlain:
             try:
                 return self.compiled(*args)
             except Exception as error:
-                if not type(error).__module__.startswith("torch._dynamo"):
+                if not type(error).__module__.startswith(COMPILER):
                     raise
                 message = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self.compiled, self.reason = (

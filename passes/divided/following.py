@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from ..graphs import pytree
 from ..graphs.operations import NO_GRADIENT, draws, name_of
 from ..registration import OWN_FOLDER
-from ..tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, mapped, transforms
+from ..torch_private import transforms
+from ..tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, mapped
 from ..tracing.devices import autocast
 from ..tracing.substitutes import written_by
 from ..tracing.watch import Apply, Function, functions_applied

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..torch_private import GraphAppendingTracer
 from .operations import op_name
 
 
@@ -49,7 +50,7 @@ def holder(held: Mapping[str, Any]) -> nn.Module:
 KEPT = ("stack_trace", "nn_module_stack")  # of the operation that the nodes stand for
 
 
-class Writer(fx.proxy.GraphAppendingTracer):
+class Writer(GraphAppendingTracer):
     """Writes a new graph that stands for an old one.
 
     Nodes are named after the operation of the old graph that they stand for and a place in it, such as a step. Their

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..torch_private import UNSAFE_VIEW
 from .labels import Label, labels
 from .operations import CASTS, OWN_BACKWARD, RENAMED, changes_memory, op_name, returns_view
 
 SHARES_MEMORY = CASTS | {  # beside what ATen says is a view; some of these only now and then, as dropout in evaluation
-    "T", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", "_unsafe_view",
+    "T", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", UNSAFE_VIEW,
     "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "dropout", "dropout1d", "dropout2d", "dropout3d",
     "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "written", OWN_BACKWARD,
 }  # fmt: skip

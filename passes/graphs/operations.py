@@ -13,10 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..torch_private import (
+    ASSERT,
+    ASSERT_METADATA,
+    AUTOCAST_REGION,
+    CHECKPOINT_REGION,
+    NO_GRAD_REGION,
+    REGION,
+    TO_COPY,
+    OpOverload,
+    OpOverloadPacket,
+    schema,
+)
+
 SHAPE_ONLY = {  # read the size, the dtype or the device of their operands, never the values
     "size", "dim", "numel", "shape", "ndim", "dtype", "device", "sym_size", "sym_numel", "sym_stride",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
-    "new_zeros", "new_ones", "new_empty", "new_full", "_assert_tensor_metadata", "_assert", "numbered",
+    "new_zeros", "new_ones", "new_empty", "new_full", ASSERT_METADATA, ASSERT, "numbered",
 }  # fmt: skip
 STOPS_GRADIENT = {
     "detach", "detach_", "data", "argmax", "argmin", "argsort", "item", "long", "int", "bool", "sign", "round",
@@ -26,11 +39,10 @@ STOPS_GRADIENT = {
 NO_GRADIENT = SHAPE_ONLY | STOPS_GRADIENT
 RANDOM = {  # beside the ATen operations, which say so themselves
     "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax", "multi_head_attention_forward",
-    "fractional_max_pool2d", "fractional_max_pool3d", "wrap_with_set_grad_enabled", "wrap_with_autocast",
-    "tag_activation_checkpoint", "own_backward",
+    "fractional_max_pool2d", "fractional_max_pool3d", NO_GRAD_REGION, AUTOCAST_REGION,
+    CHECKPOINT_REGION, "own_backward",
 }  # fmt: skip
 OWN_BACKWARD = "own_backward"  # a user's autograd.Function; the operands that are no arguments have no gradient
-AUTOCAST = "wrap_with_autocast"  # a region that torch.export keeps as a graph of its own
 IN_PLACE = {  # Python's operators, whose names do not say it
     "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
 }  # fmt: skip
@@ -39,7 +51,7 @@ DATA_FIRST = {  # what their first argument is to a layer no parameter can be
     "layer_norm", "rms_norm", "group_norm",
 }  # fmt: skip
 EXPANDS = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
-CASTS = {"to", "float", "double", "half", "bfloat16", "type", "_to_copy", "contiguous", "clone", "alias"}
+CASTS = {"to", "float", "double", "half", "bfloat16", "type", TO_COPY, "contiguous", "clone", "alias"}
 PARTS = {"select", "slice", "narrow", "getitem", "split", "split_with_sizes", "chunk", "unbind"}
 PERMUTES = {"t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "movedim"}
 SIZED_BY_CASES = (
@@ -65,8 +77,8 @@ def computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 @lru_cache(maxsize=10_000)
 def name_of(target: Any) -> str:
     """Of the target of a node."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[-1]
+    if isinstance(target, OpOverload):
+        return str(schema(target).name).split("::")[-1]
     return str(getattr(target, "__name__", target))
 
 
@@ -84,17 +96,17 @@ def draws(name: str) -> bool:
 @cache
 def returns_view(name: str) -> bool:
     """Whether ATen says of an operation that it returns what is in the memory of its first argument."""
-    schemas = [each._schema for each in overloads(name)]
+    schemas = [schema(each) for each in overloads(name)]
     ends = [
         (one.arguments[0].alias_info, one.returns[0].alias_info) for one in schemas if one.arguments and one.returns
     ]
     return any(given is not None and made is not None and not given.is_write for given, made in ends)
 
 
-def overloads(name: str) -> list[torch._ops.OpOverload]:
+def overloads(name: str) -> list[OpOverload]:
     """Of ATen's operation of this name; none if there is no such operation."""
     packet = getattr(torch.ops.aten, name, None)
-    known = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    known = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     return [getattr(packet, each) for each in known]
 
 
@@ -107,12 +119,12 @@ def changes_memory(node: fx.Node) -> bool:
 def has_effect(node: fx.Node) -> bool:
     """Whether a node does more than compute its value: inputs, outputs, updates of buffers, random numbers that nothing
     reads but that move the stream."""
-    known = node.op in ("placeholder", "output") or op_name(node).startswith("wrap_with")
+    known = node.op in ("placeholder", "output") or op_name(node).startswith(REGION)
     return known or changes_memory(node) or is_random(node)
 
 
 def no_grad_region(node: fx.Node) -> bool:
-    return op_name(node) == "wrap_with_set_grad_enabled" and not node.args[0]
+    return op_name(node) == NO_GRAD_REGION and not node.args[0]
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from ..computed import Computed
 from ..ir import CASES, KEPT, Use
+from ..torch_private import size_hint
 from . import pytree
 from .labels import symbolic_sizes
 
@@ -39,8 +40,7 @@ def number(size: int | torch.SymInt) -> int | None:
 def in_example(size: int | torch.SymInt) -> int:
     """What a size was on the inputs of the capture."""
     # Not `int(size)`, which makes the symbol this number everywhere, so that equal numbers look like the same size.
-    # torch has no public name for the number behind a symbol.
-    return size if isinstance(size, int) else int(size.node.hint)
+    return size if isinstance(size, int) else size_hint(size)
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

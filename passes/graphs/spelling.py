@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from .. import torch_private
+from ..torch_private import STACK_LEVEL, OpOverload, schema
 from .labels import Label, labels
 from .operations import ATEN_ORDER, REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, op_name, overloads
 
@@ -48,7 +50,7 @@ def respell(graph: fx.Graph) -> None:
             spell_tensordot(node)
         elif name in ("expand", "repeat", "expand_as"):
             spell_expansion(node, name)
-        elif isinstance(node.target, torch._ops.OpOverload):
+        elif isinstance(node.target, OpOverload):
             respell_aten(node, node.target, name)
         elif node.op == "call_method" or node.target is not getattr:
             respell_python(node, name)
@@ -67,7 +69,7 @@ def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
 
 
 OPERANDS = {"input", "other", "self", "tensors"}  # names of arguments of torch's functions
-IGNORED = {"inplace": False, "_stacklevel": 3}  # arguments of functions of torch.nn.functional that say nothing
+IGNORED = {"inplace": False, STACK_LEVEL: 3}  # arguments of functions of torch.nn.functional that say nothing
 
 
 def respell_python(node: fx.Node, name: str) -> None:
@@ -131,12 +133,12 @@ def public(name: str) -> Callable[..., Any] | None:
 
 def schemas(name: str) -> list[list[Any]]:
     """The arguments of every overload of an ATen operation."""
-    return [one._schema.arguments for one in overloads(name)]
+    return [schema(one).arguments for one in overloads(name)]
 
 
-def respell_aten(node: fx.Node, overload: torch._ops.OpOverload, name: str) -> None:
+def respell_aten(node: fx.Node, overload: OpOverload, name: str) -> None:
     """`aten.mean.dim(x, [1], False)` -> `torch.mean(x, [1])`; operations without such a function stay."""
-    positional = [a for a in overload._schema.arguments if not a.kwarg_only]
+    positional = [a for a in schema(overload).arguments if not a.kwarg_only]
     args = list(node.args)
     while args and len(args) <= len(positional) and has_default(positional[len(args) - 1], args[-1]):
         args.pop()
@@ -163,7 +165,7 @@ def spell_einsum(node: fx.Node) -> None:
 
 def spell_tensordot(node: fx.Node) -> None:
     """`aten.tensordot(x, w, dims, dims of w)`, whichever way the dimensions were handed over."""
-    if isinstance(node.target, torch._ops.OpOverload) or set(node.kwargs) - {"dims", "out"} or node.kwargs.get("out"):
+    if isinstance(node.target, OpOverload) or set(node.kwargs) - {"dims", "out"} or node.kwargs.get("out"):
         return
     dims: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", 2)
     if isinstance(dims, int):
@@ -184,7 +186,7 @@ def spell_expansion(node: fx.Node, name: str) -> None:
 
 def spell_out(node: fx.Node, name: str) -> None:
     function, defaults = SPELLED_OUT[name]
-    aten = isinstance(node.target, torch._ops.OpOverload)
+    aten = isinstance(node.target, OpOverload)
     order = ATEN_ORDER.get(name, tuple(defaults)) if aten else tuple(defaults)
     given: dict[str, Any] = dict(zip(order, node.args, strict=False))
     for key, value in node.kwargs.items():
@@ -274,9 +276,9 @@ NORMS: dict[str, Callable[..., Spelled]] = {
     "native_layer_norm": layer_norm,
     "native_group_norm": group_norm,
     "native_batch_norm": batch_norm,
-    "_native_batch_norm_legit": batch_norm,
-    "_native_batch_norm_legit_no_training": by_running,
-    "_native_batch_norm_legit_functional": by_batch,
+    torch_private.BATCH_NORM: batch_norm,
+    torch_private.BATCH_NORM_IN_EVALUATION: by_running,
+    torch_private.BATCH_NORM_FUNCTIONAL: by_batch,
 }
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)

@@ -19,9 +19,10 @@ from ..approximations import EVERY_LAYER
 from ..graphs.operations import op_name
 from ..graphs.sizes import counted
 from ..ir import Attrs
+from ..torch_private import GROUPED_MM, OpOverload, OpOverloadPacket
 from .declaration import layer
 
-NAMES = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers
+NAMES = ("grouped_mm", GROUPED_MM, "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers
 
 
 def route(graph: fx.Graph) -> None:
@@ -52,9 +53,9 @@ def dimensions(operands: Any) -> tuple[int, ...] | None:
 
 def one_overload(target: Any) -> Any:
     """What fx can hold as an argument."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target
-    return target.default if isinstance(target, torch._ops.OpOverloadPacket) else torch.ops.aten._grouped_mm.default
+    return target.default if isinstance(target, OpOverloadPacket) else getattr(torch.ops.aten, GROUPED_MM).default
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------

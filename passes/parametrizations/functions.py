@@ -14,11 +14,12 @@ from ..graphs.labels import Label, parameters_behind
 from ..graphs.operations import VIEWS, op_name
 from ..matrix import Shape
 from ..pieces import ParameterExpr, Slice, view_of
+from ..torch_private import WEIGHT_NORM
 from .elementwise import DERIVATIVES, Elementwise, elementwise
 from .normalized import MAKERS, Centered, Scaled, WithGain, dim_of, laid_out, scaled_by
 from .slices import called, is_one_slice, without_data
 
-FUNCTIONS = {*DERIVATIVES, "batch_norm", "_weight_norm"}
+FUNCTIONS = {*DERIVATIVES, "batch_norm", WEIGHT_NORM}
 SPREADS = {"var_mean", "std_mean"}
 
 

@@ -33,6 +33,7 @@ from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors,
 from ..pieces import ParameterExpr, slice_of, whole
 from ..pieces import viewed as view_through
 from ..registration import Bound, Use
+from ..torch_private import ADD_BATCH_DIM, REGION
 
 LARGEST = 1 << 20  # elements of a Jacobian
 
@@ -179,7 +180,7 @@ def is_function(node: fx.Node) -> bool:
     plain = all(operation.op in ("call_function", "call_method") for operation in inside)
     return plain and not any(
         is_random(operation)
-        or op_name(operation).startswith(("wrap_with", "_add_batch_dim"))
+        or op_name(operation).startswith((REGION, ADD_BATCH_DIM))
         or (changes_memory(operation) and memory(operation).op == "get_attr")
         for operation in inside
     )

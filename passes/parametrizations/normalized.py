@@ -32,6 +32,7 @@ from ..graphs.operations import EXPANDS, op_name
 from ..matrix import Layout, Shape
 from ..parametrization import Example, Rows, RowsStep, Tensors
 from ..pieces import ParameterExpr, Piece, Slice, layout_in, view_of, viewed, whole
+from ..torch_private import WEIGHT_NORM, weight_normalized
 from .elementwise import INPUTS, OUTPUTS, Constant, Derivative, Diagonal
 from .slices import is_one_slice
 
@@ -289,11 +290,11 @@ def reordered(layout: Layout) -> bool:
     return view is None or not view.is_contiguous()
 
 
-MAKERS = {"batch_norm": standardized, "_weight_norm": weight_norm, "div": own_number, "mul": own_number}
+MAKERS = {"batch_norm": standardized, WEIGHT_NORM: weight_norm, "div": own_number, "mul": own_number}
 
 
 EXAMPLES = {
-    "weight norm": Example(lambda w, g: torch._weight_norm(w, g, 0), {"w": (4, 4), "g": (4, 1)}),
+    "weight norm": Example(lambda w, g: weight_normalized(w, g, 0), {"w": (4, 4), "g": (4, 1)}),
     "standardized": Example(
         lambda w, g: F.batch_norm(w.reshape(1, 4, -1), None, None, g, training=True).reshape_as(w),
         {"w": (4, 4), "g": (4,)},

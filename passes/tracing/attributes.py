@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..torch_private import FLAT_WEIGHTS, buffers_of, parameters_of
+
 CONTAINERS = (dict, list, set, deque)
 PLAIN = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 ATOMS = frozenset({bool, int, float, str, type(None), FunctionType})  # of PLAIN, the most frequent: told at once
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 NO_OBJECTS = (nn.Module, Tensor, fx.Proxy, random.Random, *SYMBOLS, *PLAIN, *CONTAINERS)
 FEW = 64  # elements of a container that are compared; of longer ones, their number
-OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_flat_weights", "_flat_weight_refs"}  # torch's own attributes
+OWN = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS  # torch's own attributes
 WEIGHT_NORMS = ("_g", "_orig")  # of torch.nn.utils: the weight of a layer is an attribute that is computed anew
 
 
@@ -132,7 +134,7 @@ class Held:
     def changed(self) -> list[str]:
         """Names of attributes that are not what they were; of buffers, those that are another tensor."""
         known = {id(one) for one in items(self.contents["_buffers"][1])}
-        found = [key for key, one in self.module._buffers.items() if is_tensor(one) and id(one) not in known]
+        found = [key for key, one in buffers_of(self.module).items() if is_tensor(one) and id(one) not in known]
         for name, value in self.module.__dict__.items():
             if name not in OWN and (name not in self.plain or self.is_new(name, value)):
                 found.append(name)
@@ -245,4 +247,4 @@ def set_stream(generator: Any, state: Any) -> None:
 
 def computed_weight(module: nn.Module, name: str) -> bool:
     """Whether a hook of torch.nn.utils computes the attribute from parameters at every forward."""
-    return any(f"{name}{suffix}" in module._parameters for suffix in WEIGHT_NORMS)
+    return any(f"{name}{suffix}" in parameters_of(module) for suffix in WEIGHT_NORMS)

@@ -20,18 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ..errors import UntraceableError
 from ..graphs import pytree
+from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, transforms
 from .attributes import ATOMS, untouched
 from .devices import RandomState, accelerators, autocast, same_random
 from .signature import python_random
 from .substitutes import parameters_kept
 from .watch import custom_functions
 
-FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 
 
@@ -188,12 +186,6 @@ def ancestors(model: nn.Module) -> dict[int, list[frozenset[int]]]:
             frozenset(id(named[".".join(parts[:n])]) for n in range(1, len(parts))) - {id(model), id(module)}
         )
     return found
-
-
-def transforms() -> int:
-    """How many transformations of torch.func, and levels of forward-mode derivatives, this moment is inside of."""
-    # Private both, for torch has no public way to ask. Tensors do not tell: all that is computed inside is transformed.
-    return torch._C._functorch.get_dynamic_layer_stack_depth() + forward_ad._current_level + 1
 
 
 class Lent:

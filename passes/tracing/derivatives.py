@@ -22,18 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from ..errors import fatal
 from ..graphs import pytree
 from ..graphs.edit import attribute, holder
 from ..graphs.operations import SIZED_BY_CASES, op_name
+from ..torch_private import UNSAFE_VIEW, differentiates, make_fx
 from .calls import mapped, without_trace
 
 DETACH, MARKED = torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default
-RESHAPED = {"view", "_unsafe_view", "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "alias"}
-FORWARD_MODE = {"_make_dual", "_unpack_dual"}  # in a graph of torch.export, which opens no level for them
+RESHAPED = {"view", UNSAFE_VIEW, "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "alias"}
 STOPS = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # of what forward calls itself
 
 
@@ -41,13 +40,9 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Whether forward calls torch.autograd.grad, or what of torch.func differentiates; it runs once, and leaves no
     trace. False if it does not run."""
     seen: set[bool] = set()
-    grad, unwrap = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call" or code is unwrap:  # which differentiates nothing, and is how writes are watched
-            return
-        if code is grad or "/_functorch/eager_transforms" in code.co_filename:
+        if event == "call" and differentiates(frame.f_code):
             seen.add(True)
 
     before = sys.getprofile()

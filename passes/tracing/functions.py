@@ -24,11 +24,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import FunctionCtx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UntraceableError, first_line
 from ..graphs.operations import OWN_BACKWARD, op_name
+from ..torch_private import StorageWeakRef, function_apply
 from .attributes import SYMBOLS
 from .signature import holds_tensor
 from .substitutes import RUNNING, own_backward, written_by
@@ -116,7 +116,7 @@ def overridden(function: Function) -> bool:
 
 
 def applied(function: Function, *arguments: Any) -> Any:
-    return torch.autograd.Function.__dict__["apply"].__get__(None, function)(*arguments)
+    return function_apply().__get__(None, function)(*arguments)
 
 
 def with_tensors(call: Call, tensors: Sequence[Tensor]) -> tuple[Any, ...]:

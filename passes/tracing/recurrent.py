@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UntraceableError
+from ..torch_private import PACK, UNPACK, assert_size
 from .substitutes import packed, recurrent, recurrent_cell, unpacked
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -121,9 +122,9 @@ class _Recurrent(TorchFunctionMode):
             return self.layer(name, func, args)
         if name.removesuffix("_cell") in KINDS:
             return self.cell(name.removesuffix("_cell"), *args)
-        if name == "_pack_padded_sequence":
+        if name == PACK:
             return self.pack(*args)
-        if name == "_pad_packed_sequence" and id(args[1]) in self.known:
+        if name == UNPACK and id(args[1]) in self.known:
             return self.unpack(*args)
         if name == "__getitem__" and id(args[0]) in self.known and args[1] == 0:
             return self.known[id(args[0])].cases  # the size of the batch, where torch would read it out of a tensor
@@ -155,7 +156,7 @@ class _Recurrent(TorchFunctionMode):
 
     def pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         x = x.transpose(0, 1) if batch_first else x
-        torch._check(x.shape[1] == lengths.shape[0])
+        assert_size(x.shape[1] == lengths.shape[0])  # type: ignore[no-untyped-call]
         steps = next(self.longest, int(x.shape[0]))
         reached = torch.arange(steps, device=lengths.device)[:, None] < lengths
         batch = _Batch(reached.sum(1), lengths, steps)

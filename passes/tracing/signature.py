@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from ..errors import UntraceableError
 from ..graphs import pytree
 from ..graphs.edit import attribute, holder
+from ..torch_private import GUARDS, buffers_of
 from .attributes import SYMBOLS, untouched
 from .devices import autocast
 
@@ -172,14 +173,14 @@ class Flat(nn.Module):
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.unflatten(leaves, self.spec)
-        held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in owner._buffers.items()]
+        held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in buffers_of(owner).items()]
         with untouched(self.model) as assigned:
             with python_random() as drawn:
                 result = self.model(*args, **kwargs)
             for owner, name, buffer in held:  # a buffer that was assigned, which torch.export overlooks in submodules
-                value = owner._buffers[name]
+                value = buffers_of(owner)[name]
                 if value is not buffer and value is not None and buffer is not None and value.shape == buffer.shape:
-                    owner._buffers[name] = buffer.copy_(value)
+                    buffers_of(owner)[name] = buffer.copy_(value)
         self.returned.drawn += drawn
         self.returned.assigned += assigned
         returned, self.returned.spec = pytree.flatten(result)
@@ -199,7 +200,7 @@ def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.M
     held: dict[str, Any] = {}
     placeholders = iter(names)
     for node in module.graph.nodes:
-        if node.op == "call_module" and node.target == "_guards_fn":
+        if node.op == "call_module" and node.target == GUARDS:
             continue
         if node.op == "placeholder":
             name = next(placeholders)

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ..errors import fatal
+from ..torch_private import CHECKPOINT_GENERATORS, debug_unwrap
 
 DRAWS = {"rand", "rand_like"}
 NAMES = {
@@ -78,24 +79,21 @@ def outcome(comparison: str, number: Any, draw: Tensor) -> bool | None:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-# Private: what `torch.utils.checkpoint.checkpoint(use_reentrant=False)` runs around a function. There is no public way
-# to switch it off, and users import `checkpoint` itself. Held by tests/compiler/test_checkpoints.py.
-AROUND = "_checkpoint_without_reentrant_generator"
-
-
 @contextmanager
 def checkpoints_off() -> Iterator[None]:
     """Those that are not reentrant; `watch.custom_functions` sees the others."""
-    original = getattr(checkpoint, AROUND)
+    originals = {name: getattr(checkpoint, name) for name in CHECKPOINT_GENERATORS}
 
     def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    setattr(checkpoint, AROUND, nothing)
+    for name in originals:
+        setattr(checkpoint, name, nothing)
     try:
         yield
     finally:
-        setattr(checkpoint, AROUND, original)
+        for name, original in originals.items():
+            setattr(checkpoint, name, original)
 
 
 # --- detached ---------------------------------------------------------------------------------------------------------
@@ -236,7 +234,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 def memory(tensor: Tensor) -> int:
     """Where its values are; 0 for what has none, as the stand-ins of a trace."""
-    own = torch.func.debug_unwrap(tensor)
+    own = debug_unwrap(tensor)
     if own.layout != torch.strided or own.device.type == "meta":
         return 0
     try:

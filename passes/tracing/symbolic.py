@@ -16,6 +16,7 @@ from torch import fx, nn
 from ..errors import UntraceableError, fatal
 from ..graphs.edit import attribute, holder
 from ..graphs.operations import op_name
+from ..torch_private import ASSERT, ASSERT_IS_NONE, BatchNorm, InstanceNorm
 from .attributes import untouched
 from .devices import kinds
 from .signature import python_random, refuse_drawn
@@ -28,8 +29,8 @@ from .watch import (
 )
 
 CHECKED_INPUTS = (  # their forward branches on the rank of the input, which has none under symbolic tracing
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
+    BatchNorm,
+    InstanceNorm,
 )
 
 
@@ -140,7 +141,7 @@ def no_random_numbers() -> Iterator[None]:
 def drop_asserts(graph: fx.Graph) -> None:
     """Without the checks that arguments have their defaults, which `Capture.holds` makes."""
     for node in reversed(list(graph.nodes)):
-        if op_name(node) in ("_assert", "_assert_is_none"):
+        if op_name(node) in (ASSERT, ASSERT_IS_NONE):
             operands = node.all_input_nodes
             graph.erase_node(node)
             for operand in operands:

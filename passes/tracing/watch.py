@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import UntraceableError, first_line
 from ..registration import OWN_FOLDER
+from ..torch_private import BACKWARD_HOOKS, LOGGERS, OWN_FUNCTIONS, CheckpointFunction, NormBase, function_apply
 from .substitutes import checkpoints_off
 
-TORCH_SPEAKS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")  # torch's words
-OWN_KINDS = ("GeneratedBackwardFor_", "BackwardHookFunction")  # of torch.library's operators, and an identity
 
 Function = type[torch.autograd.Function]
 Apply = Callable[..., Any]
@@ -41,7 +39,7 @@ def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
         if function is CheckpointFunction:
             wrapped, _, *inputs = args
             return wrapped(*inputs)
-        if function.__name__.startswith(OWN_KINDS):
+        if function.__name__.startswith(OWN_FUNCTIONS):
             return original(*args, **kwargs)
         if exported is not None and torch.compiler.is_exporting():
             return exported(function, args, kwargs)
@@ -56,7 +54,7 @@ def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
 @contextmanager
 def functions_applied(apply: Callable[[Apply, Function, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
     """Inside, `apply(its own apply, function, args, kwargs)` is what every autograd.Function's `apply` is."""
-    original = torch.autograd.Function.__dict__["apply"]
+    original = function_apply()
 
     def instead(cls: Function, *args: Any, **kwargs: Any) -> Any:
         return apply(original.__get__(None, cls), cls, args, kwargs)
@@ -85,7 +83,7 @@ def cumulative_averages(model: nn.Module) -> list[str]:
     norms = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
+        if isinstance(module, NormBase) and module.momentum is None
     ]
     for _, module in norms:
         module.momentum = 0.0
@@ -97,14 +95,14 @@ def backward_hooks(model: nn.Module) -> list[str]:
     return [
         f"calls the backward hooks of {path or type(model).__name__}"
         for path, module in model.named_modules()
-        if module._backward_hooks or module._backward_pre_hooks
+        if any(module.__dict__[name] for name in BACKWARD_HOOKS)
     ]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without what torch prints about a failed capture: the error that follows says it."""
-    loggers = [logging.getLogger(name) for name in TORCH_SPEAKS]
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [one.level for one in loggers]
     printed = io.StringIO()
     for one in loggers:

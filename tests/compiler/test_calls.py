@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, jvp, vmap
 
 from kfac_fx.optim.curvature import load_forward_mode
-from kfac_fx.passes.tracing.calls import Lent, calls_of, mapped, transforms, watched, without_trace
+from kfac_fx.passes.torch_private import transforms
+from kfac_fx.passes.tracing.calls import Lent, calls_of, mapped, watched, without_trace
 
 X = torch.ones(2, 3)
 load_forward_mode()

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
-    "data": "passes.errors passes.approximations passes.matrix passes.computed passes.parametrization passes.pieces "
+    "data": "passes.errors passes.torch_private passes.approximations passes.matrix passes.computed passes.parametrization passes.pieces "
     "passes.registration passes.ir",
     "graphs": "passes.graphs passes.timeline",
     "declarations": "passes.layers passes.parametrizations passes.choose",
@@ -28,7 +28,14 @@ FLOORS = {
 }
 
 # The numerical floor knows what a registration is, and no other part of the compiler.
-SHARED = {"passes.approximations", "passes.errors", "passes.matrix", "passes.pieces", "passes.ir"}
+SHARED = {
+    "passes.approximations",
+    "passes.errors",
+    "passes.matrix",
+    "passes.pieces",
+    "passes.torch_private",
+    "passes.ir",
+}
 
 # passes/__init__.py imports itself by its installed name, to be one package under both names.
 ALIAS = ("passes", "kfac_fx.passes")

@@ -1,0 +1,170 @@
+"""The private names of torch that this library uses. No other module names one.
+
+Every entry says why no public name serves, and what would replace it. tests/compiler/test_torch_private.py has one
+guard for each: the name exists, and does what the library relies on. `make guards TORCH=2.11.0` runs the guards with
+another version of torch.
+"""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental import proxy_tensor
+from torch.multiprocessing import reductions
+from torch.utils import _pytree, checkpoint
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+# The dictionaries of a module's hooks. The public functions add and remove hooks, but do not list them.
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+
+# Attributes in which nn.RNNBase keeps its weights a second time. They are torch's own, and must not count as state that
+# forward changes. A public list of a module's own state would replace them.
+FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+# The classes that all batch norms and all instance norms share. The public alternative is a list of nine classes each.
+NormBase = nn.modules.batchnorm._NormBase
+BatchNorm = nn.modules.batchnorm._BatchNorm
+InstanceNorm = nn.modules.instancenorm._InstanceNorm
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own dictionary of parameters. `named_parameters` gives a copy, without its Nones."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own dictionary of buffers; assigning to it does not register anything."""
+    return module._buffers
+
+
+def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own dictionary of submodules."""
+    return module._modules
+
+
+def share_state(module: nn.Module, other: nn.Module) -> None:
+    """`module` holds the parameters, buffers and submodules of `other`, also those that `other` is given later."""
+    module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
+
+
+def compiled_from(module: nn.Module) -> Any:
+    """The module that torch.compile wrapped, or None. torch.compile has no public way back."""
+    return getattr(module, "_orig_mod", None)
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+# torch.export flattens inputs and outputs with this pytree and not with torch.utils.pytree, which it may move to.
+pytree = _pytree
+
+# The submodule that torch.export adds to check the sizes of inputs. ExportedProgram has no public check of inputs.
+GUARDS = "_guards_fn"
+
+# Traces below autograd. It can go when torch.export captures forwards that take derivatives.
+make_fx = proxy_tensor.make_fx
+
+# Appends what is done to a proxy to a graph without tracing a function. fx.Tracer is public, but wants a module.
+GraphAppendingTracer = fx.proxy.GraphAppendingTracer
+
+# Loggers that print about a failed capture; the error says it again. TORCH_LOGS can only be set for a whole process.
+LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+
+# The beginning of the modules of the errors of torch.compile. torch.compiler exports no class of errors.
+COMPILER = "torch._dynamo"
+
+# Checks that torch.fx and torch.export write into graphs.
+ASSERT, ASSERT_IS_NONE = "_assert", "_assert_is_none"
+ASSERT_METADATA = "_assert_tensor_metadata"
+
+# An argument of softmax and its kin in torch.nn.functional, which has no effect on the result.
+STACK_LEVEL = "_stacklevel"
+
+# Raises while a graph is captured and the condition is known to be false, and notes the condition if it is unknown. A
+# plain `if` would be a branch on a size.
+assert_size = torch._check
+
+
+def size_hint(size: torch.SymInt) -> int:
+    """The size of the example input behind a symbolic size. `int(size)` would add a guard."""
+    return int(size.node.hint)
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+OpOverload = torch._ops.OpOverload  # the targets of exported nodes; torch.library names no class for them
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+
+def schema(overload: Any) -> Any:
+    """Names, defaults and aliases of an operation's arguments and results. inspect.signature knows none of them."""
+    return overload._schema
+
+
+# Higher-order operations, by which torch.export keeps a region of forward as a graph of its own.
+REGION = "wrap_with"
+NO_GRAD_REGION = "wrap_with_set_grad_enabled"
+AUTOCAST_REGION = "wrap_with_autocast"
+CHECKPOINT_REGION = "tag_activation_checkpoint"
+
+# Operations of ATen and of torch.func that public functions call. They are met in graphs by these names only.
+WEIGHT_NORM = "_weight_norm"  # its function is `weight_normalized(v, g, dim)`
+weight_normalized = torch._weight_norm
+TO_COPY = "_to_copy"
+UNSAFE_VIEW = "_unsafe_view"
+GROUPED_MM = "_grouped_mm"
+PACK, UNPACK = "_pack_padded_sequence", "_pad_packed_sequence"
+BATCH_NORM = "_native_batch_norm_legit"
+BATCH_NORM_IN_EVALUATION = "_native_batch_norm_legit_no_training"
+BATCH_NORM_FUNCTIONAL = "_native_batch_norm_legit_functional"
+ADD_BATCH_DIM = "_add_batch_dim"  # of torch.func.vmap
+FORWARD_MODE = frozenset({"_make_dual", "_unpack_dual"})  # of torch.autograd.forward_ad
+
+# Adds lists of tensors in place with few kernels. The public optimizers use it; `torch.add` takes one tensor at a time.
+foreach_add_ = torch._foreach_add_
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+CheckpointFunction = checkpoint.CheckpointFunction  # what a reentrant checkpoint applies
+# What a checkpoint that is not reentrant runs around a function: an attribute of torch.utils.checkpoint, under the first
+# name up to torch 2.13 and under the second from 2.14 on. Users import `checkpoint` itself, so only this can be replaced.
+# An official switch for checkpoints would replace both.
+GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+CHECKPOINT_GENERATORS = tuple(name for name in GENERATORS if hasattr(checkpoint, name))
+
+# The names of torch's own autograd.Functions begin like this: operators of torch.library, and an identity for hooks.
+OWN_FUNCTIONS = ("GeneratedBackwardFor_", "BackwardHookFunction")
+
+# Two tensors have the same memory if these are equal, also for tensors without data, whose `data_ptr` raises.
+StorageWeakRef = reductions.StorageWeakRef
+
+debug_unwrap = torch.func.debug_unwrap  # the tensor inside a wrapper of torch.func
+TRANSFORMS = "/_functorch/eager_transforms"  # the file that implements grad, jvp, vjp, ... of torch.func
+GRAD, UNWRAP = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__
+
+
+def differentiates(code: CodeType) -> bool:
+    """Whether this is the code of torch.autograd.grad or of a derivative of torch.func. Neither announces its calls."""
+    return code is GRAD or (code is not UNWRAP and TRANSFORMS in code.co_filename)
+
+
+def transforms() -> int:
+    """The number of transformations of torch.func, and levels of forward-mode derivatives, that are active.
+
+    torch has no public way to ask. Tensors do not tell either: inside of a transformation, all of them are wrapped.
+    """
+    return torch._C._functorch.get_dynamic_layer_stack_depth() + forward_ad._current_level + 1
+
+
+def function_apply() -> Any:
+    """The classmethod behind `torch.autograd.Function.apply`, as it is now. Attribute access would bind it."""
+    return torch.autograd.Function.__dict__["apply"]
+
+
+# Reads the number of sequences out of a tensor, which no trace allows. An option of torch.export would replace it.
+EXPECTED_HIDDEN_SIZE = "get_expected_hidden_size"  # of nn.RNNBase
