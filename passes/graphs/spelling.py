@@ -27,7 +27,7 @@ from torch import fx
 from .. import torch_private
 from ..torch_private import STACK_LEVEL, OpOverload, schema
 from .labels import Label, labels
-from .operations import ATEN_ORDER, REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, op_name, overloads
+from .operations import REDUCTIONS, RENAMED, REQUIRED, SPELLED_OUT, aten_order, op_name, overloads
 
 COMMUTATIVE = {"add", "mul"}
 
@@ -185,21 +185,21 @@ def spell_expansion(node: fx.Node, name: str) -> None:
 
 
 def spell_out(node: fx.Node, name: str) -> None:
+    """All arguments of an operation of `SPELLED_OUT`, by position; other arguments than it has leave the node alone."""
     function, defaults = SPELLED_OUT[name]
     aten = isinstance(node.target, OpOverload)
-    order = ATEN_ORDER.get(name, tuple(defaults)) if aten else tuple(defaults)
-    given: dict[str, Any] = dict(zip(order, node.args, strict=False))
-    for key, value in node.kwargs.items():
-        given["input" if key == "self" else key] = value
-    unknown = {key for key in given if key not in defaults and key not in ("cudnn_enabled", "cudnn_enable")}
-    if unknown or any(key not in given for key, value in defaults.items() if value is REQUIRED):
-        return  # addmm with beta or alpha, and the like: not the operation that the layers declare
-    if isinstance(given.get("reduction"), int):
-        given["reduction"] = REDUCTIONS[given["reduction"]]
-    if name == "embedding" and given.get("padding_idx") == -1 and aten:
-        given["padding_idx"] = None  # ATen writes "none" as -1
+    order = aten_order(node.target, name) if aten else tuple(defaults)
+    values: dict[str, Any] = dict(zip(order, node.args, strict=False))
+    values |= {"input" if key == "self" else key: value for key, value in node.kwargs.items()}
+    unknown = values.keys() - defaults.keys() - {"cudnn_enabled", "cudnn_enable"}
+    if unknown or any(key not in values for key, default in defaults.items() if default is REQUIRED):
+        return
+    if isinstance(values.get("reduction"), int):
+        values["reduction"] = REDUCTIONS[values["reduction"]]
+    if aten and values.get("padding_idx") == -1 and function is F.embedding:
+        values["padding_idx"] = None  # ATen writes "none" as -1
     node.op, node.target = "call_function", function
-    node.args = tuple(given.get(key, value) for key, value in defaults.items())
+    node.args = tuple(values.get(key, default) for key, default in defaults.items())
     node.kwargs = {}
 
 

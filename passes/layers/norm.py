@@ -1,7 +1,14 @@
-"""Normalizations with parameters: their rows are the input normalized; how is no business of the parameters."""
+"""Normalizations with a gain and a shift: a group for every element of the parameters, its row the normalized input.
+
+    y = weight * normalized(x) + bias
+
+The declarations say how to normalize again, without the parameters. The derivative of the normalization by x does not
+enter the rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,46 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from .declaration import layer
+from .declaration import Example, Layer, layer
 from .rows import ELEMENTWISE, by_group, elements
 
 
 def channels(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, g, ...] -> [N, S, g, 1]."""
+    """[N, g, ...] -> [N, S, g, 1]: parameters along the second dimension."""
     return by_group(x.unsqueeze(-1), attrs["weight"] + (1,) * (x.dim() - 2))
 
 
-def layer_normalized(x: Tensor, attrs: Attrs) -> Tensor:
-    return elements(F.layer_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs)
-
-
-def rms_normalized(x: Tensor, attrs: Attrs) -> Tensor:
-    return elements(F.rms_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs)
-
-
-def group_normalized(x: Tensor, attrs: Attrs) -> Tensor:
-    return channels(F.group_norm(x, attrs["num_groups"], eps=attrs["eps"]), attrs)
-
-
-def batch_normalized(x: Tensor, attrs: Attrs) -> Tensor:
-    return channels(F.batch_norm(x, None, None, training=True, eps=attrs["eps"]), attrs)
-
-
-def batch_normalized_by_running(x: Tensor, attrs: Attrs) -> Tensor:
-    return channels(F.batch_norm(x, attrs["running_mean"], attrs["running_var"], eps=attrs["eps"]), attrs)
-
-
-def instance_normalized(x: Tensor, attrs: Attrs) -> Tensor:
-    return channels(F.instance_norm(x, eps=attrs["eps"]), attrs)
-
-
-def instance_normalized_by_running(x: Tensor, attrs: Attrs) -> Tensor:
-    mean, var = attrs["running_mean"], attrs["running_var"]
-    return channels(F.instance_norm(x, mean, var, use_input_stats=False, eps=attrs["eps"]), attrs)
-
-
 @layer(
-    rows=layer_normalized,
+    rows=lambda x, attrs: elements(F.layer_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs),
     grad_rows=elements,
     leading=True,
     example=(
@@ -65,7 +43,7 @@ def layer_norm(
 
 
 @layer(
-    rows=rms_normalized,
+    rows=lambda x, attrs: elements(F.rms_norm(x, attrs["normalized_shape"], eps=attrs["eps"]), attrs),
     grad_rows=elements,
     leading=True,
     example=(
@@ -79,7 +57,7 @@ def rms_norm(x: Tensor, normalized_shape: list[int], eps: float | None, *, weigh
 
 
 @layer(
-    rows=group_normalized,
+    rows=lambda x, attrs: channels(F.group_norm(x, attrs["num_groups"], eps=attrs["eps"]), attrs),
     grad_rows=channels,
     example=(
         lambda: (nn.GroupNorm(2, 6), torch.randn(4, 6, 5, 3)),
@@ -91,70 +69,59 @@ def group_norm(x: Tensor, num_groups: int, eps: float, *, weight: Tensor, bias: 
     return F.group_norm(x, num_groups, weight, bias, eps)
 
 
-# --- with running statistics: forward writes them in training, where the rows do not need them (hence `_`) -----------
+# --- with running statistics ------------------------------------------------------------------------------------------
 
 
-@layer(
-    rows=batch_normalized,
-    grad_rows=channels,
-    example=(
+def with_running_statistics(
+    norm: Callable[..., Tensor], in_training: tuple[Example, ...], in_evaluation: Example
+) -> Layer:
+    """The layer of F.batch_norm or F.instance_norm.
+
+    Forward updates the running statistics in training and does not read them, nor do the rows; their names therefore
+    begin with an underscore in the first form.
+    """
+
+    def by_batch(
+        x: Tensor, _mean: Any, _var: Any, momentum: float, eps: float, *, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return norm(x, _mean, _var, weight, bias, True, momentum, eps)
+
+    def by_running(
+        x: Tensor, mean: Any, var: Any, momentum: float, eps: float, *, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return norm(x, mean, var, weight, bias, False, momentum, eps)
+
+    declared = layer(
+        name=norm.__name__,
+        rows=lambda x, attrs: channels(norm(x, None, None, None, None, True, 0.0, attrs["eps"]), attrs),
+        grad_rows=channels,
+        example=in_training,
+        **ELEMENTWISE,
+    )(by_batch)
+    declared.form(
+        rows=lambda x, attrs: channels(
+            norm(x, attrs["mean"], attrs["var"], None, None, False, 0.0, attrs["eps"]), attrs
+        ),
+        example=in_evaluation,
+    )(by_running)
+    return declared
+
+
+batch_norm = with_running_statistics(
+    F.batch_norm,
+    in_training=(
         lambda: (nn.BatchNorm1d(3), torch.randn(4, 3)),
         lambda: (nn.BatchNorm2d(3), torch.randn(4, 3, 5, 7)),
         lambda: (nn.BatchNorm3d(3, track_running_stats=False), torch.randn(4, 3, 5, 2, 7)),
         lambda: (nn.BatchNorm1d(1), torch.randn(4, 1, 7)),
     ),
-    **ELEMENTWISE,
+    in_evaluation=lambda: (nn.BatchNorm2d(3).eval(), torch.randn(4, 3, 5, 7)),
 )
-def batch_norm(
-    x: Tensor, _mean: Any, _var: Any, momentum: float, eps: float, *, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    return F.batch_norm(x, _mean, _var, weight, bias, True, momentum, eps)
-
-
-@batch_norm.form(
-    rows=batch_normalized_by_running,
-    example=lambda: (nn.BatchNorm2d(3).eval(), torch.randn(4, 3, 5, 7)),
-)
-def batch_norm_by_running(
-    x: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-    *,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-
-
-@layer(
-    rows=instance_normalized,
-    grad_rows=channels,
-    example=(
+instance_norm = with_running_statistics(
+    F.instance_norm,
+    in_training=(
         lambda: (nn.InstanceNorm2d(3, affine=True), torch.randn(4, 3, 5, 7)),
         lambda: (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), torch.randn(4, 3, 7)),
     ),
-    **ELEMENTWISE,
+    in_evaluation=lambda: (nn.InstanceNorm1d(3, affine=True, track_running_stats=True).eval(), torch.randn(4, 3, 7)),
 )
-def instance_norm(
-    x: Tensor, _mean: Any, _var: Any, momentum: float, eps: float, *, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    return F.instance_norm(x, _mean, _var, weight, bias, True, momentum, eps)
-
-
-@instance_norm.form(
-    rows=instance_normalized_by_running,
-    example=lambda: (nn.InstanceNorm1d(3, affine=True, track_running_stats=True).eval(), torch.randn(4, 3, 7)),
-)
-def instance_norm_by_running(
-    x: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-    *,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    return F.instance_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
