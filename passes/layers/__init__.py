@@ -1,4 +1,4 @@
-"""One declaration a layer, a file a family. `LAYERS` is all of them; a user's own join by `collect`."""
+"""The declarations of layers, one file for each family. `LAYERS` has all of them by name."""
 
 from . import conv, elementwise, embedding, experts, linear, norm
 from . import einsum as einsum  # its forms join those of linear

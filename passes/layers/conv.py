@@ -1,19 +1,16 @@
-"""The geometry of a convolution, axis by axis, from the attributes of a use; and what a user says of it.
+"""Convolutions: fully connected layers on patches, with one row for each output position (Grosse and Martens, 2016).
 
-Rows of convolutions: patches, [N, S, g, c k], in the order (channel, kernel position) of the weight.
+Rows are patches, [N, S, g, c k]: channels and kernel positions in the order of the weight, and a group for each of the
+convolution's `groups`. A transposed convolution is an ordinary one, with its kernel reversed, over its input with zeros
+between the neighbors.
 
-Their second moment needs fewer products than there are pairs of kernel positions. Let u_y be the rows of a kernel
-without its first axis at line y of the padded input, [c k / k₁]. Then
+The second moment of the patches takes fewer products than there are pairs of kernel positions. Let u_y [c k / k₁] be
+the rows of a kernel without its first axis at line y of the padded input. Then
 
     Σ_p r_p r_pᵀ  has, for the lines m and n of the kernel, the block  Σ_p u_(s p + d m) u_(s p + d n)ᵀ
 
-with stride s and dilation d, and for s = 1 all blocks of one n - m are the same sum but for lines at the image's edge:
-a kernel of 3 has three sums in the place of nine, and a third of the patches is ever made.
-
-Convolutions: fully connected layers on patches, one row an output position (Grosse and Martens, 2016).
-
-Rows are [N, S, g, c k]: channels and kernel positions in the order of the weight, a group for each of the convolution's
-`groups`. A transposed convolution is an ordinary one, with its kernel reversed, over its input with zeros in between.
+with stride s and dilation d. For s = 1, all blocks with the same n - m are the same sum, except for lines at the edge
+of the image. A kernel of 3 therefore takes three sums instead of nine, and only a third of the patches is computed.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ def per_axis(name: str, attrs: Attrs) -> list[int]:
     return list(value) * (axes // len(value)) if isinstance(value, (list, tuple)) else [value] * axes
 
 
-def same_or_given(attrs: Attrs) -> list[tuple[int, int]]:
-    """Padding at both ends of every axis; what is odd of "same" goes to the far end."""
+def padding_of(attrs: Attrs) -> list[tuple[int, int]]:
+    """Padding at both ends of every axis. With "same", an odd pixel goes to the far end."""
     if attrs["padding"] == "valid":
         return [(0, 0) for _ in attrs["weight"][2:]]
     if attrs["padding"] != "same":
@@ -47,25 +44,25 @@ def same_or_given(attrs: Attrs) -> list[tuple[int, int]]:
 
 
 def disagreement(attrs: Attrs, strides: Any, padding: Any, dilations: Any) -> tuple[str, Any] | None:
-    """("strides=[1, 2]", [2, 2]): what is said of a geometry, and what it is; None where nothing disagrees."""
+    """The first argument of a user's that contradicts the layer, as ("strides=[1, 2]", the layer's value), or None."""
     for name, sizes, attribute in (("strides", strides, "stride"), ("dilations", dilations, "dilation")):
-        found = per_axis(attribute, attrs)
-        given = [found] if sizes is None else readings(sizes, len(found))
-        if found not in given:
-            return f"{name}={given[0] if given else list(sizes)}", found
-    wanted = padding.lower() if isinstance(padding, str) else padding  # "SAME", as TensorFlow spells it
-    if padding is not None and same_or_given({**attrs, "padding": wanted}) != same_or_given(attrs):
+        actual = per_axis(attribute, attrs)
+        possible = [actual] if sizes is None else readings(sizes, len(actual))
+        if actual not in possible:
+            return f"{name}={possible[0] if possible else list(sizes)}", actual
+    lower = padding.lower() if isinstance(padding, str) else padding  # TensorFlow writes "SAME"
+    if padding is not None and padding_of({**attrs, "padding": lower}) != padding_of(attrs):
         return f"padding={padding!r}", repr(attrs["padding"])
     return None
 
 
 def readings(sizes: Any, axes: int) -> list[list[int]]:
-    """One an axis; of TensorFlow's lists with batch and channels, in either order, the spatial part."""
-    given = [sizes] if isinstance(sizes, int) else list(sizes)
-    if len(given) == axes + 2:
-        apart = (given[:1] + given[-1:], given[1:-1]), (given[:2], given[2:])
-        return [spatial for others, spatial in apart if others == [1, 1]]
-    return [given * axes if len(given) == 1 else given]
+    """The possible sizes for each axis: TensorFlow's lists also have batch and channels, in either order."""
+    values = [sizes] if isinstance(sizes, int) else list(sizes)
+    if len(values) == axes + 2:
+        orders = (values[:1] + values[-1:], values[1:-1]), (values[:2], values[2:])
+        return [spatial for others, spatial in orders if others == [1, 1]]
+    return [values * axes if len(values) == 1 else values]
 
 
 # --- patches ----------------------------------------------------------------------------------------------------------
@@ -73,24 +70,24 @@ def readings(sizes: Any, axes: int) -> list[list[int]]:
 
 def patches(x: Tensor, attrs: Attrs) -> Tensor:
     kernel, stride, dilation = attrs["weight"][2:], per_axis("stride", attrs), per_axis("dilation", attrs)
-    return merged(windows(padded(batched(x, attrs), same_or_given(attrs)), kernel, stride, dilation), attrs)
+    return merged(windows(padded(batched(x, attrs), padding_of(attrs)), kernel, stride, dilation), attrs)
 
 
 def second_moment(x: Tensor, attrs: Attrs) -> tuple[Tensor, Tensor]:
-    """(Σ r rᵀ [g, i, i], Σ r [g, i]) of all `patches`, in the precision of x; see the module's docstring."""
+    """(Σ r rᵀ [g, i, i], Σ r [g, i]) over all `patches`, in the precision of x; see the module's docstring."""
     kernel, stride, dilation = attrs["weight"][2:], per_axis("stride", attrs), per_axis("dilation", attrs)
     (k, *_), (s, *_), (d, *_) = kernel, stride, dilation
-    x = padded(batched(x, attrs), same_or_given(attrs))
+    x = padded(batched(x, attrs), padding_of(attrs))
     outputs = (x.shape[2] - d * (k - 1) - 1) // s + 1
     u = lines(x, kernel, stride, dilation, attrs["groups"])
     starts = [d * m % s * (u.shape[2] // s) + d * m // s for m in range(k)]
 
     def product(m: int, n: int, begin: int, end: int) -> Tensor:
-        """Of the lines that meet the kernel's lines m and n, from one output line to another."""
+        """The product of the lines that meet the kernel's lines m and n, from one output line to another."""
         left, right = (u[:, :, starts[at] + begin : starts[at] + end].flatten(2) for at in (m, n))
         return (left[0] @ right[0].mT).unsqueeze(0) if len(u) == 1 else left @ right.mT
 
-    # Pairs that are as far apart, and begin in the same residue of the stride, meet the same lines but at the edge.
+    # Pairs at the same distance that begin in the same residue of the stride meet the same lines, except at the edge.
     alike: defaultdict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for m in range(k):
         for n in range(m, k):
@@ -98,7 +95,7 @@ def second_moment(x: Tensor, attrs: Attrs) -> tuple[Tensor, Tensor]:
     blocks: dict[tuple[int, int], Tensor] = {}
     for pairs in alike.values():
         (first, with_first), last = pairs[0], pairs[-1][0]
-        apart = starts[last] - starts[first]  # the common lines are the outputs from here on, seen from the first pair
+        apart = starts[last] - starts[first]  # in the first pair, the common lines begin at this output
         shared = product(first, with_first, apart, outputs) if apart < outputs else None
         for m, n in pairs:
             skipped = starts[m] - starts[first]
@@ -107,7 +104,7 @@ def second_moment(x: Tensor, attrs: Attrs) -> tuple[Tensor, Tensor]:
                 continue
             before, after = product(m, n, 0, apart - skipped), product(m, n, outputs - skipped, outputs)
             blocks[m, n] = before + shared + after
-    square = torch.stack([torch.stack([whole(blocks, m, n) for n in range(k)]) for m in range(k)])
+    square = torch.stack([torch.stack([block(blocks, m, n) for n in range(k)]) for m in range(k)])
     sums = u.sum(-1)
     total = torch.stack([sums[:, :, at : at + outputs].sum(-1) for at in starts])
     channels, g = attrs["weight"][1], attrs["groups"]
@@ -122,56 +119,58 @@ def transposed_patches(x: Tensor, attrs: Attrs) -> Tensor:
     around = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, per_axis("padding", attrs), strict=True)]
     ends = [(a, a + more) for a, more in zip(around, per_axis("output_padding", attrs), strict=True)]
     apart = padded(spread(batched(x, attrs), per_axis("stride", attrs)), ends)
-    found = windows(apart, kernel, [1] * len(kernel), dilation)
-    return merged(found.flip([axis - len(kernel) for axis in range(len(kernel))]), attrs)
+    patched = windows(apart, kernel, [1] * len(kernel), dilation)
+    return merged(patched.flip([axis - len(kernel) for axis in range(len(kernel))]), attrs)
 
 
-def whole(blocks: Mapping[tuple[int, int], Tensor], m: int, n: int) -> Tensor:
+def block(blocks: Mapping[tuple[int, int], Tensor], m: int, n: int) -> Tensor:
     return blocks[m, n] if m <= n else blocks[n, m].mT
 
 
 def lines(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
     """[N, C, Y, ...] -> [g, c k / k₁, Y, N ·positions of the other axes]: patches along all axes but the first.
 
-    The lines that a stride s leaves out come behind the others: 0, s, 2 s, ..., 1, s + 1, ...
+    The lines are in the order 0, s, 2 s, ..., 1, s + 1, ...: those that a stride s skips come last.
     """
     s, others = stride[0], len(kernel) - 1
     x = padded(x, [(0, -x.shape[2] % s), *[(0, 0)] * others])
-    found = windows(x, kernel[1:], stride[1:], dilation[1:], first=3).unflatten(2, (-1, s))
+    patched = windows(x, kernel[1:], stride[1:], dilation[1:], first=3).unflatten(2, (-1, s))
     places, offsets = range(4, 4 + others), range(4 + others, 4 + 2 * others)
-    found = found.permute(1, *offsets, 3, 2, 0, *places)  # [C, *kernel, s, Y / s, N, *positions]
-    found = found.flatten(3 + others).flatten(1 + others, 2 + others).flatten(0, others)
-    return torch.unflatten(found, 0, (groups, -1))
+    patched = patched.permute(1, *offsets, 3, 2, 0, *places)  # [C, *kernel, s, Y / s, N, *positions]
+    patched = patched.flatten(3 + others).flatten(1 + others, 2 + others).flatten(0, others)
+    return torch.unflatten(patched, 0, (groups, -1))
 
 
 def windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], first: int = 2) -> Tensor:
-    """[N, C, *sizes] -> [N, C, *output sizes, *kernel], a view. first: the axis where they begin."""
+    """[N, C, *sizes] -> [N, C, *output sizes, *kernel], a view. first: the dimension of the first axis."""
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=first):
         x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
     return x
 
 
 def positions(dy: Tensor, attrs: Attrs) -> Tensor:
-    """[N, g o, ...] -> [N, S, g, o]: of an output, or of an input without patches."""
+    """[N, g o, ...] -> [N, S, g, o], for an output or for an input without patches."""
     return torch.unflatten(batched(dy, attrs).flatten(2).mT, 2, (attrs["groups"], -1))
 
 
-def merged(found: Tensor, attrs: Attrs) -> Tensor:
-    """[N, C, *output sizes, *kernel] -> [N, S, g, c k], a view of [c k, N, S]: lines of an image are copied, in a
-    third of the time that patches take."""
+def merged(patched: Tensor, attrs: Attrs) -> Tensor:
+    """[N, C, *output sizes, *kernel] -> [N, S, g, c k].
+
+    The result is a view of [c k, N, S], which copies lines of the image and takes a third of the time of [N, S, c k].
+    """
     axes = len(attrs["weight"]) - 2
     offsets, places = range(2 + axes, 2 + 2 * axes), range(2, 2 + axes)
-    columns = found.permute(1, *offsets, 0, *places).flatten(2 + axes).flatten(0, axes)
+    columns = patched.permute(1, *offsets, 0, *places).flatten(2 + axes).flatten(0, axes)
     return torch.unflatten(columns.permute(1, 2, 0), 2, (attrs["groups"], -1))
 
 
 def padded(x: Tensor, ends: Sequence[tuple[int, int]]) -> Tensor:
-    counted = tuple(chain.from_iterable(reversed(ends)))  # from the last axis
-    return F.pad(x, counted) if any(counted) else x
+    widths = tuple(chain.from_iterable(reversed(ends)))  # F.pad begins with the last axis
+    return F.pad(x, widths) if any(widths) else x
 
 
 def spread(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """With stride - 1 zeros between neighbors."""
+    """x with stride - 1 zeros between neighbors."""
     sizes = [s * (size - 1) + 1 for s, size in zip(stride, x.shape[2:], strict=True)]
     apart = x.new_zeros(*x.shape[:2], *sizes)
     places: Any = (..., *(slice(None, None, s) for s in stride))
@@ -180,12 +179,11 @@ def spread(x: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def batched(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, C, ...], also of a single case without N."""
+    """[N, C, ...], also if x is a single case without N."""
     return x if x.dim() == len(attrs["weight"]) else x.unsqueeze(0)
 
 
-# --- conv -------------------------------------------------------------------------------------------------------------
-
+# --- examples ---------------------------------------------------------------------------------------------------------
 
 Function = Callable[..., Tensor]
 Module = type[nn.Module]
@@ -220,22 +218,22 @@ def groups(attrs: Attrs) -> dict[str, int]:
 
 
 def examples(module: Module, size: Size, *options: Options) -> tuple[Example, ...]:
-    """Modules with 4 channels in, 6 out and a kernel of 3, unless `options` say so; the last also on a single case."""
-    usual: Options = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
+    """Modules with these options, or else 4 channels in, 6 out and a kernel of 3; the last also on a single case."""
+    defaults: Options = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
 
-    def example(given: Options, *cases: int) -> Example:
-        cut = {key: value[: len(size)] if isinstance(value, tuple) else value for key, value in given.items()}
-        arguments = {**usual, **cut}
+    def example(changed: Options, *cases: int) -> Example:
+        cut = {key: value[: len(size)] if isinstance(value, tuple) else value for key, value in changed.items()}
+        arguments = {**defaults, **cut}
         return lambda: (module(**arguments), torch.randn(*cases, arguments["in_channels"], *size))
 
-    return *(example(given, 3) for given in options), example(options[-1])
+    return *(example(changed, 3) for changed in options), example(options[-1])
 
 
 # --- dense, grouped, depthwise --------------------------------------------------------------------------------------
 
 
 def depthwise(attrs: Attrs) -> bool:
-    """Every input channel is a group, with one or more outputs."""
+    """Whether every input channel is a group of its own, with one or more outputs."""
     return bool(attrs["groups"] > 1 and attrs["weight"][1] == 1)
 
 
@@ -307,7 +305,7 @@ conv_transpose3d = transposed(F.conv_transpose3d, "d h w", nn.ConvTranspose3d, (
 
 
 def across_channels(attrs: Attrs) -> bool:
-    """Depthwise, then dense with a kernel and a stride of 1."""
+    """Whether the first is depthwise, and the second dense with a kernel and a stride of 1."""
     stride = attrs["stride2"]
     ones = [*attrs["pointwise"][2:], *(stride if isinstance(stride, (list, tuple)) else [stride]), attrs["groups2"]]
     return depthwise({"groups": attrs["groups"], "weight": attrs["depthwise"]}) and all(size == 1 for size in ones)

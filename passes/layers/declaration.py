@@ -1,17 +1,20 @@
-"""The form of a layer's declaration: the graph it looks like, how its tensors become rows, an example for the tests.
+"""The declaration of a layer: the graph it looks like, how its tensors become rows, and an example for the tests.
 
     @layer(rows=as_rows, grad_rows=as_rows, example=lambda: (nn.Linear(5, 3), torch.randn(4, 7, 5)))
     def linear(x, *, weight, bias=None):
         return F.linear(x, weight, bias)
 
-Positional arguments of the form are the input and then attributes; keyword-only arguments are the parameters, named
-`weight` and `bias`, with the default None where the layer also exists without. Nothing else in the project names a
-layer.
+The positional arguments of the form are the input and then attributes. The keyword-only arguments are the parameters,
+`weight` and `bias`, with the default None if the layer also exists without them.
 
 Rows are [N, S, i] or, for a layer with g groups, [N, S, g, i]: N cases, S weight-sharing positions, i inputs without
-the bias column; integer rows [N, S] are one-hot, -1 stands for no input at all. Gradient rows are [N, S, o] or
-[N, S, g, o]. N = 1 in the rows stands for an input that all cases share. The declaration is right if
+the bias column. Integer rows [N, S] are one-hot, and -1 stands for a row of zeros. Gradient rows are [N, S, o] or
+[N, S, g, o]. Rows with N = 1 belong to an input that all cases share. The declaration is right if
 `sum over n, s of grad_rows[n, s] rows[n, s]ᵀ` is the gradient of the weight's matrix [g, o, i].
+
+The compiler and the blocks know matrices and rows, and read layers off their declarations. Two other places name
+layers: the kinds of TF K-FAC, which a LayerCollection registers by hand, and tables of torch's operations
+(`graphs/operations.py`, `graphs/spelling.py`), which bear the same names as the layers that are made of them.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ ROLES = ("weight", "bias")
 
 @dataclass(frozen=True)
 class Form:
-    """One way a layer is written. `layouts` lead from the tensors bound to the roles to [g, o, i] and [g, o]."""
+    """One way to write a layer. The fields are the arguments of `layer`.
+
+    `layouts` lead from the tensors in the roles "weight" and "bias" to the matrices [g, o, i] and [g, o].
+    """
 
     function: Callable[..., Any]
     layouts: Mapping[str, LayoutSpec]
@@ -53,16 +59,22 @@ class Form:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
+        """The names of the positional arguments: the input, then attributes."""
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY)
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
+        """The names of the parameters."""
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
     def layout(self, role: str, used: Layout, attrs: Attrs) -> Layout:
-        """From the tensor in `role` (shape `used.result`) to the layer's matrix. Raises LayerError if none fits."""
+        """From the tensor in `role`, of shape `used.result`, to the layer's matrix.
+
+        Raises:
+            LayerError: the tensor has another shape than the layer takes.
+        """
         start, spec = Layout(used.result), self.layouts[role]
         if not isinstance(spec, str):
             return spec(start, attrs)
@@ -75,7 +87,13 @@ class Form:
 class Layer:
     """A declared kind of parameterized map; see the module's docstring.
 
-    `parts` makes it a composite: it matches as a whole, and the matches inside it are registered, one block each.
+    Attributes:
+        name: the layer's name in reports and in `approximations={...}`.
+        forms: the ways to write it; the first gives the others their defaults.
+        default: the name of the approximation if the user names none.
+        approximations: the names of all that the layer has.
+        parts: the layers of a composite, which matches as a whole and registers each part with a block of its own.
+        location: "file:line" of the first form.
     """
 
     name: str
@@ -92,13 +110,17 @@ class Layer:
         return self.approximations != EVERY_LAYER and not self.parts
 
     def form(self, *, example: Example | tuple[Example, ...], **changed: Any) -> Callable[[Callable[..., Any]], Form]:
-        """Decorator: another way to write the same layer, with examples of its own; `changed` takes `layer`'s other
-        arguments, and what is not in it is as in the first form."""
+        """Decorator: another way to write the same layer.
+
+        Args:
+            example: examples of this form.
+            changed: arguments of `layer` that differ from the first form's.
+        """
 
         def add(function: Callable[..., Any]) -> Form:
             first = self.forms[0]
             layouts = {**first.layouts, **changed.pop("layouts", {})}
-            form = replace(first, function=function, layouts=layouts, examples=several(example), **changed)
+            form = replace(first, function=function, layouts=layouts, examples=as_tuple(example), **changed)
             check_roles(self.name, form)
             self.forms.append(form)
             return form
@@ -121,25 +143,28 @@ def layer(
     second_moment: MomentFn | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
-    """Declare a layer; see the module's docstring for the form and for what rows are.
+    """Declare a layer; the module's docstring describes forms and rows.
 
     Args:
-        rows, grad_rows: from the input, and from the gradient of the output, to rows; `attrs` holds the values of the
-            form's other positional arguments (but not of those whose name begins with `_`) and, under "weight" and
-            "bias", the shapes of the bound tensors. One with the name `value` is the tensor that is the weight.
-        example: a module that contains the layer once, and an input for it; or several.
-        layouts: views in named axes from a parameter to its matrix, where they are not "o i -> o i" and "o -> o".
-        sizes: sizes of named axes that a shape alone does not give, from the attributes.
-        where: refuses a match by its attributes; an attribute that is computed in the graph is a node there.
-        leading: the layer treats all dimensions in front alike, so that any of them may be moved to the front as the
-            one that counts cases.
-        default: the Fisher block's approximation when the user asks for none.
-        pixels: [N, pixels, g, c], the input without patches, where the rows are patches of it in the order (c, kernel)
-            and the weight is [o, c, *kernel]; such a layer has "kron_sua" and its kin, too.
-        second_moment: from the input to (Σ r rᵀ [g, i, i], Σ r [g, i]) of all rows, in its precision, where there is a
-            shorter way than over the rows.
+        rows, grad_rows: functions of (input, attrs) and (gradient of the output, attrs) to rows and gradient rows.
+            `attrs` holds the values of the form's other positional arguments, except those whose name begins with `_`,
+            and under "weight" and "bias" the shapes of the parameters. The value of an argument named `value` is the
+            weight itself.
+        example: (a module that contains the layer once, an input for it), made by a function; or several of these.
+        layouts: views in named axes from a parameter to its matrix, if they are not "o i -> o i" and "o -> o".
+        sizes: from the attributes to the sizes of named axes that the shape alone does not give.
+        where: whether attributes are those of the layer. Attributes that the graph computes are nodes here.
+        leading: whether all dimensions but the last are treated alike, so that any of them may count the cases.
+        default: the approximation if the user names none.
+        approximations: the names of the approximations that the layer has.
+        pixels: from the input to [N, pixels, g, c], without patches, if rows are its patches in the order (c, kernel)
+            and the weight is [o, c, *kernel]. The layer then has "kron_sua" and its relatives, too.
+        second_moment: from the input to (Σ r rᵀ [g, i, i], Σ r [g, i]) over all rows, in the input's precision, if
+            there is a faster way than by the rows.
+        name: the layer's name; the function's, unless given.
 
-    Raises LayerError for a form without parameters or with other roles than `weight` and `bias`.
+    Raises:
+        LayerError: the form has no parameters, or others than `weight` and `bias`.
     """
 
     def declare(function: Callable[..., Any]) -> Layer:
@@ -153,12 +178,12 @@ def layer(
             where=where,
             sizes=sizes,
             leading=leading,
-            examples=several(example),
+            examples=as_tuple(example),
         )
-        chosen = name or function.__name__
-        check_roles(chosen, form)
-        known = approximations if pixels is None else (*approximations, *FROM_PIXELS)
-        return Layer(chosen, [form], default, known, (), location(function))
+        layer_name = name or function.__name__
+        check_roles(layer_name, form)
+        names = approximations if pixels is None else (*approximations, *FROM_PIXELS)
+        return Layer(layer_name, [form], default, names, (), location(function))
 
     return declare
 
@@ -170,13 +195,13 @@ def composite(
     where: Callable[[Attrs], bool] = lambda attrs: True,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
-    """Declare a layer made of other layers: it wins over its parts, and each part gets a block of its own.
+    """Declare a layer that is made of other layers. It is matched in their place, and each part gets its own block.
 
-    Its parameters may have any names; the shapes of those that are bound are in `where`'s attributes.
+    Its parameters may have any names; the attributes that `where` gets include their shapes.
     """
 
     def declare(function: Callable[..., Any]) -> Layer:
-        form = Form(function, {}, no_rows, no_rows, None, None, where, lambda attrs: {}, False, several(example))
+        form = Form(function, {}, no_rows, no_rows, None, None, where, lambda attrs: {}, False, as_tuple(example))
         return Layer(name or function.__name__, [form], "", (), parts, location(function))
 
     return declare
@@ -186,7 +211,7 @@ def no_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
     raise AssertionError("bug in kfac_fx: a composite layer has no rows of its own")
 
 
-def several(example: Example | tuple[Example, ...]) -> tuple[Example, ...]:
+def as_tuple(example: Example | tuple[Example, ...]) -> tuple[Example, ...]:
     return example if isinstance(example, tuple) else (example,)
 
 
@@ -205,14 +230,18 @@ def location(function: Callable[..., Any]) -> str:
 
 
 def collect(*declared: Layer) -> dict[str, Layer]:
-    """Layers by name. Raises LayerError for a second declaration of one name, with both places, and for anything else
-    than a declaration."""
+    """Layers by name.
+
+    Raises:
+        LayerError: two declarations have the same name, or an argument is not a declaration.
+    """
     layers: dict[str, Layer] = {}
-    for one in declared:
-        if not isinstance(one, Layer):
-            given = one.__name__ if isinstance(one, type) else type(one).__name__
-            raise LayerError(f"layers=[...] takes what @kfac_fx.layer(...) makes of a function, and got {given}")
-        if one.name in layers:
-            raise LayerError(f"layer {one.name!r} declared twice: {layers[one.name].location} and {one.location}")
-        layers[one.name] = one
+    for declaration in declared:
+        if not isinstance(declaration, Layer):
+            kind = declaration.__name__ if isinstance(declaration, type) else type(declaration).__name__
+            raise LayerError(f"layers=[...] takes layers that @kfac_fx.layer(...) declares, and got {kind}")
+        if other := layers.get(declaration.name):
+            places = f"{other.location} and {declaration.location}"
+            raise LayerError(f"layer {declaration.name!r} is declared twice: {places}")
+        layers[declaration.name] = declaration
     return layers

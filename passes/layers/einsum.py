@@ -1,6 +1,8 @@
-"""An einsum of an input and a weight as a linear map: which index is a group, an input, an output, a position.
+"""Fully connected layers that `einsum` writes.
 
-Fully connected layers as `einsum` writes them; what their equation says is in `contraction`.
+    y = torch.einsum("bti,oi->bto", x, w)     cases b, positions t, inputs i, outputs o
+
+The equation says which index is a group, an input, an output or a position.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from .rows import written
 class Contraction:
     """`y = einsum("x,weight->y", ...)`: the indices of the three, and the sizes of the weight's.
 
-    An index of the weight is a group if x and y have it, an input if only x has it, an output if only y has it. What is
-    left of y are positions, the first of them the cases. A size of 1 in the weight is no index of it: nothing varies.
+    An index of the weight is a group if x and y have it, an input if only x has it, and an output if only y has it. The
+    other indices of y are positions; the first of them counts the cases. An index along which the weight has size 1,
+    and which x has too, is not counted as the weight's.
     """
 
     x: str
@@ -63,10 +66,10 @@ class Contraction:
         """[N, S, g, o]"""
         return self.split(y, self.y, self.outputs)
 
-    def split(self, tensor: Tensor, given: str, columns: Sequence[str]) -> Tensor:
+    def split(self, tensor: Tensor, indices: str, columns: Sequence[str]) -> Tensor:
         last = [*self.groups, *columns]
         first = "".join(k for k in self.y if k not in self.size)
-        tensor = torch.einsum(f"{given}->{first}{''.join(last)}", tensor)
+        tensor = torch.einsum(f"{indices}->{first}{''.join(last)}", tensor)
         positions = tensor.shape[: tensor.dim() - len(last)] or (1,)
         groups, width = math.prod([self.size[k] for k in self.groups]), math.prod([self.size[k] for k in columns])
         tensor = tensor.expand(*positions, *(self.size[k] for k in last))  # x may be broadcast against the weight
@@ -76,19 +79,20 @@ class Contraction:
         return weight.rearrange(f"{spaced(k if k in self.size else '1' for k in self.weight)} -> {self.matrix(True)}")
 
     def bias_layout(self, bias: Layout) -> Layout:
-        kept = [k for k in self.y if k in self.groups + self.outputs]
-        return bias.reshape(tuple(self.size[k] for k in kept)).rearrange(f"{spaced(kept)} -> {self.matrix(False)}")
+        indices = [k for k in self.y if k in self.groups + self.outputs]
+        sizes = tuple(self.size[k] for k in indices)
+        return bias.reshape(sizes).rearrange(f"{spaced(indices)} -> {self.matrix(False)}")
 
     def matrix(self, inputs: bool) -> str:
         parts = [self.groups, self.outputs, self.inputs] if inputs else [self.groups, self.outputs]
         return " ".join(f"({spaced(part)})" for part in parts)
 
     def takes(self, bias: Shape) -> bool:
-        """Whether y + bias is still one layer: the bias varies along all groups and outputs, and along nothing else."""
+        """Whether y + bias is one layer: the bias varies along all groups and outputs, and along no positions."""
         last = self.y.rpartition("...")[2]
-        own = self.groups + self.outputs
-        wanted = tuple(self.size[k] if k in own else 1 for k in last)
-        return set(own) <= set(last) and len(bias) <= len(last) and (1,) * (len(last) - len(bias)) + bias == wanted
+        varying = self.groups + self.outputs
+        shape = tuple(self.size[k] if k in varying else 1 for k in last)
+        return set(varying) <= set(last) and len(bias) <= len(last) and (1,) * (len(last) - len(bias)) + bias == shape
 
 
 def spaced(names: Any) -> str:
@@ -96,7 +100,7 @@ def spaced(names: Any) -> str:
 
 
 def contraction(attrs: Attrs, weight_first: bool) -> Contraction:
-    """Of the einsum whose attribute `equation` is given; without an arrow, y has the single indices in their order."""
+    """The contraction of the attribute `equation`. Without an arrow, y has the indices that occur once, in order."""
     terms, arrow, y = attrs["equation"].replace(" ", "").partition("->")
     first, second = terms.split(",")
     if not arrow:
@@ -112,8 +116,8 @@ def as_einsum(weight_first: bool) -> dict[str, Any]:
         return contraction(attrs, weight_first)
 
     def where(attrs: Attrs) -> bool:
-        found = parts(attrs)
-        return found.linear() and ("bias" not in attrs or found.takes(attrs["bias"]))
+        terms = parts(attrs)
+        return terms.linear() and ("bias" not in attrs or terms.takes(attrs["bias"]))
 
     return {
         "rows": lambda x, attrs: parts(attrs).rows(x),
@@ -125,9 +129,6 @@ def as_einsum(weight_first: bool) -> dict[str, Any]:
         "where": where,
         "leading": False,
     }
-
-
-# --- einsum -----------------------------------------------------------------------------------------------------------
 
 
 @linear.form(

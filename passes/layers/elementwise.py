@@ -1,8 +1,8 @@
-"""What scales and shifts every element on its own: one group an element of the parameters, one input, one output.
+"""Layers that scale and shift every element on its own: a group of one input and one output for each element.
 
-And what a shift is, too, where it is no sum: a token in front of every sequence has the gradient of its own places.
+    y = x * w + b     y = x / w     y = torch.lerp(x, end, w)     y = torch.where(mask, x, b)
 
-What scales every element on its own and is written as no product: quotients, mixtures, outer products.
+A token in front of every sequence is a shift, too: its gradient is that of its own places.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ INDEX = torch.tensor([[0, 1, 3], [1, 0, 1], [3, 1, 0]])  # of the examples' tabl
 
 
 def shifted(dy: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ...] -> [N, S, g, 1]; what was gathered goes back to its elements, [N, 1, g, 1]."""
+    """[N, ...] -> [N, S, g, 1]. Gathered elements are added up where they came from: [N, 1, g, 1]."""
     places = attrs["elements"]
     if places is None:
         return by_group(dy.unsqueeze(-1), attrs["bias"])
     dy = by_group(dy.unsqueeze(-1), places.shape).sum(1, keepdim=True)
     dy = torch.where((places >= 0).flatten().unsqueeze(-1), dy, 0)
-    whole = dy.new_zeros(*dy.shape[:2], math.prod(attrs["bias"]), 1)
-    return whole.index_add(2, places.clamp(min=0).flatten(), dy)
+    table = dy.new_zeros(*dy.shape[:2], math.prod(attrs["bias"]), 1)
+    return table.index_add(2, places.clamp(min=0).flatten(), dy)
 
 
-def nothing(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, S, g, 0]: a shift has no input."""
+def no_inputs(x: Tensor, attrs: Attrs) -> Tensor:
+    """[N, S, g, 0], the rows of a shift."""
     places = attrs["elements"]
     rows = by_group(x.unsqueeze(-1)[..., :0], attrs["bias"] if places is None else places.shape)
     return rows if places is None else rows.new_zeros(rows.shape[0], 1, math.prod(attrs["bias"]), 0)
 
 
 def alike(attrs: Attrs) -> bool:
-    return bool(attrs["weight"] == attrs["bias"])
+    """Whether scale and shift have one shape, if there are both."""
+    return len({attrs[role] for role in ("weight", "bias") if role in attrs}) == 1
 
 
 @layer(
@@ -60,7 +61,6 @@ def scale_and_shift(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @scale_and_shift.form(
-    where=lambda attrs: True,
     example=(
         written(lambda x, w: w * x, (4, 7, 5), w=(7, 5)),
         written(lambda x, w: x * w, (4, 1, 5), w=(7, 5)),
@@ -72,7 +72,7 @@ def scale(x: Tensor, *, weight: Tensor) -> Tensor:
     return x * weight
 
 
-SHIFT: dict[str, Any] = {"rows": nothing, "grad_rows": shifted, "where": lambda attrs: True}
+SHIFT: dict[str, Any] = {"rows": no_inputs, "grad_rows": shifted}
 
 
 @scale_and_shift.form(
@@ -121,9 +121,8 @@ def token_repeated(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor
 
 
 @scale_and_shift.form(
-    rows=nothing,
+    rows=no_inputs,
     grad_rows=lambda dy, attrs: shifted(torch.where(attrs["mask"], dy, 0), attrs),
-    where=lambda attrs: True,
     example=(
         written(lambda x, b: x + torch.where(x > 0, b, -9.0), (4, 7, 5), b=(7, 5)),
         written(lambda x, b: x + torch.where(x > 0, b[INDEX].permute(2, 0, 1), -9.0), (4, 2, 3, 3), b=(4, 2)),
@@ -134,9 +133,8 @@ def shift_where(_output: Any, mask: Tensor, _other: Any, elements: Any = None, *
 
 
 @scale_and_shift.form(
-    rows=nothing,
+    rows=no_inputs,
     grad_rows=lambda dy, attrs: shifted(torch.where(attrs["mask"], 0, dy), attrs),
-    where=lambda attrs: True,
     example=(
         written(lambda x, b: x * torch.where(x > 0, 1.0, b), (4, 7, 5), b=(7, 5)),
         written(lambda x, b: torch.where(x.sum(-1, keepdim=True) > 0, x, b), (4, 7, 5), b=(5,)),
@@ -148,9 +146,8 @@ def shift_else_where(_output: Any, mask: Tensor, _other: Any, elements: Any = No
 
 
 @scale_and_shift.form(
-    rows=nothing,
+    rows=no_inputs,
     grad_rows=lambda dy, attrs: shifted(dy.masked_fill(attrs["mask"], 0), attrs),
-    where=lambda attrs: True,
     example=written(lambda x, b: x + b.masked_fill(x > 0, -9.0), (4, 7, 5), b=(7, 5)),
 )
 def shift_but_where(_output: Any, mask: Tensor, _value: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
@@ -158,12 +155,12 @@ def shift_but_where(_output: Any, mask: Tensor, _value: Any, elements: Any = Non
 
 
 def same_everywhere(mask: Tensor, other: Tensor, bias: Shape) -> bool:
-    """Whether one value is put in all places of a mask: not one for each, nor in places that numbers tell."""
+    """Whether all places of a mask get one value: the places are no indices, and have no values of their own."""
     return mask.dtype == torch.bool and len(bias) <= other.dim() - mask.dim()
 
 
 def may_be_put(attrs: Attrs) -> bool:
-    """Where no sizes are known, the rows look."""
+    """As `same_everywhere`. Without sizes in the graph, `put` checks it when it has the tensors."""
     mask, other = (attrs[name].meta.get("val") for name in ("mask", "_other"))
     return mask is None or other is None or same_everywhere(mask, other, attrs["bias"])
 
@@ -176,7 +173,7 @@ def put(dy: Tensor, attrs: Attrs) -> Tensor:
 
 
 @scale_and_shift.form(
-    rows=nothing,
+    rows=no_inputs,
     grad_rows=put,
     where=may_be_put,
     example=(
@@ -189,7 +186,6 @@ def put_where(_output: Any, mask: Tensor, _other: Any, elements: Any = None, *, 
 
 
 @scale_and_shift.form(
-    where=lambda attrs: True,
     example=written(lambda x, w: x * (w + 1), (4, 7, 5), w=(5,)),
 )
 def scale_from_one(x: Tensor, *, weight: Tensor) -> Tensor:
@@ -211,11 +207,11 @@ def addcmul_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addcmul(bias, weight, x)
 
 
-# --- of the negative part only --------------------------------------------------------------------------------------
+# --- the negative part ------------------------------------------------------------------------------------------------
 
 
 def slopes(weight: Shape, x: Tensor) -> Shape:
-    """The shape that the slopes of channels, or the one of all, broadcast with."""
+    """The shape that broadcasts with x: a slope for each channel, or one for all."""
     return (*weight, *(1,) * (x.dim() - 2)) if weight != (1,) else weight
 
 
@@ -233,17 +229,16 @@ def prelu(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.prelu(x, weight)
 
 
-# --- scales -----------------------------------------------------------------------------------------------------------
+# --- scales that are not written as products --------------------------------------------------------------------------
 
 
 def by_quotient(x: Tensor, attrs: Attrs) -> Tensor:
-    """The change of x / w is -x / w² times that of w."""
+    """The derivative of x / w by w is -x / w²."""
     return elements(-x / attrs["value"].square(), attrs)
 
 
 @scale_and_shift.form(
     rows=by_quotient,
-    where=lambda attrs: True,
     example=(
         written(lambda x, w: x / w, (4, 7, 5), w=(7, 5)),
         written(lambda x, w: x / w, (4, 1, 5), w=()),
@@ -256,7 +251,6 @@ def quotient(x: Tensor, value: Any = None, *, weight: Tensor) -> Tensor:
 
 @scale_and_shift.form(
     rows=lambda x, attrs: elements(x.reciprocal(), attrs),
-    where=lambda attrs: True,
     example=written(lambda x, w: w / (1 + x.square()), (4, 7, 5), w=(7, 5)),
 )
 def numerator(x: Tensor, *, weight: Tensor) -> Tensor:
@@ -265,7 +259,6 @@ def numerator(x: Tensor, *, weight: Tensor) -> Tensor:
 
 @scale_and_shift.form(
     rows=lambda x, attrs: elements(attrs["end"] - x, attrs),
-    where=lambda attrs: True,
     example=written(lambda x, w: torch.lerp(x, torch.tanh(x), w), (4, 7, 5), w=(7, 5)),
 )
 def mixed(x: Tensor, end: Tensor, *, weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Embeddings: fully connected layers on one-hot rows, which stay integers. Bags of them are in `bag`.
+"""Embeddings and bags of embeddings: fully connected layers on one-hot rows, or on sums of them.
 
-Bags of embeddings: their rows are how often every id is in a bag, or its share of it.
+The rows of an embedding stay integers. The row of a bag counts how often every id is in it, or has the ids' shares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def ids_as_rows(ids: Tensor, attrs: Attrs) -> Tensor:
 
 
 def shared_ids(ids: Tensor, attrs: Attrs) -> Tensor:
-    """Ids that broadcast against the [N, ...] of what the embedding is added to -> [1, S], or [N, S] if they have N."""
+    """Ids, broadcast against the [N, ...] of the tensor to add to -> [1, S], or [N, S] if they have N themselves."""
     full = torch.broadcast_shapes(ids.shape, attrs["base"].shape[:-1])
     cases = ids.shape[0] if ids.dim() == len(full) and len(full) else 1
     return without_padding(ids.expand(cases, *full[1:]).unsqueeze(1).flatten(1), attrs)
@@ -37,7 +37,7 @@ def without_padding(rows: Tensor, attrs: Attrs) -> Tensor:
 
 
 def plain(attrs: Attrs) -> bool:
-    """Not with weights that forward changes, nor with gradients that are not those of the loss."""
+    """Whether forward leaves the weight as it is, and the gradient is the loss's: no max_norm, no scaled gradients."""
     return attrs["max_norm"] is None and not attrs["scale_grad_by_freq"]
 
 
@@ -102,11 +102,11 @@ def positions_added(
     return base + F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
-# --- some entries of a frozen table, which others are put in the place of -------------------------------------------
+# --- a frozen table of which some entries are replaced by trained ones ----------------------------------------------
 
 
 def replaced_ids(ids: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ...] -> [N, S]: places among those that `index` counts; -1 where an id is none of them."""
+    """Ids [N, ...] -> their places in `index` [N, S]; -1 for ids that are not in it."""
     rows = torch.atleast_1d(ids).unsqueeze(1).flatten(1)
     if attrs["padding_idx"] is not None:
         rows = rows.masked_fill(rows == attrs["padding_idx"], -1)
@@ -120,7 +120,7 @@ def trained_tokens(x: Tensor, w: Tensor) -> Tensor:
 
 @embedding.form(
     rows=replaced_ids,
-    where=lambda attrs: plain(attrs) and (attrs["padding_idx"] or 0) >= 0,  # nothing says of how many it is the last
+    where=lambda attrs: plain(attrs) and (attrs["padding_idx"] or 0) >= 0,  # -1 is the last of an unknown number
     example=lambda: (Written(trained_tokens, {"w": (2, 3)}), ids(4, 7)),
 )
 def embedding_replaced(
@@ -139,11 +139,11 @@ def embedding_replaced(
     return F.embedding(ids, table, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
 
-# --- looked up by an index ------------------------------------------------------------------------------------------
+# --- indexing -------------------------------------------------------------------------------------------------------
 
 
 def places(ids: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ...] -> [N, S], counted from the front."""
+    """Indices [N, ...] -> [N, S], counted from the front."""
     return torch.remainder(torch.atleast_1d(ids).unsqueeze(1).flatten(1), attrs["weight"][0])
 
 
@@ -182,8 +182,7 @@ def indexed(ids: Tensor, *, weight: Tensor) -> Tensor:
     example=lambda: (Written(lambda x, w: torch.ops.aten.index.Tensor(w, [x]), {"w": (5, 3)}), ids(4, 7)),
 )
 def indexed_as_exported(ids: Tensor, *, weight: Tensor) -> Tensor:
-    found: Tensor = torch.ops.aten.index.Tensor(weight, [ids])
-    return found
+    return torch.ops.aten.index.Tensor(weight, [ids])  # type: ignore[no-any-return]
 
 
 @embedding.form(
@@ -194,11 +193,11 @@ def index_selected(ids: Tensor, *, weight: Tensor) -> Tensor:
     return torch.index_select(weight, 0, ids)
 
 
-# --- a table that is data itself ------------------------------------------------------------------------------------
+# --- a table that is the input of another layer -----------------------------------------------------------------------
 
 
 def learned(table: Tensor) -> Tensor:
-    """`table`, a parameter that a layer is applied to: all of an embedding at once. `normalize` writes it."""
+    """The table itself. `normalize` marks a parameter with it that is a layer's input: an embedding of all its rows."""
     return table
 
 
@@ -211,9 +210,8 @@ def every_id(table: Tensor, attrs: Attrs) -> Tensor:
 
 def rows_of_table(table: Layout, attrs: Attrs) -> Layout:
     *entries, outputs = table.result
-    return (
-        table.reshape((math.prod(entries), outputs)).rearrange("i o -> o i").reshape((1, outputs, math.prod(entries)))
-    )
+    inputs = math.prod(entries)
+    return table.reshape((inputs, outputs)).rearrange("i o -> o i").reshape((1, outputs, inputs))
 
 
 @embedding.form(
@@ -228,12 +226,12 @@ def whole_table(_output: Any, *, weight: Tensor) -> Tensor:
     return learned(weight)
 
 
-# --- bag --------------------------------------------------------------------------------------------------------------
+# --- bags -------------------------------------------------------------------------------------------------------------
 
 
 def counts(ids: Tensor, attrs: Attrs) -> Tensor:
-    """[N, S], or flat with `offsets`, -> how often each id is in each bag, its share of it, or the sum of its own
-    weights: [N, 1, i]."""
+    """Ids [N, S], or flat with `offsets` -> rows [N, 1, i]: the count of each id in each bag, or its share, or the sum
+    of its weights."""
     size, offsets, weights = attrs["weight"][0], attrs["offsets"], attrs["per_sample_weights"]
     if offsets is None:
         bags = ids.shape[0]
@@ -242,20 +240,21 @@ def counts(ids: Tensor, attrs: Attrs) -> Tensor:
         bags = offsets.shape[0] - bool(attrs["include_last_offset"])
         place = torch.arange(ids.shape[0], device=ids.device, dtype=offsets.dtype)
         bag = torch.searchsorted(offsets[:bags], place, right=True) - 1
-    kept = (without_padding(ids, attrs) >= 0).to(torch.get_default_dtype() if weights is None else weights.dtype)
-    kept = kept if weights is None else kept * weights
+    counted = (without_padding(ids, attrs) >= 0).to(torch.get_default_dtype() if weights is None else weights.dtype)
+    counted = counted if weights is None else counted * weights
     index = (bag * size + ids).flatten()
-    found = kept.new_zeros(bags * size).index_add(0, index, kept.flatten()).view(bags, 1, size)
-    return found / found.sum(-1, keepdim=True).clamp(min=1) if attrs["mode"] in ("mean", 1) else found
+    rows = counted.new_zeros(bags * size).index_add(0, index, counted.flatten()).view(bags, 1, size)
+    return rows / rows.sum(-1, keepdim=True).clamp(min=1) if attrs["mode"] in ("mean", 1) else rows
 
 
 def plain_bag(attrs: Attrs) -> bool:
-    known = attrs["mode"] in ("sum", "mean", 0, 1)
-    return known and attrs.get("max_norm") is None and not attrs["scale_grad_by_freq"]
+    """As `plain`; and not with a maximum, which is not linear."""
+    linear = attrs["mode"] in ("sum", "mean", 0, 1)
+    return linear and attrs.get("max_norm") is None and not attrs["scale_grad_by_freq"]
 
 
 class FlatBag(nn.EmbeddingBag):
-    """Ids in one flat row, and where each bag begins."""
+    """A bag layer whose ids are one flat row, with the places where each bag begins."""
 
     def __init__(self, *offsets: int, **options: Any) -> None:
         super().__init__(5, 3, **options)
@@ -266,7 +265,7 @@ class FlatBag(nn.EmbeddingBag):
 
 
 class WeightedBag(nn.EmbeddingBag):
-    """Every id with a weight of its own."""
+    """A bag layer that weights every id."""
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(ids, None, torch.cos(ids.to(self.weight.dtype)))
@@ -301,19 +300,8 @@ def embedding_bag(
     *,
     weight: Tensor,
 ) -> Tensor:
-    return F.embedding_bag(
-        ids,
-        weight,
-        offsets,
-        max_norm,
-        norm_type,
-        scale_grad_by_freq,
-        mode,
-        sparse,
-        per_sample_weights,
-        include_last_offset,
-        padding_idx,
-    )
+    options = offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse
+    return F.embedding_bag(ids, weight, *options, per_sample_weights, include_last_offset, padding_idx)
 
 
 @embedding_bag.form(
@@ -334,7 +322,5 @@ def first_of_embedding_bag(
     *,
     weight: Tensor,
 ) -> Tensor:
-    bags = torch.embedding_bag(
-        weight, ids, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
-    )
-    return bags[0]
+    options = offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
+    return torch.embedding_bag(weight, ids, *options)[0]

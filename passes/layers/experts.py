@@ -1,11 +1,9 @@
-"""Products of rows that are sorted by expert with a weight for every expert, in one spelling.
+"""Mixtures of experts: a fully connected layer for every expert, applied to the rows that are sorted by expert.
 
-y = grouped_mm(x, w, offs);  f(y)    ->    y = grouped_product(x, w, offs, grouped_mm);  f(counted(y, routed(x, offs)))
+    y = grouped_mm(x, w, offs); f(y)   ->   y = grouped_product(x, w, offs, grouped_mm); f(counted(y, routed(x, offs)))
 
-Mixtures of experts: a fully connected layer for every expert, each for rows of its own.
-
-Every expert is a group, and every row is in one group only: as `counted` says in the graph, for the number of rows of a
-group, and not of all groups, is what its mean input is a mean over.
+Every expert is a group, and every row belongs to one group. `counted` notes this in the graph: the mean over the inputs
+of an expert is over its own rows, not over those of all experts.
 """
 
 from __future__ import annotations
@@ -26,19 +24,24 @@ NAMES = ("grouped_mm", GROUPED_MM, "grouped_mm_fallback")  # of torch.nn.functio
 
 
 def route(graph: fx.Graph) -> None:
-    """See the module's docstring. Left alone with a bias, another type of result, or rows in more dimensions."""
-    for node in [one for one in graph.nodes if one.op == "call_function" and op_name(one) in NAMES]:
-        given = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False)) | node.kwargs
-        given = {name: value for name, value in given.items() if value is not None}
-        if set(given) != {"x", "weight", "offs"} or len(node.args) < 2 or dimensions(node.args) not in ((2, 3), None):
+    """Bring products of experts to one spelling; see the module's docstring.
+
+    Those with a bias, another type of result, or rows in more dimensions stay as they are.
+    """
+    for node in [node for node in graph.nodes if node.op == "call_function" and op_name(node) in NAMES]:
+        operands = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False)) | node.kwargs
+        operands = {name: value for name, value in operands.items() if value is not None}
+        if operands.keys() != {"x", "weight", "offs"} or len(node.args) < 2:
+            continue
+        if dimensions(node.args) not in ((2, 3), None):
             continue
         kernel = one_overload(node.target)
         node.target, node.kwargs = grouped_product, {}
-        node.args = (given["x"], given["weight"], given["offs"], kernel)
+        node.args = (operands["x"], operands["weight"], operands["offs"], kernel)
         with graph.inserting_before(node):  # a tap behind the product reads it
-            kept = graph.call_function(routed, (given["x"], given["offs"]))
+            membership = graph.call_function(routed, (operands["x"], operands["offs"]))
         with graph.inserting_after(node):
-            output = graph.call_function(counted, (node, kept))
+            output = graph.call_function(counted, (node, membership))
         output.meta = dict(node.meta)
         for reader in list(node.users):
             if reader is not output:
@@ -46,44 +49,43 @@ def route(graph: fx.Graph) -> None:
 
 
 def dimensions(operands: Any) -> tuple[int, ...] | None:
-    """Of the tensors; None where the graph does not know."""
-    values = [one.meta.get("val") for one in operands[:2]]
-    return tuple(one.dim() for one in values) if all(isinstance(one, torch.Tensor) for one in values) else None
+    """The numbers of dimensions of x and weight; None if the graph has no sizes."""
+    values = [operand.meta.get("val") for operand in operands[:2]]
+    return tuple(value.dim() for value in values) if all(isinstance(value, Tensor) for value in values) else None
 
 
 def one_overload(target: Any) -> Any:
-    """What fx can hold as an argument."""
+    """The kernel as an object that fx can hold as an argument."""
     if isinstance(target, OpOverload):
         return target
     return target.default if isinstance(target, OpOverloadPacket) else getattr(torch.ops.aten, GROUPED_MM).default
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------
-
-
 @fx.wrap
 def grouped_product(x: Tensor, weight: Tensor, offsets: Tensor, kernel: Any) -> Tensor:
-    """x [S, i], sorted by expert, times weight [g, i, o] -> [S, o]; offsets [g]: where the rows of an expert end.
+    """x [S, i], sorted by expert, times weight [g, i, o] -> [S, o].
 
-    kernel: the operation of torch, or of the user's library, that does it.
+    Args:
+        offsets: [g], where the rows of each expert end.
+        kernel: the operation of torch or of the user's library that computes the product.
     """
     product: Tensor = kernel(x, weight, offs=offsets)
     return product
 
 
 def routed(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Which of `rows` [S, ...] belong to which group: [S, 1, g]. What is behind the last offset belongs to none."""
+    """Which of the rows [S, ...] belong to which group: [S, 1, g]. Rows behind the last offset belong to none."""
     place = torch.arange(rows.shape[0], device=offsets.device).unsqueeze(-1)
     before = torch.cat([offsets.new_zeros(1), offsets[:-1]])
     return ((place >= before) & (place < offsets)).unsqueeze(1)
 
 
 def by_expert(rows: Tensor, attrs: Attrs) -> Tensor:
-    """[S, d] -> [S, 1, g, d], zero but in the group that a row belongs to."""
+    """[S, d] -> [S, 1, g, d], zero except in the group that a row belongs to."""
     return torch.where(routed(rows, attrs["offsets"]).unsqueeze(-1), rows[:, None, None], 0)
 
 
-# --- an example in any precision, which torch's own operation is not -------------------------------------------------
+# --- an example in any precision; torch's own operation has bfloat16 only --------------------------------------------
 
 
 @torch.library.custom_op("kfac_fx::grouped_mm", mutates_args=())
@@ -98,7 +100,7 @@ def _(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight, offs = ctx.saved_tensors
-    rows, grad_rows = (by_expert(one, {"offsets": offs})[:, 0] for one in (x, grad))
+    rows, grad_rows = (by_expert(tensor, {"offsets": offs})[:, 0] for tensor in (x, grad))
     return torch.einsum("sgo,gio->si", grad_rows, weight), torch.einsum("sgi,sgo->gio", rows, grad_rows), None
 
 
@@ -106,7 +108,7 @@ grouped_mm.register_autograd(backward, setup_context=lambda ctx, inputs, output:
 
 
 class Experts(nn.Module):
-    """Two rows of the first expert, none of the second, three of the third, and the last of no expert."""
+    """Two rows for the first expert, none for the second, three for the third, and one row for no expert."""
 
     def __init__(self, transposed: bool) -> None:
         super().__init__()

@@ -1,10 +1,9 @@
-"""Fully connected layers, in all the ways they are written but for `einsum`.
+"""Fully connected layers in all the ways that torch writes them, except `einsum`, and bilinear layers.
 
-One row a position: the weight of [o, i] meets the last dimension of x, or, on the left, the last but one.
+    y = F.linear(x, w, b)     y = x @ w + b     y = w @ x     y = torch.tensordot(x, w, dims)     ...
 
-Bilinear layers: a matrix times the products of two inputs, x_i y_j.
-
-Fully connected layers as the less common products of torch write them.
+There is one row for each position. The weight [o, i] meets the last dimension of x or, from the left, the last but one.
+A bilinear layer is a matrix [o, i j] times the products x_i y_j of two inputs.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from .rows import as_rows, by_group, written
 
 
 def columns_as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ..., d, S] -> [N, S, d]; without N, every column is a case."""
+    """[N, ..., d, S] -> [N, S, d]. Without N, every column is a case."""
     return as_rows(tensor.mT if tensor.dim() > 1 else tensor, attrs)
 
 
 def along_rows(bias: Shape, outputs: int) -> bool:
-    """Not with more dimensions: they could be more than the product has."""
+    """Whether the bias is one row. With more dimensions it might have more than the product."""
     return bias in ((outputs,), (1, outputs))
 
 
 def single(bias: Layout, attrs: Attrs) -> Layout:
-    """One group, whatever the dimensions."""
+    """A bias of any dimensions -> [1, o]."""
     return bias.reshape((1, math.prod(bias.result)))
 
 
@@ -75,7 +74,7 @@ def some_outputs(x: Tensor, _base: Tensor, index: Tensor, *, weight: Tensor) -> 
     return F.linear(x, torch.index_copy(_base, 0, index, weight))
 
 
-# --- weight of [i, o] on the right ----------------------------------------------------------------------------------
+# --- a weight [i, o] on the right -----------------------------------------------------------------------------------
 
 
 @linear.form(
@@ -128,7 +127,7 @@ def one_output(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.matmul(x, weight)
 
 
-# --- weight of [o, i] on the left -----------------------------------------------------------------------------------
+# --- a weight [o, i] on the left ------------------------------------------------------------------------------------
 
 
 FROM_LEFT: dict[str, Any] = {"rows": columns_as_rows, "grad_rows": columns_as_rows, "leading": False}
@@ -167,7 +166,7 @@ def addmm_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, weight, x)
 
 
-# --- a stack of weights [..., i, o], a group each -------------------------------------------------------------------
+# --- a stack of weights [..., i, o], each a group -------------------------------------------------------------------
 
 
 def by_matrix(x: Tensor, attrs: Attrs) -> Tensor:
@@ -176,7 +175,7 @@ def by_matrix(x: Tensor, attrs: Attrs) -> Tensor:
 
 
 def grad_by_matrix(dy: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ..., S, o] -> [N, S, g, o]; without S if x was a vector."""
+    """[N, ..., S, o] -> [N, S, g, o]. If x is a vector, there is no S."""
     return by_matrix(dy if dy.dim() >= len(attrs["weight"]) else dy.unsqueeze(-2), attrs)
 
 
@@ -231,7 +230,7 @@ def baddbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.baddbmm(bias, x, weight)
 
 
-# --- bilinear ---------------------------------------------------------------------------------------------------------
+# --- bilinear layers ------------------------------------------------------------------------------------------------
 
 
 def bilinear_products(x: Tensor, attrs: Attrs) -> Tensor:
@@ -252,20 +251,17 @@ def bilinear(x: Tensor, second: Tensor, *, weight: Tensor, bias: Tensor | None =
     return F.bilinear(x, second, weight, bias)
 
 
-# --- contracted -------------------------------------------------------------------------------------------------------
-
-
 # --- torch.tensordot -------------------------------------------------------------------------------------------------
 
 
 def contracted_rows(x: Tensor, attrs: Attrs) -> Tensor:
-    """The dimensions that are summed over, in their order, are the inputs."""
+    """The summed dimensions are the inputs, in their order."""
     number = len(attrs["dims"])
     return as_rows(x.movedim(tuple(attrs["dims"]), tuple(range(-number, 0))).flatten(-number), attrs)
 
 
 def free_rows(dy: Tensor, attrs: Attrs) -> Tensor:
-    """The dimensions that the weight leaves are the last."""
+    """The dimensions of the weight that are not summed are the last of the output."""
     number = len(attrs["weight"]) - len(attrs["weight_dims"])
     return as_rows(dy.flatten(-number), attrs) if number else one_row(dy, attrs)
 
@@ -274,8 +270,8 @@ def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
     dims = len(weight.result)
     summed = tuple(dim % dims for dim in attrs["weight_dims"])
     free = tuple(dim for dim in range(dims) if dim not in summed)
-    outputs, inputs = (math.prod(weight.result[dim] for dim in some) for some in (free, summed))
-    return weight.permute((*free, *summed)).reshape((1, outputs, inputs))
+    inputs = math.prod(weight.result[dim] for dim in summed)
+    return weight.permute((*free, *summed)).reshape((1, math.prod(weight.result) // inputs, inputs))
 
 
 @linear.form(
@@ -321,11 +317,10 @@ def inner_of_one(x: Tensor, *, weight: Tensor) -> Tensor:
     example=written(lambda x, w: torch.linalg.vecdot(x, w), (4, 7, 5), w=(5,)),
 )
 def vecdot(x: Tensor, *, weight: Tensor) -> Tensor:
-    product: Tensor = torch.linalg.vecdot(x, weight)
-    return product
+    return torch.linalg.vecdot(x, weight)  # type: ignore[no-any-return]
 
 
-# --- one weight, in as many copies as there are cases -----------------------------------------------------------------
+# --- a copy of the weight for every case ------------------------------------------------------------------------------
 
 
 def of_copies(weight: Layout, attrs: Attrs) -> Layout:
@@ -334,7 +329,7 @@ def of_copies(weight: Layout, attrs: Attrs) -> Layout:
 
 
 def one_matrix(attrs: Attrs) -> bool:
-    """Copied along dimensions of its own only."""
+    """Whether the weight is a single matrix, so that only the new dimensions are copies."""
     shape: Shape = attrs["weight"]
     return len(shape) > 1 and math.prod(shape[:-2]) == 1 and 1 not in shape[-2:]
 
@@ -370,5 +365,5 @@ def product_of_repeated(x: Tensor, _sizes: Any, *, weight: Tensor) -> Tensor:
     example=written(lambda x, w, b: torch.addbmm(b, x, w), (2, 4, 5), w=(2, 5, 3), b=(3,)),
 )
 def addbmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
-    """The sum of all products: the matrices side by side are one."""
+    """The sum of all products is the product with the matrices side by side."""
     return torch.addbmm(bias, x, weight)

@@ -1,4 +1,4 @@
-"""From tensors to rows: what several families of layers share. And a module for examples that torch.nn lacks."""
+"""From tensors to rows: the functions that several families of layers share, and the module of their examples."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .declaration import Example
 
 
 def as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ..., d] -> [N, S, d]; [d] is a single case."""
+    """[N, ..., d] -> [N, S, d]. A vector [d] is a single case."""
     tensor = torch.atleast_2d(tensor)
     return tensor.unsqueeze(1).flatten(1, -2)
 
 
 def by_group(tensor: Tensor, shape: Shape) -> Tensor:
-    """[N, ..., d] -> [N, S, g, d]: one group an element of a parameter of `shape`, which broadcasts against [N, ...].
+    """[N, ..., d] -> [N, S, g, d]: a group for each element of a parameter of `shape`, which broadcasts with [N, ...].
 
-    A parameter that varies along the first dimension leaves none to count cases: N = 1.
+    If the parameter varies along the first dimension, that dimension does not count cases, and N = 1.
     """
     full = torch.broadcast_shapes(tensor.shape[:-1], shape)
     tensor = tensor.expand(*full, tensor.shape[-1])
@@ -31,13 +31,13 @@ def by_group(tensor: Tensor, shape: Shape) -> Tensor:
     if not shape or shape[0] != 1:
         tensor, shape = tensor.unsqueeze(0), (1, *shape)
     varies = [dim for dim, size in enumerate(shape) if size != 1]
-    shared = [dim for dim, size in enumerate(shape) if size == 1]  # the cases first
+    shared = [dim for dim, size in enumerate(shape) if size == 1]  # the first counts the cases
     cases, *positions = (tensor.shape[dim] for dim in shared)
     return tensor.permute(*shared, *varies, -1).reshape(cases, math.prod(positions), math.prod(shape), tensor.shape[-1])
 
 
 def elements(x: Tensor, attrs: Attrs) -> Tensor:
-    """[N, ...] -> [N, S, g, 1], with parameters along the last dimensions."""
+    """[N, ...] -> [N, S, g, 1], for parameters along the last dimensions."""
     return by_group(x.unsqueeze(-1), attrs["weight"])
 
 
@@ -53,7 +53,7 @@ ELEMENTWISE: dict[str, Any] = {"layouts": {"weight": weights, "bias": biases}, "
 
 
 class Written(nn.Module):
-    """`function` of an input and of named parameters, given by their shapes."""
+    """A module that applies `function` to its input and to parameters of these shapes."""
 
     def __init__(self, function: Callable[..., Any], shapes: Mapping[str, Shape]) -> None:
         super().__init__()
@@ -66,5 +66,5 @@ class Written(nn.Module):
 
 
 def written(function: Callable[..., Any], x: Shape, **shapes: Shape) -> Example:
-    """The example of a `Written` module and an input of shape `x`."""
+    """An example: a `Written` module, and an input of shape `x`."""
     return lambda: (Written(function, shapes), torch.randn(x))
