@@ -124,7 +124,7 @@ def exported(
     name = type(model).__name__
     refuse_nested(name, leaves)
     refuse_hidden_tensors(name, leaves)
-    refuse_no_tensors(name, "taken", leaves)
+    refuse_no_tensors(name, "takes", leaves)
     flat = Flat(model, leaves, spec)
     flat.training = model.training  # its own flag only: submodules may be in other modes
     # Of a view torch.export would keep guards on what it is a view of, which the next batch need not be.
@@ -146,7 +146,7 @@ def exported(
     functions.check()
     functions.restore(module)
     refuse_drawn(type(model).__name__, flat.returned.drawn)
-    refuse_no_tensors(name, "returned", flat.returned.leaves)
+    refuse_no_tensors(name, "returns", flat.returned.leaves)
     graph, root = flat_graph(module, names)
 
     def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,12 +1,11 @@
-"""One call of a user's torch.autograd.Function: its arguments apart into what a graph computes and what it holds.
-
-A user's torch.autograd.Function as one operation of the graph, which keeps its own forward and backward.
+"""A user's torch.autograd.Function as one operation of the graph, which keeps its own forward and backward.
 
     y = Clipped.apply(x, 0.5)                     clipped = own_backward(x)
 
-Traced through, its forward would be in the graph and autograd would differentiate that, whatever its backward says. So
-an operation that only knows shapes stands for it while torch.export traces; they come from its forward, run on tensors
-without data. Then the graph calls `Clipped.apply` itself, with the arguments that are no tensors as they were.
+If its forward were traced, autograd would differentiate the traced operations, whatever its backward says. While
+torch.export traces, an operation without values stands for the call: its shapes come from the Function's forward
+on tensors without data. Afterwards the graph calls `Clipped.apply` itself, with the arguments that are no tensors as
+they were. Parameters that enter such a call are generic, unless `plain_backward` declares the Function.
 """
 
 from __future__ import annotations
@@ -31,20 +30,30 @@ from ..graphs.operations import OWN_BACKWARD, op_name
 from ..torch_private import StorageWeakRef, function_apply
 from .attributes import SYMBOLS
 from .signature import holds_tensor
-from .substitutes import RUNNING, own_backward, written_by
+from .substitutes import SHAPES, own_backward, written_by
 from .watch import Function, custom_functions
 
 Source = tuple[str, Any]  # where an argument comes from: ("tensor", 0), ("size", 1), ("value", 0.5), ("list", (...))
 
 
 class Refused(Exception):
-    """Why a Function cannot be one operation."""
+    """The reason why a Function cannot be one operation."""
 
 
 @dataclass
-class Call:
-    """One call of a Function. arguments: where each comes from; tensors: those that are arguments themselves, to which
-    gradients flow, and `inside` those in lists; returned: as they were, with None for tensors."""
+class FunctionCall:
+    """One call of a Function, with its arguments sorted into those that the graph computes and constants.
+
+    Attributes:
+        function: the Function.
+        arguments: the source of each argument, in order.
+        tensors: the arguments that are tensors themselves; gradients flow to these.
+        inside: the tensors inside of lists, tuples and dictionaries; no gradients flow to these.
+        sizes: the symbolic sizes.
+        returned: the values that it returns, with None for tensors; None for a single tensor.
+        places: the positions of tensors among the returned values.
+        constant: the positions of returned tensors that have no gradient.
+    """
 
     function: Function
     arguments: list[Source] = field(default_factory=list)
@@ -52,122 +61,127 @@ class Call:
     inside: list[Tensor] = field(default_factory=list)
     sizes: list[Any] = field(default_factory=list)
     returned: Any = None
-    places: list[int] = field(default_factory=list)  # of the tensors among what is returned
-    constant: set[int] = field(default_factory=set)  # of these, which have no gradient
+    places: list[int] = field(default_factory=list)
+    constant: set[int] = field(default_factory=set)
 
     def take(self, arguments: Sequence[Any]) -> None:
-        for one in arguments:
-            if isinstance(one, Tensor):
+        """Sort the arguments. Raises Refused for those that are neither constants nor made of tensors and sizes."""
+        for argument in arguments:
+            if isinstance(argument, Tensor):
                 self.arguments.append(("tensor", len(self.tensors)))
-                self.tensors.append(one)
+                self.tensors.append(argument)
             else:
-                self.arguments.append(self.source(one))
+                self.arguments.append(self.source(argument))
 
-    def source(self, one: Any) -> Source:
-        if isinstance(one, Tensor):
-            self.inside.append(one)
+    def source(self, value: Any) -> Source:
+        if isinstance(value, Tensor):
+            self.inside.append(value)
             return "inside", len(self.inside) - 1
-        if isinstance(one, torch.SymInt):
-            self.sizes.append(one)
+        if isinstance(value, torch.SymInt):
+            self.sizes.append(value)
             return "size", len(self.sizes) - 1
-        if type(one) in (list, tuple):
-            return type(one).__name__, tuple(self.source(inner) for inner in one)
-        if type(one) is dict:
-            return "dict", tuple((key, self.source(inner)) for key, inner in one.items())
-        if isinstance(one, SYMBOLS):
+        if type(value) in (list, tuple):
+            return type(value).__name__, tuple(self.source(element) for element in value)
+        if type(value) is dict:
+            return "dict", tuple((key, self.source(element)) for key, element in value.items())
+        if isinstance(value, SYMBOLS):
             raise Refused("takes a number that is computed from sizes")
-        if holds_tensor(one):
-            raise Refused(f"takes a {type(one).__name__}, an object that holds tensors")
-        return "value", one
+        if holds_tensor(value):
+            raise Refused(f"takes a {type(value).__name__}, an object that holds tensors")
+        return "value", value
 
     def target(self) -> Callable[..., Any]:
-        """What the graph calls; a plain function of its own, which torch.compile can look through."""
+        """The function that the graph calls. torch.compile can trace through it, as it closes over plain values."""
         function, arguments = self.function, tuple(self.arguments)
         apply: Callable[..., Any] = partial(applied, function) if overridden(function) else function.apply
 
         def target(*tensors: Any, inside: Sequence[Any] = (), sizes: Sequence[Any] = ()) -> Any:
-            return apply(*[filled(one, tensors, inside, sizes) for one in arguments])
+            return apply(*[value_of(source, tensors, inside, sizes) for source in arguments])
 
         target.__name__ = target.__qualname__ = OWN_BACKWARD
         target.function = function  # type: ignore[attr-defined]
         return target
 
 
-def filled(source: Source, tensors: Sequence[Any], inside: Sequence[Any], sizes: Sequence[Any]) -> Any:
-    kind, what = source
+def value_of(source: Source, tensors: Sequence[Any], inside: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    """The argument that `FunctionCall.source` described."""
+    kind, content = source
     if kind == "tensor":
-        return tensors[what]
+        return tensors[content]
     if kind == "inside":
-        return inside[what]
+        return inside[content]
     if kind == "size":
-        return sizes[what]
+        return sizes[content]
     if kind == "list":
-        return [filled(one, tensors, inside, sizes) for one in what]
+        return [value_of(element, tensors, inside, sizes) for element in content]
     if kind == "tuple":
-        return tuple([filled(one, tensors, inside, sizes) for one in what])
+        return tuple([value_of(element, tensors, inside, sizes) for element in content])
     if kind == "dict":
-        return {key: filled(one, tensors, inside, sizes) for key, one in what}
-    return what
+        return {key: value_of(element, tensors, inside, sizes) for key, element in content}
+    return content
 
 
 def overridden(function: Function) -> bool:
-    """Whether its `apply` is one of its own, which has made these arguments of others already."""
-    return any("apply" in one.__dict__ for one in function.__mro__[: function.__mro__.index(torch.autograd.Function)])
+    """Whether the Function has its own `apply`, which has already made these arguments of the user's."""
+    return any("apply" in kind.__dict__ for kind in function.__mro__[: function.__mro__.index(torch.autograd.Function)])
 
 
 def applied(function: Function, *arguments: Any) -> Any:
+    """torch's `apply` of the Function."""
     return function_apply().__get__(None, function)(*arguments)
 
 
-def with_tensors(call: Call, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+def with_tensors(call: FunctionCall, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The values that the call returns, with these tensors in their places."""
     values = list(call.returned)
-    for place, one in zip(call.places, tensors, strict=True):
-        values[place] = one
+    for place, tensor in zip(call.places, tensors, strict=True):
+        values[place] = tensor
     return tuple(values)
 
 
 def separate(function: Any) -> bool:
-    """Whether its forward takes no context, which is set up behind it."""
+    """Whether the Function has a `setup_context`, so that its forward takes no context."""
     return function.setup_context is not torch.autograd.Function.setup_context
 
 
 def bound(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """All arguments by position. Torch knows names of those only where forward takes no context."""
+    """All arguments by position. torch accepts keywords only if forward takes no context."""
     if not separate(function):
         return args
-    given = inspect.signature(function.forward).bind(*args, **kwargs)
-    given.apply_defaults()
-    return given.args
+    arguments = inspect.signature(function.forward).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return arguments.args
 
 
 def code_of(function: Any) -> str:
-    """`"layers.py:12"`, where its forward is."""
+    """The place of its forward, as "layers.py:12"."""
     code = getattr(inspect.unwrap(function.forward), "__code__", None)
     return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
-# --- own backwards ----------------------------------------------------------------------------------------------------
+# --- Functions whose backward is the derivative of their forward ------------------------------------------------------
 
-
-PLAIN = {  # by module and name, or declared by the user
+PLAIN_BACKWARDS = {  # by module and name; `plain_backward` adds those of the user
     "peft.tuners.loha.layer.HadaWeight",
     "peft.tuners.loha.layer.HadaWeightCP",
 }
-Declared = TypeVar("Declared", bound=Function)
-NUMBERS = itertools.count()  # of calls, one after the other in a process, so that two captures have none in common
-CONSTANTS = (type(None), bool, int, float, complex, str)
+AnyFunction = TypeVar("AnyFunction", bound=Function)
 
 
-def plain_backward(function: Declared) -> Declared:
-    """Declare that the backward of a torch.autograd.Function is the derivative of its forward, up to rounding.
+def plain_backward(function: AnyFunction) -> AnyFunction:
+    """Decorator: declare that the backward of a torch.autograd.Function is the derivative of its forward.
 
-    So is one that saves memory or time: it is traced through, and parameters that enter it are structured. Returns the
-    Function, as a decorator does.
+    Use it for Functions that save memory or time. Captures from now on trace through the Function, so that parameters
+    that enter it are structured. The first batch compares the gradients with the model's; if they differ by more than
+    rounding, the graph is refused and the model is divided around the Function.
 
-    Only what is captured from now on knows of it. The first batch compares the gradients; where they differ, the graph
-    is refused, and the model divided around it.
+    Args:
+        function: a subclass of torch.autograd.Function.
+
+    Returns:
+        The Function itself.
     """
-    PLAIN.add(name_of(function))
+    PLAIN_BACKWARDS.add(name_of(function))
     return function
 
 
@@ -175,11 +189,17 @@ def name_of(function: Function) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
+# --- while torch.export traces ----------------------------------------------------------------------------------------
+
+NUMBERS = itertools.count()  # of calls in this process, so that two captures share no number
+CONSTANTS = (type(None), bool, int, float, complex, str)
+
+
 class Context(FunctionCtx):
-    """What forward is told, and tells, where nothing is differentiated."""
+    """The context that a forward gets while nothing is differentiated."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        self.needs_input_grad = tuple(isinstance(one, Tensor) and one.requires_grad for one in arguments)
+        self.needs_input_grad = tuple(isinstance(value, Tensor) and value.requires_grad for value in arguments)
         self.dirty: tuple[Any, ...] = ()
         self.without_gradient: tuple[Any, ...] = ()
 
@@ -190,42 +210,52 @@ class Context(FunctionCtx):
         self.without_gradient = args
 
 
-class Looks(TorchFunctionMode):
-    """What a forward does beside computing from its arguments. held: the model's tensors, by id, and their names."""
+class SideEffects(TorchFunctionMode):
+    """Watches a forward for writes into its arguments and for reads of the model's tensors.
 
-    def __init__(self, arguments: Sequence[Tensor], held: Mapping[int, str]) -> None:
+    Attributes:
+        names: of the model's tensors that are no arguments, by id.
+        read: the names of those that the forward reads.
+        writes: whether it writes into an argument.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor], names: Mapping[int, str]) -> None:
         super().__init__()
-        own = {id(one) for one in arguments}
-        self.memory = {StorageWeakRef(one.untyped_storage()) for one in arguments}
-        self.held = {number: name for number, name in held.items() if number not in own}
+        ids = {id(tensor) for tensor in arguments}
+        self.memory = {StorageWeakRef(tensor.untyped_storage()) for tensor in arguments}
+        self.names = {number: name for number, name in names.items() if number not in ids}
         self.read: dict[str, None] = {}
         self.writes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for one in (*args, *kwargs.values()):
-            for tensor in one if isinstance(one, (list, tuple)) else (one,):
-                if id(tensor) in self.held:
-                    self.read[self.held[id(tensor)]] = None
-        self.writes |= any(
-            StorageWeakRef(one.untyped_storage()) in self.memory for one in written_by(func, args, kwargs)
-        )
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if id(tensor) in self.names:
+                    self.read[self.names[id(tensor)]] = None
+        written = written_by(func, args, kwargs)
+        self.writes |= any(StorageWeakRef(tensor.untyped_storage()) in self.memory for tensor in written)
         return func(*args, **kwargs)
 
 
 class OwnBackwards:
-    """The Functions that a forward applies while torch.export traces it. refused: (Function, why) in their order."""
+    """The Functions that a forward applies while torch.export traces it.
+
+    Attributes:
+        calls: by the number that their operation has in the graph.
+        refused: pairs of a Function and the reason why it cannot be one operation, in order.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, FunctionCall] = {}
         self.refused: dict[tuple[str, str], None] = {}
 
     def apply(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What a Function's `apply` is while torch.export traces."""
+        """Stands for a Function's `apply`."""
         arguments = bound(function, args, kwargs)
-        call = Call(function)
-        if name_of(function) in PLAIN:
+        call = FunctionCall(function)
+        if name_of(function) in PLAIN_BACKWARDS:
             return self.traced(call, arguments)
         try:
             call.take(arguments)
@@ -234,43 +264,49 @@ class OwnBackwards:
             return self.traced(call, arguments)
         number = next(NUMBERS)
         self.calls[number] = call
-        held = {id(one): name for name, one in (*self.model.named_buffers(), *self.model.named_parameters())}
-        RUNNING[number] = lambda tensors, sizes: self.run(call, tensors, sizes, held)
-        made = own_backward(number, [*call.tensors, *call.inside], call.sizes)
-        made = [one.detach() if place in call.constant else one for place, one in zip(call.places, made, strict=True)]
-        return made[0] if call.returned is None else with_tensors(call, made)
+        named = (*self.model.named_buffers(), *self.model.named_parameters())
+        names = {id(tensor): name for name, tensor in named}
+        SHAPES[number] = lambda tensors, sizes: self.shapes(call, tensors, sizes, names)
+        results = own_backward(number, [*call.tensors, *call.inside], call.sizes)
+        results = [
+            result.detach() if place in call.constant else result
+            for place, result in zip(call.places, results, strict=True)
+        ]
+        return results[0] if call.returned is None else with_tensors(call, results)
 
-    def traced(self, call: Call, arguments: Sequence[Any]) -> Any:
-        """What its forward computes, with the operations in the graph."""
+    def traced(self, call: FunctionCall, arguments: Sequence[Any]) -> Any:
+        """The result of its forward, with the operations of the forward in the graph."""
         result = self.forward(call, arguments)
         if isinstance(result, tuple):
-            return tuple(one.detach() if place in call.constant else one for place, one in enumerate(result))
+            return tuple(value.detach() if place in call.constant else value for place, value in enumerate(result))
         return result
 
-    def run(self, call: Call, tensors: Sequence[Tensor], sizes: Sequence[Any], held: Mapping[int, str]) -> list[Tensor]:
-        """The shapes of what it returns, of tensors without data."""
+    def shapes(
+        self, call: FunctionCall, tensors: Sequence[Tensor], sizes: Sequence[Any], names: Mapping[int, str]
+    ) -> list[Tensor]:
+        """Run the forward on tensors without data. Returns empty tensors like its results, and completes `call`."""
         count = len(call.tensors)
-        arguments = [filled(one, tensors[:count], tensors[count:], sizes) for one in call.arguments]
-        looks = Looks(tensors, held)
-        with looks, torch.no_grad():
+        arguments = [value_of(source, tensors[:count], tensors[count:], sizes) for source in call.arguments]
+        effects = SideEffects(tensors, names)
+        with effects, torch.no_grad():
             result = self.forward(call, arguments)
-        if looks.writes:
+        if effects.writes:
             self.refuse(call.function, "writes into its arguments")
-        if looks.read:
-            self.refuse(call.function, f"reads {', '.join(looks.read)}, beside its arguments")
-        several = result if isinstance(result, tuple) else (result,)
-        call.places = [place for place, one in enumerate(several) if isinstance(one, Tensor)]
-        kept = [None if isinstance(one, Tensor) else one for one in several]
-        if strange := [type(one).__name__ for one in kept if not isinstance(one, CONSTANTS)]:
+        if effects.read:
+            self.refuse(call.function, f"reads {', '.join(effects.read)}, beside its arguments")
+        values = result if isinstance(result, tuple) else (result,)
+        call.places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+        constants = [None if isinstance(value, Tensor) else value for value in values]
+        if strange := [type(value).__name__ for value in constants if not isinstance(value, CONSTANTS)]:
             self.refuse(call.function, f"returns a {strange[0]} beside tensors")
-        call.returned = tuple(kept) if isinstance(result, tuple) else None
-        found = [several[place] for place in call.places]
-        if not found:
+        call.returned = tuple(constants) if isinstance(result, tuple) else None
+        if not call.places:
             self.refuse(call.function, "returns no tensor")
-        return [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=one.device) for one in found]
+        results = [values[place] for place in call.places]
+        return [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in results]
 
-    def forward(self, call: Call, arguments: Sequence[Any]) -> Any:
-        """What its forward returns; `call` is told of what has no gradient."""
+    def forward(self, call: FunctionCall, arguments: Sequence[Any]) -> Any:
+        """Run the forward, and note in `call` which results have no gradient."""
         function: Any = call.function
         context: Any = Context(arguments)
         try:
@@ -281,14 +317,14 @@ class OwnBackwards:
                 else:
                     result = function.forward(context, *arguments)
         except Exception as error:
-            said = f"{type(error).__name__}: {first_line(error)}"
-            self.refuse(function, f"does not run on tensors without numbers: {said}")
+            why = f"{type(error).__name__}: {first_line(error)}"
+            self.refuse(function, f"does not run on tensors without numbers: {why}")
             raise
         if context.dirty:
             self.refuse(function, "writes into its arguments")
-        several = result if isinstance(result, tuple) else (result,)
-        ids = {id(one) for one in context.without_gradient}
-        call.constant = {place for place, one in enumerate(several) if id(one) in ids and one.is_floating_point()}
+        values = result if isinstance(result, tuple) else (result,)
+        ids = {id(tensor) for tensor in context.without_gradient}
+        call.constant = {place for place, value in enumerate(values) if id(value) in ids and value.is_floating_point()}
         return result
 
     def refuse(self, function: Function, why: str) -> None:
@@ -296,25 +332,25 @@ class OwnBackwards:
         self.refused[f"{function.__name__} ({place})" if place else function.__name__, why] = None
 
     def check(self) -> None:
-        """Raises UntraceableError with every Function that cannot be one operation, and why."""
+        """Raises UntraceableError that names every Function that cannot be one operation, with the reason."""
         if self.refused:
-            said = ", and ".join(f"{name}, an autograd.Function that {why}" for name, why in self.refused)
+            reasons = ", and ".join(f"{name}, an autograd.Function that {why}" for name, why in self.refused)
             raise UntraceableError(
-                f"{type(self.model).__name__} applies {said}; so it is no operation of a graph.\n"
+                f"{type(self.model).__name__} applies {reasons}. A graph cannot call it as one operation.\n"
                 "Let it compute new tensors from its arguments alone, with operations of torch, or register it with "
                 "torch.library.custom_op, register_fake and register_autograd."
             )
 
     def restore(self, module: fx.GraphModule) -> None:
-        """The Functions in the place of what stood for them, also in the regions that are graphs of their own."""
-        for part in list(module.modules()):
-            if not isinstance(part, fx.GraphModule):
+        """Call the Functions themselves in the graph, and in the regions that are graphs of their own."""
+        for region in list(module.modules()):
+            if not isinstance(region, fx.GraphModule):
                 continue
-            found = [node for node in part.graph.nodes if node.target is torch.ops.kfac_fx.own_backward.default]
-            for node in found:
-                self.restore_node(part.graph, node)
-            if found:
-                part.recompile()
+            nodes = [node for node in region.graph.nodes if node.target is torch.ops.kfac_fx.own_backward.default]
+            for node in nodes:
+                self.restore_node(region.graph, node)
+            if nodes:
+                region.recompile()
 
     def restore_node(self, graph: fx.Graph, node: fx.Node) -> None:
         number, tensors, sizes = cast(Any, node.args)
@@ -344,11 +380,11 @@ class OwnBackwards:
 
 @contextmanager
 def own_backwards(model: nn.Module) -> Iterator[OwnBackwards]:
-    """Inside, torch.export sees one operation for every autograd.Function of a user's."""
-    found = OwnBackwards(model)
+    """Inside, torch.export sees one operation for every autograd.Function of the user."""
+    functions = OwnBackwards(model)
     try:
-        with custom_functions(found.apply):
-            yield found
+        with custom_functions(functions.apply):
+            yield functions
     finally:
-        for number in found.calls:
-            RUNNING.pop(number, None)
+        for number in functions.calls:
+            SHAPES.pop(number, None)

@@ -1,6 +1,7 @@
-"""What crosses the border of a captured module: tensors and plain values do; other objects are left out, or refused.
+"""The signature of a captured model: tensors in, tensors and plain values out.
 
-A model behind a signature of tensors only, and a graph of that back under the model's own names.
+`Flat` puts the model behind a signature of tensors only, and `flat_graph` brings the exported graph back to the model's
+own names. Other objects are left out of the outputs, or refused among the inputs with an error that says what to pass.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from .attributes import SYMBOLS, untouched
 from .devices import autocast
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
-DEPTH = 3  # of objects inside an argument that are looked through for tensors
+DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth
 
 
 class LeftOut:
-    """Stands in what a graph returns for an object that it cannot compute, such as a cache of past keys."""
+    """Stands for an object in the model's outputs that no graph computes, such as a cache of past keys."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
     def __getattr__(self, name: str) -> Any:
         raise UntraceableError(
-            f"a graph returns no {self._kind}, so that its {name!r} cannot be read.\n"
+            f"a captured graph does not return the {self._kind}, so its attribute {name!r} cannot be read.\n"
             "Build the loss on the tensors that the model returns."
         )
 
@@ -43,46 +44,46 @@ class LeftOut:
 
 
 def without_objects(leaves: list[Any]) -> tuple[list[Any], dict[int, str]]:
-    """(`leaves` with None for what is neither a tensor nor a plain value, the class of those by position)."""
+    """(leaves with None in the place of other objects than tensors and plain values, position -> class of these)."""
     left_out = {n: type(leaf).__name__ for n, leaf in enumerate(leaves) if not isinstance(leaf, RETURNED)}
     return [None if n in left_out else leaf for n, leaf in enumerate(leaves)], left_out
 
 
-def with_left_out(leaves: list[Any], left_out: Mapping[int, str]) -> list[Any]:
+def with_objects(leaves: list[Any], left_out: Mapping[int, str]) -> list[Any]:
     return [LeftOut(left_out[n]) if n in left_out else leaf for n, leaf in enumerate(leaves)]
 
 
 def refuse_nested(model: str, leaves: list[Any]) -> None:
-    """Raises UntraceableError for tensors of rows of different lengths."""
+    """Raises UntraceableError for nested tensors."""
     if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
         raise UntraceableError(
-            f"{model} takes a nested tensor, whose lengths a graph would keep.\n"
-            "Hand over nested.to_padded_tensor(0.0) and a mask, and name it: compile(..., padding_mask=...)."
+            f"{model} takes a nested tensor. A captured graph would keep the lengths of this example.\n"
+            "Pass nested.to_padded_tensor(0.0) and a mask, and name the mask: compile(..., padding_mask=...)."
         )
 
 
-def refuse_no_tensors(model: str, what: str, leaves: list[Any]) -> None:
-    """Raises UntraceableError if none is `what`, "taken" or "returned"."""
+def refuse_no_tensors(model: str, does: str, leaves: list[Any]) -> None:
+    """Raises UntraceableError if no leaf is a tensor. does: what the model does with the leaves."""
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
-        given = f", but {kinds}" if kinds else ""
+        others = f", but {kinds}" if kinds else ""
         raise UntraceableError(
-            f"no tensor is {what} by {model}{given}.\n"
-            "Its inputs say what the cases are, and its outputs what the loss is of: hand them over as tensors, in "
-            "tuples, lists or dictionaries."
+            f"{model} {does} no tensors{others}.\n"
+            "The cases are counted in its inputs, and the loss is a function of its outputs: both must be tensors, or "
+            "tuples, lists or dictionaries of tensors."
         )
 
 
 def refuse_hidden_tensors(model: str, leaves: list[Any]) -> None:
-    """Raises UntraceableError for arguments whose tensors torch.export would take for constants."""
+    """Raises UntraceableError for objects that hold tensors; torch.export would treat these as constants."""
     hidden = dict.fromkeys(
         type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor) and holds_tensor(leaf)
     )
     if hidden:
         raise UntraceableError(
-            f"{model} takes {' and '.join(hidden)}, objects that hold tensors, which a graph would take for constants."
-            "\nHand over the tensors themselves, in tuples, lists or dictionaries, or register the class with "
-            "torch.export.register_dataclass."
+            f"{model} takes {' and '.join(hidden)}, objects that hold tensors. A captured graph would treat these "
+            "tensors as constants.\nPass the tensors themselves, in tuples, lists or dictionaries, or register the "
+            "class with torch.export.register_dataclass."
         )
 
 
@@ -92,23 +93,24 @@ def holds_tensor(value: Any, depth: int = DEPTH) -> bool:
     if depth == 0 or isinstance(value, (nn.Module, type)):
         return False
     inside = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots(value))]
-    return any(holds_tensor(leaf, depth - 1) for one in inside for leaf in pytree.leaves(one))
+    return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.leaves(attribute))
 
 
 def slots(value: Any) -> list[str]:
-    found = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-    return [name for names in found for name in ((names,) if isinstance(names, str) else names)]
+    """The names in `__slots__` of the value's class and its bases."""
+    by_class = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    return [name for names in by_class for name in ((names,) if isinstance(names, str) else names)]
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a capture is specialized to in its inputs beside shapes: structure, dtypes, devices, values, autocast."""
+    """The facts about inputs that a capture holds for, except shapes: structure, dtypes, devices, values, autocast."""
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
     kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return autocast(), str(spec), kinds
 
 
 def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a capture is specialized to beside shapes: modes, trainability, dtypes and devices, too."""
+    """`call_key`, and the facts about the model: modes, trainability, dtypes and devices."""
     parameters = tuple((p.requires_grad, p.dtype, p.device) for p in model.parameters())
     modes = tuple(module.training for module in model.modules())
     return hash((modes, parameters)), *call_key(args, kwargs)
@@ -116,8 +118,10 @@ def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 @contextmanager
 def python_random() -> Iterator[list[str]]:
-    """The random streams of Python and numpy, put back at the end; yields a list that is filled with those that were
-    drawn from: a graph would keep the numbers, not the drawing."""
+    """Restore the random streams of Python and numpy at the end.
+
+    Yields a list, which is filled with the names of the streams that were drawn from.
+    """
     numpy = sys.modules.get("numpy")
     before, array = random.getstate(), numpy.random.get_state() if numpy else ()
     drawn: list[str] = []
@@ -133,22 +137,30 @@ def python_random() -> Iterator[list[str]]:
 
 
 def refuse_drawn(model: str, drawn: list[str]) -> None:
+    """Raises UntraceableError if forward drew from these random streams."""
     if drawn:
         raise UntraceableError(
-            f"{model} draws random numbers from {' and '.join(dict.fromkeys(drawn))}, which a graph would keep.\n"
-            "Draw them with torch, or hand them in as inputs."
+            f"{model} draws random numbers from {' and '.join(dict.fromkeys(drawn))}. A captured graph would repeat "
+            "the same numbers.\nDraw them with torch, or pass them as inputs."
         )
 
 
-# --- flat -------------------------------------------------------------------------------------------------------------
-
+# --- a signature of tensors only --------------------------------------------------------------------------------------
 
 PREFIX = "model."
 
 
 @dataclass
 class Returned:
-    """What a traced forward told beside its tensors; an object of its own, for torch.export puts attributes back."""
+    """What a traced forward leaves beside its tensors. torch.export restores attributes of `Flat`, but not of this.
+
+    Attributes:
+        spec: the structure of the outputs.
+        left_out: position -> class of the outputs that no graph computes.
+        drawn: the random streams of Python that forward draws from.
+        assigned: the attributes that forward sets.
+        leaves: all outputs.
+    """
 
     spec: pytree.TreeSpec | None = None
     left_out: dict[int, str] = field(default_factory=dict)
@@ -158,7 +170,7 @@ class Returned:
 
 
 class Flat(nn.Module):
-    """A model behind a signature of tensors only; everything else is baked in."""
+    """The model with tensors as its only inputs; all other arguments are constants."""
 
     def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
         super().__init__()
@@ -177,21 +189,21 @@ class Flat(nn.Module):
         with untouched(self.model) as assigned:
             with python_random() as drawn:
                 result = self.model(*args, **kwargs)
-            for owner, name, buffer in held:  # a buffer that was assigned, which torch.export overlooks in submodules
+            for owner, name, buffer in held:  # torch.export overlooks assignments to buffers of submodules
                 value = buffers_of(owner)[name]
                 if value is not buffer and value is not None and buffer is not None and value.shape == buffer.shape:
                     buffers_of(owner)[name] = buffer.copy_(value)
         self.returned.drawn += drawn
         self.returned.assigned += assigned
         returned, self.returned.spec = pytree.flatten(result)
-        kept, self.returned.left_out = without_objects(returned)
+        outputs, self.returned.left_out = without_objects(returned)
         self.returned.leaves = returned
-        return kept
+        return outputs
 
     def unflatten(self, output: Any) -> Any:
-        """What the graph of this returned, as the model returns it."""
+        """The outputs of this module's graph, in the structure that the model returns."""
         assert self.returned.spec is not None, "bug in kfac_fx: a graph of a forward that did not return"
-        return pytree.unflatten(with_left_out(list(output), self.returned.left_out), self.returned.spec)
+        return pytree.unflatten(with_objects(list(output), self.returned.left_out), self.returned.spec)
 
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:
@@ -216,7 +228,7 @@ def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.M
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """A name for every tensor leaf: the argument's own, numbered where an argument holds several."""
+    """A name for every tensor leaf: the argument's name, with a number if the argument holds several tensors."""
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -230,7 +242,7 @@ def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         if kind is inspect.Parameter.VAR_KEYWORD:
             named += list(value.items())
         elif kind is inspect.Parameter.VAR_POSITIONAL:
-            named += [(f"{name}_{i}", one) for i, one in enumerate(value)]
+            named += [(f"{name}_{i}", element) for i, element in enumerate(value)]
         else:
             named.append((name, value))
     order = {id(leaf): name for name, value in named for leaf in pytree.leaves(value) if isinstance(leaf, Tensor)}

@@ -1,22 +1,21 @@
-"""Branches on a random number whose outcome is certain, as on a rate of dropped modules that is 0.
+"""Substitutes for what torch.export cannot trace: certain branches, checkpoints, `.data`, operations without values.
+
+`CertainDraws`: a branch on a draw of torch.rand whose outcome is certain, as with a rate of dropped modules that is 0.
 
     if torch.rand(1) > self.module_dropout: ...        # 0.0
 
-No graph branches on values, but something is known of this one: a draw of torch.rand is in [0, 1). It stays in the
-graph, so that the random stream goes on as the model's does; the rate is an attribute, and a capture holds for one.
+The draw is in [0, 1) and stays in the graph, so that the random stream advances as in the model. The rate is an
+attribute, and a capture is valid for one value of it.
 
-Checkpoints that save memory run as what they wrap, where a graph or a recording takes the place of what they would
-run again in the backward.
+`checkpoints_off`: checkpoints run the function that they wrap. In the backward they would run the original forward
+again, although a graph or a recording has replaced it.
 
-`x.data` while a model is traced: what `x.detach()` is, which torch.export knows.
+`Detached`: `x.data` becomes `x.detach()`. To torch.export the `.data` of a parameter, as adapters read it from other
+layers, is a constant without values. Writes through `.data` are seen when the model itself runs (`Writes`).
 
-On a parameter (`linear(x, self.weight.data)`, as adapters read the weights that they were put beside) it would give
-torch.export a tensor that it takes for a constant without numbers. What forward writes through it is seen in the model
-itself; see `writes`.
+Operations that stand for others while a model is traced: they know shapes and are never run.
 
-Operations that stand for others while a model is traced: they know shapes, and are never run.
-
-What forward writes into parameters: teachers that follow a student, clamped or renormalized weights.
+`Writes`: what forward writes into parameters, such as teachers that follow a student, or clamped weights.
 """
 
 from __future__ import annotations
@@ -40,33 +39,33 @@ NAMES = {
     "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
 }  # fmt: skip
 READS = {"__bool__", "item"}
-FINE = (torch.float32, torch.float64)  # a draw of these is 0 once in 2^24 times, or more seldom: taken for never
+FINE = (torch.float32, torch.float64)  # their draws are 0 at most once in 2^24 times, which counts as never
 
 
 class CertainDraws(TorchFunctionMode):
-    """Inside, comparisons of draws with what none can be are Python's truth values where they are read."""
+    """Inside, a comparison of a draw with a number is a Python bool when it is read, if its outcome is certain."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.draws: dict[int, Tensor] = {}  # by id, and held, so that no other tensor gets it
-        self.known: dict[int, tuple[Tensor, bool]] = {}
+        self.draws: dict[int, Tensor] = {}  # by id; held, so that no other tensor gets the id
+        self.outcomes: dict[int, tuple[Tensor, bool]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in READS and args and id(args[0]) in self.known:
-            return self.known[id(args[0])][1]
+        if name in READS and args and id(args[0]) in self.outcomes:
+            return self.outcomes[id(args[0])][1]
         result = func(*args, **(kwargs or {}))
         if name in DRAWS:
             self.draws[id(result)] = result
         elif name in NAMES and len(args) == 2 and not kwargs and id(args[0]) in self.draws:
             truth = outcome(NAMES[name], args[1], draw=self.draws[id(args[0])])
             if truth is not None:
-                self.known[id(result)] = result, truth
+                self.outcomes[id(result)] = result, truth
         return result
 
 
 def outcome(comparison: str, number: Any, draw: Tensor) -> bool | None:
-    """Of a draw in [0, 1) with a number; None where it depends on the draw."""
+    """The outcome of comparing a draw in [0, 1) with a number; None if it depends on the draw."""
     if not isinstance(number, (int, float)):
         return None
     if number >= 1:
@@ -81,7 +80,7 @@ def outcome(comparison: str, number: Any, draw: Tensor) -> bool | None:
 
 @contextmanager
 def checkpoints_off() -> Iterator[None]:
-    """Those that are not reentrant; `watch.custom_functions` sees the others."""
+    """Inside, checkpoints that are not reentrant do nothing. `watch.custom_functions` handles the others."""
     originals = {name: getattr(checkpoint, name) for name in CHECKPOINT_GENERATORS}
 
     def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -96,21 +95,21 @@ def checkpoints_off() -> Iterator[None]:
             setattr(checkpoint, name, original)
 
 
-# --- detached ---------------------------------------------------------------------------------------------------------
-
+# --- `.data` ----------------------------------------------------------------------------------------------------------
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # a property, which torch's types do not say
 
 
 class Detached(TorchFunctionMode):
+    """Inside, `x.data` is `x.detach()`."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return args[0].detach() if func == DATA else func(*args, **(kwargs or {}))
 
 
-# --- stand ins --------------------------------------------------------------------------------------------------------
-
+# --- operations that only know shapes ---------------------------------------------------------------------------------
 
 NOT_RUN = "bug in kfac_fx: an operation that only stands for another one was run"
 
@@ -129,10 +128,12 @@ def recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> list[Tensor]:
-    """[output, last state, ...] of a stack of recurrent layers, as torch.lstm and its like.
+    """[output, last state, ...] of a stack of recurrent layers, as torch.lstm, torch.gru, ... return them.
 
-    x: [steps, N, i], or [N, steps, i] if `batch_first`, or packed [rows, i] if there are `lengths`; state, weights: as
-    torch has them; dropout: 0 outside of training.
+    Args:
+        x: [steps, N, i], or [N, steps, i] if `batch_first`, or packed [rows, i] if there are `lengths`.
+        state, weights: in torch's order.
+        dropout: between the layers; 0 outside of training.
     """
     raise AssertionError(NOT_RUN)
 
@@ -141,7 +142,7 @@ def recurrent(
 def _(kind: str, x: Tensor, state: Sequence[Tensor], *options: Any) -> list[Tensor]:
     *_, bidirectional, _batch_first = options
     width = state[0].shape[-1] * (2 if bidirectional else 1)
-    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(one) for one in state)]
+    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(each) for each in state)]
 
 
 @torch.library.custom_op("kfac_fx::recurrent_cell", mutates_args=())
@@ -154,7 +155,7 @@ def recurrent_cell(
     bias: Tensor | None,
     state_bias: Tensor | None,
 ) -> list[Tensor]:
-    """The next state of one step, as torch.lstm_cell and its like: x [N, i], state [N, o]."""
+    """The next state after one step, as torch.lstm_cell, ... return it: x [N, i], state [N, o]."""
     raise AssertionError(NOT_RUN)
 
 
@@ -176,7 +177,7 @@ def _(x: Tensor, lengths: Tensor) -> Tensor:
 
 @torch.library.custom_op("kfac_fx::unpacked", mutates_args=())
 def unpacked(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
-    """`packed` undone: [rows, ...] -> [steps, N, ...], with `padding` beyond the lengths."""
+    """The inverse of `packed`: [rows, ...] -> [steps, N, ...], with `padding` beyond the lengths."""
     raise AssertionError(NOT_RUN)
 
 
@@ -185,30 +186,32 @@ def _(data: Tensor, lengths: Tensor, steps: int, padding: float) -> Tensor:
     return data.new_empty(steps, lengths.shape[0], *data.shape[1:])
 
 
-RUNNING: dict[int, Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]] = {}  # what has the shapes of a call
+SHAPES: dict[int, Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]] = {}  # of the calls of `own_backward`
 
 
 @torch.library.custom_op("kfac_fx::own_backward", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def own_backward(number: int, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """A call of a user's torch.autograd.Function, by its number; see `own_backwards`. It may draw random numbers."""
+    """A call of a user's torch.autograd.Function, by its number; see `functions`. It may draw random numbers."""
     raise AssertionError(NOT_RUN)
 
 
 @own_backward.register_fake
 def _(number: int, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    return RUNNING[number](tensors, sizes)
+    return SHAPES[number](tensors, sizes)
 
 
-# --- writes -----------------------------------------------------------------------------------------------------------
-
+# --- writes into parameters -------------------------------------------------------------------------------------------
 
 ASSIGNMENTS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "set_data"}
-
-NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}  # for all the underscore
+NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}  # they leave the values as they are
 
 
 class Writes(TorchFunctionMode):
-    """Keeps what is in a parameter before anything is written into it. before: by name."""
+    """Keeps the values of parameters before they are written into.
+
+    Attributes:
+        before: name -> (parameter, its values before the first write).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -224,21 +227,21 @@ class Writes(TorchFunctionMode):
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a function of torch writes into, by its name."""
+    """The tensors that a function of torch writes into. Its name tells, as does an argument `out`."""
     name = getattr(func, "__name__", "").split(".")[0]
     in_place = name in ASSIGNMENTS or (name.endswith("_") and not name.endswith("__") and name not in NO_WRITES)
     targets = [*(args[:1] if in_place else ()), kwargs.get("out")]
-    flat = [one for target in targets for one in (target if isinstance(target, (list, tuple)) else (target,))]
-    return [one for one in flat if isinstance(one, Tensor)]
+    flat = [value for target in targets for value in (target if isinstance(target, (list, tuple)) else (target,))]
+    return [value for value in flat if isinstance(value, Tensor)]
 
 
 def memory(tensor: Tensor) -> int:
-    """Where its values are; 0 for what has none, as the stand-ins of a trace."""
-    own = debug_unwrap(tensor)
-    if own.layout != torch.strided or own.device.type == "meta":
+    """The address of the tensor's values; 0 if it has none, as the tensors of a trace."""
+    inner = debug_unwrap(tensor)
+    if inner.layout != torch.strided or inner.device.type == "meta":
         return 0
     try:
-        return own.untyped_storage().data_ptr()
+        return inner.untyped_storage().data_ptr()
     except RuntimeError as error:
         if fatal(error):
             raise
@@ -247,9 +250,9 @@ def memory(tensor: Tensor) -> int:
 
 @contextmanager
 def parameters_kept(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """The parameters as they were at the end; yields those that were written into, as they are found.
+    """Restore the parameters at the end. Yields those that are written into, as `Writes.before`.
 
-    Costs memory only for what is written into.
+    It costs memory for parameters that are written into only.
     """
     writes = Writes(model)
     try:

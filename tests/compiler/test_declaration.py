@@ -76,7 +76,7 @@ def test_parameters_must_be_weight_and_bias(function: Callable[..., Tensor], fou
 
 def test_what_is_no_declaration_is_refused() -> None:
     for wrong, name in ((nn.Linear, "Linear"), (nn.Linear(2, 2), "Linear"), ("dense", "str")):
-        with pytest.raises(LayerError, match=rf"takes what @kfac_fx.layer\(...\) makes of a function, and got {name}"):
+        with pytest.raises(LayerError, match=rf"takes layers that @kfac_fx.layer\(...\) declares, and got {name}"):
             collect(wrong)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Numbers that are written as tensors."""
+"""Editing graphs: modules that hold given objects, graphs written by computing, and literals."""
 
 from __future__ import annotations
 
@@ -7,9 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from kfac_fx.passes.graphs.edit import attribute, holder
 from tests.compiler.toy import Toy, before
+
+
+def test_the_objects_are_the_same_ones() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    names = ["0.weight", "1.running_mean", "1.bias"]
+    held = holder({name: attribute(model, name) for name in names} | {"taps.a": (tap := nn.Identity())})
+    assert all(attribute(held, name) is attribute(model, name) for name in names)
+    assert attribute(held, "taps.a") is tap
+    assert [name for name, _ in held.named_parameters()] == ["0.weight", "1.bias"]
+    assert [name for name, _ in held.named_buffers()] == ["1.running_mean"]
+
+
+def test_a_module_that_is_held_whole_stays_as_it_is() -> None:
+    norm = nn.BatchNorm1d(3)
+    norm.register_buffer("mask", torch.ones(3), persistent=False)
+    held = holder({"norm": norm, "norm.mask": norm.mask, "norm.weight": norm.weight})
+    assert attribute(held, "norm") is norm
+    assert "mask" not in norm.state_dict()
+
 
 X = torch.randn(5, 3)
 

@@ -252,31 +252,40 @@ class Own(nn.Module):
         return self.function(self, x + 1)
 
 
-WHERE = r"\(test_own_backwards.py:\d+\), an autograd.Function that"
+WHERE = r"\(test_functions.py:\d+\), an autograd.Function that"
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "dirty": (lambda own, x: apply(Dirty, own.inner(x)), f"applies Dirty {WHERE} writes into its arguments; so it is"),
-    "writes": (lambda own, x: apply(Writes, own.inner(x)), f"applies Writes {WHERE} writes into its arguments; so"),
+    "dirty": (
+        lambda own, x: apply(Dirty, own.inner(x)),
+        f"applies Dirty {WHERE} writes into its arguments\\. A graph cannot call it",
+    ),
+    "writes": (
+        lambda own, x: apply(Writes, own.inner(x)),
+        f"applies Writes {WHERE} writes into its arguments\\. A graph",
+    ),
     "numpy": (
         lambda own, x: apply(ByNumpy, own.inner(x)),
-        f"applies ByNumpy {WHERE} does not run on tensors without numbers: [A-Za-z]+: .*; so it is no operation",
+        f"applies ByNumpy {WHERE} does not run on tensors without numbers: [A-Za-z]+: .*\\. A graph cannot call it",
     ),
     "hides": (
         lambda own, x: apply(Hides, x, own.inner),
-        f"applies Hides {WHERE} reads inner.weight, inner.bias, beside its arguments; so it is no operation",
+        f"applies Hides {WHERE} reads inner.weight, inner.bias, beside its arguments\\. A graph cannot call it",
     ),
     "objects": (
         lambda own, x: apply(Objects, own.inner(x), Holder(x)),
-        f"applies Objects {WHERE} takes a Holder, an object that holds tensors; so",
+        f"applies Objects {WHERE} takes a Holder, an object that holds tensors\\. A graph",
     ),
-    "odd": (lambda own, x: apply(Odd, own.inner(x))[0], f"applies Odd {WHERE} returns a type beside tensors; so"),
-    "nothing": (lambda own, x: apply(Nothing, own.inner(x)), f"applies Nothing {WHERE} returns no tensor; so"),
+    "odd": (
+        lambda own, x: apply(Odd, own.inner(x))[0],
+        f"applies Odd {WHERE} returns a type beside tensors\\. A graph",
+    ),
+    "nothing": (lambda own, x: apply(Nothing, own.inner(x)), f"applies Nothing {WHERE} returns no tensor\\. A graph"),
     "sized": (
         lambda own, x: apply(Sized, own.inner(x), x.shape[0] / 2),
-        f"applies Sized {WHERE} takes a number that is computed from sizes; so",
+        f"applies Sized {WHERE} takes a number that is computed from sizes\\. A graph",
     ),
     "all": (
         lambda own, x: apply(Dirty, apply(Writes, own.inner(x))),
-        f"applies Writes {WHERE} writes into its arguments, and Dirty {WHERE} writes into its arguments; so it is",
+        f"applies Writes {WHERE} writes into its arguments, and Dirty {WHERE} writes into its arguments\\. A",
     ),
 }
 

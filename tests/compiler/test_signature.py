@@ -1,4 +1,4 @@
-"""What crosses the border of a captured module, and what is left out or refused."""
+"""Inputs and outputs of a captured model: tensors cross its border, other objects are left out or refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_a_returned_cache_is_left_out_of_the_graph() -> None:
     assert isinstance(net(X)["cache"], Cache)
     outputs, _ = net.functional({}, (X,), {})
     assert repr(outputs["cache"]) == "<Cache, left out of the graph>"
-    with pytest.raises(UntraceableError, match=r"a graph returns no Cache, so that its 'keys' cannot be read.\nBuild"):
+    with pytest.raises(
+        UntraceableError,
+        match=r"a captured graph does not return the Cache, so its attribute 'keys' cannot be read.\nBuild",
+    ):
         _ = outputs["cache"].keys
     with pytest.raises(
         UntraceableError,
@@ -86,7 +89,10 @@ def test_an_argument_that_hides_tensors_is_no_constant() -> None:
     with pytest.raises(UntraceableError) as failure:
         capture(Model(3, 2), (Batch(X),))
     first, advice = str(failure.value).splitlines()
-    assert first == "Model takes Batch, objects that hold tensors, which a graph would take for constants."
+    assert (
+        first
+        == "Model takes Batch, objects that hold tensors. A captured graph would treat these tensors as constants."
+    )
     assert "in tuples, lists or dictionaries, or register the class" in advice
 
 
@@ -103,7 +109,7 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize(("draw", "name"), [(random.random, "random"), (np.random.rand, r"numpy\.random")])
 def test_numbers_drawn_by_python_are_no_constants(draw: Any, name: str, inputs: Any) -> None:
     stream, array = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
-    with pytest.raises(UntraceableError, match=rf"Drawing draws random numbers from {name}, .*\nDraw them with torch"):
+    with pytest.raises(UntraceableError, match=rf"Drawing draws random numbers from {name}\. .*\nDraw them with torch"):
         capture(Drawing(draw), inputs)
     assert random.getstate() == stream and np.random.get_state()[1].tolist() == array  # type: ignore[index, union-attr]
 
@@ -147,7 +153,7 @@ def refusal(model: nn.Module, *inputs: Any) -> list[str]:
 def test_a_nested_tensor_is_refused_with_what_to_hand_over() -> None:
     given = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
     first, advice = refusal(nn.Linear(3, 2), given)
-    assert first == "Linear takes a nested tensor, whose lengths a graph would keep."
+    assert first == "Linear takes a nested tensor. A captured graph would keep the lengths of this example."
     assert "padding_mask" in advice
 
 
@@ -161,8 +167,8 @@ def test_a_model_without_tensors_has_no_cases() -> None:
             return self.inner(scale * torch.ones(4, 3))
 
     first, advice = refusal(Constant(), 2.0)
-    assert first == "no tensor is taken by Constant, but float."
-    assert advice.startswith("Its inputs say what the cases are, and its outputs what the loss is of")
+    assert first == "Constant takes no tensors, but float."
+    assert advice.startswith("The cases are counted in its inputs, and the loss is a function of its outputs")
 
 
 def test_a_model_without_inputs_has_no_cases_either() -> None:
@@ -174,7 +180,7 @@ def test_a_model_without_inputs_has_no_cases_either() -> None:
         def forward(self) -> Tensor:
             return self.w * 2
 
-    assert refusal(Constant())[0] == "no tensor is taken by Constant."
+    assert refusal(Constant())[0] == "Constant takes no tensors."
 
 
 def test_an_output_without_tensors_is_no_output() -> None:
@@ -186,4 +192,4 @@ def test_an_output_without_tensors_is_no_output() -> None:
         def forward(self, x: Tensor) -> Any:
             return iter([self.inner(x)])
 
-    assert refusal(Yielding(), torch.ones(4, 3))[0] == "no tensor is returned by Yielding, but list_iterator."
+    assert refusal(Yielding(), torch.ones(4, 3))[0] == "Yielding returns no tensors, but list_iterator."

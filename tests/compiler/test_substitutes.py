@@ -1,0 +1,194 @@
+"""Substitutes while a model is traced: certain branches, checkpoints, `.data`, and writes that are undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+import kfac_fx
+from kfac_fx import UntraceableError
+from kfac_fx.passes.graphs.operations import op_name
+from kfac_fx.passes.trace import capture
+from kfac_fx.passes.tracing.substitutes import checkpoints_off, parameters_kept
+from kfac_fx.passes.tracing.watch import custom_functions
+
+X = torch.randn(5, 3)
+
+
+class Dropped(nn.Module):
+    """A layer that is left out where `branch` of its rate says so, and dropout behind it."""
+
+    def __init__(self, branch: Callable[[float], Tensor | bool], rate: float) -> None:
+        super().__init__()
+        self.layer, self.branch, self.rate, self.dropout = nn.Linear(3, 3), branch, rate, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.branch(self.rate):
+            x = self.layer(x)
+        y: Tensor = self.dropout(x)
+        return y
+
+
+CERTAIN: dict[str, tuple[Callable[[float], Tensor | bool], float, bool]] = {
+    "> 0": (lambda rate: torch.rand(1) > rate, 0.0, True),
+    ">= 0": (lambda rate: torch.rand([]) >= rate, 0, True),
+    "< 0": (lambda rate: torch.rand(1) < rate, 0.0, False),
+    "<= 0": (lambda rate: torch.rand(1).le(rate), 0.0, False),
+    "> 1": (lambda rate: torch.gt(torch.rand(1), rate), 1.0, False),
+    "< 1": (lambda rate: (rate > torch.rand_like(X[0, 0])).item(), 1.0, True),
+    "not": (lambda rate: not torch.rand(1) < rate, 0.0, True),
+    ">= 0 of half": (lambda rate: torch.rand(1, dtype=torch.float16) >= rate, 0.0, True),
+}
+
+
+@pytest.mark.parametrize("kind", CERTAIN)
+def test_a_certain_branch_is_taken_and_the_stream_goes_on_as_the_models(kind: str) -> None:
+    branch, rate, taken = CERTAIN[kind]
+    model = Dropped(branch, rate)
+    captured = capture(model, (X,))
+    graph = captured.program.graph
+    assert (sum(op_name(one) == "linear" for one in graph.nodes) == 1) is taken
+    torch.manual_seed(1)
+    wanted = model(X)
+    torch.manual_seed(1)
+    (found,) = torch.fx.GraphModule(captured.program.root, graph)(*captured.flatten((X,), {}))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        lambda rate: torch.rand(1) > rate,
+        lambda rate: torch.rand(1, dtype=torch.bfloat16) > 0.0,  # one in 256 draws is 0
+        lambda rate: torch.randn(1) > 0.0,
+        lambda rate: torch.rand(1) * 2 < 1.0,
+    ],
+    ids=["a rate", "of few numbers", "normal", "computed with"],
+)
+def test_what_depends_on_the_draw_is_refused(branch: Callable[[float], Tensor]) -> None:
+    with pytest.raises(UntraceableError, match="Dropped could not be captured as a graph"):
+        capture(Dropped(branch, 0.1), (X,))
+
+
+def test_a_rate_that_is_set_later_is_seen() -> None:
+    model = nn.Sequential(Dropped(lambda rate: torch.rand(1) > rate, 0.0), nn.Linear(3, 2))
+    net = kfac_fx.compile(model, (X,), loss="normal")
+    assert net.recorder((X,), {}).whole
+    model[0].rate = 0.5  # type: ignore[assignment]
+    assert not net.recorder((X,), {}).whole
+
+
+def runs(x: Tensor, **options: Any) -> tuple[int, Tensor]:
+    """(how often a checkpointed function runs, the gradient of it)."""
+    times = []
+
+    def function(value: Tensor) -> Tensor:
+        times.append(1)
+        return value.sin() * torch.rand_like(value)
+
+    torch.manual_seed(0)
+    output: Any = checkpoint(function, x, **options)
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    return len(times), gradient
+
+
+def test_a_checkpoint_that_is_not_reentrant_runs_once() -> None:
+    x = torch.ones(3, requires_grad=True)
+    twice, wanted = runs(x, use_reentrant=False)
+    with checkpoints_off():
+        once, gradient = runs(x, use_reentrant=False)
+    assert (twice, once) == (2, 1)
+    assert torch.equal(gradient, wanted)
+    assert runs(x, use_reentrant=False)[0] == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_both_kinds_are_off_where_custom_functions_are_watched(reentrant: bool) -> None:
+    with custom_functions() as seen:
+        assert runs(torch.ones(3, requires_grad=True), use_reentrant=reentrant)[0] == 1
+    assert seen == set()
+
+
+class Beside(nn.Module):
+    """An adapter that reads the weight it was put beside, and its own output, without their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.own = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.linear(x, self.base.weight.data) + self.own(x)
+        return y / y.data.norm()
+
+
+@pytest.mark.parametrize("inputs", [None, (torch.ones(2, 3),)], ids=["symbolic", "exported"])
+def test_data_is_read_without_a_gradient(inputs: tuple[Tensor] | None) -> None:
+    torch.manual_seed(0)
+    model, x = Beside(), torch.randn(2, 3)
+    traced = capture(model, inputs)
+    graph = fx.GraphModule(traced.program.root, traced.program.graph)
+    torch.testing.assert_close(traced.unflatten(graph(x)), model(x), rtol=0, atol=0)
+
+
+def test_what_only_data_reads_is_unused() -> None:
+    net = kfac_fx.compile(Beside(), (torch.randn(4, 3),), loss="normal", strict=True)
+    assert [one.parameters for one in net.registrations] == [("own.weight", "own.bias")]
+    assert set(net.report.unused) == {"base.weight", "base.bias"}
+
+
+def test_what_data_is_written_through_is_no_graph() -> None:
+    class Decays(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.mul_(0.9)
+            return super().forward(x)
+
+    model, x = nn.Sequential(Decays(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    assert "writes into its parameters 0.weight in forward" in str(net.report).replace("\n            ", " ")
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+Write = Callable[[nn.Linear], object]
+WRITES: dict[str, Write] = {
+    "in place": lambda layer: layer.weight.clamp_(-0.1, 0.1),
+    "through data": lambda layer: layer.weight.data.mul_(0.5),
+    "into a slice": lambda layer: layer.weight.__setitem__(0, 1.0),
+    "into a view": lambda layer: layer.weight.detach().view(-1).add_(1.0),
+    "of a list": lambda layer: torch._foreach_mul_([layer.weight, layer.bias], 0.5),
+    "as a result": lambda layer: torch.add(layer.weight, 1.0, out=layer.weight),
+    "by init": lambda layer: nn.init.zeros_(layer.weight),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_named_and_undone(write: str) -> None:
+    layer = nn.Linear(3, 2)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    with torch.no_grad(), parameters_kept(layer) as written:
+        WRITES[write](layer)
+    assert list(written)[0] == "weight"
+    assert all(torch.equal(one, other) for one, other in zip(layer.parameters(), before, strict=True))
+
+
+def test_a_write_is_undone_after_an_error() -> None:
+    layer = nn.Linear(3, 2)
+    before = layer.weight.detach().clone()
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), parameters_kept(layer):
+        layer.weight.zero_()
+        1 / 0  # noqa: B018
+    assert torch.equal(layer.weight, before)
+
+
+def test_what_is_read_or_written_elsewhere_is_no_write() -> None:
+    layer = nn.Linear(3, 2)
+    with parameters_kept(layer) as written:
+        layer(torch.ones(1, 3)).relu_()
+        layer.weight.detach().clone().zero_()
+    assert not written
