@@ -1,7 +1,8 @@
-"""What modules hold beside their parameters, buffers and modules: what forward does to it, and whether it is as before.
+"""Attributes of modules that are no parameters, buffers or submodules: what forward changes, and how it is undone.
 
-A graph keeps the values that an attribute had while it was traced. So what is changed from outside, such as a
-temperature or a rate of dropout, is a part of what a capture is specialized to.
+A graph keeps the values that attributes had while it was traced. A capture is therefore valid for one value of those
+that are changed from outside, such as a temperature or a rate of dropout (`settings`). Attributes that forward itself
+sets are restored after every trace (`untouched`).
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from ..torch_private import FLAT_WEIGHTS, buffers_of, parameters_of
 
 CONTAINERS = (dict, list, set, deque)
 PLAIN = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
-ATOMS = frozenset({bool, int, float, str, type(None), FunctionType})  # of PLAIN, the most frequent: told at once
+ATOMS = frozenset({bool, int, float, str, type(None), FunctionType})  # the most frequent of PLAIN, for speed
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 NO_OBJECTS = (nn.Module, Tensor, fx.Proxy, random.Random, *SYMBOLS, *PLAIN, *CONTAINERS)
-FEW = 64  # elements of a container that are compared; of longer ones, their number
-OWN = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS  # torch's own attributes
-WEIGHT_NORMS = ("_g", "_orig")  # of torch.nn.utils: the weight of a layer is an attribute that is computed anew
+FEW = 64  # containers with more elements are compared by their length
+TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS  # attributes that torch itself sets
+WEIGHT_NORMS = ("_g", "_orig")  # suffixes of parameters from which hooks of torch.nn.utils compute a weight
 
 
 def plain(value: Any, depth: int = 2) -> Any:
-    """What can be told of a value without looking into tensors: hashable, and equal as long as nothing changed."""
+    """A hashable summary of a value, equal as long as nothing in it changes. Tensors are told by identity."""
     if type(value) in ATOMS or isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, (tuple, list, deque)):
-        return type(value), len(value), tuple(plain(one, depth) for one in value) if len(value) <= FEW else ()
+        elements = value if len(value) <= FEW else ()
+        return type(value), len(value), tuple(plain(element, depth) for element in elements)
     if isinstance(value, dict):
-        return len(value), tuple((plain(k, 0), plain(one, depth)) for k, one in value.items()) if len(
-            value
-        ) <= FEW else ()
+        entries = value.items() if len(value) <= FEW else ()
+        return len(value), tuple((plain(key, 0), plain(element, depth)) for key, element in entries)
     if isinstance(value, Tensor):
         return Tensor, id(value)
     if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.ndarray):
@@ -51,30 +52,30 @@ def plain(value: Any, depth: int = 2) -> Any:
 
 
 def fields(value: Any) -> dict[str, Any] | None:
-    """The attributes of a user's object, such as a configuration; None for what looks after itself."""
+    """The attributes of a user's object, such as a configuration; None for values of other kinds."""
     if type(value) in ATOMS or isinstance(value, NO_OBJECTS) or type(value).__module__.startswith(("torch.", "numpy")):
         return None
     return getattr(value, "__dict__", None)
 
 
 def settings(model: nn.Module, without: Container[str] = ()) -> dict[str, Any]:
-    """All attributes of all modules, and their modes, as far as they can be compared; hashable values.
+    """The attributes of all modules, their modes included, as hashable values that can be compared.
 
-    without: names of attributes that do not count.
+    without: names of attributes to leave out.
     """
     seen: set[int] = set()
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in module.__dict__.items():
             full = f"{path}.{name}" if path else name
-            if name in OWN or name == "forward" or full in without or id(value) in seen:
+            if name in TORCHS or name == "forward" or full in without or id(value) in seen:
                 continue
             if isinstance(value, Tensor) and computed_weight(module, name):
                 continue
             if fields(value) is not None:
-                seen.add(id(value))  # one configuration of all modules
-            found[full] = plain(value)
-    return found
+                seen.add(id(value))  # modules often share one configuration
+            values[full] = plain(value)
+    return values
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -85,24 +86,32 @@ def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def counts(value: Any, depth: int = 2) -> Any:
-    """The numbers in an attribute, which forward may count with."""
+    """The numbers in an attribute, with which forward may count."""
     if isinstance(value, Number):
         return value
     inner = content(value) if depth else None
     if inner is None or len(inner) > FEW:
         return None
-    found = [counts(one, depth - 1) for one in items(inner)]
-    return tuple(one for one in found if one not in (None, ()))
+    numbers = [counts(element, depth - 1) for element in items(inner)]
+    return tuple(number for number in numbers if number not in (None, ()))
 
 
-SHARED = object()  # in the place of what is told of an object that another module holds, too
+# --- restoring --------------------------------------------------------------------------------------------------------
 
-# --- put back ---------------------------------------------------------------------------------------------------------
+SHARED = object()  # stands for the summary of an object that another module holds, too
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a module held: its attributes, the content of those that are containers or objects, random streams."""
+    """The attributes of a module at one moment.
+
+    Attributes:
+        prefix: the module's path and a dot.
+        attributes: by name.
+        contents: name -> (container, copy of its content), for attributes that are containers or objects.
+        streams: name -> (generator, its state).
+        plain: summaries of the attributes that are the user's.
+    """
 
     prefix: str
     module: nn.Module
@@ -113,7 +122,7 @@ class Held:
 
     @classmethod
     def of(cls, path: str, module: nn.Module, seen: set[int]) -> Held:
-        """seen: objects that other modules hold, too, such as a configuration; they are looked into once."""
+        """seen: ids of objects that modules share, such as a configuration; each is summarized once."""
         held = cls(f"{path}." if path else "", module, dict(module.__dict__), {}, {}, {})
         for name, value in module.__dict__.items():
             if type(value) in ATOMS:
@@ -122,7 +131,7 @@ class Held:
             first, inner = id(value) not in seen, content(value)
             if inner is not None and first:
                 held.contents[name] = inner, copied(inner)
-            if name in OWN:
+            if name in TORCHS:
                 continue
             if inner is not None and not isinstance(value, CONTAINERS):
                 seen.add(id(value))
@@ -132,14 +141,15 @@ class Held:
         return held
 
     def changed(self) -> list[str]:
-        """Names of attributes that are not what they were; of buffers, those that are another tensor."""
-        known = {id(one) for one in items(self.contents["_buffers"][1])}
-        found = [key for key, one in buffers_of(self.module).items() if is_tensor(one) and id(one) not in known]
+        """Names of attributes that differ from before, and of buffers that are another tensor."""
+        before = {id(buffer) for buffer in items(self.contents["_buffers"][1])}
+        buffers = buffers_of(self.module).items()
+        names = [name for name, buffer in buffers if is_tensor(buffer) and id(buffer) not in before]
         for name, value in self.module.__dict__.items():
-            if name not in OWN and (name not in self.plain or self.is_new(name, value)):
-                found.append(name)
-        gone = [name for name in self.plain if name not in self.module.__dict__ and name not in OWN]
-        return [self.prefix + name for name in (*found, *gone)]
+            if name not in TORCHS and (name not in self.plain or self.is_new(name, value)):
+                names.append(name)
+        gone = [name for name in self.plain if name not in self.module.__dict__ and name not in TORCHS]
+        return [self.prefix + name for name in (*names, *gone)]
 
     def is_new(self, name: str, value: Any) -> bool:
         if self.plain[name] is SHARED:
@@ -153,7 +163,7 @@ class Held:
         self.module.__dict__.update(self.attributes)
         for container, before in self.contents.values():
             if same_content(container, before):
-                continue  # it may be one that cannot be changed, such as a frozen configuration
+                continue  # a frozen configuration cannot be changed
             container.clear()
             container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
         for generator, before in self.streams.values():
@@ -163,22 +173,24 @@ class Held:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[list[str]]:
-    """Attributes of all modules, and what is in their containers, as they were; yields a list that is filled at the
-    end with the names of those that changed in between."""
+    """Restore the attributes of all modules, and the content of their containers, at the end.
+
+    Yields a list, which is filled at the end with the names of the attributes that changed.
+    """
     seen: set[int] = set()
     held = [Held.of(path, module, seen) for path, module in model.named_modules()]
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for one in held:
-            changed += one.changed()
-        for one in held:
-            one.put_back()
+        for before in held:
+            changed += before.changed()
+        for before in held:
+            before.put_back()
 
 
 def content(value: Any) -> Any:
-    """The container that an attribute is, or that its own attributes are in; None if it is neither."""
+    """The container that a value is, or the dictionary of its attributes; None if it is neither."""
     return value if isinstance(value, CONTAINERS) else fields(value)
 
 
@@ -190,10 +202,10 @@ def copied(container: Any) -> Any:
 
 def same_content(container: Any, before: Any) -> bool:
     """Whether both hold the same objects in the same places."""
-    if not container and not before:  # as most of a module's dictionaries of hooks
+    if not container and not before:  # most dictionaries of hooks are empty
         return True
     keys = isinstance(container, dict) and list(container) != list(before)
-    return not keys and [id(one) for one in items(container)] == [id(one) for one in items(before)]
+    return not keys and list(map(id, items(container))) == list(map(id, items(before)))
 
 
 def items(container: Any) -> list[Any]:
@@ -201,23 +213,22 @@ def items(container: Any) -> list[Any]:
 
 
 def holds_symbol(value: Any) -> bool:
-    """Whether a trace left something behind."""
+    """Whether a trace left a proxy or a symbol in the value."""
     if type(value) in ATOMS:
         return False
     inner = content(value)
-    found = (value,) if inner is None else items(inner)
-    return any(isinstance(one, (fx.Proxy, *SYMBOLS)) for one in found)
+    return any(isinstance(element, (fx.Proxy, *SYMBOLS)) for element in ((value,) if inner is None else items(inner)))
 
 
 def is_tensor(value: Any) -> bool:
     return isinstance(value, (Tensor, fx.Proxy))
 
 
-# --- random streams of a model's own ----------------------------------------------------------------------------------
+# --- random generators of a model -------------------------------------------------------------------------------------
 
 
 def stream(value: Any) -> Any:
-    """The state of a random generator; None of anything else."""
+    """The state of a random generator; None for other values."""
     if isinstance(value, (*CONTAINERS, nn.Module, Tensor)):
         return None
     if isinstance(value, torch.Generator):
@@ -232,8 +243,8 @@ def stream(value: Any) -> Any:
     return None
 
 
-def same_stream(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else repr(one) == repr(other)
+def same_stream(state: Any, other: Any) -> bool:
+    return torch.equal(state, other) if isinstance(state, Tensor) else repr(state) == repr(other)
 
 
 def set_stream(generator: Any, state: Any) -> None:
@@ -246,5 +257,5 @@ def set_stream(generator: Any, state: Any) -> None:
 
 
 def computed_weight(module: nn.Module, name: str) -> bool:
-    """Whether a hook of torch.nn.utils computes the attribute from parameters at every forward."""
+    """Whether a hook of torch.nn.utils computes the attribute from parameters in every forward."""
     return any(f"{name}{suffix}" in parameters_of(module) for suffix in WEIGHT_NORMS)

@@ -1,11 +1,10 @@
-"""What is called beside a module's forward. Forward hooks that torch makes, as for a weight norm, are in the graph of
-their module; what a user's do, no graph does, so they stay Python around it. What is hooked or replaced after a capture
-is no part of it.
+"""Calls and hooks of modules, as forwards of the model show them.
 
-Forwards of a model, watched from outside: how its submodules are called, what they set.
+Models that no single graph holds are captured in submodules. `watched` runs the model and notes with which inputs each
+submodule is called, and what forward sets. It restores attributes, buffers, parameters and random streams afterwards.
 
-For models that no single graph can hold: their parts are captured one by one, and this is where the parts' inputs come
-from. All that forward assigns is put back, and so are the buffers and all random streams.
+PyTorch's own forward hooks (weight_norm) are traced into the graph. User hooks are not traced; they run in Python
+around the captured module. Hooks that are added after a capture are not in its graph.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 
 
 def made_by_torch(module: nn.Module) -> list[bool]:
-    """Of every forward hook of the module."""
+    """For every forward hook of the module, whether torch defines it."""
     return [is_torchs(hook) for name in FORWARD_HOOKS for hook in module.__dict__[name].values()]
 
 
@@ -48,60 +47,69 @@ def hooked_by_user(module: nn.Module) -> bool:
 
 @contextmanager
 def without_users_hooks(module: nn.Module) -> Iterator[None]:
-    kept = {name: module.__dict__[name] for name in FORWARD_HOOKS}
+    """Inside, a module with a user's forward hooks has none."""
+    before = {name: module.__dict__[name] for name in FORWARD_HOOKS}
     if hooked_by_user(module):
         module.__dict__.update({name: OrderedDict() for name in FORWARD_HOOKS})
     try:
         yield
     finally:
-        module.__dict__.update(kept)
+        module.__dict__.update(before)
 
 
 def refuse_users_hooks(module: nn.Module) -> None:
-    """Raises UntraceableError for hooks that would be inside of the module's graph."""
+    """Raises UntraceableError for hooks of the user's that would have to be in the module's graph."""
     hooked = [path for path, inner in module.named_modules() if path and hooked_by_user(inner)]
     if hooked:
-        raise UntraceableError(f"{', '.join(hooked)} in it has forward hooks, which no graph calls")
+        raise UntraceableError(
+            f"it contains forward hooks of the user, on {', '.join(hooked)}, which a graph would not call"
+        )
     if len(set(made_by_torch(module))) > 1:
-        raise UntraceableError("it has forward hooks of torch and of others, which belong in one order")
+        raise UntraceableError(
+            "it has forward hooks of torch and of the user, whose order a captured graph would change"
+        )
 
 
 def called(model: nn.Module, inside: bool = False) -> dict[str, Any]:
-    """What runs when the modules of a model are called, to be compared: their classes with the functions and plain
-    values of these, a forward of their own, hooks that are not torch's.
+    """All that decides what runs when the modules of a model are called, in values that can be compared.
 
-    inside: without forwards, and without the hooks of `model` itself, which are Python around its graph.
+    These are the modules' classes with their functions and plain values, their own `forward`, and the user's hooks.
+
+    inside: leave out the `forward` of instances and the hooks of `model` itself, which run around its graph.
     """
-    found: dict[str, Any] = {}
+    code: dict[str, Any] = {}
     kinds: dict[type, None] = {}
     for path, module in model.named_modules():
-        found[path] = type(module)
+        code[path] = type(module)
         kinds[type(module)] = None
         held = module.__dict__
         if "forward" in held and not inside:
-            found[f"{path}.forward"] = held["forward"]
+            code[f"{path}.forward"] = held["forward"]
         for name in HOOKS if path or not inside else ():
             if held[name] and (hooks := tuple(hook for hook in held[name].values() if not is_torchs(hook))):
-                found[f"{path}.{name}"] = hooks
+                code[f"{path}.{name}"] = hooks
     for base in {base: None for kind in kinds for base in kind.__mro__}:
         if base is not object and not base.__module__.startswith("torch."):
-            found |= {f"{base}.{name}": value for name, value in vars(base).items() if type(value) in ATOMS}
-    return found
+            code |= {f"{base}.{name}": value for name, value in vars(base).items() if type(value) in ATOMS}
+    return code
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
-
-FORWARDS = 12  # at most, to reach modules that are drawn at random
+FORWARDS = 12  # the most forwards that are run to reach submodules that are drawn at random
 IN_TRANSFORM = "inside of torch.func or torch.autograd.forward_ad, which differentiate no tap"
-IN_VAIN = 4  # of them in a row that reached nothing new: the rest is not reached at random
+IN_VAIN = 4  # stop after this many forwards in a row that reach no new submodule
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a module was called with, detached, and under which autocast.
+    """One call of a module.
 
-    transformed: inside of `transforms`, whose tensors do not live longer than the call; then nothing is kept of them.
+    Attributes:
+        args, kwargs: the arguments, detached.
+        autocast: the kinds of devices for which autocast was on, with its dtypes.
+        transformed: whether torch.func was transforming the call. Its tensors do not outlive the call, so that args and
+            kwargs are empty.
     """
 
     args: tuple[Any, ...]
@@ -112,7 +120,7 @@ class Call:
 
 @dataclass
 class Trace:
-    """What forwards would have left behind: attributes and parameters that they set, by name."""
+    """The names of the attributes that forwards set, and of the parameters that they write into."""
 
     assigned: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
@@ -120,8 +128,10 @@ class Trace:
 
 @contextmanager
 def without_trace(model: nn.Module) -> Iterator[Trace]:
-    """A forward inside leaves no trace but in its inputs; yields one, which is filled at the end. Reentrant checkpoints
-    are run as what they wrap."""
+    """Undo all that forwards inside change, except in their inputs. Yields a Trace, which is filled at the end.
+
+    Checkpoints run the functions that they wrap.
+    """
     trace = Trace()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.enable_grad(), same_random(accelerators(model.parameters())), python_random():
@@ -146,17 +156,21 @@ def seed_all(seed: int, model: nn.Module) -> None:
 def calls_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[dict[int, list[Call]], set[int]]:
-    """One forward: (the calls of every submodule with gradients on and its own parameters, as its forward gets them;
-    the submodules that are called, but whose children are also called from outside of them). Modules by their ids."""
+    """Run one forward. Modules are told by their ids.
+
+    Returns:
+        The calls of every submodule with gradients on and with its own parameters, as its forward gets them; and the
+        submodules that are called themselves, and whose children are also called from outside of them.
+    """
     calls: dict[int, list[Call]] = {}
     lent, above, active, around = Lent(model), ancestors(model), list[int](), transforms()
-    idle: set[tuple[frozenset[int], ...]] = set()  # of every call, by path: the ancestors that are not running
+    idle: set[tuple[frozenset[int], ...]] = set()  # for every call and path, the ancestors that are not running
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not lent.others(module):
             inside = transforms() > around
-            given, named = ((), {}) if inside else (mapped(Tensor.detach, args), mapped(Tensor.detach, kwargs))
-            calls.setdefault(id(module), []).append(Call(given, named, autocast(), inside))
+            detached_args, detached_kwargs = ((), {}) if inside else mapped(Tensor.detach, (args, kwargs))
+            calls.setdefault(id(module), []).append(Call(detached_args, detached_kwargs, autocast(), inside))
             idle.add(tuple(path.difference(active) for path in above[id(module)]))
         active.append(id(module))
 
@@ -164,7 +178,7 @@ def calls_of(
         active.pop()
 
     handles: list[Any] = []
-    for module in (one for one in model.modules() if one is not model):
+    for module in (submodule for submodule in model.modules() if submodule is not model):
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
     try:
@@ -177,46 +191,51 @@ def calls_of(
 
 
 def ancestors(model: nn.Module) -> dict[int, list[frozenset[int]]]:
-    """Of every submodule, by path: the submodules that it is in."""
+    """For every submodule and each of its paths, the submodules that it is in."""
     named = dict(model.named_modules(remove_duplicate=False))
-    found: dict[int, list[frozenset[int]]] = {}
+    above: dict[int, list[frozenset[int]]] = {}
     for path, module in named.items():
         parts = path.split(".")
-        found.setdefault(id(module), []).append(
-            frozenset(id(named[".".join(parts[:n])]) for n in range(1, len(parts))) - {id(model), id(module)}
-        )
-    return found
+        around = {id(named[".".join(parts[:n])]) for n in range(1, len(parts))}
+        above.setdefault(id(module), []).append(frozenset(around - {id(model), id(module)}))
+    return above
 
 
 class Lent:
-    """Tells a module that runs on its own parameters from one that torch.func.functional_call has given others.
+    """Tells which modules run on other parameters than their own, because torch.func.functional_call replaced them.
 
-    given: what stands for the model's parameters, by name; None: they themselves.
+    stand_ins: tensors that count as the model's own parameters, by name.
     """
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, model: nn.Module, stand_ins: Mapping[str, Tensor] | None = None) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        own = {id(module): list(module.parameters()) for module in model.modules()}
-        self.own = (
-            own
-            if given is None
-            else {module: [given.get(names[id(one)], one) for one in parameters] for module, parameters in own.items()}
-        )
+        stand_ins = stand_ins or {}
+        self.parameters: dict[int, list[Tensor]] = {
+            id(module): [stand_ins.get(names[id(p)], p) for p in module.parameters()] for module in model.modules()
+        }
 
     def others(self, module: nn.Module) -> bool:
-        own, now = self.own[id(module)], list(module.parameters())
-        return len(own) != len(now) or any(one is not other for one, other in zip(own, now, strict=True))
+        """Whether the module has other parameters now."""
+        before, now = self.parameters[id(module)], list(module.parameters())
+        return len(before) != len(now) or any(old is not new for old, new in zip(before, now, strict=True))
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`function` of every tensor in `tree`."""
+    """The tree with `function` applied to every tensor in it."""
     return pytree.mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What forwards did. calls, first: of all of them and of the first, by module. assigned: the attributes, written:
-    the parameters that they set. opened: modules whose children are called from outside of them, too."""
+    """Several forwards of a model. Modules are told by their ids.
+
+    Attributes:
+        calls: the calls of each module in all forwards.
+        first: the calls of each module in the first forward.
+        assigned: the names of the attributes that forward sets.
+        written: the names of the parameters that forward writes into.
+        opened: modules whose children are also called from outside of them.
+    """
 
     calls: Mapping[int, list[Call]]
     first: Mapping[int, list[Call]]
@@ -226,13 +245,12 @@ class Watched:
 
 
 def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Watched:
+    """Run forwards with other random numbers each, until all modules with parameters are called or `IN_VAIN` tells."""
     with without_trace(model) as trace:
         first, opened = calls_of(model, args, kwargs)
     assigned, written = set(trace.assigned), set(trace.written)
-    calls = {module: list(found) for module, found in first.items()}
-    owners = {
-        id(module) for module in model.modules() if any(p.requires_grad for p in module.parameters(recurse=False))
-    }
+    calls = {module: list(its_calls) for module, its_calls in first.items()}
+    owners = {id(m) for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))}
     in_vain = 0
     for seed in range(1, FORWARDS):
         if owners <= calls.keys() | {id(model)} or in_vain == IN_VAIN:
@@ -244,6 +262,6 @@ def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         assigned |= set(trace.assigned)
         written |= set(trace.written)
         in_vain = 0 if more.keys() - calls.keys() else in_vain + 1
-        for module, found in more.items():
-            calls.setdefault(module, []).extend(found)
+        for module, its_calls in more.items():
+            calls.setdefault(module, []).extend(its_calls)
     return Watched(calls, first, frozenset(assigned), frozenset(written), frozenset(opened))

@@ -1,13 +1,14 @@
 """Capture of forwards that take derivatives of a network by its inputs, with torch.autograd.grad or torch.func.
 
-torch.export keeps what forward does and not what autograd does to it. Here all is traced below autograd, so that the
-derivatives are operations as any other, with the parameters' uses in them:
+torch.export captures forward above autograd. Here the model is traced below autograd, so that its derivatives are
+ordinary operations that contain uses of the parameters:
 
     u = linear(x, w)                                        u = matmul(x, w.t())
     (du,) = torch.autograd.grad(u.sum(), x, ...)            du = matmul(ones, w)
 
-That can be differentiated again. Sizes are those of the example, for the trace knows no others. What autograd saves is
-detached in such a trace and linked again by autograd itself, so these detachments go; those of forward stay, marked.
+The graph can be differentiated again. The trace has no symbolic sizes, so a capture holds for the sizes of the example.
+In such a trace autograd detaches the tensors that it saves. These detachments are removed; forward's own are marked and
+stay.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from .calls import mapped, without_trace
 
 DETACH, MARKED = torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default
 RESHAPED = {"view", UNSAFE_VIEW, "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "alias"}
-STOPS = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # of what forward calls itself
+STOPS = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # they stop gradients
 
 
 def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
-    """Whether forward calls torch.autograd.grad, or what of torch.func differentiates; it runs once, and leaves no
-    trace. False if it does not run."""
+    """Whether forward calls torch.autograd.grad, or a function of torch.func that differentiates.
+
+    It runs once, without a trace. False if it fails.
+    """
     seen: set[bool] = set()
 
     def look(frame: FrameType, event: str, _: Any) -> None:
@@ -53,7 +56,7 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     except Exception as error:
         if fatal(error):
             raise
-        return False  # what is wrong is said by whoever runs it for its results
+        return False  # the caller reports the failure of its own run
     finally:
         sys.setprofile(before)
     return bool(seen)
@@ -61,14 +64,14 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """torch loads its forward-mode formulas at the first use, with a function that torch itself has deprecated."""
+    """Inside, torch does not warn about its own use of torch.jit.script, which loads the forward-mode formulas."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
         yield
 
 
 class Marked(TorchFunctionMode):
-    """What forward itself keeps gradients from passing is followed by an operation that autograd never writes."""
+    """Follows every detachment that forward makes by `detach_copy`, an operation that autograd itself never writes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stops = func in STOPS or not torch.is_grad_enabled()
@@ -82,8 +85,15 @@ def marked(value: Tensor) -> Tensor:
 
 
 def differentiated(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, Callable[..., None]]:
-    """A module as torch.export makes it, with attributes for what the model holds, and what raises AssertionError for
-    inputs of other sizes. Raises what torch raises where it cannot be traced."""
+    """Trace a model below autograd.
+
+    Returns:
+        A module like those of torch.export, with the model's tensors as attributes; and a function of the inputs that
+        raises AssertionError if their sizes differ from the example's.
+
+    Raises:
+        Exception: torch's own, if the model cannot be traced.
+    """
     held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sizes = [tensor.shape for tensor in tensors]
     module = traced(model, held, tensors)
@@ -101,22 +111,22 @@ def traced(model: nn.Module, held: dict[str, Tensor], tensors: Sequence[Tensor])
         with Marked():
             return functional_call(model, held, tensors)
 
-    with torch.enable_grad(), forward_mode():  # which knows no symbols for sizes
+    with torch.enable_grad(), forward_mode():  # forward mode fails with symbolic sizes, hence "fake"
         return make_fx(forward, tracing_mode="fake", record_stack_traces=True)(held, tuple(tensors))
 
 
 def note_sizes(
     module: fx.GraphModule, again: Callable[[Sequence[Tensor]], fx.GraphModule], tensors: Sequence[Tensor]
 ) -> None:
-    """Mark the nodes whose size goes with the number of cases: traced with one case more, they have others."""
+    """Mark the nodes whose size depends on the number of cases: it changes in a trace with one case more."""
     cases = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
-    for which in (lambda one: one.dim() > 0, lambda one: one.shape[:1] == (cases,)):
+    for grows in (lambda t: t.dim() > 0, lambda t: t.shape[:1] == (cases,)):
         try:
-            other = again([torch.cat([one, one[:1]]) if which(one) else one for one in tensors])  # type: ignore[no-untyped-call]
+            other = again([torch.cat([t, t[:1]]) if grows(t) else t for t in tensors])  # type: ignore[no-untyped-call]
         except Exception as error:
             if fatal(error):
                 raise
-            continue  # not every first dimension may grow
+            continue  # the first dimension of some inputs may not count cases
         pairs = list(zip(module.graph.nodes, other.graph.nodes, strict=False))
         if len(module.graph.nodes) == len(other.graph.nodes) and all(a.target == b.target for a, b in pairs):
             for node, twin in pairs:
@@ -125,7 +135,7 @@ def note_sizes(
 
 
 def below_autograd(module: fx.GraphModule, held: Mapping[str, Any]) -> fx.GraphModule:
-    """`module` with attributes for its first inputs, without autograd's own detachments and without sizes."""
+    """The module with attributes in the place of its first inputs, without autograd's own detachments and sizes."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     waiting, held = iter(held), dict(held)
     for node in module.graph.nodes:
@@ -149,7 +159,7 @@ def below_autograd(module: fx.GraphModule, held: Mapping[str, Any]) -> fx.GraphM
 
 
 def unchanged(node: fx.Node) -> fx.Node | None:
-    """What `node` is a view of in the very same shape, as torch.func.vmap writes them."""
+    """The node that `node` is a view of with the same shape, if any; torch.func.vmap writes such views."""
     source = node
     while op_name(source) in RESHAPED:
         (source,) = source.all_input_nodes

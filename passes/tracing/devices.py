@@ -1,4 +1,4 @@
-"""The devices beside the CPU that a model is on: their random streams, and the autocast that is on for their kind."""
+"""Devices of a model: their random streams, and autocast."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 
 def kinds() -> tuple[str, ...]:
-    """Of the devices that a tensor may be on here and that autocast knows."""
+    """The kinds of devices that this machine has and that autocast supports."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """The kinds of devices that autocast is on for, and to what."""
+    """The kinds of devices for which autocast is on, with its dtypes."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind))
 
 
 def accelerators(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
-    """The devices that have random streams beside the CPU's."""
-    found = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-    return tuple(sorted(found, key=str))
+    """The devices of these tensors that have random streams of their own."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    return tuple(sorted(devices, key=str))
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """torch's random streams at one moment. others: by the name of the device."""
+    """The states of torch's random streams: the CPU's, and others by the name of their device."""
 
     cpu: Tensor
     others: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class RandomState:
 
     @staticmethod
     def seeded(seed: int, devices: Iterable[torch.device]) -> RandomState:
-        """The streams as `torch.manual_seed` starts them, which does so on all devices there are."""
+        """The states that `torch.manual_seed` sets, on these devices only."""
         others = {str(device): torch.Generator(device).manual_seed(seed).get_state() for device in devices}
         return RandomState(torch.Generator().manual_seed(seed).get_state(), others)
 
@@ -58,7 +58,7 @@ class RandomState:
 
 @contextmanager
 def same_random(devices: Iterable[torch.device], enabled: bool = True) -> Iterator[None]:
-    """Random streams are afterwards what they were before."""
+    """Restore the random streams at the end."""
     before = RandomState.now(devices) if enabled else None
     try:
         yield

@@ -1,14 +1,14 @@
-"""Recurrent layers as single operations: what torch's fused calls become while a model is traced.
+"""Recurrent layers as single operations while a model is traced.
 
     nn.LSTM, nn.GRU, nn.RNN, torch.lstm, ...                    recurrent(kind, x, ...)
     nn.LSTMCell, nn.GRUCell, nn.RNNCell, torch.lstm_cell, ...   recurrent_cell(kind, x, ...)
     pack_padded_sequence(x, lengths).data                       packed(x, lengths)
     pad_packed_sequence(sequence)                               unpacked(data, lengths, ...)
 
-Traced as they are, the fused calls cost torch.export a pass through every step, and packed sequences do not trace at
-all, for their sizes are data; nor do the fused cells of CUDA, not all of which have shapes without numbers. These
-operations only know shapes; the pass `unroll` writes them out. The number of steps is a fact of the capture, guarded as
-every shape; so are the lengths of packed sequences as far as they are sizes.
+torch.export would trace the fused calls step by step, which is slow. It cannot trace packed sequences, whose sizes are
+data, nor the fused cells of CUDA, some of which do not run without values. These operations only know shapes; the pass
+`unroll` writes them out. The capture holds for one number of steps, which is guarded as every shape is, and for one
+length of the longest sequence of every packed batch.
 """
 
 from __future__ import annotations
@@ -24,38 +24,45 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UntraceableError
-from ..torch_private import PACK, UNPACK, assert_size
+from ..torch_private import EXPECTED_HIDDEN_SIZE, PACK, UNPACK, assert_size
 from .substitutes import packed, recurrent, recurrent_cell, unpacked
 
-KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELL_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @contextmanager
 def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[None]:
     """Inside, torch's recurrent layers and packed sequences are operations that stand for them.
 
-    longest: the longest sequence of each packed batch, in the order of packing; else all of its padding.
+    longest: the length of the longest sequence of each packed batch, in the order of packing; by default that of its
+        padding.
     """
-    mode = _Recurrent(longest)
-    original = nn.RNNBase.get_expected_hidden_size
+    mode = RecurrentMode(longest)
+    original = getattr(nn.RNNBase, EXPECTED_HIDDEN_SIZE)
 
-    def expected(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> tuple[int, int, int]:
-        if batch_sizes is None or id(batch_sizes) not in mode.known:
+    def expected(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> Any:
+        if batch_sizes is None or id(batch_sizes) not in mode.batches:
             return original(self, input, batch_sizes)
         width = self.proj_size or self.hidden_size
-        return self.num_layers * (2 if self.bidirectional else 1), mode.known[id(batch_sizes)].cases, width
+        return self.num_layers * (2 if self.bidirectional else 1), mode.batches[id(batch_sizes)].cases, width
 
-    nn.RNNBase.get_expected_hidden_size = expected  # type: ignore[method-assign]  # it reads a size out of a tensor
+    setattr(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected)
     try:
         with mode:
             yield
     finally:
-        nn.RNNBase.get_expected_hidden_size = original  # type: ignore[method-assign]
+        setattr(nn.RNNBase, EXPECTED_HIDDEN_SIZE, original)
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """A batch of packed sequences: `sizes` [steps] is what torch keeps of it, how many sequences reach each step."""
+class PackedBatch:
+    """A batch of packed sequences.
+
+    Attributes:
+        sizes: [steps], the number of sequences that reach each step; torch keeps this tensor.
+        lengths: [N], of the sequences.
+        steps: the length of the longest.
+    """
 
     sizes: Tensor
     lengths: Tensor
@@ -68,47 +75,53 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Packs:
-    """The packed batches of a graph. steps: of the longest sequence of each, a fact of the capture; lengths: computes
-    those of all sequences from the graph's inputs."""
+    """The packed batches of a graph.
+
+    Attributes:
+        steps: the length of the longest sequence of each, for which the capture holds.
+        lengths: a function of the graph's inputs to the lengths [N] of the sequences of each batch.
+    """
 
     steps: tuple[int, ...]
     lengths: Callable[..., tuple[Tensor, ...]]
 
     @torch.no_grad()
     def longest(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Waits for the device, if the lengths are there."""
-        return tuple(int(one.max()) for one in self.lengths(*values))
+        """The length of the longest sequence of each batch. It waits for the device if the lengths are on one."""
+        return tuple(int(lengths.max()) for lengths in self.lengths(*values))
 
 
 def packs_in(graph: fx.Graph, root: nn.Module) -> Packs | None:
-    found = [node for node in graph.nodes if node.target is torch.ops.kfac_fx.packed.default]
-    if not found:
+    """The packed batches of a graph, or None if there are none."""
+    nodes = [node for node in graph.nodes if node.target is torch.ops.kfac_fx.packed.default]
+    if not nodes:
         return None
     copies: dict[fx.Node, fx.Node] = {}
-    own = fx.Graph()
-    own.graph_copy(graph, copies)
-    own.output(tuple(copies[node.args[1]] for node in found))
-    own.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    steps = tuple(int(node.args[0].meta["val"].shape[0]) for node in found)
-    return Packs(steps, fx.GraphModule(root, own))
+    lengths = fx.Graph()
+    lengths.graph_copy(graph, copies)
+    lengths.output(tuple(copies[node.args[1]] for node in nodes))
+    lengths.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    steps = tuple(int(node.args[0].meta["val"].shape[0]) for node in nodes)
+    return Packs(steps, fx.GraphModule(root, lengths))
 
 
 def refuse_packed(model: str, tree: Any) -> None:
-    """Raises UntraceableError for packed sequences among the arguments: how many there are is in their data."""
+    """Raises UntraceableError for packed sequences among the arguments."""
     if isinstance(tree, PackedSequence):
         raise UntraceableError(
-            f"{model} takes a PackedSequence, whose number of sequences is data and no size, so no graph knows it.\n"
-            "Hand in the padded batch and a tensor of lengths, and pack inside forward: "
+            f"{model} takes a PackedSequence. The number of its sequences is data, which no captured graph knows.\n"
+            "Pass the padded batch and a tensor of lengths, and pack inside forward: "
             "pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)."
         )
-    for one in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ():
-        refuse_packed(model, one)
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    for subtree in inner:
+        refuse_packed(model, subtree)
 
 
-class _Recurrent(TorchFunctionMode):
+class RecurrentMode(TorchFunctionMode):
     def __init__(self, longest: Sequence[int]) -> None:
         super().__init__()
-        self.known: dict[int, _Batch] = {}  # by the id of `sizes`
+        self.batches: dict[int, PackedBatch] = {}  # by the id of `sizes`
         self.longest = iter(longest)
 
     def __torch_function__(
@@ -118,16 +131,16 @@ class _Recurrent(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
-        if name in KINDS:
+        if name in CELL_KINDS:
             return self.layer(name, func, args)
-        if name.removesuffix("_cell") in KINDS:
+        if name.removesuffix("_cell") in CELL_KINDS:
             return self.cell(name.removesuffix("_cell"), *args)
         if name == PACK:
             return self.pack(*args)
-        if name == UNPACK and id(args[1]) in self.known:
+        if name == UNPACK and id(args[1]) in self.batches:
             return self.unpack(*args)
-        if name == "__getitem__" and id(args[0]) in self.known and args[1] == 0:
-            return self.known[id(args[0])].cases  # the size of the batch, where torch would read it out of a tensor
+        if name == "__getitem__" and id(args[0]) in self.batches and args[1] == 0:
+            return self.batches[id(args[0])].cases  # torch would read the number of cases out of a tensor
         return func(*args, **kwargs)
 
     def layer(self, kind: str, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -135,37 +148,35 @@ class _Recurrent(TorchFunctionMode):
         if isinstance(rest[2], bool):
             state, weights, biases, layers, dropout, train, bidirectional, batch_first = rest
             lengths, steps = None, int(x.shape[1 if batch_first else 0])  # a guard of the capture
-        elif id(rest[0]) in self.known:
-            batch = self.known[id(rest[0])]
+        elif id(rest[0]) in self.batches:
+            batch = self.batches[id(rest[0])]
             state, weights, biases, layers, dropout, train, bidirectional = rest[1:]
             lengths, steps, batch_first = batch.lengths, batch.steps, False
         else:
             return func(*args)  # packed outside of forward
         states = list(state) if kind == "lstm" else [state]
         chance = dropout if train and layers > 1 else 0.0
-        found = recurrent(
-            kind, x, states, list(weights), lengths, steps, biases, layers, chance, bidirectional, batch_first
-        )
-        return tuple(found)
+        stack = biases, layers, chance, bidirectional, batch_first
+        return tuple(recurrent(kind, x, states, list(weights), lengths, steps, *stack))
 
     def cell(self, kind: str, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
         w, u, b, d = (*weights, None, None)[:4]
         assert w is not None and u is not None, f"bug in kfac_fx: {kind}_cell without weights"
-        found = recurrent_cell(kind, x, list(state) if kind == "lstm" else [state], w, u, b, d)
-        return tuple(found) if kind == "lstm" else found[0]
+        new = recurrent_cell(kind, x, list(state) if kind == "lstm" else [state], w, u, b, d)
+        return tuple(new) if kind == "lstm" else new[0]
 
     def pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         x = x.transpose(0, 1) if batch_first else x
         assert_size(x.shape[1] == lengths.shape[0])  # type: ignore[no-untyped-call]
         steps = next(self.longest, int(x.shape[0]))
         reached = torch.arange(steps, device=lengths.device)[:, None] < lengths
-        batch = _Batch(reached.sum(1), lengths, steps)
-        self.known[id(batch.sizes)] = batch
+        batch = PackedBatch(reached.sum(1), lengths, steps)
+        self.batches[id(batch.sizes)] = batch
         return packed(x[:steps], lengths), batch.sizes
 
     def unpack(
         self, data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
     ) -> tuple[Tensor, Tensor]:
-        batch = self.known[id(sizes)]
+        batch = self.batches[id(sizes)]
         padded = unpacked(data, batch.lengths, int(total), float(padding))
         return padded.transpose(0, 1) if batch_first else padded, batch.lengths

@@ -312,7 +312,7 @@ def test_packed_sequences_among_the_arguments_are_refused_by_name() -> None:
             return self.head(self.inner(x)[1][-1])
 
     sequence = pack_padded_sequence(torch.randn(5, 6, 3), LENGTHS, True, False)
-    with pytest.raises(UntraceableError, match="Given takes a PackedSequence, whose number of sequences is data"):
+    with pytest.raises(UntraceableError, match="Given takes a PackedSequence. The number of its sequences is data"):
         kfac_fx.compile(Given(nn.RNN(3, 4)), ({"x": [sequence]},), loss="normal")
 
 
