@@ -1,7 +1,8 @@
-"""Capture: a module and, if given, example inputs -> a flat Program over the module's own parameters.
+"""Capture: a module and example inputs -> a flat Program over the module's own parameters.
 
-With inputs: `torch.export`, non-strict, every dimension of every tensor input dynamic where the model allows it; what
-is not a tensor is part of the capture's key. Without: `torch.fx.symbolic_trace`, for models that are plain Python.
+With inputs, `torch.export` traces the model, non-strict, with as many dynamic dimensions of its tensors as the model
+allows. Inputs that are no tensors are part of the capture's key. Without inputs, `torch.fx` traces models that are
+plain Python.
 """
 
 from __future__ import annotations
@@ -36,28 +37,23 @@ from .tracing.signature import (
 )
 from .tracing.substitutes import CertainDraws, Detached
 from .tracing.symbolic import symbolic_trace
-from .tracing.watch import (
-    backward_hooks,
-    cumulative_averages,
-    custom_functions,
-    quiet,
-    refuse_custom,
-    untraceable,
-)
+from .tracing.watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untraceable
 
-IMAGE = 4  # dimensions of a batch of images; those of videos are more
-ASSIGNED = r"The tensor attributes? .* assigned during export"  # torch's words; `untouched` sees it, too
+IMAGE = 4  # the dimensions of a batch of images; videos have more
+ASSIGNED = r"The tensor attributes? .* assigned during export"  # a warning of torch; `untouched` notes the names, too
 
 
 @dataclass(frozen=True)
 class Capture:
     """A Program with its calling convention.
 
-    flatten: (args, kwargs) -> the values of the graph's placeholders, in order.
-    unflatten: the value of the graph's output node -> what the model returns.
-    holds: whether the capture is valid for these (args, kwargs): shape guards, values that were baked in.
-    effects: what forward does that the graph does not, as in "sets memory.last".
-    assigned: the attributes that forward sets, whose values the graph does not read.
+    Attributes:
+        program: the graph and the tensors that it reads.
+        flatten: (args, kwargs) -> the values of the graph's placeholders, in order.
+        unflatten: the value of the graph's output node -> the outputs of the model.
+        holds: whether the capture is valid for (args, kwargs): their sizes, and arguments that are constants in it.
+        effects: what forward does and the graph does not, as in "sets memory.last".
+        assigned: the attributes that forward sets, whose values the graph does not read.
     """
 
     program: Program
@@ -77,9 +73,14 @@ def capture(
     layers: Mapping[str, Any] | None = None,
     every_size: bool = True,
 ) -> Capture:
-    """Trace `model`. Raises UntraceableError, naming the module and the line where torch gave up.
+    """Trace a model.
 
-    every_size: also for images of other heights and widths, which takes torch.export several times as long.
+    Args:
+        args, kwargs: example inputs; without them the model is traced by torch.fx.
+        every_size: capture for images of all heights and widths, which takes torch.export several times as long.
+
+    Raises:
+        UntraceableError: the model cannot be captured; the text names the module and the line where torch failed.
     """
     options, layers = options or Options(), layers or {}
     if args is None and not kwargs:
@@ -88,7 +89,7 @@ def capture(
 
 
 def by_fx(model: nn.Module, options: Options, layers: Mapping[str, Any]) -> Capture:
-    """Arguments with defaults are taken to be left out: nobody gave others."""
+    """Trace without inputs. Arguments that have defaults are left at these."""
     traced = symbolic_trace(model)
     parameters, aliases = named_parameters(model)
     program = Program(traced.graph, traced.root, parameters, aliases, options, layers)
@@ -96,7 +97,7 @@ def by_fx(model: nn.Module, options: Options, layers: Mapping[str, Any]) -> Capt
 
 
 def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """Trainable parameters by canonical name, and every alias -> canonical name; one entry for one object."""
+    """Trainable parameters by canonical name, one entry for each object; and every name -> its canonical name."""
     first: dict[int, str] = {}
     parameters: dict[str, nn.Parameter] = {}
     aliases: dict[str, str] = {}
@@ -118,7 +119,7 @@ def exported(
     every_size: bool,
     longest: Sequence[int] = (),
 ) -> Capture:
-    """longest: see `recurrent_layers`."""
+    """Trace with inputs. longest: see `recurrent_layers`."""
     refuse_packed(type(model).__name__, (args, kwargs))
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
     name = type(model).__name__
@@ -126,10 +127,10 @@ def exported(
     refuse_hidden_tensors(name, leaves)
     refuse_no_tensors(name, "takes", leaves)
     flat = Flat(model, leaves, spec)
-    flat.training = model.training  # its own flag only: submodules may be in other modes
-    # Of a view torch.export would keep guards on what it is a view of, which the next batch need not be.
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    tensors = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in given)
+    flat.training = model.training  # of this module only: submodules may be in other modes
+    # For a view torch.export would guard its base; the next batch need not be a view.
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in inputs)
     names = input_names(model, args, kwargs)
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
@@ -176,10 +177,9 @@ def exported(
 def graph_module(
     flat: Flat, tensors: tuple[Tensor, ...], every_size: bool, longest: Sequence[int]
 ) -> tuple[fx.GraphModule, Callable[..., None] | None]:
-    """The graph, and what raises AssertionError for inputs that it is not for. longest: see `recurrent_layers`, which
-    stand in while the model is traced, not while it is run."""
+    """The traced module, and a function of the inputs that raises AssertionError if it is not valid for them."""
     try:
-        # A size of 1 is static: torch specializes it anyway, and says so on stderr.
+        # A size of 1 is static: torch would specialize it anyway, and print a warning.
         free = [t.dim() if every_size or t.dim() < IMAGE else 2 for t in tensors]
         shapes = tuple({d: Dim.AUTO for d in range(n) if t.shape[d] > 1} for t, n in zip(tensors, free, strict=True))
         with warnings.catch_warnings(), forward_mode(), recurrent_layers(longest):
@@ -195,9 +195,9 @@ def graph_module(
     flat.returned = Returned()
     with custom_functions() as custom, recurrent_layers(longest):
         try:
-            found = differentiated(flat, tensors)
+            traced = differentiated(flat, tensors)
         except Exception:
             refuse_custom(flat.model, custom)
             raise
     refuse_custom(flat.model, custom)
-    return found
+    return traced

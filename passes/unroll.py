@@ -1,19 +1,16 @@
-"""The cells of recurrent layers, in the order in which torch computes them: from the products of the input and of the
-state, each with its bias, and the state, to the new state. The first of a state is the output.
-
-Recurrent layers written out: a linear layer of the input and one of the state at every step, and the gates.
+"""Recurrent layers written out: at every step a linear layer of the input, one of the state, and the gates.
 
     y, h = recurrent("rnn_tanh", x, h0, [w, u, b, c])     x_0, x_1, ... = unbind(x)
                                                           h_1 = tanh(linear(h0, u, c) + linear(x_0, w, b))
                                                           h_2 = tanh(linear(h_1, u, c) + linear(x_1, w, b))
                                                           y, h = stack([h_1, h_2, ...]), h_T
 
-so that every weight has one use a step, in the order of time, which the series approximations rely on; the input's
-weights, too, which could have one use with T positions: the sums over rows are the same. Packed sequences are computed
-with their padding: a sequence keeps its state beyond its length, and what is computed there does not count as rows.
+Every weight has one use for each step, in the order of time, which the series approximations need. The weights of the
+input could have one use with T positions, with the same sums over rows but no order. Packed sequences are computed with
+their padding: a sequence keeps its state beyond its length, and its outputs there are no rows.
 
-A first state that does not depend on the batch is given one row a case, so that its product with a weight is a use as
-the others. It adds nothing to the gradient of the weight if it is zero, but the bias beside it has one.
+A first state that does not depend on the batch is expanded to one row for each case, so that its product with a weight
+is a use like the others. A zero state adds nothing to the weight's gradient, but the bias beside it has a gradient.
 """
 
 from __future__ import annotations
@@ -31,9 +28,13 @@ from .graphs.operations import op_name
 from .graphs.sizes import counted
 from .ir import STEP, UNROLLED, Program
 
-Value = Any  # a tensor, or an fx.Proxy: what is done to it becomes nodes
+Value = Any  # an fx.Proxy, on which operations become nodes; or a tensor
 State = list[Value]
 Cell = Callable[[Value, Value, State], State]
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+# A cell computes the new state from the products of the input and of the state, each with its bias, and from the state.
+# The order of operations is torch's. The first element of a state is the output.
 
 
 def lstm(x: Value, h: Value, state: State) -> State:
@@ -45,7 +46,7 @@ def lstm(x: Value, h: Value, state: State) -> State:
 
 
 def gru(x: Value, h: Value, state: State) -> State:
-    """Cho et al. 2014; as in torch, the reset gate meets the product of the state and not the state."""
+    """Cho et al. 2014. As in torch, the reset gate multiplies the product of the state, not the state."""
     of_x, of_h = torch.chunk(x, 3, -1), torch.chunk(h, 3, -1)
     r = torch.sigmoid(of_h[0] + of_x[0])
     z = torch.sigmoid(of_h[1] + of_x[1])
@@ -63,15 +64,11 @@ def rnn_relu(x: Value, h: Value, state: State) -> State:
 
 CELLS: dict[str, Cell] = {"lstm": lstm, "gru": gru, "rnn_tanh": rnn_tanh, "rnn_relu": rnn_relu}
 
-
-# --- unroll -----------------------------------------------------------------------------------------------------------
-
-
 # --- the pass -------------------------------------------------------------------------------------------------------
 
 
 def unroll(program: Program) -> Program:
-    """See the module's docstring."""
+    """Write out recurrent layers; see the module's docstring."""
     if not any(map(is_recurrent, program.graph.nodes)):
         return program
     write = Unroller(labels(program.graph, program.parameters))
@@ -80,7 +77,7 @@ def unroll(program: Program) -> Program:
         if is_recurrent(node):
             write.begin(node)
             results[node] = WRITTEN[op_name(node)](write, node)
-            write.copies[node] = results[node][0].node  # what an operation of one result is
+            write.copies[node] = results[node][0].node  # operations of one result have no getitem
         elif op_name(node) == "getitem" and node.args[0] in results:
             write.copies[node] = results[node.args[0]][node.args[1]].node
         else:
@@ -93,27 +90,29 @@ def is_recurrent(node: fx.Node) -> bool:
 
 
 class Unroller(Writer):
-    """`label`: of the old graph."""
+    """Writes the steps of recurrent layers. label: the labels of the old graph."""
 
     def __init__(self, label: Mapping[fx.Node, Label]) -> None:
         super().__init__()
         self.label = label
-        self.padded: dict[fx.Node, Value] = {}  # packed data -> the same before it was packed, [steps, N, ...]
+        self.padded: dict[fx.Node, Value] = {}  # packed data -> its padded form [steps, N, ...]
         self.masks: dict[tuple[fx.Node, int], Value] = {}
 
     def first(self, state: fx.Node, number: int | None, product: Value) -> Value:
-        """A first state with one row a case; see the module's docstring.
+        """A first state with one row for each case; see the module's docstring.
 
-        state: of the old graph, [N, h], or [layers, N, h] and the layer's number.
-        product: of the first input, [N, ...].
+        Args:
+            state: a node of the old graph, [N, h], or [layers, N, h].
+            number: the layer's index; None if the state is [N, h].
+            product: the product of the first input, [N, ...].
         """
-        own = self(state) if number is None else self(state)[number]
-        if self.label[state] is Label.ACT or "val" not in own.node.meta:
-            return own
-        return own.expand_as(product[..., : own.node.meta["val"].shape[-1]])
+        first = self(state) if number is None else self(state)[number]
+        if self.label[state] is Label.ACT or "val" not in first.node.meta:
+            return first
+        return first.expand_as(product[..., : first.node.meta["val"].shape[-1]])
 
     def reached(self, lengths: Value, steps: int, like: Value) -> Value:
-        """[steps, N]: whether a sequence has this step."""
+        """[steps, N]: whether the sequence has the step."""
         key = (lengths.node, steps)
         if key not in self.masks:
             device = like.node.meta["val"].device
@@ -121,13 +120,13 @@ class Unroller(Writer):
             self.masks[key] = torch.lt(step.unsqueeze(-1), lengths.to(device))
         return self.masks[key]
 
-    def linear(self, x: Value, weight: Value, bias: Value | None, kept: Value | None) -> Value:
-        """kept: [N, 1], the sequences that have this step."""
+    def linear(self, x: Value, weight: Value, bias: Value | None, reached: Value | None) -> Value:
+        """A linear layer of one step. reached: [N, 1], whether the sequence has the step."""
         y = F.linear(x, weight, bias)
-        return y if kept is None else self.create_proxy("call_function", counted, (y, kept), {})
+        return y if reached is None else self.create_proxy("call_function", counted, (y, reached), {})
 
     def pack(self, y: Value, mask: Value, rows: Any) -> Value:
-        """[steps, N, ...] -> [rows, ...]; rows: how many, which is data."""
+        """[steps, N, ...] -> [rows, ...]. The number of rows is data."""
         value = y.node.meta["val"]
         with self.valued(value.new_empty(rows, *value.shape[2:])):
             data = y[mask]
@@ -135,36 +134,36 @@ class Unroller(Writer):
         return data
 
     def unpack(self, data: Value, mask: Value) -> Value:
-        """[rows, ...] -> [steps, N, ...], with anything beyond the lengths."""
+        """[rows, ...] -> [steps, N, ...], with arbitrary values beyond the lengths."""
         if data.node in self.padded:
             return self.padded[data.node]
         place = mask.flatten().cumsum(0).view_as(mask) - 1
         return data[place.clamp(min=0)]
 
 
-# --- what is written ------------------------------------------------------------------------------------------------
+# --- operations of `tracing.substitutes`, written out -----------------------------------------------------------------
 
 
 def write_cell(write: Unroller, node: fx.Node) -> State:
-    """lstm_cell(x, [h, c], w, u, b, d) and its like, and `passes.tracing.substitutes.recurrent_cell`: one step."""
+    """lstm_cell(x, [h, c], w, u, b, d), ..., and `recurrent_cell`: one step."""
     stands = op_name(node) == "recurrent_cell"
     arguments: Any = (*node.args[stands:], None, None)
     kind = str(node.args[0]) if stands else op_name(node).removesuffix("_cell")
     x, state, w, u, b, d = arguments[:6]
-    write.kept[UNROLLED] = f"a linear layer in each {kind}_cell"
+    write.meta[UNROLLED] = f"a linear layer in each {kind}_cell"
     product = F.linear(write(x), write(w), write(b))
-    first = [write.first(one, None, product) for one in (state if isinstance(state, (list, tuple)) else [state])]
+    first = [write.first(each, None, product) for each in (state if isinstance(state, (list, tuple)) else [state])]
     return CELLS[kind](product, F.linear(first[0], write(u), write(d)), first)
 
 
 def write_layers(write: Unroller, node: fx.Node) -> State:
-    """`passes.tracing.substitutes.recurrent`"""
+    """`recurrent`: a stack of layers, with all their steps."""
     arguments: Any = node.args
     kind, x, state, weights, lengths, steps, biases, layers, dropout, bidirectional, batch_first = arguments
     write.begin(node, node.name.replace("recurrent", kind))
-    write.kept[UNROLLED] = f"a linear layer at each of {steps} steps of {kind}"
+    write.meta[UNROLLED] = f"a linear layer at each of {steps} steps of {kind}"
     directions = 2 if bidirectional else 1
-    each = len(weights) // (layers * directions)  # weights of one layer and direction
+    count = len(weights) // (layers * directions)  # weights of one layer and direction
     y, mask, rows = write(x), None, None
     if lengths is not None:
         rows = y.node.meta["val"].shape[0]
@@ -177,10 +176,10 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
         outputs: list[list[Value]] = []
         for reverse in range(directions):
             number = directions * layer + reverse
-            own = Weights(*arranged(write(weights[number * each : (number + 1) * each]), biases))
-            direction = Direction(CELLS[kind], own, reached, bool(reverse), f"l{layer}{'_reverse' * reverse}")
-            through, end = through_time(write, direction, inputs, [(one, number) for one in state])
-            outputs.append(through)
+            its_weights = Weights(*arranged(write(weights[number * count : (number + 1) * count]), biases))
+            direction = Direction(CELLS[kind], its_weights, reached, bool(reverse), f"l{layer}{'_reverse' * reverse}")
+            output, end = through_time(write, direction, inputs, [(each, number) for each in state])
+            outputs.append(output)
             last.append(end)
         write.at("")
         inputs = outputs[0] if directions == 1 else [torch.cat(both, -1) for both in zip(*outputs, strict=True)]
@@ -192,7 +191,7 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
 
 
 class Weights(NamedTuple):
-    """Of one layer and direction: of the input, of the state, their biases, the projection of the state."""
+    """The weights of a layer and direction: w of the input, u of the state, their biases b and d, the projection r."""
 
     w: Value
     u: Value
@@ -202,17 +201,17 @@ class Weights(NamedTuple):
 
 
 def arranged(weights: Sequence[Value], biases: bool) -> list[Value | None]:
-    """In the order of `Weights`, from torch's: w, u[, b, d][, r]."""
+    """torch's order w, u[, b, d][, r] -> the order of `Weights`."""
     w, u, *rest = weights
     b, d, *r = rest if biases else (None, None, *rest)
     return [w, u, b, d, r[0] if r else None]
 
 
 class Direction(NamedTuple):
-    """One layer in one direction. reached: [N, 1] for every step, where sequences have lengths; `Unroller.reached`."""
+    """One layer in one direction. reached: [N, 1] for every step, if sequences have lengths; see `Unroller.reached`."""
 
     cell: Cell
-    own: Weights
+    weights: Weights
     reached: Sequence[Value] | None
     reverse: bool
     name: str
@@ -221,27 +220,27 @@ class Direction(NamedTuple):
 def through_time(
     write: Unroller, layer: Direction, inputs: Sequence[Value], first: Sequence[tuple[fx.Node, int]]
 ) -> tuple[list[Value], State]:
-    """(outputs in the order of the inputs, last state)"""
-    (w, u, b, d, r), reached = layer.own, layer.reached
+    """All steps of a layer: (outputs in the order of the inputs, last state)."""
+    (w, u, b, d, r), reached = layer.weights, layer.reached
     outputs: list[Value] = [None] * len(inputs)
     state: State = []
     for step in reversed(range(len(inputs))) if layer.reverse else range(len(inputs)):
         write.at(f"{layer.name}_t{step}")
-        write.kept[STEP] = step, len(inputs)
-        kept = None if reached is None else reached[step]
-        product = write.linear(inputs[step], w, b, kept)
-        state = state or [write.first(one, number, product) for one, number in first]
-        new = layer.cell(product, write.linear(state[0], u, d, kept), state)
-        if r is not None:  # the state is a projection of what the gates let out: Sak et al. 2014
-            new[0] = write.linear(new[0], r, None, kept)
-        state = new if kept is None else [torch.where(kept, *both) for both in zip(new, state, strict=True)]
+        write.meta[STEP] = step, len(inputs)
+        alive = None if reached is None else reached[step]
+        product = write.linear(inputs[step], w, b, alive)
+        state = state or [write.first(each, number, product) for each, number in first]
+        new = layer.cell(product, write.linear(state[0], u, d, alive), state)
+        if r is not None:  # the state is a projection of the output gate's result: Sak et al. 2014
+            new[0] = write.linear(new[0], r, None, alive)
+        state = new if alive is None else [torch.where(alive, *both) for both in zip(new, state, strict=True)]
         outputs[step] = state[0]
-    del write.kept[STEP]
+    del write.meta[STEP]
     return outputs, state
 
 
 def dropped(write: Unroller, y: Value, chance: float, mask: Value | None, rows: Any) -> Value:
-    """Dropout between layers, with the random numbers that torch draws: of packed sequences, for the packed data."""
+    """Dropout between layers, with torch's random numbers, which are drawn for the packed data of packed sequences."""
     if mask is None:
         return F.dropout(y, chance, True)
     data = write.pack(y, mask, rows)
@@ -251,21 +250,22 @@ def dropped(write: Unroller, y: Value, chance: float, mask: Value | None, rows: 
 
 
 def by_step(write: Unroller, x: Value, steps: int, dim: int = 0) -> list[Value]:
-    one = write.one_of_its_kind(x.node.meta["val"].select(dim, 0))
-    with write.valued((one,) * steps):  # for without data, too, torch takes a tensor apart by slices
+    """The steps of x along a dimension."""
+    step = write.representative(x.node.meta["val"].select(dim, 0))
+    with write.valued((step,) * steps):  # torch.unbind of a value would make a slice for every step
         parts = torch.unbind(x, dim)
-    return [parts[step] for step in range(steps)]
+    return [parts[n] for n in range(steps)]
 
 
 def write_packed(write: Unroller, node: fx.Node) -> State:
-    """`passes.tracing.recurrent.packed`"""
+    """`packed`"""
     x, lengths = write(node.args)
     steps = x.node.meta["val"].shape[0]
     return [write.pack(x, write.reached(lengths, steps, x), node.meta["val"].shape[0])]
 
 
 def write_unpacked(write: Unroller, node: fx.Node) -> State:
-    """`passes.tracing.recurrent.unpacked`"""
+    """`unpacked`"""
     data, lengths, steps, padding = write(node.args)
     mask = write.reached(lengths, steps, data)
     y = write.unpack(data, mask)

@@ -1,6 +1,9 @@
-"""Operations that write into memory: their pure twins where there are any, else what depends on them is said.
+"""Operations that write into memory: pure operations replace them, or else later reads depend on them explicitly.
 
-What cannot be pure stays in place; the emitted module runs in the order of the model and computes the same.
+    F.relu(x, inplace=True)              ->   torch.relu(x), and later readers of x read the result
+    w = y[:, 0].copy_(a); f(y)           ->   w = y[:, 0].copy_(a); f(written(y, w))
+
+Writes without a pure twin stay in place. The emitted module runs in the order of the model and computes the same.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from ..torch_private import UNSAFE_VIEW
 from .labels import Label, labels
 from .operations import CASTS, OWN_BACKWARD, RENAMED, changes_memory, op_name, returns_view
 
-SHARES_MEMORY = CASTS | {  # beside what ATen says is a view; some of these only now and then, as dropout in evaluation
+SHARES_MEMORY = CASTS | {  # operations that may return a view, beside those that ATen declares; dropout in evaluation
     "T", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", UNSAFE_VIEW,
     "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "dropout", "dropout1d", "dropout2d", "dropout3d",
     "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "written", OWN_BACKWARD,
@@ -29,16 +32,16 @@ INPLACE = {
 
 
 def functional(graph: fx.Graph) -> None:
-    """In-place operations on activations become their pure twins; whoever reads the operand later reads the result.
+    """Replace in-place operations on activations by their pure twins; later readers of the operand read the result.
 
-    Left alone where another view of the same memory is read later, on buffers, and without a pure twin.
+    Operations on buffers stay, and so do those whose write is seen later through another view of the same memory.
     """
-    found = [node for node in graph.nodes if has_twin(node)]
-    if not found:
+    in_place = [node for node in graph.nodes if has_twin(node)]
+    if not in_place:
         return
     order = {node: i for i, node in enumerate(graph.nodes)}
     label = labels(graph, ())
-    for node in found:
+    for node in in_place:
         operand = node.args[0]
         assert isinstance(operand, fx.Node), "bug in kfac_fx: a write into something else than a tensor"
         if label[operand] is not Label.ACT or seen_elsewhere(node, operand, order):
@@ -54,14 +57,14 @@ def functional(graph: fx.Graph) -> None:
 
 
 def has_twin(node: fx.Node) -> bool:
-    """Whether the node writes into its first argument what a pure operation returns."""
+    """Whether a pure operation returns what the node writes into its first argument."""
     name = op_name(node)
     named = RENAMED.get(name, name) in INPLACE or node.kwargs.get("inplace") is True
     return named and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]) -> bool:
-    """Whether what `node` does to the memory of `operand` is seen later through another view of it."""
+    """Whether the write of `node` into `operand` is seen later through another view of the memory."""
     stack = [base := memory(operand)]
     others = {base}
     while stack:
@@ -75,14 +78,11 @@ def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]
 
 
 def sequence(graph: fx.Graph) -> None:
-    """What is read after a write into its memory depends on the write, in so many words.
-
-    y[:, 0].copy_(a); f(y)   ->   w = y[:, 0].copy_(a); f(written(y, w))
-    """
+    """Let the readers of a memory depend on the last write into it; see `written` in the module's docstring."""
     place = {node: n for n, node in enumerate(graph.nodes)}
     owner: dict[fx.Node, fx.Node] = {}  # node -> the node whose memory it is a view of
     last: dict[fx.Node, fx.Node] = {}  # owner -> the last write so far
-    current: dict[fx.Node, fx.Node] = {}  # node -> what stands for it now
+    current: dict[fx.Node, fx.Node] = {}  # node -> the node that now stands for it
     for node in list(graph.nodes):
         for operand in node.all_input_nodes:
             write = last.get(owner[operand])
@@ -100,12 +100,12 @@ def sequence(graph: fx.Graph) -> None:
 
 
 def written(tensor: torch.Tensor, write: Any) -> torch.Tensor:
-    """`tensor`, whose memory `write` has changed."""
+    """The tensor after the write into its memory."""
     return tensor
 
 
 def memories(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """`memory` of every node."""
+    """Every node -> the node whose memory it is a view of."""
     owner: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         owner[node] = owner[node.args[0]] if shares_memory(node) else node
@@ -113,7 +113,7 @@ def memories(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def memory(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` is a view of: itself if it has its own."""
+    """The node whose memory `node` is a view of, or the node itself."""
     while shares_memory(node):
         node = node.args[0]  # type: ignore[assignment]  # shares_memory says that it is a node
     return node
@@ -127,6 +127,6 @@ def shares_memory(node: fx.Node) -> bool:
 
 
 def pure_twin(name: str) -> Callable[..., Any]:
-    found = getattr(torch, name, None) or getattr(F, name, None)
-    assert callable(found), f"bug in kfac_fx: {name}_ has no pure twin"
-    return found  # type: ignore[no-any-return]
+    twin = getattr(torch, name, None) or getattr(F, name, None)
+    assert callable(twin), f"bug in kfac_fx: {name}_ has no pure twin"
+    return twin  # type: ignore[no-any-return]

@@ -1,15 +1,15 @@
-"""The one spelling of every operation, and how others are brought to it. Shared by the model's graph and the forms.
+"""One spelling for every operation, in the graphs of models and of the layers' forms. Values never change.
 
-Operations that layers and losses are made of get all their arguments, by position; others lose arguments that equal
-their defaults. Values never change.
+    aten.linear.default(x, w)                                          ->   F.linear(x, w, None)
+    x.mean(1), aten.mean.dim(x, [1], False)                            ->   torch.mean(x, 1), torch.mean(x, [1])
+    native_layer_norm(x, [8], w, b, 1e-05)[0]                          ->   F.layer_norm(x, [8], w, b, 1e-05)
+    convolution(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)     ->   F.conv2d(x, w, b, [1, 1], [0, 0], [1, 1], 1)
 
-Layers as ATen itself writes them, in graphs of `run_decompositions` and of traces below autograd: one function for
-all dimensions, statistics of a norm beside its result.
+Operations of `SPELLED_OUT` get all their arguments, by position. Others lose the arguments that equal their defaults.
 
-native_layer_norm(x, [8], w, b, 1e-05)[0]                          ->   F.layer_norm(x, [8], w, b, 1e-05)
-convolution(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)     ->   F.conv2d(x, w, b, [1, 1], [0, 0], [1, 1], 1)
-
-Where a backward reads the statistics, which then depend on what the norm is applied to, it is left as it is.
+The last two are ATen's own spelling, in graphs of `run_decompositions` and in traces below autograd: one function for
+all dimensions, and norms that also return statistics. Norms stay as they are if a backward reads the statistics,
+because these then depend on the input of the norm.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ COMMUTATIVE = {"add", "mul"}
 
 
 def respell(graph: fx.Graph) -> None:
+    """Bring every operation to its one spelling."""
     numbers: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        if is_number(node, numbers):  # torch.add of two sizes would be a tensor
+        if is_number(node, numbers):  # torch.add of two sizes would return a tensor
             numbers.add(node)
             continue
         name = op_name(node)
@@ -58,7 +59,7 @@ def respell(graph: fx.Graph) -> None:
 
 
 def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
-    """Whether a node computes a size, or with sizes only; `numbers` are those before it."""
+    """Whether a node is a size, or computed from sizes only. numbers: the nodes before it that are."""
     value = node.meta.get("val")
     if value is not None:
         return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -69,11 +70,11 @@ def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:
 
 
 OPERANDS = {"input", "other", "self", "tensors"}  # names of arguments of torch's functions
-IGNORED = {"inplace": False, STACK_LEVEL: 3}  # arguments of functions of torch.nn.functional that say nothing
+IGNORED = {"inplace": False, STACK_LEVEL: 3}  # arguments of torch.nn.functional that do not change the result
 
 
 def respell_python(node: fx.Node, name: str) -> None:
-    """`x.mean(1)`, `operator.add(x, y)`, `F.softmax(x, dim=1)` -> the function of `torch` that ATen's name gives."""
+    """`x.mean(1)`, `operator.add(x, y)`, `F.softmax(x, dim=1)` -> the function of `torch` with ATen's name."""
     function = public(name)
     kwargs = {key: value for key, value in node.kwargs.items() if (key, value) not in IGNORED.items()}
     if function is None or function is node.target:
@@ -111,8 +112,8 @@ def argument_names(name: str) -> frozenset[str]:
 
 @cache
 def takes_sizes(name: str) -> bool:
-    """Whether the second argument is a list of integers, which a method also takes one by one."""
-    return all(len(one) > 1 and str(one[1].type) == "List[int]" and one[1].N is None for one in schemas(name))
+    """Whether the second argument is a list of integers. Methods also take these one by one."""
+    return all(len(args) > 1 and str(args[1].type) == "List[int]" and args[1].N is None for args in schemas(name))
 
 
 def gathered(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -122,34 +123,34 @@ def gathered(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @cache
 def public(name: str) -> Callable[..., Any] | None:
-    """The built-in function with the very arguments of the ATen operation `name`: `torch.relu`, `torch.fft.rfft`."""
+    """The built-in function with the same arguments as the ATen operation `name`: `torch.relu`, `torch.fft.rfft`."""
     if not hasattr(torch.ops.aten, name) or (name.startswith("sparse_") and name.endswith("_tensor")):
         return None  # torch's constructors of sparse tensors take other arguments than ATen's
     space, _, rest = name.partition("_")
     homes = [(torch, name), (getattr(torch, space, None), rest), (F, name)]
-    found = (getattr(home, inner, None) for home, inner in homes if home is not None and inner)
-    return next((one for one in found if inspect.isbuiltin(one)), None)
+    functions = (getattr(home, inner, None) for home, inner in homes if home is not None and inner)
+    return next((function for function in functions if inspect.isbuiltin(function)), None)
 
 
 def schemas(name: str) -> list[list[Any]]:
     """The arguments of every overload of an ATen operation."""
-    return [schema(one).arguments for one in overloads(name)]
+    return [schema(overload).arguments for overload in overloads(name)]
 
 
 def respell_aten(node: fx.Node, overload: OpOverload, name: str) -> None:
-    """`aten.mean.dim(x, [1], False)` -> `torch.mean(x, [1])`; operations without such a function stay."""
+    """`aten.mean.dim(x, [1], False)` -> `torch.mean(x, [1])`. Operations without a function of `torch` stay."""
     positional = [a for a in schema(overload).arguments if not a.kwarg_only]
     args = list(node.args)
     while args and len(args) <= len(positional) and has_default(positional[len(args) - 1], args[-1]):
         args.pop()
     function = public(name)
-    if function is not None and not any(leaves_out(one) for one in args):
+    if function is not None and not any(map(leaves_out, args)):
         node.target, node.args = function, tuple(args)
 
 
 def leaves_out(argument: Any) -> bool:
-    """Whether a list lacks a tensor, as the indices of `x[:, i] = y` do for the first dimension: torch takes none."""
-    return isinstance(argument, (list, tuple)) and any(one is None for one in argument)
+    """Whether a list contains None, as the indices of `x[:, i] = y`; functions of `torch` do not take these."""
+    return isinstance(argument, (list, tuple)) and any(element is None for element in argument)
 
 
 def has_default(argument: Any, value: Any) -> bool:
@@ -157,26 +158,26 @@ def has_default(argument: Any, value: Any) -> bool:
 
 
 def spell_einsum(node: fx.Node) -> None:
-    """`einsum(equation, x, w)`, whichever way the operands were handed over."""
+    """`einsum(equation, [x, w])` -> `einsum(equation, x, w)`"""
     equation, *operands = node.args
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     node.op, node.target, node.args, node.kwargs = "call_function", torch.einsum, (equation, *flat), {}
 
 
 def spell_tensordot(node: fx.Node) -> None:
-    """`aten.tensordot(x, w, dims, dims of w)`, whichever way the dimensions were handed over."""
+    """`tensordot(x, w, 2)` -> `aten.tensordot(x, w, [-2, -1], [0, 1])`"""
     if isinstance(node.target, OpOverload) or set(node.kwargs) - {"dims", "out"} or node.kwargs.get("out"):
         return
     dims: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", 2)
     if isinstance(dims, int):
         dims = list(range(-dims, 0)), list(range(dims))
-    if isinstance(dims, (list, tuple)) and all(isinstance(one, (list, tuple)) for one in dims):
+    if isinstance(dims, (list, tuple)) and all(isinstance(side, (list, tuple)) for side in dims):
         node.target, node.kwargs = torch.ops.aten.tensordot.default, {}
         node.args = (*node.args[:2], *dims)
 
 
 def spell_expansion(node: fx.Node, name: str) -> None:
-    """`x.expand(sizes)`, whichever way the sizes were handed over."""
+    """`x.expand(2, 3)`, `aten.expand(x, [2, 3])` -> `x.expand((2, 3))`"""
     x, *sizes = node.args
     flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, fx.Node)) else sizes
     if sizes:
@@ -206,7 +207,7 @@ def spell_out(node: fx.Node, name: str) -> None:
 def order_operands(
     graph: fx.Graph, parameters: Iterable[str], pure: Iterable[fx.Node] = (), cases: str | None = None
 ) -> None:
-    """In sums and products: what depends on the batch, then on parameters, then constants, then numbers."""
+    """Sort the operands of sums and products: activations first, then functions of parameters, constants, numbers."""
     label = labels(graph, parameters, pure, cases)
 
     def rank(operand: Any) -> int:
@@ -220,9 +221,9 @@ def order_operands(
 
 
 def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str]) -> None:
-    """`x - b` and `b - x` as sums, bit for bit, where one of the two is a parameter: the layers know sums only.
+    """`x - b` -> `x + b * -1.0`, bit for bit, if one of the two is a parameter: layers are declared with sums only.
 
-    Times -1.0 and not `neg`, which unsigned integers wrap around.
+    The factor is -1.0, because `neg` of unsigned integers wraps around.
     """
     label = labels(graph, parameters)
     for node in graph.nodes:
@@ -242,11 +243,10 @@ def subtract_by_adding(graph: fx.Graph, parameters: Iterable[str]) -> None:
         node.target, node.args = torch.add, (left, negative)
 
 
-# --- native -----------------------------------------------------------------------------------------------------------
-
+# --- ATen's own spelling ----------------------------------------------------------------------------------------------
 
 Spelled = tuple[Callable[..., Any], tuple[Any, ...]]
-NEW_STATISTICS = (3, 4)  # among the results of a batch norm that returns what its buffers become
+NEW_STATISTICS = (3, 4)  # the results of a functional batch norm that its buffers become
 
 
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Spelled:
@@ -267,9 +267,9 @@ def by_running(x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: fl
 
 
 def by_batch(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
-    """What of the functional form is no statistic."""
-    kept = (None, None) if training else (mean, var)
-    return F.batch_norm, (x, *kept, weight, bias, training, momentum, eps)
+    """The functional form, which returns new statistics and writes none."""
+    statistics = (None, None) if training else (mean, var)
+    return F.batch_norm, (x, *statistics, weight, bias, training, momentum, eps)
 
 
 NORMS: dict[str, Callable[..., Spelled]] = {
@@ -285,7 +285,7 @@ TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def spell_native(graph: fx.Graph) -> None:
-    """See the module's docstring; values never change."""
+    """Bring ATen's convolutions and norms to the functions of torch.nn.functional."""
     for node in list(graph.nodes):
         name = op_name(node)
         if node.kwargs or node.op != "call_function":
@@ -308,21 +308,20 @@ def spell_convolution(
 
 def spell_norm(graph: fx.Graph, node: fx.Node, spelled: Callable[..., Spelled]) -> None:
     reads = [user for user in node.users if user.target is operator.getitem]
-    functional = spelled is by_batch
-    known = (0, *NEW_STATISTICS) if functional else (0,)
-    if len(reads) < len(node.users) or any(user.args[1] not in known for user in reads):
+    allowed = (0, *NEW_STATISTICS) if spelled is by_batch else (0,)
+    if len(reads) < len(node.users) or any(user.args[1] not in allowed for user in reads):
         return
-    first = [user for user in reads if user.args[1] == 0]
-    if not first:
+    results = [user for user in reads if user.args[1] == 0]
+    if not results:
         return
     with graph.inserting_before(node):
         function, args = spelled(*node.args)
-        made = graph.call_function(function, args)
-    made.meta = {**node.meta, "val": first[0].meta["val"]} if "val" in first[0].meta else dict(node.meta)
-    for user in first:
-        user.replace_all_uses_with(made)
+        norm = graph.call_function(function, args)
+    norm.meta = {**node.meta, "val": results[0].meta["val"]} if "val" in results[0].meta else dict(node.meta)
+    for user in results:
+        user.replace_all_uses_with(norm)
         graph.erase_node(user)
-    if len(first) == len(reads):
+    if len(results) == len(reads):
         graph.erase_node(node)
     else:  # the running statistics do not depend on gain and shift
         node.args = (node.args[0], None, None, *node.args[3:])

@@ -1,4 +1,8 @@
-"""torch.fx's own tracing, for models that are plain Python; it refuses what torch.fx would get wrong without a word."""
+"""torch.fx's symbolic tracing, for models that are plain Python.
+
+It refuses what torch.fx would capture wrongly without an error: random numbers of no input, modes that change inside
+forward, autograd.Functions, and buffers that are assigned.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,9 @@ from ..torch_private import ASSERT, ASSERT_IS_NONE, BatchNorm, InstanceNorm
 from .attributes import untouched
 from .devices import kinds
 from .signature import python_random, refuse_drawn
-from .watch import (
-    backward_hooks,
-    cumulative_averages,
-    custom_functions,
-    refuse_custom,
-    untraceable,
-)
+from .watch import backward_hooks, cumulative_averages, custom_functions, refuse_custom, untraceable
 
-CHECKED_INPUTS = (  # their forward branches on the rank of the input, which has none under symbolic tracing
+CHECKED_INPUTS = (  # their forward branches on the rank of its input, which a proxy does not have
     BatchNorm,
     InstanceNorm,
 )
@@ -36,7 +34,7 @@ CHECKED_INPUTS = (  # their forward branches on the rank of the input, which has
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph with its calling convention; see `passes.trace.Capture`."""
+    """A graph with its calling convention; `passes.trace.Capture` describes the attributes."""
 
     graph: fx.Graph
     root: nn.Module
@@ -47,13 +45,13 @@ class Traced:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into torch's own modules, so that one spelling of an operation is left; buffers stay visible."""
+    """Traces into torch's own modules, so that each operation has one spelling. Buffers are nodes of the graph."""
 
     proxy_buffer_attributes = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.record_stack_traces = True  # errors and the report name the user's line
+        self.record_stack_traces = True  # for errors and the report, which name the user's line
         self.modes = modes()
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
@@ -66,7 +64,7 @@ class _Tracer(fx.Tracer):
         return {id(tensor): name for name, tensor in reversed(named)}
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """As torch.fx does, which searches all of the model's tensors whenever one is read: quadratic in its depth."""
+        """As torch.fx, which searches all tensors of the model at every read and is quadratic in the model's depth."""
         name = self.names.get(id(attr_val))
         if name is None:
             return super().getattr(attr, attr_val, parameter_proxy_cache)
@@ -85,7 +83,11 @@ def modes() -> tuple[bool, ...]:
 
 
 def symbolic_trace(model: nn.Module) -> Traced:
-    """Raises UntraceableError. Arguments with defaults are taken to be left out."""
+    """Trace a model without inputs. Arguments with defaults are constants.
+
+    Raises:
+        UntraceableError: torch.fx fails, or would capture something wrongly.
+    """
     signature = inspect.signature(model.forward)
     defaults = {
         name: parameter.default
@@ -121,8 +123,8 @@ def symbolic_trace(model: nn.Module) -> Traced:
         return tuple(bound.arguments.values())
 
     def holds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        given = signature.bind(*args, **kwargs).arguments
-        return all(value is defaults[name] for name, value in given.items() if name in defaults)
+        arguments = signature.bind(*args, **kwargs).arguments
+        return all(value is defaults[name] for name, value in arguments.items() if name in defaults)
 
     effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model))
     return Traced(graph, root, bind, holds, effects, tuple(assigned))
@@ -130,7 +132,7 @@ def symbolic_trace(model: nn.Module) -> Traced:
 
 @contextmanager
 def no_random_numbers() -> Iterator[None]:
-    """Raises ValueError if any are drawn while tracing: torch.fx would keep the numbers, not the drawing."""
+    """Raises ValueError if random numbers are drawn inside: a graph of torch.fx would repeat them."""
     with torch.random.fork_rng(devices=[]):
         before = torch.random.get_rng_state()
         yield
@@ -139,7 +141,7 @@ def no_random_numbers() -> Iterator[None]:
 
 
 def drop_asserts(graph: fx.Graph) -> None:
-    """Without the checks that arguments have their defaults, which `Capture.holds` makes."""
+    """Remove the checks that arguments have their defaults; `Capture.holds` makes them."""
     for node in reversed(list(graph.nodes)):
         if op_name(node) in (ASSERT, ASSERT_IS_NONE):
             operands = node.all_input_nodes

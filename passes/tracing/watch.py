@@ -1,4 +1,4 @@
-"""What is watched while a model is traced: which backward functions it brings, what no graph does, where it fails."""
+"""What is watched while a model is traced: its autograd.Functions, effects that no graph has, and where it fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ..registration import OWN_FOLDER
 from ..torch_private import BACKWARD_HOOKS, LOGGERS, OWN_FUNCTIONS, CheckpointFunction, NormBase, function_apply
 from .substitutes import checkpoints_off
 
-VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")  # torch's words
+# Words of torch's errors about branches on values of tensors.
+VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")
 
 Function = type[torch.autograd.Function]
 Apply = Callable[..., Any]
@@ -28,10 +29,11 @@ Exported = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]
 
 @contextmanager
 def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
-    """Names of the autograd.Functions applied inside: their own backward would be lost without a word.
+    """Yields the names of the user's autograd.Functions that are applied inside; a trace would lose their backward.
 
-    Reentrant checkpoints are one; what they and others wrap is run as it is, which has the same gradients.
-    exported: called instead of them while torch.export traces; then all names are left to it.
+    Checkpoints run the function that they wrap, which has the same gradients.
+
+    exported: called instead of a Function while torch.export traces; names are not collected then.
     """
     seen: set[str] = set()
 
@@ -53,7 +55,7 @@ def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
 
 @contextmanager
 def functions_applied(apply: Callable[[Apply, Function, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
-    """Inside, `apply(its own apply, function, args, kwargs)` is what every autograd.Function's `apply` is."""
+    """Inside, applying an autograd.Function calls `apply(torch's apply, the Function, args, kwargs)`."""
     original = function_apply()
 
     def instead(cls: Function, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +69,10 @@ def functions_applied(apply: Callable[[Apply, Function, tuple[Any, ...], Mapping
 
 
 def refuse_custom(model: nn.Module, custom: set[str], *, exported: bool = True) -> None:
-    """exported: with inputs, so by torch.export; and yet refused, for forward takes derivatives."""
+    """Raises UntraceableError for autograd.Functions that were applied.
+
+    exported: whether the model was traced with inputs; Functions are refused then because forward takes derivatives.
+    """
     if custom:
         where = ", and its forward takes derivatives" if exported else ""
         advice = "Write it" if exported else "Give kfac_fx.compile example inputs, or write it"
@@ -79,7 +84,10 @@ def refuse_custom(model: nn.Module, custom: set[str], *, exported: bool = True) 
 
 
 def cumulative_averages(model: nn.Module) -> list[str]:
-    """Norms that average over all batches so far, by a momentum that no graph knows; they get one that it does."""
+    """Set the momentum of norms that average over all batches (momentum=None), as no graph can change it each batch.
+
+    Returns the effects that the graph therefore lacks.
+    """
     norms = [
         (path, module)
         for path, module in model.named_modules()
@@ -91,7 +99,7 @@ def cumulative_averages(model: nn.Module) -> list[str]:
 
 
 def backward_hooks(model: nn.Module) -> list[str]:
-    """Modules whose backward hooks an emitted module would not call."""
+    """The effects of backward hooks, which an emitted module would not call."""
     return [
         f"calls the backward hooks of {path or type(model).__name__}"
         for path, module in model.named_modules()
@@ -101,23 +109,23 @@ def backward_hooks(model: nn.Module) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch prints about a failed capture: the error that follows says it."""
+    """Inside, torch prints nothing about a failed capture; the error that follows says it."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
-    levels = [one.level for one in loggers]
+    levels = [logger.level for logger in loggers]
     printed = io.StringIO()
-    for one in loggers:
-        one.setLevel(logging.CRITICAL)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with redirect_stderr(printed):
             yield
         sys.stderr.write(printed.getvalue())
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def untraceable(model: nn.Module, error: Exception) -> str:
-    """What failed and where: the innermost module, and the innermost line that is not torch's own."""
+    """The text of an error: what failed, the innermost module, and the innermost line that is not torch's own."""
     line, source = "", ""
     path, frame = None, error.__traceback__
     while frame is not None:
