@@ -3,8 +3,8 @@
     x_0 = x[:, 0];  h = f(linear(cat(x_0, h), w));  x_1 = x[:, 1];  h = f(linear(cat(x_1, h), w));  ...
 
 The outputs of such uses have no dimension of positions. The n-th use of a weight is at position n if that is the newest
-position on which its input depends, or n - 1 for a state of the step before. Backward in time it is the oldest position,
-counted from the last. Uses that `unroll` wrote know their step.
+position on which its input depends, or n - 1 for a state of the step before. Backward in time it is the oldest
+position, counted from the last. Uses that `unroll` wrote know their step.
 """
 
 from __future__ import annotations

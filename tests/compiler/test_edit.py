@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.graphs.edit import attribute, holder
+from kfac_fx.passes.graphs.edit import Writer, attribute, holder
 from tests.compiler.toy import Toy, before
 
 
@@ -71,3 +71,56 @@ def test_a_literal_of_the_same_type_becomes_a_number(build: Callable[[], Any], n
     assert node.args[1] == number if number is not None else isinstance(node.args[1], fx.Node)
     (found,) = fx.GraphModule(program.root, program.graph)(X)
     assert torch.equal(found, model(X))
+
+
+# --- a graph written by computing -------------------------------------------------------------------------------------
+
+
+def steps(writer: Writer, node: fx.Node, count: int) -> list[fx.Proxy]:
+    """`count` times tanh(x + x) in the place of a node of the old graph."""
+    writer.begin(node)
+    results = []
+    for step in range(count):
+        writer.at(f"t{step}")
+        x = writer(node.args[0])
+        results.append(torch.tanh(x + x))
+    return results
+
+
+def old_graph() -> tuple[fx.Node, fx.Node]:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2, 3, device="meta")
+    node = graph.call_function(torch.relu, (x,))
+    node.meta |= {"val": x.meta["val"], "stack_trace": "model.py:3", "other": 1}
+    return x, node
+
+
+def test_operations_on_proxies_become_nodes_with_names_origin_and_sizes() -> None:
+    x, node = old_graph()
+    writer = Writer()
+    writer.copy(x)
+    first, second = steps(writer, node, 2)
+    assert (first.node.name, second.node.name) == ("relu_t0_tanh", "relu_t1_tanh")
+    assert first.node.meta == {"stack_trace": "model.py:3", "val": first.node.meta["val"]}
+    assert first.node.meta["val"].shape == (2, 3)
+    assert writer.copies[x].meta == x.meta
+
+
+def test_equal_steps_share_their_values() -> None:
+    x, node = old_graph()
+    writer = Writer()
+    writer.copy(x)
+    values = {id(step.node.meta["val"]) for step in steps(writer, node, 5)}
+    assert len(values) == 1 and len(writer.values) == 2  # an addition and a tanh
+
+
+def test_sizes_that_are_data_are_given() -> None:
+    x, node = old_graph()
+    writer = Writer()
+    writer.copy(x)
+    writer.begin(node)
+    with writer.valued(torch.empty(7, device="meta")):
+        chosen = writer(x)[writer(x) > 0]
+    assert chosen.node.meta["val"].shape == (7,)
+    assert (writer(x) > 0).node.meta["val"].shape == (2, 3)

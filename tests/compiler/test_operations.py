@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kfac_fx.passes.graphs.operations import is_random, op_name
+from kfac_fx.passes.graphs.operations import REQUIRED, SPELLED_OUT, aten_order, is_random, op_name, returns_view
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy
 
@@ -44,3 +44,37 @@ def test_all_spellings_have_one_name() -> None:
 def test_what_draws_from_the_random_stream(function: Callable[..., Any], random: bool, exported: bool) -> None:
     graph = capture(Toy(function), (torch.randn(3, 3),) if exported else None).program.graph
     assert any(is_random(one) for one in graph.nodes) is random
+
+
+@pytest.mark.parametrize("name", SPELLED_OUT)
+def test_defaults_are_those_of_the_function(name: str) -> None:
+    function, defaults = SPELLED_OUT[name]
+    required = [parameter for parameter, default in defaults.items() if default is REQUIRED]
+    assert list(defaults)[: len(required)] == required
+    overload = getattr(torch.ops.aten, {"cross_entropy": "cross_entropy_loss"}.get(name, name)).overloads()[0]
+    aten = getattr(getattr(torch.ops.aten, {"cross_entropy": "cross_entropy_loss"}.get(name, name)), overload)
+    assert set(required) <= set(aten_order(aten, name))
+    with pytest.raises(TypeError):
+        function()
+
+
+@pytest.mark.parametrize(
+    ("overload", "name", "order"),
+    [
+        (torch.ops.aten.mm.default, "matmul", ("input", "other")),
+        (torch.ops.aten.mv.default, "matmul", ("input", "other")),
+        (torch.ops.aten.embedding.default, "embedding", ("weight", "input", "padding_idx")),
+        (torch.ops.aten.embedding_bag.default, "embedding_bag", ("weight", "indices", "offsets")),
+        (torch.ops.aten.cross_entropy_loss.default, "cross_entropy", ("input", "target", "weight", "reduction")),
+    ],
+)
+def test_arguments_of_aten_have_the_functions_names(overload: Any, name: str, order: tuple[str, ...]) -> None:
+    assert aten_order(overload, name)[: len(order)] == order
+
+
+@pytest.mark.parametrize(
+    ("name", "view"),
+    [("transpose", True), ("select", True), ("split", True), ("add", False), ("add_", False), ("no_such_name", False)],
+)
+def test_views_are_told_by_schemas(name: str, view: bool) -> None:
+    assert returns_view(name) is view

@@ -1,0 +1,66 @@
+"""Recurrent layers are single operations while a model is traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from kfac_fx.passes.graphs.operations import op_name
+from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.tracing.recurrent import packs_in, recurrent_layers
+
+LENGTHS = torch.tensor([4, 2, 3])
+
+
+class Packed(nn.Module):
+    """A recurrent layer over sequences of these lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(2, 3, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        sequences = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y: Tensor = pad_packed_sequence(self.rnn(sequences)[0], batch_first=True)[0]
+        return y
+
+
+def names(captured: Capture) -> list[str]:
+    return [op_name(node) for node in captured.program.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(2, 3, 2), nn.GRU(2, 3, bidirectional=True), nn.RNN(2, 3)])
+def test_a_layer_is_one_operation(layer: nn.Module) -> None:
+    captured = capture(layer, (torch.randn(4, 3, 2),))
+    assert names(captured).count("recurrent") == 1
+    assert not {"lstm", "gru", "rnn_tanh"} & set(names(captured))
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell(2, 3), nn.GRUCell(2, 3), nn.RNNCell(2, 3)])
+def test_a_cell_is_one_operation(cell: nn.Module) -> None:
+    assert names(capture(cell, (torch.randn(4, 2),))).count("recurrent_cell") == 1
+
+
+def test_packed_sequences_are_operations_that_know_the_lengths() -> None:
+    x = torch.randn(3, 4, 2)
+    captured = capture(Packed(), (x, LENGTHS))
+    assert {"packed", "recurrent", "unpacked"} <= set(names(captured))
+    packs = packs_in(captured.program.graph, captured.program.root)
+    assert packs is not None and packs.steps == (4,)
+    assert packs.longest(captured.flatten((x, LENGTHS), {})) == (4,)
+    assert captured.holds((x, LENGTHS), {}) and not captured.holds((x, LENGTHS.clamp(max=3)), {})
+
+
+def test_a_graph_without_packed_sequences_has_none() -> None:
+    captured = capture(nn.GRU(2, 3), (torch.randn(4, 3, 2),))
+    assert packs_in(captured.program.graph, captured.program.root) is None
+
+
+def test_torch_is_itself_again_afterwards() -> None:
+    layer, x = nn.GRU(2, 3), torch.randn(4, 3, 2)
+    wanted, expected = layer(x)[0], nn.RNNBase.get_expected_hidden_size
+    with recurrent_layers():
+        assert nn.RNNBase.get_expected_hidden_size is not expected
+    assert nn.RNNBase.get_expected_hidden_size is expected and torch.equal(layer(x)[0], wanted)
