@@ -30,7 +30,7 @@ slow: .venv/installed ## the tests that take minutes
 # The CPU build by its full name, from PyTorch's own index: a plain version number would be the CUDA build.
 guards: ## the private names of torch that we use, with another torch: make guards TORCH=2.11.0
 	$(PYTHON) -m venv .venv-torch
-	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . pytest torch==$(TORCH)+cpu \
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . pytest hypothesis torch==$(TORCH)+cpu \
 		--extra-index-url https://download.pytorch.org/whl/cpu
 	.venv-torch/bin/python -m pytest -q tests/compiler/test_torch_private.py
 

@@ -66,7 +66,7 @@ def scale_and_shift(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
         written(lambda x, w: x * w, (4, 1, 5), w=(7, 5)),
         written(lambda x, w: x * w, (4,), w=()),
         written(lambda x, w: x * w, (4, 5), w=(4, 5)),
-    ),
+    )
 )
 def scale(x: Tensor, *, weight: Tensor) -> Tensor:
     return x * weight
@@ -113,8 +113,7 @@ def token_like(_other: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
 
 
 @scale_and_shift.form(
-    **SHIFT,
-    example=written(lambda x, b: torch.cat([b.repeat(x.shape[0], 1, 1), x], 1), (4, 7, 5), b=(1, 2, 5)),
+    **SHIFT, example=written(lambda x, b: torch.cat([b.repeat(x.shape[0], 1, 1), x], 1), (4, 7, 5), b=(1, 2, 5))
 )
 def token_repeated(_sizes: Any, elements: Any = None, *, bias: Tensor) -> Tensor:
     return bias.repeat(_sizes)
@@ -185,9 +184,7 @@ def put_where(_output: Any, mask: Tensor, _other: Any, elements: Any = None, *, 
     return torch.index_put(_other, (mask,), bias)
 
 
-@scale_and_shift.form(
-    example=written(lambda x, w: x * (w + 1), (4, 7, 5), w=(5,)),
-)
+@scale_and_shift.form(example=written(lambda x, w: x * (w + 1), (4, 7, 5), w=(5,)))
 def scale_from_one(x: Tensor, *, weight: Tensor) -> Tensor:
     return x * (weight + 1)
 

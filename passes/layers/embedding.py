@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from ..approximations import EVERY_LAYER
 from ..ir import Attrs
 from ..matrix import Layout
-from .declaration import Example, layer
+from .declaration import layer
 from .rows import Written, as_rows, written
 
 
@@ -43,10 +43,6 @@ def plain(attrs: Attrs) -> bool:
 
 def ids(*shape: int) -> Tensor:
     return torch.randint(0, 5, shape)
-
-
-def positions(function: Any, *base: int) -> Example:
-    return lambda: (Written(function, {"w": (5, 3)}), torch.randn(*base, 3))
 
 
 @layer(
@@ -81,11 +77,11 @@ def embedding(
     rows=shared_ids,
     leading=False,
     example=(
-        positions(lambda x, w: x + F.embedding(torch.arange(4), w), 2, 4),
-        positions(lambda x, w: F.embedding(torch.arange(4).unsqueeze(0), w) + x, 2, 4),
-        positions(lambda x, w: x + F.embedding(torch.arange(4), w, padding_idx=-3), 2, 7, 4),
-        positions(lambda x, w: x + F.embedding(x.argmax(-1), w), 2, 4),
-        positions(lambda x, w: x + F.embedding(x.argmax(-1), w), 4),
+        written(lambda x, w: x + F.embedding(torch.arange(4), w), (2, 4, 3), w=(5, 3)),
+        written(lambda x, w: F.embedding(torch.arange(4).unsqueeze(0), w) + x, (2, 4, 3), w=(5, 3)),
+        written(lambda x, w: x + F.embedding(torch.arange(4), w, padding_idx=-3), (2, 7, 4, 3), w=(5, 3)),
+        written(lambda x, w: x + F.embedding(x.argmax(-1), w), (2, 4, 3), w=(5, 3)),
+        written(lambda x, w: x + F.embedding(x.argmax(-1), w), (4, 3), w=(5, 3)),
     ),
 )
 def positions_added(
@@ -178,16 +174,14 @@ def indexed(ids: Tensor, *, weight: Tensor) -> Tensor:
 
 
 @embedding.form(
-    **INDEXED,
-    example=lambda: (Written(lambda x, w: torch.ops.aten.index.Tensor(w, [x]), {"w": (5, 3)}), ids(4, 7)),
+    **INDEXED, example=lambda: (Written(lambda x, w: torch.ops.aten.index.Tensor(w, [x]), {"w": (5, 3)}), ids(4, 7))
 )
 def indexed_as_exported(ids: Tensor, *, weight: Tensor) -> Tensor:
     return torch.ops.aten.index.Tensor(weight, [ids])  # type: ignore[no-any-return]
 
 
 @embedding.form(
-    **INDEXED,
-    example=lambda: (Written(lambda x, w: torch.index_select(w, 0, x), {"w": (5, 2, 3)}), ids(4)),
+    **INDEXED, example=lambda: (Written(lambda x, w: torch.index_select(w, 0, x), {"w": (5, 2, 3)}), ids(4))
 )
 def index_selected(ids: Tensor, *, weight: Tensor) -> Tensor:
     return torch.index_select(weight, 0, ids)
@@ -308,7 +302,7 @@ def embedding_bag(
     example=lambda: (
         Written(lambda x, w: torch.embedding_bag(w, x, torch.tensor([0, 4, 5]), mode=1)[0], {"w": (5, 3)}),
         ids(9),
-    ),
+    )
 )
 def first_of_embedding_bag(
     ids: Tensor,

@@ -118,10 +118,7 @@ ONE_OUTPUT: dict[str, Any] = {"grad_rows": one_row, "layouts": {"weight": "i -> 
 
 @linear.form(
     **ONE_OUTPUT,
-    example=(
-        written(lambda x, w: x @ w, (4, 7, 5), w=(5,)),
-        written(lambda x, w: torch.mv(x, w), (4, 5), w=(5,)),
-    ),
+    example=(written(lambda x, w: x @ w, (4, 7, 5), w=(5,)), written(lambda x, w: torch.mv(x, w), (4, 5), w=(5,))),
 )
 def one_output(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.matmul(x, weight)
@@ -150,18 +147,12 @@ def product_from_left(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.matmul(weight, x)
 
 
-@linear.form(
-    **FROM_LEFT_AND_BIAS,
-    example=written(lambda x, w, b: w @ x + b, (4, 5, 7), w=(3, 5), b=(3, 1)),
-)
+@linear.form(**FROM_LEFT_AND_BIAS, example=written(lambda x, w, b: w @ x + b, (4, 5, 7), w=(3, 5), b=(3, 1)))
 def product_from_left_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.matmul(weight, x) + bias
 
 
-@linear.form(
-    **FROM_LEFT_AND_BIAS,
-    example=written(lambda x, w, b: torch.addmm(b, w, x), (5, 4), w=(3, 5), b=(3, 1)),
-)
+@linear.form(**FROM_LEFT_AND_BIAS, example=written(lambda x, w, b: torch.addmm(b, w, x), (5, 4), w=(3, 5), b=(3, 1)))
 def addmm_from_left(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.addmm(bias, weight, x)
 
@@ -295,8 +286,7 @@ def tensordot(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor) -> Tens
 
 
 @linear.form(
-    where=lambda attrs: len(attrs["weight"]) == 2,
-    example=written(lambda x, w: torch.inner(x, w), (4, 7, 5), w=(3, 5)),
+    where=lambda attrs: len(attrs["weight"]) == 2, example=written(lambda x, w: torch.inner(x, w), (4, 7, 5), w=(3, 5))
 )
 def inner(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.inner(x, weight)
@@ -348,10 +338,7 @@ def product_of_copies(x: Tensor, _sizes: Any, *, weight: Tensor) -> Tensor:
     return torch.matmul(x, weight.expand(_sizes))
 
 
-@linear.form(
-    **COPIES,
-    example=written(lambda x, w: torch.bmm(x, w.repeat(x.shape[0], 1, 1)), (4, 7, 5), w=(5, 3)),
-)
+@linear.form(**COPIES, example=written(lambda x, w: torch.bmm(x, w.repeat(x.shape[0], 1, 1)), (4, 7, 5), w=(5, 3)))
 def product_of_repeated(x: Tensor, _sizes: Any, *, weight: Tensor) -> Tensor:
     return torch.matmul(x, weight.repeat(_sizes))
 

@@ -59,10 +59,7 @@ def rms_norm(x: Tensor, normalized_shape: list[int], eps: float | None, *, weigh
 @layer(
     rows=lambda x, attrs: channels(F.group_norm(x, attrs["num_groups"], eps=attrs["eps"]), attrs),
     grad_rows=channels,
-    example=(
-        lambda: (nn.GroupNorm(2, 6), torch.randn(4, 6, 5, 3)),
-        lambda: (nn.GroupNorm(1, 6), torch.randn(4, 6)),
-    ),
+    example=(lambda: (nn.GroupNorm(2, 6), torch.randn(4, 6, 5, 3)), lambda: (nn.GroupNorm(1, 6), torch.randn(4, 6))),
     **ELEMENTWISE,
 )
 def group_norm(x: Tensor, num_groups: int, eps: float, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
