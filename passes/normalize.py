@@ -1,4 +1,6 @@
-"""One spelling for every operation, so that matchers see one language. Values never change.
+"""Brings every operation to one spelling, so that layers are matched whichever way they are written.
+
+Values never change.
 
 Before                                   After
     aten.linear.default(x, w)                F.linear(x, w, None)
@@ -9,7 +11,7 @@ Before                                   After
     F.relu(x, inplace=True)                  torch.relu(x), and later readers of x read the result
     x[:, 0].copy_(y), x is read later        w = x[:, 0].copy_(y), and later readers of x read written(x, w)
 
-Parameters are read under their canonical names, once.
+Every parameter is read once, under its canonical name.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .torch_private import BatchNorm, InstanceNorm
 
 
 def normalize(program: Program) -> Program:
-    """See the module's docstring."""
+    """Normalize a graph; see the module's docstring."""
     graph, copies = fx.Graph(), {}
     read: dict[str, fx.Node] = {}
     for node in program.graph.nodes:
@@ -73,24 +75,16 @@ def inline(graph: fx.Graph, node: fx.Node, module: nn.Module, copies: dict[fx.No
         return graph.get_attr(f"{node.target}.{name}") if getattr(module, name, None) is not None else None
 
     if isinstance(module, InstanceNorm):
-        stats = module.training or not module.track_running_stats
-        arguments = (
-            held("running_mean"),
-            held("running_var"),
-            held("weight"),
-            held("bias"),
-            stats,
-            module.momentum,
-            module.eps,
-        )
-        return graph.call_function(F.instance_norm, (operand, *arguments))
+        tensors = map(held, ("running_mean", "running_var", "weight", "bias"))
+        by_input = module.training or not module.track_running_stats
+        return graph.call_function(F.instance_norm, (operand, *tensors, by_input, module.momentum, module.eps))
     assert isinstance(module, BatchNorm), f"bug in kfac_fx: {type(module).__name__} was left whole"
     training = module.training or (module.running_mean is None and module.running_var is None)
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
         graph.call_function(torch.ops.aten.add_.Tensor, (held("num_batches_tracked"), 1))
     used = not module.training or module.track_running_stats
     mean, var = (held("running_mean"), held("running_var")) if used else (None, None)
-    momentum = 0.0 if module.momentum is None else module.momentum  # None: the capture's `effects` say it
+    momentum = 0.0 if module.momentum is None else module.momentum  # None is among the capture's `effects`
     return graph.call_function(
         F.batch_norm, (operand, mean, var, held("weight"), held("bias"), training, momentum, module.eps)
     )
@@ -140,22 +134,22 @@ def expand_masks(graph: fx.Graph, parameters: Iterable[str]) -> None:
         return
     label = labels(graph, parameters)
     for node in attention:
-        given = [*node.args[3:4], *(value for key, value in node.kwargs.items() if key == "attn_mask")]
-        if not given or not isinstance(given[0], fx.Node):
+        masks = [*node.args[3:4], *(value for key, value in node.kwargs.items() if key == "attn_mask")]
+        if not masks or not isinstance(masks[0], fx.Node):
             continue
-        query, mask = node.args[0], given[0]
-        seen, known = (one.meta.get("val") if isinstance(one, fx.Node) else None for one in (query, mask))
-        if label[mask] not in (Label.PURE, Label.FREE) or not isinstance(seen, Tensor) or not isinstance(known, Tensor):
+        query, mask = node.args[0], masks[0]
+        q, m = (operand.meta.get("val") if isinstance(operand, fx.Node) else None for operand in (query, mask))
+        if label[mask] not in (Label.PURE, Label.FREE) or not isinstance(q, Tensor) or not isinstance(m, Tensor):
             continue
-        new = seen.dim() - known.dim()  # dimensions that the mask lacks
-        if new < 0 or (new == 0 and known.shape[0] != 1):
+        new = q.dim() - m.dim()  # dimensions that the mask lacks
+        if new < 0 or (new == 0 and m.shape[0] != 1):
             continue
-        rest = [1] * (new - 1) + [-1] * (seen.dim() - max(1, new))
+        rest = [1] * (new - 1) + [-1] * (q.dim() - max(1, new))
         with graph.inserting_before(node):
-            cases: Any = seen.shape[0]
+            cases: Any = q.shape[0]
             if not isinstance(cases, int):
                 cases = graph.call_function(torch.ops.aten.sym_size.int, (query, 0))
-                cases.meta["val"] = seen.shape[0]
+                cases.meta["val"] = q.shape[0]
             expanded = graph.call_method("expand", (mask, (cases, *rest)))
-        expanded.meta = {**node.meta, "val": known.expand(seen.shape[0], *rest)}
+        expanded.meta = {**node.meta, "val": m.expand(q.shape[0], *rest)}
         node.replace_input_with(mask, expanded)

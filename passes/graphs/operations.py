@@ -135,16 +135,16 @@ PYTHON = (  # functions of torch that inspect.signature can read
     F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits,
 )  # fmt: skip
 X, XW = {"input": REQUIRED}, {"input": REQUIRED, "weight": REQUIRED}
-CONVOLUTION = {**XW, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-TRANSPOSED = {**XW, "bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+CONV = {**XW, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+CONV_TRANSPOSE = {**XW, "bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 SPELLED_OUT: dict[str, tuple[Callable[..., Any], Defaults]] = {
     **{
         function.__name__: (function, {name: p.default for name, p in inspect.signature(function).parameters.items()})
         for function in PYTHON
     },
-    **{function.__name__: (function, CONVOLUTION) for function in (F.conv1d, F.conv2d, F.conv3d)},
+    **{function.__name__: (function, CONV) for function in (F.conv1d, F.conv2d, F.conv3d)},
     **{
-        function.__name__: (function, TRANSPOSED)
+        function.__name__: (function, CONV_TRANSPOSE)
         for function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     },
     "linear": (F.linear, {**XW, "bias": None}),

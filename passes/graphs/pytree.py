@@ -23,6 +23,6 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` of every leaf."""
-    found, spec = flatten(tree)
-    return unflatten([function(leaf) for leaf in found], spec)
+    """The tree with `function` applied to every leaf."""
+    values, spec = flatten(tree)
+    return unflatten([function(leaf) for leaf in values], spec)

@@ -188,9 +188,9 @@ def batched(x: Tensor, attrs: Attrs) -> Tensor:
 Function = Callable[..., Tensor]
 Module = type[nn.Module]
 Size = tuple[int, ...]
-Options = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 
-DENSE: tuple[Options, ...] = (
+DENSE: tuple[Arguments, ...] = (
     {"in_channels": 1, "kernel_size": 1},
     {"stride": 2, "padding": 1},
     {"stride": 2, "dilation": 2, "padding": 2, "bias": False},
@@ -199,11 +199,11 @@ DENSE: tuple[Options, ...] = (
     {"groups": 2, "stride": 3, "padding": 1},
     {"kernel_size": (3, 2, 1), "stride": (1, 2, 3), "padding": (0, 1, 2), "dilation": (2, 3, 1)},
 )
-DEPTHWISE: tuple[Options, ...] = (
+DEPTHWISE: tuple[Arguments, ...] = (
     {"groups": 4, "out_channels": 4, "stride": 2, "padding": 1},
     {"groups": 4, "out_channels": 12, "padding": "same", "bias": False},
 )
-TRANSPOSED: tuple[Options, ...] = (
+TRANSPOSED: tuple[Arguments, ...] = (
     {},
     {"stride": 2, "padding": 1, "output_padding": 1},
     {"stride": 3, "dilation": 2, "padding": 3, "output_padding": 2, "bias": False},
@@ -217,11 +217,11 @@ def groups(attrs: Attrs) -> dict[str, int]:
     return {"g": attrs["groups"]}
 
 
-def examples(module: Module, size: Size, *options: Options) -> tuple[Example, ...]:
+def examples(module: Module, size: Size, *options: Arguments) -> tuple[Example, ...]:
     """Modules with these options, or else 4 channels in, 6 out and a kernel of 3; the last also on a single case."""
-    defaults: Options = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
+    defaults: Arguments = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
 
-    def example(changed: Options, *cases: int) -> Example:
+    def example(changed: Arguments, *cases: int) -> Example:
         cut = {key: value[: len(size)] if isinstance(value, tuple) else value for key, value in changed.items()}
         arguments = {**defaults, **cut}
         return lambda: (module(**arguments), torch.randn(*cases, arguments["in_channels"], *size))

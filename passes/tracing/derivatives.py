@@ -97,7 +97,7 @@ def differentiated(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.Grap
     held: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sizes = [tensor.shape for tensor in tensors]
     module = traced(model, held, tensors)
-    note_sizes(module, lambda given: traced(model, held, given), tensors)
+    note_sizes(module, lambda inputs: traced(model, held, inputs), tensors)
 
     def guards(*values: Tensor) -> None:
         if [value.shape for value in values] != sizes:
