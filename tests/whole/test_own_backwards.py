@@ -98,7 +98,7 @@ def test_a_weight_that_enters_one_is_generic_with_the_square_of_its_own_gradient
     net = kfac_fx.compile(model, (X,), loss="categorical")
     (only,) = [one for one in net.registrations if one.generic]
     assert only.parameters == ("second.weight",)
-    assert only.reason is not None and only.reason.startswith("enters Binary at test_functions.py:")
+    assert only.reason is not None and only.reason.startswith("enters Binary at test_own_backwards.py:")
     moments = net.record((X,), {}, mode="empirical", targets=targets)
     loss = F.cross_entropy(model(X), targets, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, model.second.weight)
