@@ -31,7 +31,7 @@ from .matrix import Shape
 from .parametrizations.jacobian import by_jacobian
 from .parametrizations.normalized import BySlice, WithGain
 from .parametrizations.parts import NOTHING, Part, partial, parts_of, taken_apart, whole_uses
-from .parametrizations.product import Factor
+from .parametrizations.product import ProductFactor
 from .pieces import Piece, Slice, axis_along, ranges, view_of
 
 OUTPUTS = (0, 1)  # the axes of a matrix that a weight has in common with a bias: groups and outputs
@@ -218,7 +218,7 @@ class Cutter:
 
 
 def is_factor(use: Use) -> bool:
-    return any(isinstance(step, Factor) for step in use.through)
+    return any(isinstance(step, ProductFactor) for step in use.through)
 
 
 def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -> dict[fx.Node, frozenset[str]]:

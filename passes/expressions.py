@@ -29,28 +29,28 @@ from .graphs.views import bound_parameter
 from .ir import ELEMENTS, Program
 from .parametrizations.functions import FUNCTIONS, Functions
 from .parametrizations.jacobian import small_functions
-from .parametrizations.product import MULTIPLIES, added, complete, product, reshaped
+from .parametrizations.product import MULTIPLIES, complete, product_of, reshaped, sum_of
 from .parametrizations.slices import (
+    JOINS,
+    applied_to,
     basic,
-    called,
+    concatenated,
     dims_after,
     expr_of,
     factor,
     is_one_slice,
-    joined,
-    part_of,
+    multiple_of,
     permuted,
-    scaled,
+    seen_part,
     unsqueezed,
     without_data,
 )
-from .pieces import ParameterExpr, Slice, narrowed, ranges, slice_of, view_of, whole
+from .pieces import ParameterExpr, Slice, narrowed, ranges, slice_of, unallocated, view_of
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied
-MOVES = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
-JOINS = {"cat", "concat", "concatenate", "stack"}
+MOVES_ELEMENTS = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
 WRITES = {"zero_", "fill_", "copy_"}
-Value = Any  # a ParameterExpr, a tuple of them, or a number
+ExprValue = Any  # a ParameterExpr, a tuple of them, or a number
 
 
 def express(program: Program) -> Program:
@@ -92,16 +92,16 @@ class Expressions:
     def __init__(self, program: Program) -> None:
         self.root = program.root
         self.label = labels(program.graph, program.parameters, cases=program.cases)
-        self.values: dict[fx.Node, Value] = {}
+        self.values: dict[fx.Node, ExprValue] = {}
         self.functions = Functions(self.root, self.label, self.values)
         for node in program.graph.nodes:
             value = self.value(node)
             if value is not None:
                 self.values[node] = value
 
-    def value(self, node: fx.Node) -> Value | None:
+    def value(self, node: fx.Node) -> ExprValue | None:
         if node.op == "get_attr" and self.label[node] is Label.PURE:
-            view = whole(tuple(attribute(self.root, str(node.target)).shape))
+            view = unallocated(tuple(attribute(self.root, str(node.target)).shape))
             return ParameterExpr(tuple(view.shape), (slice_of(str(node.target), view),))
         if node.op == "get_attr" and self.label[node] is Label.CONST:
             held = attribute(self.root, str(node.target))
@@ -115,23 +115,23 @@ class Expressions:
                 raise
             return None  # arguments that are no numbers here, views that would copy
 
-    def number(self, node: fx.Node) -> Value | None:
+    def number(self, node: fx.Node) -> ExprValue | None:
         """A size of a tensor, or what is computed from sizes; a part of a constant."""
         if not node.all_input_nodes or any(operand not in self.values for operand in node.all_input_nodes):
             return None
         if op_name(node) in SHAPE_ONLY or not any(
             isinstance(self.values[n], ParameterExpr) for n in node.all_input_nodes
         ):
-            result = called(node, without_data(node.args, self.values))
+            result = applied_to(node, without_data(node.args, self.values))
             return None if isinstance(result, Tensor) else result
-        if op_name(node) in MOVES | CASTS:
-            result = called(node, without_data(node.args, self.values))
+        if op_name(node) in MOVES_ELEMENTS | CASTS:
+            result = applied_to(node, without_data(node.args, self.values))
             if isinstance(result, (list, tuple)):
                 return tuple(ParameterExpr(tuple(part.shape), ()) for part in result)
             return ParameterExpr(tuple(result.shape), ())
         return None
 
-    def tensor(self, node: fx.Node) -> Value | None:
+    def tensor(self, node: fx.Node) -> ExprValue | None:
         name, arguments = op_name(node), node.args
         if name in JOINS:
             return self.joined(node, name == "stack")
@@ -152,10 +152,10 @@ class Expressions:
 
     # --- operations -------------------------------------------------------------------------------------------------
 
-    def same(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> Value:
+    def same(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ExprValue:
         return value
 
-    def viewed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> Value | None:
+    def viewed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ExprValue | None:
         if value.products:
             return reshaped(node, value, self.values)
         if op_name(node) == "getitem" and not basic(node.args[1]):
@@ -167,38 +167,38 @@ class Expressions:
             turned = [permuted(slice_, order) for slice_ in value.slices]
             return ParameterExpr(tuple(value.shape[d] for d in order), tuple(turned))
         if view is None and op_name(node) in PARTS and not is_one_slice(value):
-            shown = called(node, (whole(value.shape), *rest))
+            shown = applied_to(node, (unallocated(value.shape), *rest))
             several = isinstance(shown, (list, tuple))
-            return tuple(part_of(value, part) for part in shown) if several else part_of(value, shown)
+            return tuple(seen_part(value, part) for part in shown) if several else seen_part(value, shown)
         return view
 
-    def seen(self, node: fx.Node, slice_: Slice, rest: Any) -> Value | None:
+    def seen(self, node: fx.Node, slice_: Slice, rest: Any) -> ExprValue | None:
         view = view_of(slice_)
-        result = called(node, (view, *rest))
+        result = applied_to(node, (view, *rest))
         if op_name(node) in RESHAPES:
             result = view.view(result.shape)  # raises where the elements had to be copied
         several = isinstance(result, (list, tuple))
         return tuple(expr_of(part, slice_) for part in result) if several else expr_of(result, slice_)
 
     def multiple(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
-        return scaled(value, factor(op_name(node), node))
+        return multiple_of(value, factor(op_name(node), node))
 
     def function(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
         return self.functions.of(node, operand, value)
 
-    def summed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> Value | None:
+    def summed(self, node: fx.Node, operand: fx.Node, value: ParameterExpr) -> ExprValue | None:
         other: Any = node.args[1]
         if op_name(node) == "sub" and isinstance(other, fx.Node):
             without = self.functions.centered(node, operand, other)
             if without is not None:
                 return without
-        total = added(node, value, self.values.get(other))
+        total = sum_of(node, value, self.values.get(other))
         return self.shifted(operand, other, 1.0) if total is None else total
 
     def product(self, node: fx.Node, left: Any, right: Any) -> ParameterExpr | None:
         """Of a weight and a factor for its slices, or of matrices."""
         scaled_weight = self.functions.product(node, left, right) if op_name(node) in ("mul", "div") else None
-        return scaled_weight or product(
+        return scaled_weight or product_of(
             node, [self.operand(side, of_parameters=True) for side in (left, right)], self.root
         )
 
@@ -207,7 +207,7 @@ class Expressions:
         dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         assert isinstance(operands, (list, tuple)), "bug in kfac_fx: cat of something else than a list"
         parts = [self.operand(operand) for operand in operands]
-        return joined([unsqueezed(part, dim) for part in parts] if stack else parts, dim)
+        return concatenated([unsqueezed(part, dim) for part in parts] if stack else parts, dim)
 
     def operand(self, node: Any, of_parameters: bool = False) -> ParameterExpr:
         """A value, or a constant, or anything of parameters. Raises ValueError for anything else."""
@@ -217,7 +217,7 @@ class Expressions:
             raise ValueError
         return ParameterExpr(self.functions.shape_of(node), ())
 
-    def shifted(self, operand: Any, constant: Any, sign: float) -> Value | None:
+    def shifted(self, operand: Any, constant: Any, sign: float) -> ExprValue | None:
         """A multiple of the operand and a constant that makes no new elements."""
         value = self.values.get(operand)
         if not isinstance(value, ParameterExpr):
@@ -227,7 +227,7 @@ class Expressions:
                 return None
             if torch.broadcast_shapes(value.shape, self.functions.shape_of(constant)) != value.shape:
                 return None
-        return scaled(value, sign)
+        return multiple_of(value, sign)
 
     def overwritten(self, node: fx.Node, base: fx.Node, value: ParameterExpr) -> ParameterExpr | None:
         """A tensor after constants were written into a slice of a copy: of itself, or of what it was copied from."""
@@ -242,7 +242,7 @@ class Expressions:
             return value if base.op == "get_attr" else None  # not what was written into
         if target.args[0] is not base:
             return None
-        view = called(target, (whole(value.shape), *without_data(target.args[1:], self.values)))
+        view = applied_to(target, (unallocated(value.shape), *without_data(target.args[1:], self.values)))
         dim, (start, stop) = next(iter(ranges(view, value.shape).items()), (0, (0, 0)))
         if start == stop:
             return None  # not one slice
@@ -250,9 +250,11 @@ class Expressions:
         return ParameterExpr(value.shape, tuple(narrowed(value.slices[0], dim, *places) for places in ends))
 
 
-RULES: dict[str, Callable[[Expressions, fx.Node, fx.Node, Any], Value | None]] = {  # of one known value, and constants
+RULES: dict[
+    str, Callable[[Expressions, fx.Node, fx.Node, Any], ExprValue | None]
+] = {  # of one known value, and constants
     **dict.fromkeys(CASTS, Expressions.same),
-    **dict.fromkeys(MOVES, Expressions.viewed),
+    **dict.fromkeys(MOVES_ELEMENTS, Expressions.viewed),
     **dict.fromkeys(("add", "sub"), Expressions.summed),
     **dict.fromkeys(("mul", "div", "neg"), Expressions.multiple),
     **dict.fromkeys(FUNCTIONS, Expressions.function),

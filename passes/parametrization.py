@@ -30,9 +30,9 @@ from torch import Tensor
 from .computed import Value
 from .matrix import Layout, Shape
 
-Rows = tuple[Tensor, Tensor]  # [N, S, g, i], or ids [N, S], and [N, S, g, o]; without g if it is 1
-Tensors = Mapping[str, Tensor]  # the values of `Parametrization.nodes`, by the same names
-RowsStep = Callable[[Rows, Tensors], Rows]
+RowPair = tuple[Tensor, Tensor]  # [N, S, g, i], or ids [N, S], and [N, S, g, o]; without g if it is 1
+NodeValues = Mapping[str, Tensor]  # the values of `Parametrization.nodes`, by the same names
+RowsStep = Callable[[RowPair, NodeValues], RowPair]
 Views = tuple[tuple[Shape, Shape], ...]  # views of a tensor one after another: (order, shape), one of them empty
 
 
@@ -55,7 +55,7 @@ class Parametrization(ABC):
             found |= {f"{field.name}{n}": item for n, item in several if isinstance(item, Value)}
         return found
 
-    def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor | None:
+    def remainder(self, gradient: Tensor, tensors: NodeValues) -> Tensor | None:
         """What the rows leave out of the parameter's gradient, for the numeric proof; None if they are exact.
 
         gradient: what the rows make, in the parameter's shape. tensors: `nodes`, with their history.
@@ -103,7 +103,7 @@ class Parametrization(ABC):
 
 
 @dataclass(frozen=True)
-class Example:
+class WeightExample:
     """For the contract test: a weight [o, i] that is made of parameters, which are given by their shapes.
 
     The result of another example may take the place of the first parameter.
@@ -119,7 +119,7 @@ class Transposed(Parametrization):
 
         h = F.embedding(ids, w);  y = h @ w.T        the second use has the matrix of the first, transposed
 
-    Rows and gradient rows change sides, and both uses add up in the same two factors.
+    RowPair and gradient rows change sides, and both uses add up in the same two factors.
     """
 
     def step(self) -> RowsStep:
@@ -137,13 +137,13 @@ class Transposed(Parametrization):
 # --- views, as literals -----------------------------------------------------------------------------------------------
 
 
-def views(before: Layout, after: Layout) -> Views:
+def view_steps(before: Layout, after: Layout) -> Views:
     """Back through one layout and on through another."""
     back = [(step.back, ()) if step.back else ((), step.before) for step in reversed(before.steps)]
     return (*back, *((step.order, ()) if step.order else ((), step.after) for step in after.steps))
 
 
-def viewed(tensor: Tensor, steps: Views) -> Tensor:
+def apply_views(tensor: Tensor, steps: Views) -> Tensor:
     for order, shape in steps:
         tensor = tensor.permute(order) if order else tensor.reshape(shape)
     return tensor

@@ -83,7 +83,7 @@ class Partner:
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductTerm:
     """`scale` times a matrix of `shape` in which a parameter is one factor; see `passes.parametrizations.product`.
 
     layout: from the parameter to the factor, a matrix.
@@ -108,14 +108,14 @@ class ParameterExpr:
 
     shape: Shape
     slices: tuple[Slice, ...]
-    products: tuple[Product, ...] = ()
+    products: tuple[ProductTerm, ...] = ()
     function: fx.Node | None = None
 
 
 # --- strides --------------------------------------------------------------------------------------------------------
 
 
-def whole(shape: Shape) -> Tensor:
+def unallocated(shape: Shape) -> Tensor:
     """A parameter without data: views of it say by their strides which of its elements they show."""
     return torch.empty(shape, device="meta")
 
@@ -124,7 +124,7 @@ def view_of(slice_: Slice) -> Tensor:
     """Without data."""
     sizes = slice_.shape
     reach = slice_.offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, slice_.strides, strict=True))
-    return whole((reach,)).as_strided(sizes, slice_.strides, slice_.offset)
+    return unallocated((reach,)).as_strided(sizes, slice_.strides, slice_.offset)
 
 
 def slice_of(parameter: str, view: Tensor, scale: float = 1.0, through: tuple[Parametrization, ...] = ()) -> Slice:

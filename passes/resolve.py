@@ -45,9 +45,9 @@ from .layers import LAYERS
 from .matrix import Layout, MatrixForm
 from .parametrization import Transposed
 from .parametrizations.gains import reads_ids
-from .parametrizations.jacobian import PerCase, per_case
+from .parametrizations.jacobian import PerCase, as_per_case
 from .parametrizations.slices import region_of
-from .pieces import viewed, whole
+from .pieces import unallocated, viewed
 
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
@@ -76,7 +76,7 @@ def without_functions(matches: list[Use]) -> tuple[list[Use], list[Note]]:
         bound.parameter
         for use in matches
         for role, bound in use.parameters.items()
-        if not by_cases(use) and per_case(replace(use, parameters={role: bound})) is None
+        if not by_cases(use) and as_per_case(replace(use, parameters={role: bound})) is None
     }
     kept: list[Use] = []
     notes: list[Note] = []
@@ -147,7 +147,7 @@ def align(uses: list[Use]) -> list[Use] | None:
 def aligned_per_case(uses: list[Use]) -> list[Use] | None:
     if any(len(use.parameters) > 1 for use in uses):
         return None
-    found = [one for one in map(per_case, uses) if one is not None]
+    found = [one for one in map(as_per_case, uses) if one is not None]
     return found if len(found) == len(uses) else None
 
 
@@ -179,7 +179,7 @@ def same_elements(one: Layout, other: Layout, transposed: bool) -> bool:
     """Whether both have the same elements of the parameter in the same places, those of `other` transposed."""
     if one == other and not transposed:
         return True
-    mine, its = viewed(one, whole(one.shape)), viewed(other, whole(other.shape))
+    mine, its = viewed(one, unallocated(one.shape)), viewed(other, unallocated(other.shape))
     if mine is None or its is None:  # some elements are copied on the way: compare their numbers
         numbers = torch.arange(prod(one.shape)).reshape(one.shape)
         mine, its = one.apply(numbers), other.apply(numbers)

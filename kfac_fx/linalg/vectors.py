@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.pieces import Piece, ranges
-from kfac_fx.passes.pieces import whole as without_data
+from kfac_fx.passes.pieces import Piece, ranges, unallocated
 from kfac_fx.passes.torch_private import foreach_add_
 
 Tensors = dict[str, Tensor]
@@ -107,7 +106,7 @@ def piece_of_view(view: Tensor, parameters: Mapping[str, Tensor]) -> Piece | Non
         if memory and memory == view.untyped_storage().data_ptr():
             shape, offset = tuple(parameter.shape), int(view.storage_offset() - parameter.storage_offset())
             if offset >= 0 and parameter.is_contiguous():
-                seen = without_data(shape).as_strided(view.shape, view.stride(), offset)
+                seen = unallocated(shape).as_strided(view.shape, view.stride(), offset)
                 return next((Piece(name, dim, *ends) for dim, ends in ranges(seen, shape).items()), None)
     return None
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import bordered
 from kfac_fx.passes.ir import Registration, Use, literal_attrs, tensor_attrs
 from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.parametrization import Rows, RowsStep
+from kfac_fx.passes.parametrization import RowPair, RowsStep
 
-BothRows = Callable[..., Rows]
-Step = Callable[[Rows, Mapping[str, Any]], Rows]
+BothRows = Callable[..., RowPair]
+UseStep = Callable[[RowPair, Mapping[str, Any]], RowPair]
 UNSCALED = (1.0, 1.0)
 
 
@@ -30,7 +30,7 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     names = tuple(tensor_attrs(use))
     batch_dim = (use.batch_dim or 0) if form.leading else 0
 
-    def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> Rows:
+    def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> RowPair:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
         input, output_grad = (cases_first(tensor, batch_dim) for tensor in (input, output_grad))
         found = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
@@ -41,20 +41,20 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     return both
 
 
-def steps_of(registration: Registration, use: Use) -> Iterator[Step]:
+def steps_of(registration: Registration, use: Use) -> Iterator[UseStep]:
     """The functions that turn the rows of the layer into those of the registration's matrix, in their order."""
     assert registration.matrix is not None, "bug in kfac_fx: rows of a generic registration"
     if (by := scales(use)) != UNSCALED:
-        yield lambda both, attrs: scaled(both, by)
+        yield lambda both, attrs: scaled_rows(both, by)
     if registration.matrix.weight is None:
         yield lambda both, attrs: without_inputs(*both)
     if use.batch_independent:
         yield lambda both, attrs: shared_by_cases(*both)
     for number, parametrization in enumerate(use.through):
-        yield with_tensors(parametrization.step(), {key: f"{number}.{key}" for key in parametrization.nodes})
+        yield with_names(parametrization.step(), {key: f"{number}.{key}" for key in parametrization.nodes})
 
 
-def with_tensors(step: RowsStep, names: Mapping[str, str]) -> Step:
+def with_names(step: RowsStep, names: Mapping[str, str]) -> UseStep:
     """A parametrization's step, which knows its tensors by its own names, as one that takes all tensors of the use."""
     return lambda both, attrs: step(both, {key: attrs[name] for key, name in names.items()})
 
@@ -71,7 +71,7 @@ def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> 
     find, make_grad_rows, attrs = form.second_moment, form.grad_rows, dict(use.attrs)
     bias = registration.rows[1]
 
-    def found(output_grad: Tensor, input: Tensor) -> Rows:
+    def found(output_grad: Tensor, input: Tensor) -> RowPair:
         grad_rows = make_grad_rows(output_grad, attrs)
         with torch.autocast(input.device.type, enabled=False):
             body, total = find(input.to(torch.promote_types(input.dtype, torch.float32)), attrs)
@@ -86,7 +86,7 @@ def cases_first(tensor: Tensor, batch_dim: int) -> Tensor:
     return tensor.movedim(batch_dim, 0) if 0 < batch_dim < tensor.dim() else tensor
 
 
-def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> Rows:
+def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> RowPair:
     """[1, M, ...] both: what does not see the batch has positions only."""
     rows = rows.expand(grad_rows.shape[0], *rows.shape[1:])
     return rows.flatten(0, 1).unsqueeze(0), grad_rows.flatten(0, 1).unsqueeze(0)
@@ -95,7 +95,7 @@ def shared_by_cases(rows: Tensor, grad_rows: Tensor) -> Rows:
 def with_patch_mask(both: BothRows) -> BothRows:
     """With rows that are multiplied with the last of the attributes."""
 
-    def masked(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> Rows:
+    def masked(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> RowPair:
         rows, grad_rows = both(output_grad, input, *tensors[:-1])
         return rows * tensors[-1].to(rows), grad_rows
 
@@ -110,11 +110,11 @@ def scales(use: Use) -> tuple[float, float]:
     return roles.get("weight", bias) / bias, bias
 
 
-def scaled(both: Rows, by: tuple[float, float]) -> Rows:
+def scaled_rows(both: RowPair, by: tuple[float, float]) -> RowPair:
     rows, grad_rows = (side if scale == 1.0 else side * scale for side, scale in zip(both, by, strict=True))
     return rows, grad_rows
 
 
-def without_inputs(rows: Tensor, grad_rows: Tensor) -> Rows:
+def without_inputs(rows: Tensor, grad_rows: Tensor) -> RowPair:
     """Of a bias alone: [N, S, 0], or [N, S, g, 0]."""
     return (rows if rows.is_floating_point() else grad_rows)[..., :0], grad_rows

@@ -23,15 +23,15 @@ from torch import Tensor, fx
 
 from ..graphs.operations import op_name
 from ..matrix import Layout
-from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors, viewed, views
+from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, WeightExample, apply_views, view_steps
 from ..pieces import Piece
 
 OUTPUTS, INPUTS = "outputs", "inputs"
-Derivative = Callable[[Tensors], Tensor]
+Derivative = Callable[[NodeValues], Tensor]
 Constant = Callable[[int, int], bool]  # (dimension of the parameter, axis of the matrix): see `Diagonal.sides`
 
 
-def between(x: Tensor, low: float | None, high: float | None) -> Tensor:
+def derivative_of_clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
     inside = torch.ones_like(x, dtype=torch.bool)
     inside = inside if low is None else inside & (x >= low)
     inside = inside if high is None else inside & (x <= high)
@@ -55,7 +55,7 @@ DERIVATIVES: Mapping[str, Callable[..., Tensor]] = {
     "sigmoid": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
     "softplus": torch.sigmoid,
     "relu": lambda x: (x > 0).to(x),
-    "clamp": lambda x, low=None, high=None: between(x, low, high),
+    "clamp": lambda x, low=None, high=None: derivative_of_clamp(x, low, high),
 }
 
 
@@ -98,18 +98,21 @@ class Diagonal(Parametrization):
     def step(self) -> RowsStep:
         assert self.matrix is not None and self.side is not None, "bug in kfac_fx: a function that was not placed"
         derivative, outputs, piece = self.derivative(), self.side == OUTPUTS, self.piece
-        back, to_matrix = views(self.layout, Layout(self.layout.shape)), views(Layout(self.matrix.shape), self.matrix)
+        back, to_matrix = (
+            view_steps(self.layout, Layout(self.layout.shape)),
+            view_steps(Layout(self.matrix.shape), self.matrix),
+        )
         place = None if piece is None else (piece.dim, piece.start, piece.stop - piece.start)
 
-        def step(both: Rows, tensors: Tensors) -> Rows:
-            by = viewed(derivative(tensors), back)
+        def step(both: RowPair, tensors: NodeValues) -> RowPair:
+            by = apply_views(derivative(tensors), back)
             by = by if place is None else by.narrow(*place)
-            return multiplied(*both, viewed(by, to_matrix), outputs)
+            return multiplied(*both, apply_views(by, to_matrix), outputs)
 
         return step
 
 
-def multiplied(rows: Tensor, grad_rows: Tensor, by: Tensor, outputs: bool) -> Rows:
+def multiplied(rows: Tensor, grad_rows: Tensor, by: Tensor, outputs: bool) -> RowPair:
     """Gradient rows or rows times a matrix [g, o, i], or [g, o], that is constant along the other side."""
     if outputs:
         side = by if by.dim() == 2 else by[:, :, 0]
@@ -168,5 +171,5 @@ def elementwise(node: fx.Node, operand: fx.Node, layout: Layout) -> Elementwise 
 
 
 EXAMPLES = {
-    "exp": Example(torch.exp, {"w": (4, 4)}),
+    "exp": WeightExample(torch.exp, {"w": (4, 4)}),
 }

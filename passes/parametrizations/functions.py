@@ -17,7 +17,7 @@ from ..pieces import ParameterExpr, Slice, view_of
 from ..torch_private import WEIGHT_NORM
 from .elementwise import DERIVATIVES, Elementwise, elementwise
 from .normalized import MAKERS, Centered, Scaled, WithGain, dim_of, laid_out, scaled_by
-from .slices import called, is_one_slice, without_data
+from .slices import applied_to, is_one_slice, without_data
 
 FUNCTIONS = {*DERIVATIVES, "batch_norm", WEIGHT_NORM}
 SPREADS = {"var_mean", "std_mean"}
@@ -109,7 +109,7 @@ class Functions:
         """Of a constant. Raises ValueError if it is not known."""
         value = attribute(self.root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if value is None and all(operand in self.values for operand in node.all_input_nodes):
-            value = called(node, without_data(node.args, self.values))
+            value = applied_to(node, without_data(node.args, self.values))
         if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in value.shape):
             raise ValueError
         return tuple(value.shape)

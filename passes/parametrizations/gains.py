@@ -22,7 +22,7 @@ from torch import Tensor
 from ..computed import Value
 from ..graphs.labels import has_gradient
 from ..matrix import Layout, Shape
-from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors, viewed, views
+from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, WeightExample, apply_views, view_steps
 from ..registration import Bound, Use
 from .elementwise import INPUTS, OUTPUTS, Constant, Diagonal, placed
 from .normalized import WithGain
@@ -62,12 +62,12 @@ class Gain(Parametrization):
         One gain an output: what the output is without it, and its gradient. Else Σ d u r, over what the slice
         multiplies, is the gradient of the gain at a position, and the rows are ones.
         """
-        filters, to_matrix = self.of.filters(), views(self.of.layout, self.matrix)
+        filters, to_matrix = self.of.filters(), view_steps(self.of.layout, self.matrix)
         of_outputs, inputs, (before, after), ids = self.of_outputs, self.side == INPUTS, self.repeats, self.ids
 
-        def step(both: Rows, tensors: Tensors) -> Rows:
+        def step(both: RowPair, tensors: NodeValues) -> RowPair:
             rows, grad_rows = both[0], both[1] if both[1].dim() == 4 else both[1].unsqueeze(2)
-            matrix = viewed(filters(tensors["filters"]), to_matrix).to(grad_rows)
+            matrix = apply_views(filters(tensors["filters"]), to_matrix).to(grad_rows)
             if ids:
                 outputs = F.embedding(rows.clamp(min=0), matrix[0].mT).unsqueeze(2)
                 outputs = torch.where((rows >= 0)[..., None, None], outputs, 0)
@@ -93,7 +93,7 @@ def gains_of(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
     if step is None or step.gain is None:
         return
     slices = 1 if step.dim is None else bound.layout.shape[step.dim]
-    place = repeats(numbers(bound.layout, step.dim), slices)
+    place = repeats(slice_numbers(bound.layout, step.dim), slices)
     shape = shapes[step.gain.parameter]
     if place is None or math.prod(shape) != slices:
         return
@@ -106,7 +106,7 @@ def gains_of(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
     yield replace(use, parameters={"weight": weight}, through=(*before, gain, *behind))
 
 
-def numbers(layout: Layout, dim: int | None) -> Tensor:
+def slice_numbers(layout: Layout, dim: int | None) -> Tensor:
     """The number of the slice that every element of a matrix [g, o, i] is in."""
     sizes = [1] * len(layout.shape)
     if dim is None:
@@ -119,7 +119,7 @@ def constant_in(layout: Layout) -> Constant:
     """For `Diagonal.sides`, of a whole parameter: found by trying, since the matrix may be no view of it."""
 
     def constant(dim: int, axis: int) -> bool:
-        slices = numbers(layout, dim)
+        slices = slice_numbers(layout, dim)
         return bool((slices == slices.narrow(axis, 0, 1)).all())
 
     return constant
@@ -143,5 +143,5 @@ def reads_ids(use: Use) -> bool:
 
 
 EXAMPLES = {
-    "gain": Example(lambda w, e: w * e.exp(), {"w": (4, 4), "e": (4, 1)}),
+    "gain": WeightExample(lambda w, e: w * e.exp(), {"w": (4, 4), "e": (4, 1)}),
 }

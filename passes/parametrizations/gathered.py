@@ -31,7 +31,7 @@ from ..graphs.labels import Label, has_gradient, labels
 from ..graphs.operations import CASTS, EXPANDS, PARTS, VIEWS, changes_memory, computed, is_random, op_name
 from ..ir import ELEMENTS
 from ..matrix import Layout, Shape
-from ..parametrization import Example, Parametrization, Rows, RowsStep, Views, viewed, views
+from ..parametrization import Parametrization, RowPair, RowsStep, Views, WeightExample, apply_views, view_steps
 from .linear_map import LinearMap, LinearMaps
 
 SELECTS = (VIEWS - CASTS) | PARTS | EXPANDS
@@ -63,22 +63,22 @@ class Gathered(Parametrization):
         return self.side == OUTPUTS
 
 
-def of_table(rows: Tensor, grad_rows: Tensor, index: Tensor, side: str, size: int) -> Rows:
+def of_table(rows: Tensor, grad_rows: Tensor, index: Tensor, side: str, size: int) -> RowPair:
     """The rows and gradient rows of a weight as those of its table: [N, S, g, i] and [N, S, g, o] -> [N, S g, i] and
     [N, S g, o]; see the module's docstring. Ids [N, S] are those of the table's inputs."""
     grad_rows = grad_rows if grad_rows.dim() == 4 else grad_rows.unsqueeze(2)
     if side == OUTPUTS:
-        grad_rows = added(grad_rows, index, size)
+        grad_rows = added_at(grad_rows, index, size)
     if not rows.is_floating_point():
         ids = rows if side == OUTPUTS else torch.where(rows >= 0, index[0][rows.clamp(min=0)], -1)
         return ids, grad_rows.flatten(1, 2)
     rows = rows if rows.dim() == 4 else rows.unsqueeze(2)
     if side == INPUTS:
-        rows = added(rows, index, size)
+        rows = added_at(rows, index, size)
     return rows.flatten(1, 2), grad_rows.flatten(1, 2)
 
 
-def added(rows: Tensor, index: Tensor, size: int) -> Tensor:
+def added_at(rows: Tensor, index: Tensor, size: int) -> Tensor:
     """[N, S, g, k], to its places [g, k] among `size`."""
     return rows.new_zeros(*rows.shape[:3], size).scatter_add(3, index.expand(rows.shape), rows)
 
@@ -227,7 +227,7 @@ def gathered_weight(
     matrix, width = layout.apply(value), sizes[1]
     if 1 in matrix.shape[1:]:
         return None  # every element on its own
-    steps = views(Layout(layout.shape), layout)
+    steps = view_steps(Layout(layout.shape), layout)
     straight = Layout(shape).reshape(tuple(sizes))
     for table in (straight, straight.permute((1, 0))):
         whole = table.apply(torch.arange(sizes[0] * width, device=value.device).view(shape))
@@ -244,7 +244,7 @@ def gathered_weight(
 
 def picked(numbers: Tensor, steps: Views, side: str, width: int, along: bool) -> Tensor:
     """The indices of a gathered side, from the numbers of elements of a table that is `width` wide."""
-    matrix = viewed(numbers, steps)
+    matrix = apply_views(numbers, steps)
     first = matrix[:, :, 0] if side == OUTPUTS else matrix[:, 0]
     return first // width if along else first % width
 
@@ -283,6 +283,6 @@ def of_constants(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 
 EXAMPLES = {
-    "gathered": Example(lambda w: w[torch.tensor([2, 0, 2, 1])], {"w": (4, 4)}),
-    "gathered inputs": Example(lambda w: w[:, torch.tensor([2, 0, 2, 1])], {"w": (4, 4)}),
+    "gathered": WeightExample(lambda w: w[torch.tensor([2, 0, 2, 1])], {"w": (4, 4)}),
+    "gathered inputs": WeightExample(lambda w: w[:, torch.tensor([2, 0, 2, 1])], {"w": (4, 4)}),
 }

@@ -29,13 +29,13 @@ from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import KEPT, Program
 from ..matrix import Layout, Shape
-from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors, Transposed, views
-from ..pieces import ParameterExpr, slice_of, whole
+from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, Transposed, WeightExample, view_steps
+from ..pieces import ParameterExpr, slice_of, unallocated
 from ..pieces import viewed as view_through
 from ..registration import Bound, Use
 from ..torch_private import ADD_BATCH_DIM, REGION
 
-LARGEST = 1 << 20  # elements of a Jacobian
+LARGEST_JACOBIAN = 1 << 20  # elements of a Jacobian
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class PerCase(Parametrization):
         """(rows, gradient rows) -> rows of ones and gradients, [N, 1, elements, 1] both."""
         result, back, function = (
             self.layout.result,
-            views(self.layout, Layout(self.layout.shape)),
+            view_steps(self.layout, Layout(self.layout.shape)),
             self.jacobian is not None,
         )
         in_cases = tuple(((0, *(dim + 1 for dim in order)), ()) if order else ((), shape) for order, shape in back)
 
-        def step(both: Rows, tensors: Tensors) -> Rows:
+        def step(both: RowPair, tensors: NodeValues) -> RowPair:
             gradients = of_bias(both[1]) if len(result) == 2 else of_cases(*both, result[2])
             cases = len(gradients)
             gradients = gradients.reshape(cases, *result)
@@ -79,12 +79,12 @@ class PerCase(Parametrization):
 
 def of_bias(grad_rows: Tensor) -> Tensor:
     """[N, S, g, o] -> [N, g, o]"""
-    return by_group(grad_rows).sum(1)
+    return with_groups(grad_rows).sum(1)
 
 
 def of_cases(rows: Tensor, grad_rows: Tensor, inputs: int) -> Tensor:
     """Σ_s d rᵀ of every case, [N, g, o, i], at least in float32."""
-    d = by_group(grad_rows)
+    d = with_groups(grad_rows)
     cases, _, g, o = d.shape
     if not rows.is_floating_point():
         places = rows.clamp(min=0) + inputs * torch.arange(cases, device=rows.device).unsqueeze(1)
@@ -97,7 +97,7 @@ def of_cases(rows: Tensor, grad_rows: Tensor, inputs: int) -> Tensor:
         return torch.einsum("nsgo,nsgi->ngoi", d, x)
 
 
-def by_group(grad_rows: Tensor) -> Tensor:
+def with_groups(grad_rows: Tensor) -> Tensor:
     d = grad_rows if grad_rows.dim() == 4 else grad_rows.unsqueeze(2)
     return d.to(torch.promote_types(d.dtype, torch.float32))
 
@@ -117,7 +117,7 @@ def by_jacobian(use: Use, shapes: Mapping[str, Shape]) -> Iterator[Use]:
         yield replace(use, exprs=rest) if use.exprs else use
 
 
-def per_case(use: Use) -> Use | None:
+def as_per_case(use: Use) -> Use | None:
     """The use of one parameter that scales or shifts, over the matrix of its elements; None of another."""
     ((role, bound),) = use.parameters.items()
     elements = one_by_one(bound.layout.shape)
@@ -136,7 +136,7 @@ def one_by_one(shape: Shape) -> Layout:
 
 
 def same(first: Layout, second: Layout) -> bool:
-    mine, its = (view_through(layout, whole(layout.shape)) for layout in (first, second))
+    mine, its = (view_through(layout, unallocated(layout.shape)) for layout in (first, second))
     return mine is not None and its is not None and mine.shape == its.shape and mine.stride() == its.stride()
 
 
@@ -157,10 +157,10 @@ def small_functions(
     for node in nodes:
         shape = static_shape(node)
         sizes = {name: tuple(program.parameters[name].shape) for name in sorted(parameters_behind(node, label))}
-        if shape is None or not all(0 < math.prod((*shape, *size)) <= LARGEST for size in sizes.values()):
+        if shape is None or not all(0 < math.prod((*shape, *size)) <= LARGEST_JACOBIAN for size in sizes.values()):
             continue
         if in_pieces.isdisjoint(sizes) and node.meta["val"].is_floating_point() and is_function(node):
-            slices = tuple(slice_of(name, whole(size)) for name, size in sizes.items())
+            slices = tuple(slice_of(name, unallocated(size)) for name, size in sizes.items())
             found[node] = ParameterExpr(shape, slices, function=node)
     return found
 
@@ -235,5 +235,5 @@ class Jacobian(nn.Module):
 
 
 EXAMPLES = {
-    "jacobian": Example(lambda w: w.softmax(1), {"w": (4, 4)}),
+    "jacobian": WeightExample(lambda w: w.softmax(1), {"w": (4, 4)}),
 }

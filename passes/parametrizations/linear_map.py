@@ -25,12 +25,12 @@ from ..graphs.edit import attribute
 from ..graphs.labels import Label
 from ..graphs.operations import VIEWS, computed, op_name
 from ..matrix import Shape
-from ..parametrization import Example, Parametrization, Rows, RowsStep
+from ..parametrization import Parametrization, RowPair, RowsStep, WeightExample
+from .slices import JOINS
 
-JOINS = {"cat", "concat", "concatenate", "stack"}
-MOVES = VIEWS | JOINS | {"slice", "narrow", "select", "getitem", "flip", "roll"}
+MOVES_ENTRIES = VIEWS | JOINS | {"slice", "narrow", "select", "getitem", "flip", "roll"}
 MIXES = ("interpolate", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d")
-LARGEST = 4096**2  # numbers in a matrix: no factor takes more, either
+LARGEST_MATRIX = 4096**2  # numbers in a matrix: no factor takes more, either
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LinearMap(Parametrization):
         return lambda both, tensors: of_parameter(*both, tensors["matrix"], columns)
 
 
-def of_parameter(rows: Tensor, grad_rows: Tensor, matrix: Tensor, columns: Columns) -> Rows:
+def of_parameter(rows: Tensor, grad_rows: Tensor, matrix: Tensor, columns: Columns) -> RowPair:
     """Rows and gradient rows of shifts by a table's elements, [N, 1, elements, 0 or 1], as those of its parameter."""
     table = grad_rows.unflatten(2, columns.shape)[..., 0].movedim(2 + columns.dim, -1)
     gradient = matrix.to(grad_rows).mT @ table.flatten(2, -2)  # [N, 1, entries, columns]
@@ -107,7 +107,7 @@ class LinearMaps:
     def parameter(self, node: fx.Node) -> fx.Node | None:
         if node not in self.parameters:
             self.parameters[node], self.mixed[node] = node if node.op == "get_attr" else None, False
-            if node.op != "get_attr" and (op_name(node) in MOVES or mixes(node)):
+            if node.op != "get_attr" and (op_name(node) in MOVES_ENTRIES or mixes(node)):
                 sources = {self.parameter(operand) for operand in node.all_input_nodes}
                 self.parameters[node] = sources.pop() if len(sources) == 1 else None
                 self.mixed[node] = mixes(node) or any(self.mixed[operand] for operand in node.all_input_nodes)
@@ -117,7 +117,7 @@ class LinearMaps:
         """Compute the matrix and read it beside the node."""
         value: Tensor = attribute(self.root, str(parameter.target))
         try:
-            found = matrix_of(lambda table: run(node, {parameter: table}), tuple(value.shape), value.dtype)
+            found = matrix_of(lambda table: value_from(node, {parameter: table}), tuple(value.shape), value.dtype)
         except (RuntimeError, TypeError, ValueError) as error:
             if fatal(error):
                 raise
@@ -135,10 +135,10 @@ def mixes(node: fx.Node) -> bool:
     return "upsample_" in op_name(node) or op_name(node) in MIXES
 
 
-def run(node: fx.Node, values: dict[fx.Node, Tensor]) -> Any:
+def value_from(node: fx.Node, values: dict[fx.Node, Tensor]) -> Any:
     """The value of a node, from the parameter's."""
     if node not in values:
-        arguments: Any = fx.map_arg((node.args, node.kwargs), lambda operand: run(operand, values))
+        arguments: Any = fx.map_arg((node.args, node.kwargs), lambda operand: value_from(operand, values))
         values[node] = computed(node, *arguments)
     return values[node]
 
@@ -151,7 +151,7 @@ def matrix_of(function: Callable[[Tensor], Tensor], shape: Shape, dtype: torch.d
     for columns in candidates(shape, tuple(table.shape)):
         width = shape[columns.column]
         entries = prod(shape) // width
-        if table.numel() // width * entries > LARGEST:
+        if table.numel() // width * entries > LARGEST_MATRIX:
             return None
         number = -(-entries // width)  # of tables that all unit vectors fit in, one a column
         unit = torch.eye(number * width, dtype=dtype)[:entries].view(entries, number, width)
@@ -172,5 +172,7 @@ def candidates(whole: Shape, shape: Shape) -> Iterator[Columns]:
 
 
 EXAMPLES = {
-    "linear map": Example(lambda w: F.interpolate(w.t()[None], scale_factor=0.5, mode="linear")[0].t(), {"w": (8, 4)}),
+    "linear map": WeightExample(
+        lambda w: F.interpolate(w.t()[None], scale_factor=0.5, mode="linear")[0].t(), {"w": (8, 4)}
+    ),
 }

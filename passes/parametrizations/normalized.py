@@ -30,8 +30,8 @@ from torch import Tensor, fx
 
 from ..graphs.operations import EXPANDS, op_name
 from ..matrix import Layout, Shape
-from ..parametrization import Example, Rows, RowsStep, Tensors
-from ..pieces import ParameterExpr, Piece, Slice, layout_in, view_of, viewed, whole
+from ..parametrization import NodeValues, RowPair, RowsStep, WeightExample
+from ..pieces import ParameterExpr, Piece, Slice, layout_in, unallocated, view_of, viewed
 from ..torch_private import WEIGHT_NORM, weight_normalized
 from .elementwise import INPUTS, OUTPUTS, Constant, Derivative, Diagonal
 from .slices import is_one_slice
@@ -107,15 +107,15 @@ def without_mean(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Normalized(BySlice):
-    """A weight that is divided by, or multiplied with, a number σ of its own. Rows have σ and not its change."""
+    """A weight that is divided by, or multiplied with, a number σ of its own. RowPair have σ and not its change."""
 
     left_out = PROJECTION
 
     @abstractmethod
-    def number(self, tensors: Tensors) -> Tensor:
+    def number(self, tensors: NodeValues) -> Tensor:
         """σ, of a shape that broadcasts with the operand's."""
 
-    def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor:
+    def remainder(self, gradient: Tensor, tensors: NodeValues) -> Tensor:
         """W = u(v) / σ(v) has ∂L/∂σ = -⟨∂L/∂W, u⟩ / σ². The rows make ∂L/∂W / σ, or that without its mean; of this
         ⟨·, u⟩ is ⟨·, v⟩."""
         with torch.enable_grad():
@@ -137,10 +137,10 @@ class OwnNumber(Normalized):
         divides = self.divides
         return lambda tensors: by_number(tensors["operand"], tensors["own"], divides)
 
-    def number(self, tensors: Tensors) -> Tensor:
+    def number(self, tensors: NodeValues) -> Tensor:
         return tensors["own"]
 
-    def remainder(self, gradient: Tensor, tensors: Tensors) -> Tensor:
+    def remainder(self, gradient: Tensor, tensors: NodeValues) -> Tensor:
         found = super().remainder(gradient, tensors)
         return found if self.divides else -found
 
@@ -155,14 +155,14 @@ class WeightNorm(Normalized):
     def derivative(self) -> Derivative:
         dim = self.dim
 
-        def derivative(tensors: Tensors) -> Tensor:
+        def derivative(tensors: NodeValues) -> Tensor:
             value = tensors["operand"]
             by = 1 / length(value, dim)
             return (by * tensors["factor"].reshape(by.shape)).expand_as(value)
 
         return derivative
 
-    def number(self, tensors: Tensors) -> Tensor:
+    def number(self, tensors: NodeValues) -> Tensor:
         return length(tensors["operand"], self.dim)
 
     def filters(self) -> Callable[[Tensor], Tensor]:
@@ -188,7 +188,7 @@ class Standardized(Normalized):
     def derivative(self) -> Derivative:
         eps, bare = self.eps, self.factor is None
 
-        def derivative(tensors: Tensors) -> Tensor:
+        def derivative(tensors: NodeValues) -> Tensor:
             value = tensors["operand"]
             by = 1 / deviation(value, eps)
             return (by if bare else by * tensors["factor"].reshape(by.shape)).expand_as(value)
@@ -201,13 +201,13 @@ class Standardized(Normalized):
     def step(self) -> RowsStep:
         scale = super().step()
 
-        def step(both: Rows, tensors: Tensors) -> Rows:
+        def step(both: RowPair, tensors: NodeValues) -> RowPair:
             rows, grad_rows = scale(both, tensors)
             return without_mean(rows), grad_rows
 
         return step
 
-    def number(self, tensors: Tensors) -> Tensor:
+    def number(self, tensors: NodeValues) -> Tensor:
         return deviation(tensors["operand"], self.eps)
 
     def filters(self) -> Callable[[Tensor], Tensor]:
@@ -286,7 +286,7 @@ def dim_of(sizes: Shape, layout: Layout) -> int | None:
 
 def reordered(layout: Layout) -> bool:
     """Whether the elements are in another order than in the parameter."""
-    view = viewed(layout, whole(layout.shape))
+    view = viewed(layout, unallocated(layout.shape))
     return view is None or not view.is_contiguous()
 
 
@@ -294,11 +294,11 @@ MAKERS = {"batch_norm": standardized, WEIGHT_NORM: weight_norm, "div": own_numbe
 
 
 EXAMPLES = {
-    "weight norm": Example(lambda w, g: weight_normalized(w, g, 0), {"w": (4, 4), "g": (4, 1)}),
-    "standardized": Example(
+    "weight norm": WeightExample(lambda w, g: weight_normalized(w, g, 0), {"w": (4, 4), "g": (4, 1)}),
+    "standardized": WeightExample(
         lambda w, g: F.batch_norm(w.reshape(1, 4, -1), None, None, g, training=True).reshape_as(w),
         {"w": (4, 4), "g": (4,)},
     ),
-    "spectral norm": Example(lambda w: w / torch.linalg.matrix_norm(w, 2), {"w": (4, 4)}),
-    "centered": Example(lambda w: w - w.mean(1, keepdim=True), {"w": (4, 4)}),
+    "spectral norm": WeightExample(lambda w: w / torch.linalg.matrix_norm(w, 2), {"w": (4, 4)}),
+    "centered": WeightExample(lambda w: w - w.mean(1, keepdim=True), {"w": (4, 4)}),
 }

@@ -18,7 +18,7 @@ from ..errors import LayerError
 from ..ir import Bound, Program, Use
 from ..matrix import Layout, Shape
 from ..parametrization import Parametrization
-from ..pieces import Piece, Region, constant_along, layout_in, region_in, view_of, viewed, whole
+from ..pieces import Piece, Region, constant_along, layout_in, region_in, unallocated, view_of, viewed
 from .elementwise import placed, side_of
 from .gains import constant_in, gains_of, reads_ids
 from .jacobian import PerCase
@@ -55,7 +55,7 @@ def parts_of(use: Use, program: Program) -> list[Part] | None:
         return None
     found: list[Part] = []
     for role, bound in use.parameters.items():
-        view = viewed(bound.layout, whole(bound.used.shape))
+        view = viewed(bound.layout, unallocated(bound.used.shape))
         if view is None:
             return None
         found.append(Part(role, bound.parameter, as_matrix(view), everywhere(as_matrix(view)), bound.scale))
@@ -66,14 +66,14 @@ def parts_of(use: Use, program: Program) -> list[Part] | None:
 
 def parts_of_expr(use: Use, role: str, program: Program) -> list[Part] | None:
     form, (expr, canonical) = program.layers[use.layer].forms[use.form], use.exprs[role]
-    matrix = viewed(canonical, whole(expr.shape))
+    matrix = viewed(canonical, unallocated(expr.shape))
     found: list[Part] = []
     for slice_ in expr.slices:
         try:
             layout = form.layout(role, Layout(slice_.shape), use.attrs)
         except LayerError:
             return None
-        box = whole(expr.shape)[tuple(slice(*ends) for ends in slice_.box)]
+        box = unallocated(expr.shape)[tuple(slice(*ends) for ends in slice_.box)]
         place, view = viewed(layout, box), viewed(layout, view_of(slice_))
         if matrix is None or place is None or view is None:
             return None

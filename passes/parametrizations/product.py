@@ -33,20 +33,20 @@ from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, op_name
 from ..matrix import Layout, Shape
-from ..parametrization import Example, Parametrization, Rows, RowsStep, Tensors
-from ..pieces import ParameterExpr, Partner, Piece, Product, layout_in, view_of, viewed, whole
+from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, WeightExample
+from ..pieces import ParameterExpr, Partner, Piece, ProductTerm, layout_in, unallocated, view_of, viewed
 from ..registration import Bound, Use
-from .slices import called, dims_after, scaled, without_data
+from .slices import applied_to, dims_after, multiple_of, without_data
 
 LEFT, RIGHT, TIMES, KRON_LEFT, KRON_RIGHT = "left", "right", "times", "kron left", "kron right"
-KRON = (KRON_LEFT, KRON_RIGHT)
+KRON_KINDS = (KRON_LEFT, KRON_RIGHT)
 OTHER_SIDE = {LEFT: RIGHT, RIGHT: LEFT}
 MULTIPLIES = {"matmul", "kron", "mul", "div"}
 KEEPS_ORDER = {"reshape", "flatten", "view", "unflatten", "reshape_as", "squeeze", "unsqueeze", "view_as"}
 
 
 @dataclass(frozen=True)
-class Factor(Parametrization):
+class ProductFactor(Parametrization):
     """One factor of a weight that is a product.
 
     partners: what it is multiplied with, the last multiplication first.
@@ -64,7 +64,7 @@ class Factor(Parametrization):
         partners = [(str(n), partner.kind, partner.shape, partner.turned) for n, partner in enumerate(self.partners)]
         turned = self.turned
 
-        def step(both: Rows, tensors: Tensors) -> Rows:
+        def step(both: RowPair, tensors: NodeValues) -> RowPair:
             rows, grad_rows = (without_group(side) for side in both)
             left, right = (rows, grad_rows) if turned else (grad_rows, rows)
             times: Tensor | None = None  # a Hadamard product that waits for the next product of matrices
@@ -74,13 +74,13 @@ class Factor(Parametrization):
                 if kind == TIMES:
                     times = other if times is None else times * other
                 elif kind == LEFT and times is not None:
-                    left, right, times = groups(left, other.mT, times.mT), right.unsqueeze(-1), None
+                    left, right, times = hadamard_groups(left, other.mT, times.mT), right.unsqueeze(-1), None
                 elif kind == RIGHT and times is not None:
-                    left, right, times = left.unsqueeze(-1), groups(right, other, times), None
+                    left, right, times = left.unsqueeze(-1), hadamard_groups(right, other, times), None
                 elif kind == LEFT:
-                    left = applied(left, other.mT)
+                    left = times_matrix(left, other.mT)
                 elif kind == RIGHT:
-                    right = applied(right, other)
+                    right = times_matrix(right, other)
                 else:
                     left, right = kronecker(left, right, other, kind)
             left, right = (side if side.dim() != 3 else side.unsqueeze(2) for side in (left, right))
@@ -90,7 +90,7 @@ class Factor(Parametrization):
 
     @property
     def unmasked(self) -> str | None:
-        repeats = any(partner.kind in KRON for partner in self.partners)
+        repeats = any(partner.kind in KRON_KINDS for partner in self.partners)
         return "its weight is a Kronecker product, whose factors have several rows a position" if repeats else None
 
 
@@ -99,19 +99,19 @@ def without_group(rows: Tensor) -> Tensor:
     return rows.squeeze(2) if rows.dim() == 4 else rows
 
 
-def applied(rows: Tensor, matrix: Tensor) -> Tensor:
+def times_matrix(rows: Tensor, matrix: Tensor) -> Tensor:
     """matrix [m, d] times every row."""
     if rows.is_floating_point():
         return rows @ matrix.mT
     return torch.where((rows >= 0).unsqueeze(-1), F.embedding(rows.clamp(min=0), matrix.mT.contiguous()), 0)
 
 
-def groups(rows: Tensor, matrix: Tensor, times: Tensor) -> Tensor:
+def hadamard_groups(rows: Tensor, matrix: Tensor, times: Tensor) -> Tensor:
     """rows [N, S, d], matrix [m, d], times [e, d] -> Σ_d times[e, d] matrix[m, d] rows[d], [N, S, e, m]."""
     return ((rows.unsqueeze(-2) * matrix) @ times.mT).mT
 
 
-def kronecker(left: Tensor, right: Tensor, other: Tensor, kind: str) -> Rows:
+def kronecker(left: Tensor, right: Tensor, other: Tensor, kind: str) -> RowPair:
     """Of a factor V of V ⊗ C, or C ⊗ V: a position for every row of C, or for every column if these are fewer."""
     outputs, inputs = other.shape
     if kind == KRON_LEFT:
@@ -129,7 +129,7 @@ def kronecker(left: Tensor, right: Tensor, other: Tensor, kind: str) -> Rows:
 # --- what a node is a product of ------------------------------------------------------------------------------------
 
 
-def product(node: fx.Node, operands: Sequence[ParameterExpr], root: nn.Module) -> ParameterExpr | None:
+def product_of(node: fx.Node, operands: Sequence[ParameterExpr], root: nn.Module) -> ParameterExpr | None:
     """The value of matmul(a, b), kron(a, b) or a * b of one shape; None where no parameter is such a factor."""
     name, (a, b) = op_name(node), operands
     shape: Shape
@@ -145,7 +145,7 @@ def product(node: fx.Node, operands: Sequence[ParameterExpr], root: nn.Module) -
     found = [
         replace(factor, shape=matrix(shape), partners=(Partner(kind, other, matrix(its)), *factor.partners))
         for value, kind, other, its in ((a, of_a, right, b.shape), (b, of_b, left, a.shape))
-        for factor in factors(value, root)
+        for factor in factors_in(value, root)
     ]
     return ParameterExpr(shape, (), tuple(found)) if found else None
 
@@ -155,14 +155,14 @@ def matrix(shape: Shape) -> Shape:
     return shape[0], math.prod(shape[1:])
 
 
-def factors(value: ParameterExpr, root: nn.Module) -> list[Product]:
+def factors_in(value: ParameterExpr, root: nn.Module) -> list[ProductTerm]:
     found = list(value.products)
     for slice_ in value.slices:
         whole_shape = tuple(attribute(root, slice_.parameter).shape)
         layout = layout_in(Piece(slice_.parameter, 0, 0, *whole_shape[:1] or (1,)), whole_shape, view_of(slice_))
         if layout is not None and slice_.shape == value.shape and not slice_.through:
             shape = matrix(value.shape)
-            found.append(Product(slice_.parameter, layout.reshape(shape), shape, (), slice_.scale))
+            found.append(ProductTerm(slice_.parameter, layout.reshape(shape), shape, (), slice_.scale))
     return found
 
 
@@ -175,10 +175,10 @@ def reshaped(node: fx.Node, value: ParameterExpr, values: Mapping[fx.Node, Any])
         return ParameterExpr(value.shape[::-1], (), tuple(map(turned, value.products)))
     if op_name(node) not in KEEPS_ORDER:
         return None
-    return ParameterExpr(tuple(called(node, (whole(value.shape), *rest)).shape), (), value.products)
+    return ParameterExpr(tuple(applied_to(node, (unallocated(value.shape), *rest)).shape), (), value.products)
 
 
-def turned(product: Product) -> Product:
+def turned(product: ProductTerm) -> ProductTerm:
     partners = tuple(
         replace(partner, kind=OTHER_SIDE.get(partner.kind, partner.kind), turned=not partner.turned)
         for partner in product.partners
@@ -186,7 +186,7 @@ def turned(product: Product) -> Product:
     return replace(product, layout=product.layout.permute((1, 0)), shape=product.shape[::-1], partners=partners)
 
 
-def added(node: fx.Node, first: ParameterExpr, second: Any) -> ParameterExpr | None:
+def sum_of(node: fx.Node, first: ParameterExpr, second: Any) -> ParameterExpr | None:
     """A sum, or a difference, in which there is a product."""
     if not isinstance(second, ParameterExpr) or first.shape != second.shape or not (first.products or second.products):
         return None
@@ -196,7 +196,7 @@ def added(node: fx.Node, first: ParameterExpr, second: Any) -> ParameterExpr | N
         or any(slice_.shape != first.shape for slice_ in (*first.slices, *second.slices))
     ):
         return None
-    other = scaled(second, -1.0) if op_name(node) == "sub" else second
+    other = multiple_of(second, -1.0) if op_name(node) == "sub" else second
     assert other is not None, "bug in kfac_fx: a value without its negative"
     return ParameterExpr(first.shape, (*first.slices, *other.slices), (*first.products, *other.products))
 
@@ -243,22 +243,22 @@ def groups_in(use: Use) -> int:
     return bound.layout.result[0]
 
 
-def use_of_factor(use: Use, value: ParameterExpr, product: Product, canonical: Layout, ids: bool) -> Use | None:
+def use_of_factor(use: Use, value: ParameterExpr, product: ProductTerm, canonical: Layout, ids: bool) -> Use | None:
     """The use of a factor of a weight; None where it has no rows and gradient rows."""
     turns = turns_to(product.shape, value.shape, canonical)
     group = groups_of(product.partners)
     kinds = {partner.kind for partner in product.partners}
-    if turns is None or group is None or (ids and (group or kinds & set(KRON))):
+    if turns is None or group is None or (ids and (group or kinds & set(KRON_KINDS))):
         return None
     pattern = {"": "l r -> 1 l r", RIGHT: "l r -> l 1 r", LEFT: "l r -> r l 1"}[group]
     result = Layout(product.layout.result).rearrange(pattern)
     bound = Bound(product.parameter, product.layout, result.permute((0, 2, 1)) if turns else result, product.scale)
-    return replace(use, parameters={"weight": bound}, exprs={}, through=(Factor(product.partners, turns),))
+    return replace(use, parameters={"weight": bound}, exprs={}, through=(ProductFactor(product.partners, turns),))
 
 
 def turns_to(shape: Shape, seen: Shape, canonical: Layout) -> bool | None:
     """Whether the one group of a layer's matrix is the product transposed; None if it is neither."""
-    view = viewed(canonical, whole(seen))
+    view = viewed(canonical, unallocated(seen))
     if view is None or view.dim() != 3 or view.shape[0] != 1:
         return None
     for transposed, matrix in ((False, view[0]), (True, view[0].mT)):
@@ -285,7 +285,9 @@ def groups_of(partners: Sequence[Partner]) -> str | None:
 
 
 EXAMPLES = {
-    "product": Example(lambda w, b: w @ b, {"w": (4, 4), "b": (4, 4)}),
-    "kronecker": Example(lambda w, c: torch.kron(c, w), {"w": (2, 2), "c": (2, 2)}),
-    "hadamard": Example(lambda w, b, c, d: (w @ b) * (c @ d), {"w": (4, 2), "b": (2, 4), "c": (4, 3), "d": (3, 4)}),
+    "product": WeightExample(lambda w, b: w @ b, {"w": (4, 4), "b": (4, 4)}),
+    "kronecker": WeightExample(lambda w, c: torch.kron(c, w), {"w": (2, 2), "c": (2, 2)}),
+    "hadamard": WeightExample(
+        lambda w, b, c, d: (w @ b) * (c @ d), {"w": (4, 2), "b": (2, 4), "c": (4, 3), "d": (3, 4)}
+    ),
 }

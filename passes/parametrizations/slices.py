@@ -22,9 +22,11 @@ from torch import Tensor, fx
 
 from ..graphs.operations import computed
 from ..matrix import Shape
-from ..parametrization import Example, Parametrization, Rows, RowsStep
-from ..pieces import Box, ParameterExpr, Region, Slice, narrowed, slice_of, view_of, whole
+from ..parametrization import Parametrization, RowPair, RowsStep, WeightExample
+from ..pieces import Box, ParameterExpr, Region, Slice, narrowed, slice_of, unallocated, view_of
 from ..registration import Use
+
+JOINS = {"cat", "concat", "concatenate", "stack"}
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class Sliced(Parametrization):
 
     def step(self) -> RowsStep:
         region = self.region
-        return lambda both, tensors: within(*both, region)
+        return lambda both, tensors: in_region(*both, region)
 
 
-def within(rows: Tensor, grad_rows: Tensor, region: Region) -> Rows:
+def in_region(rows: Tensor, grad_rows: Tensor, region: Region) -> RowPair:
     """What of the rows belongs to a part of the matrix: its groups and inputs, and its groups and outputs."""
     groups, outputs, inputs = (slice(*ends) for ends in region)
     grad_rows = grad_rows[:, :, groups, outputs] if grad_rows.dim() == 4 else grad_rows[..., outputs]
@@ -58,7 +60,7 @@ def region_of(use: Use) -> Region | None:
 # --- values in a graph ------------------------------------------------------------------------------------------------
 
 
-def called(node: fx.Node, args: Any) -> Any:
+def applied_to(node: fx.Node, args: Any) -> Any:
     return computed(node, args, node.kwargs)
 
 
@@ -72,7 +74,7 @@ def without_data(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
         if node not in values:
             raise ValueError(f"{node} has no value")
         value = values[node]
-        return whole(value.shape) if isinstance(value, ParameterExpr) else value
+        return unallocated(value.shape) if isinstance(value, ParameterExpr) else value
 
     return fx.map_arg(arguments, value_of)
 
@@ -88,11 +90,11 @@ def expr_of(view: Tensor, slice_: Slice) -> ParameterExpr:
     return ParameterExpr(tuple(view.shape), (slice_of(slice_.parameter, view, slice_.scale, slice_.through),))
 
 
-def part_of(value: ParameterExpr, view: Tensor) -> ParameterExpr | None:
-    """The part of a value that a view of `whole(value.shape)` shows; None if it is no box of it."""
+def seen_part(value: ParameterExpr, view: Tensor) -> ParameterExpr | None:
+    """The part of a value that a view of `unallocated(value.shape)` shows; None if it is no box of it."""
     rest, box = int(view.storage_offset()), list[tuple[int, int]]()
     kept: list[int] = []
-    for dim, step in enumerate(whole(value.shape).stride()):
+    for dim, step in enumerate(unallocated(value.shape).stride()):
         start, rest = divmod(rest, step)
         shown = len(kept) < view.dim() and view.stride(len(kept)) == step
         box.append((start, start + int(view.shape[len(kept)]) if shown else start + 1))
@@ -114,7 +116,7 @@ def cropped(slice_: Slice, box: Box, kept: list[int]) -> Slice | None:
     return replace(slice_, box=inside, strides=tuple(slice_.strides[dim] for dim in kept))
 
 
-def scaled(value: ParameterExpr | None, by: float | None) -> ParameterExpr | None:
+def multiple_of(value: ParameterExpr | None, by: float | None) -> ParameterExpr | None:
     if value is None or by is None:
         return None
     slices = tuple(replace(slice_, scale=by * slice_.scale) for slice_ in value.slices)
@@ -146,13 +148,13 @@ def unsqueezed(value: ParameterExpr, dim: int) -> ParameterExpr:
     return ParameterExpr((*value.shape[:dim], 1, *value.shape[dim:]), slices)
 
 
-def joined(parts: Sequence[ParameterExpr], dim: int) -> ParameterExpr | None:
+def concatenated(parts: Sequence[ParameterExpr], dim: int) -> ParameterExpr | None:
     """Concatenated along `dim`; None where all are constants."""
     shape, at = parts[0].shape, 0
     dim %= len(shape)
     slices: list[Slice] = []
     for part in parts:
-        slices += [replace(slice_, box=shifted(slice_.box, dim, at)) for slice_ in part.slices]
+        slices += [replace(slice_, box=moved_box(slice_.box, dim, at)) for slice_ in part.slices]
         at += part.shape[dim]
     return ParameterExpr((*shape[:dim], at, *shape[dim + 1 :]), tuple(slices)) if slices else None
 
@@ -161,15 +163,15 @@ def permuted(slice_: Slice, order: Shape) -> Slice:
     return replace(slice_, box=tuple(slice_.box[d] for d in order), strides=tuple(slice_.strides[d] for d in order))
 
 
-def shifted(box: Box, dim: int, by: int) -> Box:
+def moved_box(box: Box, dim: int, by: int) -> Box:
     start, stop = box[dim]
     return (*box[:dim], (start + by, stop + by), *box[dim + 1 :])
 
 
 def dims_after(node: fx.Node, dims: int, rest: Any) -> Shape:
     """The order that a permuting node leaves the dimensions in."""
-    distinct = whole(tuple(range(2, dims + 2)))
-    return tuple(int(size) - 2 for size in called(node, (distinct, *rest)).shape)
+    distinct = unallocated(tuple(range(2, dims + 2)))
+    return tuple(int(size) - 2 for size in applied_to(node, (distinct, *rest)).shape)
 
 
 def basic(index: Any) -> bool:
@@ -182,6 +184,6 @@ def as_tuple(index: Any) -> tuple[Any, ...]:
 
 
 EXAMPLES = {
-    "slices": Example(lambda w, v: torch.cat([w[1:], v]), {"w": (4, 4), "v": (1, 4)}),
-    "multiple": Example(lambda w: 1 - 0.3 * w, {"w": (4, 4)}),
+    "slices": WeightExample(lambda w, v: torch.cat([w[1:], v]), {"w": (4, 4), "v": (1, 4)}),
+    "multiple": WeightExample(lambda w: 1 - 0.3 * w, {"w": (4, 4)}),
 }

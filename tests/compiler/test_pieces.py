@@ -20,9 +20,9 @@ from kfac_fx.passes.pieces import (
     ranges,
     region_in,
     slice_of,
+    unallocated,
     view_of,
     viewed,
-    whole,
 )
 
 Shape = tuple[int, ...]
@@ -50,7 +50,7 @@ def views(draw: st.DrawFn) -> tuple[Shape, Tensor, Tensor]:
     """A shape, and the same view of a tensor with numbers and of one without data: slices, permutations, splits and
     merges."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    real, empty = numbered(shape), whole(shape)
+    real, empty = numbered(shape), unallocated(shape)
     for _ in range(draw(st.integers(0, 4))):
         kind = draw(st.sampled_from(["slice", "permute", "merge", "split"]))
         dim = draw(st.integers(0, real.dim() - 1))
@@ -98,26 +98,26 @@ def test_ranges_and_layouts_are_those_of_the_elements(view: tuple[Shape, Tensor,
 
 def test_a_view_that_runs_on_behind_a_cut_shows_no_slab() -> None:
     """The first eight elements of [4, 6] are no two columns of it, though they are as many."""
-    view = whole((4, 6)).as_strided((4, 2), (2, 1))
+    view = unallocated((4, 6)).as_strided((4, 2), (2, 1))
     assert ranges(view, (4, 6)) == {}
-    assert ranges(whole((4, 6))[:, :2], (4, 6)) == {1: (0, 2)}
-    assert ranges(whole((4, 6)).flatten()[:8], (4, 6)) == {}
-    assert ranges(whole((4, 6)).flatten()[6:18], (4, 6)) == {0: (1, 3)}
+    assert ranges(unallocated((4, 6))[:, :2], (4, 6)) == {1: (0, 2)}
+    assert ranges(unallocated((4, 6)).flatten()[:8], (4, 6)) == {}
+    assert ranges(unallocated((4, 6)).flatten()[6:18], (4, 6)) == {0: (1, 3)}
 
 
 def test_repeated_elements_and_steps_are_no_slab() -> None:
-    assert ranges(whole((4,)).expand(3, 4), (4,)) == {}
-    assert ranges(whole((4, 2))[::2], (4, 2)) == {}
+    assert ranges(unallocated((4,)).expand(3, 4), (4,)) == {}
+    assert ranges(unallocated((4, 2))[::2], (4, 2)) == {}
 
 
 def test_a_scalar_has_a_layout_and_no_dimension_to_cut() -> None:
-    view = whole(()).view(1, 1)
+    view = unallocated(()).view(1, 1)
     layout = layout_in(Piece("w", 0, 0, 1), (), view)
     assert layout is not None and layout.result == (1, 1) and ranges(view, ()) == {}
 
 
 def test_slabs_keep_a_view() -> None:
-    view = whole((6, 4))[2:4].t()
+    view = unallocated((6, 4))[2:4].t()
     slice_ = slice_of("w", view, 0.5)
     assert slice_ == Slice(((0, 4), (0, 2)), "w", (1, 4), 8, 0.5) and slice_.shape == (4, 2)
     again = view_of(slice_)
@@ -127,21 +127,21 @@ def test_slabs_keep_a_view() -> None:
 
 def test_layouts_that_copy_are_no_views() -> None:
     weight = Layout((4, 3, 2))
-    assert viewed(weight.rearrange("(g o) c k -> g o (c k)", g=2), whole((4, 3, 2))) is not None
-    assert viewed(weight.rearrange("(g c) o k -> g o (c k)", g=2), whole((4, 3, 2))) is None
+    assert viewed(weight.rearrange("(g o) c k -> g o (c k)", g=2), unallocated((4, 3, 2))) is not None
+    assert viewed(weight.rearrange("(g c) o k -> g o (c k)", g=2), unallocated((4, 3, 2))) is None
 
 
 @pytest.mark.parametrize("pattern", ["o i -> 1 o i", "i o -> 1 o i"])
 def test_a_box_of_a_tensor_is_found_in_its_matrix(pattern: str) -> None:
     layout = Layout((4, 6)).rearrange(pattern)
-    matrix = viewed(layout, whole((4, 6)))
-    box = viewed(Layout((2, 3)).rearrange(pattern), whole((4, 6))[1:3, 2:5])
+    matrix = viewed(layout, unallocated((4, 6)))
+    box = viewed(Layout((2, 3)).rearrange(pattern), unallocated((4, 6))[1:3, 2:5])
     assert matrix is not None and box is not None
     rows, columns = ((1, 3), (2, 5)) if pattern.startswith("o") else ((2, 5), (1, 3))
     assert region_in(matrix, box) == ((0, 1), rows, columns)
 
 
 def test_what_is_no_box_of_a_matrix_has_no_place_in_it() -> None:
-    matrix = whole((1, 4, 6))
-    assert region_in(matrix, whole((1, 4, 6))[:, ::2]) is None
-    assert region_in(matrix, whole((1, 30))[:, 3:9].view(1, 1, 6)) is None
+    matrix = unallocated((1, 4, 6))
+    assert region_in(matrix, unallocated((1, 4, 6))[:, ::2]) is None
+    assert region_in(matrix, unallocated((1, 30))[:, 3:9].view(1, 1, 6)) is None

@@ -19,7 +19,7 @@ from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.computed import Value
 from kfac_fx.passes.ir import Options, Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.passes.parametrization import Example
+from kfac_fx.passes.parametrization import WeightExample
 from kfac_fx.passes.parametrizations import (
     elementwise,
     gains,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 CASES = 3
 MECHANISMS = slices, elementwise, normalized, gains, product, gathered, linear_map, jacobian
-EXAMPLES: dict[str, Example] = {name: one for module in MECHANISMS for name, one in module.EXAMPLES.items()}
+EXAMPLES: dict[str, WeightExample] = {name: one for module in MECHANISMS for name, one in module.EXAMPLES.items()}
 PAIRED = [name for name in EXAMPLES if name not in ("kronecker", "hadamard", "gathered inputs", "standardized")]
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -114,7 +114,7 @@ REFUSED: dict[str, list[str]] = {
 class Composed(nn.Module):
     """One use of a function of parameters, perhaps of what another function made of the first of them."""
 
-    def __init__(self, use: str, outer: Example, inner: Example | None = None) -> None:
+    def __init__(self, use: str, outer: WeightExample, inner: WeightExample | None = None) -> None:
         super().__init__()
         rest = dict(list(outer.shapes.items())[1:])
         shapes = outer.shapes if inner is None else {**inner.shapes, **{f"{k}2": size for k, size in rest.items()}}
@@ -251,7 +251,7 @@ def check_all(checked: Checked, expected: Mapping[str, str], names: Iterable[str
 @pytest.fixture
 def no_jacobians(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of parameters that are not small."""
-    monkeypatch.setattr(jacobian, "LARGEST", 0)
+    monkeypatch.setattr(jacobian, "LARGEST_JACOBIAN", 0)
 
 
 @pytest.mark.usefixtures("no_jacobians")
@@ -290,7 +290,7 @@ def test_rows_compile_without_graph_breaks(use: str) -> None:
 class Shared(nn.Module):
     """Two uses of one parameter, through two functions of it."""
 
-    def __init__(self, first: Example, second: Example) -> None:
+    def __init__(self, first: WeightExample, second: WeightExample) -> None:
         super().__init__()
         self.functions, self.numbers = (first.function, second.function), (len(first.shapes), len(second.shapes))
         rest = [*list(first.shapes.items())[1:], *((f"{k}2", size) for k, size in list(second.shapes.items())[1:])]

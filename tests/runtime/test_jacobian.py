@@ -157,7 +157,7 @@ def reasons(function: Function, **shapes: tuple[int, ...]) -> dict[str, str | No
 
 
 def test_large_functions_are_generic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jacobian, "LARGEST", 15)
+    monkeypatch.setattr(jacobian, "LARGEST_JACOBIAN", 15)
     (reason,) = reasons(lambda x, g: x * g.softmax(0), g=(4,)).values()
     assert reason is not None and "no layer has the form of mul" in reason
 

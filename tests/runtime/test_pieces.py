@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.ir import Registration
-from kfac_fx.passes.parametrizations.slices import within
+from kfac_fx.passes.parametrizations.slices import in_region
 from kfac_fx.passes.pieces import Piece
 
 PIECES = (Piece("w", 0, 0, 2), Piece("w", 0, 3, 4))
@@ -58,11 +58,11 @@ def test_split_takes_views_and_joined_puts_them_back() -> None:
 
 def test_rows_of_a_part_of_a_matrix() -> None:
     rows, grad_rows = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 6)
-    some, grads = within(rows, grad_rows, ((1, 3), (0, 2), (4, 5)))
+    some, grads = in_region(rows, grad_rows, ((1, 3), (0, 2), (4, 5)))
     assert torch.equal(some, rows[:, :, 1:3, 4:5]) and torch.equal(grads, grad_rows[:, :, 1:3, :2])
-    some, grads = within(rows[:, :, 0], grad_rows[:, :, 0], ((0, 1), (0, 2), (4, 5)))
+    some, grads = in_region(rows[:, :, 0], grad_rows[:, :, 0], ((0, 1), (0, 2), (4, 5)))
     assert torch.equal(some, rows[:, :, 0, 4:5]) and torch.equal(grads, grad_rows[:, :, 0, :2])
-    ids, _ = within(torch.tensor([[0, 3, 5, -1]]), grad_rows[:1, :, 0], ((0, 1), (0, 6), (3, 5)))
+    ids, _ = in_region(torch.tensor([[0, 3, 5, -1]]), grad_rows[:1, :, 0], ((0, 1), (0, 6), (3, 5)))
     assert ids.tolist() == [[-1, 0, -1, -1]]
 
 

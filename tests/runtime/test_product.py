@@ -153,7 +153,7 @@ NONE: dict[str, tuple[Row, set[str]]] = {
 @pytest.mark.parametrize("name", NONE)
 def test_what_has_no_rows_is_generic_and_not_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is too large for a Jacobian."""
-    monkeypatch.setattr(jacobian, "LARGEST", 0)
+    monkeypatch.setattr(jacobian, "LARGEST_JACOBIAN", 0)
     (function, shapes, size), expected = NONE[name]
     net = kfac_fx.compile(Product(function, shapes, (1,)), (torch.randn(size),), loss="normal")
     assert {one for r in net.registrations if r.generic for one in r.parameters} == expected
