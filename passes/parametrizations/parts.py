@@ -94,7 +94,7 @@ def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) ->
     biases = {part.region[:2]: part for part in parts if part.role == "bias"}
     for part in sorted((part for part in parts if part.role == "weight"), key=lambda part: part.region):
         bias = biases.get(part.region[:2])
-        if bias is None or bias.through or part.through or same_elements(part, bias):
+        if bias is None or bias.through or part.through or share_elements(part, bias):
             yield (alone := use_of(use, part.region, [part], shapes))
             yield from gains_of(alone, shapes)
         else:
@@ -103,7 +103,7 @@ def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) ->
         yield use_of(use, (*region, NOTHING), [bias], shapes)
 
 
-def same_elements(part: Part, other: Part) -> bool:
+def share_elements(part: Part, other: Part) -> bool:
     """Whether one parameter, or one piece, has both roles: `layer_norm(x, (3,), g, 2 * g)`."""
     return (part.parameter, part.piece) == (other.parameter, other.piece)
 
