@@ -15,12 +15,7 @@ from .graphs.labels import Label, ancestors, has_gradient, labels, symbolic_size
 from .graphs.operations import op_name
 from .graphs.spelling import order_operands
 from .ir import LossSite, Note, Program, where
-
-KINDS = {
-    "cross_entropy": "categorical",
-    "mse_loss": "normal",
-    "binary_cross_entropy_with_logits": "multi_bernoulli",
-}
+from .torch_losses import BY_NAME
 
 
 def find_losses(program: Program) -> Program:
@@ -28,7 +23,7 @@ def find_losses(program: Program) -> Program:
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     returned = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node)]
     sites = () if program.options.loss_given else loss_sites(program, returned)
-    outputs = tuple(one.inputs for one in sites) or tuple(node for node in returned if has_gradient(node))
+    outputs = tuple(site.inputs for site in sites) or tuple(node for node in returned if has_gradient(node))
     cases = case_size(program.graph, outputs)
     order_operands(program.graph, program.parameters, cases=cases)  # now that it is known what has a row a case
     return program.but(
@@ -40,14 +35,14 @@ def find_losses(program: Program) -> Program:
 
 
 def left_out(sites: tuple[LossSite, ...]) -> tuple[Note, ...]:
-    """What the losses have beside a predictive distribution."""
-    places = {"cross_entropy": (2, 7), "binary_cross_entropy_with_logits": (2, 6)}  # of weights and smoothing
+    """One note for every loss with weights or label smoothing."""
     notes = []
-    for one in sites:
-        extra = [one.node.args[place] for place in places.get(op_name(one.node), ())]
-        if any(value not in (None, 0.0) for value in extra):
+    for site in sites:
+        loss = BY_NAME[op_name(site.node)]
+        values = dict(zip(loss.arguments, site.node.args, strict=False))
+        if any(values.get(argument) not in (None, 0.0) for argument in loss.outside):
             reason = "its weights and label smoothing are no part of the Fisher, which is that of its distribution"
-            notes.append(Note(f"{op_name(one.node)} at {where(one.node)}", reason))
+            notes.append(Note(f"{loss.name} at {where(site.node)}", reason))
     return tuple(notes)
 
 
@@ -56,9 +51,9 @@ def loss_sites(program: Program, returned: list[fx.Node]) -> tuple[LossSite, ...
     label = labels(program.graph, program.parameters)
     behind = ancestors(returned)
     return tuple(
-        site(node)
+        loss_site(node)
         for node in program.graph.nodes
-        if node in behind and op_name(node) in KINDS and label[node] is Label.ACT and learned(node.args[0], label)
+        if node in behind and op_name(node) in BY_NAME and label[node] is Label.ACT and learned(node.args[0], label)
     )
 
 
@@ -82,10 +77,10 @@ def single(graph: fx.Graph) -> bool:
     return next((value.shape[0] <= 1 for value in values if isinstance(value, Tensor) and value.dim()), False)
 
 
-def site(node: fx.Node) -> LossSite:
+def loss_site(node: fx.Node) -> LossSite:
     inputs, targets = (before_broadcast(arg) for arg in node.args[:2])
     reduction = next(arg for arg in node.args if arg in ("mean", "sum", "none"))
-    return LossSite(KINDS[op_name(node)], inputs, targets, str(reduction), node)
+    return LossSite(BY_NAME[op_name(node)].distribution, inputs, targets, str(reduction), node)
 
 
 def before_broadcast(node: Any) -> fx.Node:

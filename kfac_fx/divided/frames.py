@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
@@ -24,16 +23,13 @@ from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of, key_of_re
 from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, mapped
 from kfac_fx.recording.emitted import ObservedLoss
 from kfac_fx.taps.tap import is_tapped
 
-KINDS: dict[Any, str] = {
-    F.cross_entropy: "categorical",
-    F.mse_loss: "normal",
-    F.binary_cross_entropy_with_logits: "multi_bernoulli",
-}
+DISTRIBUTIONS = {loss.function: loss.distribution for loss in TORCH_LOSSES}
 
 
 class UncapturedCall(BaseException):
@@ -61,11 +57,11 @@ class LossWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused and func in KINDS and torch.is_grad_enabled():
+        if not self.paused and func in DISTRIBUTIONS and torch.is_grad_enabled():
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
-            self.losses.append(ObservedLoss(KINDS[func], reduction, inputs, targets))
+            self.losses.append(ObservedLoss(DISTRIBUTIONS[func], reduction, inputs, targets))
         return result
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, TargetsMissing, nearest
+from kfac_fx.passes.torch_losses import TORCH_LOSSES
 
 WeightedLosses = list[tuple[float, LossFunction]]
 TARGET_MODES = ("data", "sample")
@@ -125,14 +126,7 @@ NAMES: dict[str, type[LossFunction]] = {
     "normal": Normal,
     "multi_bernoulli": MultiBernoulli,
 }
-OF_TORCH = {  # what people train with, and the distribution behind it
-    "CrossEntropyLoss": "categorical",
-    "cross_entropy": "categorical",
-    "MSELoss": "normal",
-    "mse_loss": "normal",
-    "BCEWithLogitsLoss": "multi_bernoulli",
-    "binary_cross_entropy_with_logits": "multi_bernoulli",
-}
+OF_TORCH = {name: loss.distribution for loss in TORCH_LOSSES for name in (loss.name, loss.module.__name__)}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from kfac_fx.losses import LossFunction
 from kfac_fx.losses.registered import NAMES, LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_losses import BY_DISTRIBUTION, BY_NAME
 from kfac_fx.recording.emitted import EmittedModel
 from kfac_fx.recording.masks import real_losses
 
@@ -51,10 +52,11 @@ class OutputLosses:
             return self.declared(output, targets)
         sites = self.emitted.loss_sites
         if not sites:
+            *others, last = BY_NAME
             raise LossError(
                 "no loss is known: the Fisher is that of an output distribution.\n"
                 'Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli" or a function of the '
-                "model's outputs, or let forward compute cross_entropy, mse_loss or binary_cross_entropy_with_logits."
+                f"model's outputs, or let forward compute {', '.join(others)} or {last}."
             )
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
         return [
@@ -139,9 +141,9 @@ def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
 
 def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple[float, LossFunction]:
     """The distribution behind a loss that forward computes, and its weight in the mean over cases."""
-    if kind == "categorical" and inputs.dim() > 2:
-        inputs = inputs.movedim(1, -1)  # F.cross_entropy has the classes second
+    of_torch = BY_DISTRIBUTION[kind]
+    if of_torch.classes_second and inputs.dim() > 2:
+        inputs = inputs.movedim(1, -1)
     loss = NAMES[kind](inputs, targets=targets)
-    if kind == "categorical" or reduction != "mean":
-        return 1.0, loss
-    return loss.cases / inputs.numel(), loss  # F.mse_loss and the like also average over the elements of a case
+    averages = of_torch.averages_elements and reduction == "mean"
+    return loss.cases / inputs.numel() if averages else 1.0, loss

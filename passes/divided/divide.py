@@ -21,9 +21,9 @@ from ..errors import UntraceableError
 from ..graphs import pytree
 from ..graphs.operations import op_name
 from ..ir import GENERIC, Note, Options, Program, Submodule
-from ..losses import KINDS
 from ..pipeline import CAPTURED, run
 from ..submodules import in_model, join, of_parameters_alone
+from ..torch_losses import EVERY_NAME
 from ..trace import Capture, capture, named_parameters
 from ..tracing.attributes import computed_weight
 from ..tracing.calls import (
@@ -43,7 +43,6 @@ ALL_GENERIC = (
     "If you cannot change this code, make all parameters generic, with diagonal blocks; then nothing needs to be "
     'captured: compile(..., approximations={"*": "generic"}).'
 )
-LOSSES = {"cross_entropy_loss", *KINDS}
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ class Divider:
                 raise UntraceableError("it takes no tensors")
             if of_parameters_alone(traced.program):
                 raise UntraceableError("all that it returns is computed from parameters, which Python is followed with")
-            if not self.options.loss_given and any(op_name(node) in LOSSES for node in traced.program.graph.nodes):
+            if not self.options.loss_given and any(op_name(node) in EVERY_NAME for node in traced.program.graph.nodes):
                 raise UntraceableError("it computes a loss, whose distribution is looked for between its children")
             captures.append(CapturedSubmodule(Submodule(path, number), module, traced, key, call.autocast))
         return captures

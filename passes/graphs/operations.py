@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from ..torch_losses import TORCH_LOSSES
 from ..torch_private import (
     ASSERT,
     ASSERT_METADATA,
@@ -130,9 +131,9 @@ def no_grad_region(node: fx.Node) -> bool:
 
 REQUIRED = inspect.Parameter.empty
 Defaults = dict[str, Any]  # parameter -> default, in the function's own order
-PYTHON = (  # functions of torch that inspect.signature can read
+PYTHON: tuple[Callable[..., Any], ...] = (  # functions of torch that inspect.signature can read
     F.embedding, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm,
-    F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits,
+    *(loss.function for loss in TORCH_LOSSES),
 )  # fmt: skip
 X, XW = {"input": REQUIRED}, {"input": REQUIRED, "weight": REQUIRED}
 CONV = {**XW, "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -164,7 +165,8 @@ SPELLED_OUT: dict[str, tuple[Callable[..., Any], Defaults]] = {
 }  # fmt: skip
 ATEN_NAMES = {"self": "input", "indices": "input", "mat2": "other", "vec": "other"}  # ATen's name -> the function's
 RENAMED = {
-    "cross_entropy_loss": "cross_entropy", "mm": "matmul", "bmm": "matmul", "mv": "matmul", "__matmul__": "matmul",
+    **{loss.aten: loss.name for loss in TORCH_LOSSES if loss.aten != loss.name},
+    "mm": "matmul", "bmm": "matmul", "mv": "matmul", "__matmul__": "matmul",
     "iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div",
 }  # fmt: skip
 REDUCTIONS = ("none", "mean", "sum")

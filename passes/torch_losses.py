@@ -1,0 +1,73 @@
+"""The losses of torch that are negative log-likelihoods: one table, which all who recognize a loss read.
+
+    logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, inputs = logits, targets = y
+
+The table `kfac_fx.losses.registered.NAMES` has the class of each distribution. To add a loss of torch, write its row
+here; for a new distribution also its class in `kfac_fx/losses/distributions.py` and its name in NAMES.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class TorchLoss:
+    """A loss of torch and the distribution behind it.
+
+    Attributes:
+        function: the function; its first two arguments are the inputs and the targets.
+        module: the module that calls it.
+        distribution: the name of the distribution, as in `compile(..., loss="categorical")`.
+        aten: the name of ATen's operation, before `normalize`.
+        outside: arguments that change the loss and do not belong to the distribution.
+        classes_second: the inputs have the classes on dimension 1, and not on the last.
+        averages_elements: the reduction "mean" also averages over the elements of a case.
+    """
+
+    function: Callable[..., Tensor]
+    module: type[nn.Module]
+    distribution: str
+    aten: str
+    outside: tuple[str, ...] = ("weight",)
+    classes_second: bool = False
+    averages_elements: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the arguments, in the order in which `normalize` writes them."""
+        return tuple(inspect.signature(self.function).parameters)
+
+
+TORCH_LOSSES = (
+    TorchLoss(
+        F.cross_entropy,
+        nn.CrossEntropyLoss,
+        "categorical",
+        "cross_entropy_loss",
+        outside=("weight", "label_smoothing"),
+        classes_second=True,
+        averages_elements=False,
+    ),
+    TorchLoss(F.mse_loss, nn.MSELoss, "normal", "mse_loss"),
+    TorchLoss(
+        F.binary_cross_entropy_with_logits,
+        nn.BCEWithLogitsLoss,
+        "multi_bernoulli",
+        "binary_cross_entropy_with_logits",
+        outside=("weight", "pos_weight"),
+    ),
+)
+BY_NAME: Mapping[str, TorchLoss] = {loss.name: loss for loss in TORCH_LOSSES}
+BY_DISTRIBUTION: Mapping[str, TorchLoss] = {loss.distribution: loss for loss in TORCH_LOSSES}
+EVERY_NAME = {name for loss in TORCH_LOSSES for name in (loss.name, loss.aten)}
