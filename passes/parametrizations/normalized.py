@@ -111,17 +111,22 @@ class Normalized(BySlice):
 
     left_out = PROJECTION
 
+    @property
+    def sign(self) -> float:
+        """Of the change of σ in the gradient: W falls as σ grows."""
+        return -1.0
+
     @abstractmethod
     def number(self, tensors: NodeValues) -> Tensor:
         """σ, of a shape that broadcasts with the operand's."""
 
     def remainder(self, gradient: Tensor, tensors: NodeValues) -> Tensor:
         """W = u(v) / σ(v) has ∂L/∂σ = -⟨∂L/∂W, u⟩ / σ². The rows make ∂L/∂W / σ, or that without its mean; of this
-        ⟨·, u⟩ is ⟨·, v⟩."""
+        ⟨·, u⟩ is ⟨·, v⟩. If σ multiplies, the sign is positive."""
         with torch.enable_grad():
             number = self.number(tensors)
             products = self.layout.apply(gradient) * tensors["operand"].detach() / number.detach()
-            return -(number * products.sum_to_size(number.shape).to(number)).sum()
+            return self.sign * (number * products.sum_to_size(number.shape).to(number)).sum()
 
 
 @dataclass(frozen=True)
@@ -133,16 +138,16 @@ class OwnNumber(Normalized):
     own: fx.Node
     divides: bool
 
+    @property
+    def sign(self) -> float:
+        return -1.0 if self.divides else 1.0
+
     def derivative(self) -> Derivative:
         divides = self.divides
         return lambda tensors: by_number(tensors["operand"], tensors["own"], divides)
 
     def number(self, tensors: NodeValues) -> Tensor:
         return tensors["own"]
-
-    def remainder(self, gradient: Tensor, tensors: NodeValues) -> Tensor:
-        found = super().remainder(gradient, tensors)
-        return found if self.divides else -found
 
 
 @dataclass(frozen=True)
