@@ -25,7 +25,7 @@ from itertools import chain, pairwise
 from torch import fx
 
 from .computed import nodes_of
-from .graphs.labels import Label, differentiated, labels, parameters_behind, use_edges
+from .graphs.labels import Label, differentiated, labels_of, parameters_behind, use_edges
 from .ir import Note, Program, Use, where
 from .matrix import Shape
 from .parametrizations.jacobian import by_jacobian
@@ -83,7 +83,7 @@ class Cutter:
                 gains = [step.gain for step in steps if isinstance(step, WithGain) and step.gain is not None]
                 self.rigid.update([part.parameter] * bool(steps), (gain.parameter for gain in gains))
         self.drop_factors()
-        self.label = labels(program.graph, program.parameters, cases=program.cases)
+        self.label = labels_of(program)
         self.edges = use_edges(program.graph, self.label, program.outputs)
 
     def drop_factors(self) -> None:

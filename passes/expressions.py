@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from .errors import fatal
 from .graphs.edit import attribute
 from .graphs.inplace import shares_memory
-from .graphs.labels import Label, ancestors, differentiated, labels
+from .graphs.labels import Label, ancestors, differentiated, labels_of
 from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, op_name
 from .graphs.views import bound_parameter
 from .ir import ELEMENTS, Program
@@ -91,7 +91,7 @@ class Expressions:
 
     def __init__(self, program: Program) -> None:
         self.root = program.root
-        self.label = labels(program.graph, program.parameters, cases=program.cases)
+        self.label = labels_of(program)
         self.values: dict[fx.Node, ExprValue] = {}
         self.functions = Functions(self.root, self.label, self.values)
         for node in program.graph.nodes:

@@ -136,6 +136,9 @@ ELEMENTS = "elements"  # in a node's meta, with nodes in it: see `passes.paramet
 WITH_NODES = ("losses", "outputs", "mask", "parameter_exprs", "behind", "matches", "registrations")
 
 
+LABELED_BY = {"graph", "parameters", "cases"}  # the fields of a Program that labels depend on
+
+
 @dataclass(frozen=True)
 class Program:
     """A captured graph and what is known of it.
@@ -171,6 +174,7 @@ class Program:
     submodules: tuple[Submodule, ...] = ()  # whose graphs these are; none: the graph is the whole model
     left: tuple[Note, ...] = ()  # modules that stay Python, and why
     python: Mapping[str, str] = field(default_factory=dict)  # parameters that this Python reads, "read at net.py:12"
+    labeled: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # by `graphs.labels.labels_of`
 
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
@@ -213,7 +217,10 @@ class Program:
         return tuple(self.pieces[name] for name in names if name in self.pieces)
 
     def but(self, **changes: Any) -> Program:
-        return replace(self, **changes)
+        """The same Program with other values of some fields."""
+        if LABELED_BY.isdisjoint(changes):
+            return replace(self, **changes)
+        return replace(self, **{"labeled": {}, **changes})
 
     def on(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> Program:
         """What is known of the graph, on another one. nodes: for those of this graph, the nodes of the other."""

@@ -17,7 +17,7 @@ from .computed import nodes_of
 from .errors import LayerError, fatal
 from .graphs.edit import attribute
 from .graphs.inplace import functional
-from .graphs.labels import Label, ancestors, labels, parameters_behind
+from .graphs.labels import Label, ancestors, labels_of, parameters_behind
 from .graphs.operations import CASTS, op_name
 from .graphs.sizes import number_of_cases, with_batch_dim, with_mask
 from .graphs.spelling import order_operands, respell
@@ -46,7 +46,7 @@ class Pattern:
 
 def match(program: Program) -> Program:
     """Find all matches, in graph order. See the module's docstring."""
-    label = labels(program.graph, program.parameters, cases=program.cases)
+    label = labels_of(program)
     shapes = held_shapes(program)
     behind = ancestors(program.outputs)
     patterns = patterns_by_target(program.layers)

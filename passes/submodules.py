@@ -22,7 +22,7 @@ from torch import fx, nn
 from .computed import moved
 from .graphs import pytree
 from .graphs.edit import attribute, holder
-from .graphs.labels import Label, has_gradient, is_size, labels, parameters_behind, use_edges
+from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
 from .graphs.sizes import NUMBER
 from .ir import ELEMENTS, Program, Registration, Submodule, Use
@@ -149,7 +149,7 @@ def of_parameters_alone(program: Program) -> bool:
 
     Such a submodule stays Python, which is followed to the uses of its results.
     """
-    label = labels(program.graph, program.parameters, cases=program.cases)
+    label = labels_of(program)
     return bool(leaves := returned_nodes(program)) and all(label[leaf] is Label.PURE for leaf in leaves)
 
 

@@ -18,7 +18,7 @@ from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.choose import missing
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
-from kfac_fx.passes.graphs.labels import Label, labels, symbolic_sizes
+from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
 from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim, with_mask
 from kfac_fx.passes.ir import Program, Sampling, Use, where
 from kfac_fx.passes.layers import Layer
@@ -77,8 +77,8 @@ class Finder:
         return find_losses(self.captured.program)
 
     @cached_property
-    def label(self) -> dict[fx.Node, Label]:
-        return labels(self.program.graph, self.program.parameters, cases=self.program.cases)
+    def label(self) -> Mapping[fx.Node, Label]:
+        return labels_of(self.program)
 
     @cached_property
     def patterns(self) -> dict[Any, list[Pattern]]:

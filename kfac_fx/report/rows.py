@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kfac_fx.passes.graphs.labels import labels, parameters_behind, use_edges
+from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, use_edges
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.matrix import block_width
 
@@ -111,7 +111,7 @@ def elements_of(registration: Registration, program: Program) -> int:
 
 def generic_places(program: Program) -> Counter[str]:
     """The number of places where each parameter meets the data; generic registrations list no uses."""
-    label = labels(program.graph, program.parameters, cases=program.cases)
+    label = labels_of(program)
     outputs = program.outputs or tuple(node for node in program.graph.nodes if node.op == "output")
     edges = use_edges(program.graph, label, outputs)
     return Counter(name for source, _ in edges for name in parameters_behind(source, label, program.behind))

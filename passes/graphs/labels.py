@@ -80,6 +80,17 @@ def labels(
     return label
 
 
+def labels_of(program: Program) -> Mapping[fx.Node, Label]:
+    """The labels of a Program's graph, computed once for all Programs that have its graph, parameters and cases.
+
+    Passes do not write into a graph that they were given, so the labels stay right. A pass that writes into a copy of
+    its own calls `labels`.
+    """
+    if not program.labeled:
+        program.labeled.update(labels(program.graph, program.parameters, cases=program.cases))
+    return program.labeled
+
+
 def is_layer_of_data(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
     """Whether a PURE node applies a layer with parameters to something else: coordinates, a learned table."""
     if op_name(node) == "learned" or LOOKED_UP in node.meta:
@@ -203,7 +214,7 @@ def parameters_behind(
 
 def entries(program: Program) -> dict[Edge, set[str]]:
     """Every place where parameters enter the graph behind the losses, in graph order, and the parameters behind it."""
-    label = labels(program.graph, program.parameters, cases=program.cases)
+    label = labels_of(program)
     edges = use_edges(program.graph, label, program.outputs)
     behind = {pure: parameters_behind(pure, label, program.behind) for pure, _ in edges}
     return {(pure, act): behind[pure] for pure, act in edges}

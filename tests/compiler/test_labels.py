@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.graphs.labels import Label, ancestors, labels, parameters_behind, use_edges
+from kfac_fx.passes.graphs import labels as module
+from kfac_fx.passes.graphs.labels import Label, ancestors, entries, labels, labels_of, parameters_behind, use_edges
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import capture
 from tests.compiler.toy import Toy, before, node
 
@@ -140,3 +143,27 @@ def test_all_parameters_behind_a_node() -> None:
     assert parameters_behind(node(graph, "sum_1"), found) == {"v", "w"}
     graph, found = traced(lambda x, v, w: x * (v.exp() + w.detach()), v=(3,), w=(3,))
     assert parameters_behind(node(graph, "add"), found) == {"v"}
+
+
+def test_the_labels_of_a_program_are_computed_once_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[fx.Graph] = []
+    real = module.labels
+    monkeypatch.setattr(
+        module, "labels", lambda graph, *rest, **more: walks.append(graph) or real(graph, *rest, **more)
+    )
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    program = capture(model, (torch.randn(5, 3),)).program.but(layers=LAYERS)
+    found = run(program)
+    assert len(found.registrations) == 2 and not any(registration.generic for registration in found.registrations)
+    assert walks.count(found.graph) == 1  # express, match, cut and check
+    entries(found)
+    assert walks.count(found.graph) == 1
+
+
+def test_a_program_of_another_graph_has_labels_of_its_own() -> None:
+    program = run(capture(nn.Linear(3, 4), (torch.randn(5, 3),)).program)
+    copied = program.copied()
+    assert set(labels_of(program)) == set(program.graph.nodes)
+    assert set(labels_of(copied)) == set(copied.graph.nodes)
+    assert program.but(unused=()).labeled is program.labeled
+    assert program.but(cases=None).labeled == {} and program.but(parameters={}).labeled == {}
