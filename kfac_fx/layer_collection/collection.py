@@ -21,8 +21,7 @@ from kfac_fx.layer_collection.fisher_blocks import (
     kind_named,
 )
 from kfac_fx.layer_collection.methods import RegisterMethods
-from kfac_fx.layer_collection.names import CapturedModel, Key, LayerParametersDict, ParameterNames
-from kfac_fx.layer_collection.recaptured import recaptured
+from kfac_fx.layer_collection.names import CapturedModel, Key, LayerParametersDict, ParameterNames, on_another_capture
 from kfac_fx.layer_collection.scan import Scan, block_of, misplaced
 from kfac_fx.losses.registered import LossSpec, RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.check import check_registration, uses_found
@@ -336,7 +335,7 @@ class LayerCollection(RegisterMethods):
     def on(self, traced: Program) -> Program:
         """The same registrations on another capture of the model. Raises ModelChangedError if it is another graph."""
         same = traced is self.captured.capture.program
-        return self.program if same else recaptured(self.program, traced, self.model)
+        return self.program if same else on_another_capture(self.program, traced, self.model)
 
     # --- checks -----------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 
 from kfac_fx.checks.unchanged import refuse_unfit
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
-from kfac_fx.passes.errors import RegistrationError, UntraceableError, nearest
+from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
+from kfac_fx.passes.losses import case_size
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import CAPTURED, run
 from kfac_fx.passes.trace import Capture
@@ -152,6 +153,29 @@ def capture(
     except UntraceableError as error:
         raise UntraceableError(f"{error}\n{ONE_GRAPH}") from error
     return CapturedModel(model, traced, run(traced.program, CAPTURED), args, dict(example_kwargs or {}))
+
+
+def on_another_capture(program: Program, traced: Program, model: nn.Module) -> Program:
+    """The registrations of `program` on the graph of `traced`, another capture of `model`.
+
+    Raises ModelChangedError if the two graphs differ.
+    """
+    fresh = run(traced, CAPTURED)
+    pairs = list(zip(program.graph.nodes, fresh.graph.nodes, strict=False))
+    alike = len(program.graph.nodes) == len(fresh.graph.nodes)
+    if not alike or any((a.op, a.target) != (b.op, b.target) for a, b in pairs):
+        raise ModelChangedError(
+            f"these inputs take another path through {type(model).__name__} than those that the "
+            "LayerCollection was built on.\nMake a LayerCollection for each path."
+        )
+    moved = program.on(fresh.graph, dict(pairs))
+    return moved.but(
+        root=fresh.root,
+        parameters=fresh.parameters,
+        aliases=fresh.aliases,
+        cases=case_size(fresh.graph, moved.outputs),
+        history=fresh.history,
+    )
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------
