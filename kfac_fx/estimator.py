@@ -78,7 +78,7 @@ class FisherEstimator(BlockDiagonalFisher):
             net: a compiled module, or anything with its `registrations`, `named_parameters` and `record`; or a
                 LayerCollection, which can then serve no other estimator.
             variables: the names of the parameters to estimate, None for all. Parameters that share a registration must
-                be named together. Of a LayerCollection: the parameters that must be registered, and no others.
+                be named together. With a LayerCollection: exactly the parameters that must be registered.
             cov_ema_decay: weight of the factors' past at an update, from 0 to 1.
             damping: λ of F + λ I. A 0-d tensor is used as it is, so that writing into it changes `est.damping`.
             exps: the powers of F + λ I that `multiply_matpower` needs; 1 is always available.

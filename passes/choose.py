@@ -141,7 +141,7 @@ def kind_of(use: Use) -> tuple[Any, ...]:
 
 
 def sizes(use: Use) -> tuple[str, ...] | None:
-    """Of the output, where the graph knows them."""
+    """The sizes of the output, if the graph knows them."""
     value = use.output.meta.get("val")
     return None if value is None else tuple(str(size) for size in value.shape)
 
@@ -217,7 +217,7 @@ def check_requests(program: Program, groups: Iterable[tuple[str, Iterable[str]]]
 
 
 def requested(program: Program, parameters: Iterable[str], layer: str) -> set[str]:
-    """What the most specific keys of `approximations` that name these parameters ask for; nothing, if none does.
+    """The approximations that the most specific keys for these parameters ask for; empty if no key names them.
 
     Keys name parameters, under any of their names, then modules, the innermost first, then either with `*`, then
     linked groups, then module classes, then layers.

@@ -10,8 +10,8 @@ together from several.
 
 A use is taken apart along its matrix [g, o, i]: what reaches outputs of its own, or comes from inputs of its own, has
 rows of its own, so that every part is an exact registration. A parameter is cut along one dimension, where any of its
-uses begins or ends and where its partner in a use, a weight's bias, is cut. What cannot be cut so stays whole; the uses
-that would need it are dropped.
+uses begins or ends and where its partner in a use, a weight's bias, is cut. Parameters that cannot be cut so stay
+whole; the uses that would need it are dropped.
 """
 
 from __future__ import annotations
@@ -284,12 +284,12 @@ class Plan:
         return [Piece(parameter, self.dims[parameter], *ends) for ends in pairwise(places)]
 
     def inside(self, parameter: str, start: int, stop: int) -> list[Piece]:
-        """Of a parameter that is cut, the pieces that have no element outside."""
+        """The pieces of a cut parameter that have no element outside."""
         places = self.places[parameter]
         return self.at(parameter, places[bisect_left(places, start) : bisect_right(places, stop)])
 
     def meeting(self, parameter: str, start: int, stop: int) -> list[Piece]:
-        """Of a parameter that is cut, the pieces that have an element between."""
+        """The pieces of a cut parameter that have an element between."""
         places = self.places[parameter]
         return self.at(parameter, places[bisect_right(places, start) - 1 : bisect_left(places, stop) + 1])
 

@@ -124,7 +124,7 @@ def warn_user(warning: Warning) -> None:
 
 
 OURS = "bug in kfac_fx"
-# Of torch's allocators, the CPU's among them, which have no error of their own, and of CUDA's libraries.
+# The words of torch's allocators and of CUDA's libraries. The CPU's allocator has no error class of its own.
 MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
 
 

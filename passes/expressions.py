@@ -196,7 +196,7 @@ class Expressions:
         return self.shifted(operand, other, 1.0) if total is None else total
 
     def product(self, node: fx.Node, left: Any, right: Any) -> ParameterExpr | None:
-        """Of a weight and a factor for its slices, or of matrices."""
+        """The product of a weight and a factor for its slices, or of matrices."""
         scaled_weight = self.functions.product(node, left, right) if op_name(node) in ("mul", "div") else None
         return scaled_weight or product_of(
             node, [self.operand(side, of_parameters=True) for side in (left, right)], self.root

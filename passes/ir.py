@@ -1,6 +1,6 @@
-"""What the passes say to each other: plain, frozen data about one captured graph.
+"""The data that passes exchange: plain, frozen data about one captured graph.
 
-A `Program` holds the graph and all that is known about it so far; a pass takes one and returns another. Nothing here
+A `Program` holds the graph and all that is known about it so far; a pass takes one and returns another. No class here
 holds a function: a layer is a name, so a Program prints, compares and pickles. The smaller words, of uses and of
 registrations, have modules of their own and are read from here, too.
 """
@@ -94,7 +94,7 @@ class LossSite:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user declared; checked by the `link` pass."""
+    """The declarations of the user, which the `link` pass checks."""
 
     linked: Mapping[frozenset[str], str | None] = field(default_factory=dict)
     approximations: Mapping[Any, str] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Options:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did, for the report."""
+    """The record of one pass, for the report."""
 
     name: str
     nodes: int
@@ -186,7 +186,7 @@ class Program:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Of what is registered: parameters, and pieces in the place of those that are used in pieces."""
+        """The shapes of parameters, and of pieces instead of the parameters that are used in pieces."""
         found: dict[str, Shape] = {}
         for name, parameter in self.parameters.items():
             whole = tuple(parameter.shape)
@@ -223,7 +223,7 @@ class Program:
         return replace(self, **{"labeled": {}, **changes})
 
     def on(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> Program:
-        """What is known of the graph, on another one. nodes: for those of this graph, the nodes of the other."""
+        """The same Program on another graph. nodes: the nodes of the other graph, by those of this one."""
         return self.but(graph=graph, **{name: moved(getattr(self, name), nodes) for name in WITH_NODES})
 
     def copied(self) -> Program:

@@ -65,7 +65,7 @@ def match(program: Program) -> Program:
 
 
 def held_shapes(program: Program) -> dict[str, Shape]:
-    """Of all parameters, and of the constants that may fill the role of a frozen one."""
+    """The shapes of all parameters, and of the constants that may fill the role of a frozen parameter."""
     held = {
         str(node.target): attribute(program.root, str(node.target))
         for node in program.graph.nodes
@@ -99,7 +99,7 @@ def form_graph(layer: Layer, form: Form) -> fx.Node:
 
 @lru_cache(maxsize=1000)  # forms are the same for all models
 def returned(form: Callable[..., Any], roles: tuple[str, ...]) -> Any:
-    """What a function returns, in its normalized graph."""
+    """The value that a function returns, in its normalized graph."""
     graph = fx.Tracer().trace(form)
     pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in roles]
     functional(graph)
@@ -187,7 +187,7 @@ def lay_over_gathered(
 
 @dataclass
 class Binding:
-    """What the names of a form stand for while it is being laid over the graph.
+    """The values that the names of a form stand for while it is laid over the graph.
 
     expressions: what may fill a role beside a parameter.
     batch_independent: what is computed from parameters alone may be the input.

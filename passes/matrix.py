@@ -124,7 +124,7 @@ class MatrixForm:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of the parameters, by name."""
+        """The shapes of the parameters, by name."""
         return {name: layout.shape for name, layout in (entry for entry in (self.weight, self.bias) if entry)}
 
     @property
@@ -195,5 +195,5 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def block_width(width: int, blocks: int) -> int:
-    """Of each diagonal block of a side; the last one may be narrower."""
+    """The width of each diagonal block of a side; the last one may be narrower."""
     return -(-width // blocks)

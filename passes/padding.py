@@ -96,7 +96,7 @@ class Places:
             self.merged[node] = self.merged[along[0]]
 
     def of_tower(self, one: Registration, uses: Sequence[Use]) -> list[tuple[Fitting | None, str]]:
-        """Of uses in one tower: what goes with each, or None, and why not."""
+        """The masks of the uses in one tower: one per use, or None, and the reason."""
         found = [self.of_use(one, use, self.layers[use.layer]) for use in uses]
         if not uses or any(self.candidates(use.output) for use in uses):
             return found
@@ -132,7 +132,7 @@ class Places:
         return None, f"its output [{said}] has no rows of [{self.cases}, {self.positions}] cases and positions"
 
     def of_output(self, node: fx.Node) -> Dims | None:
-        """Of an output of the Fisher; the first dimensions, where several have the sizes."""
+        """The dimensions of an output of the Fisher; the first ones, if several have these sizes."""
         return None if node in self.moved else next(iter(self.candidates(node)), None)
 
     def candidates(self, node: fx.Node) -> list[Dims]:

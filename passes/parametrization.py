@@ -56,7 +56,7 @@ class Parametrization(ABC):
         return found
 
     def remainder(self, gradient: Tensor, tensors: NodeValues) -> Tensor | None:
-        """What the rows leave out of the parameter's gradient, for the numeric proof; None if they are exact.
+        """The part of the parameter's gradient that the rows omit, for the numeric proof; None if they are exact.
 
         gradient: what the rows make, in the parameter's shape. tensors: `nodes`, with their history.
 

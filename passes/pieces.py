@@ -69,7 +69,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Partner:
-    """What a factor V of a product is multiplied with, C.
+    """The other operand C of a product in which V is a factor.
 
     kind: "left" C V, "right" V C, "times" V * C, "kron left" V ⊗ C, or "kron right" C ⊗ V.
     shape: of C as a matrix.
@@ -134,7 +134,7 @@ def slice_of(parameter: str, view: Tensor, scale: float = 1.0, through: tuple[Pa
 
 
 def narrowed(slice_: Slice, dim: int, start: int, stop: int) -> Slice:
-    """What of a slice is between these places of its tensor along `dim`."""
+    """The part of a slice between these places of its tensor along `dim`."""
     first, _ = slice_.box[dim]
     box = (*slice_.box[:dim], (start, stop), *slice_.box[dim + 1 :])
     return replace(slice_, box=box, offset=slice_.offset + (start - first) * slice_.strides[dim])

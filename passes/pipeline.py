@@ -1,7 +1,7 @@
 """All sequences of passes. Print a tuple, run one pass alone, or run them all. A new pass is a module, a place in these
 sequences and a line of `SUMMARIES`.
 
-The grammar of a Program, checked between passes. What breaks it is our fault, and is named with the pass.
+`verify` checks the grammar of a Program between passes. A violation is a bug in kfac_fx; the error names the pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(program: Program, passes: Sequence[Pass] = PIPELINE) -> Program:
 
 
 def summary(step: Pass, program: Program) -> str:
-    """What a pass found, in a few words: the number of nodes, if nothing else is declared here."""
+    """The result of a pass in a few words: its line of SUMMARIES, else the number of nodes."""
     return SUMMARIES[step](program) if step in SUMMARIES else plural(len(program.graph.nodes), "node")
 
 

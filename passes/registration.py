@@ -153,7 +153,7 @@ WANTED = "declared generic"  # the reason of what is
 
 @dataclass(frozen=True)
 class Sampling:
-    """What an input factor is computed from: a share of the cases, and so many rows for each of its inputs at most."""
+    """The sample that an input factor is computed from: a share of the cases, and at most so many rows per input."""
 
     inputs: float = 1.0
     patches: float | None = None

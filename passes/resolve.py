@@ -281,7 +281,7 @@ def rivals(use: Use, other: Use) -> bool:
 
 
 def drop_joined(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
-    """Of a layer and its shift together, where the shift is one of its own elsewhere: apart, both are exact."""
+    """Drop matches of a layer with its shift, if the shift is a layer of its own elsewhere: apart, both are exact."""
     by_node: dict[fx.Node, list[Use]] = defaultdict(list)
     alone: dict[tuple[str, frozenset[str]], list[Use]] = defaultdict(list)
     for use in matches:

@@ -7,7 +7,7 @@ Before                                          After
                                                     tanh = torch.tanh(fc_tap)
                                                     return (tanh, (tanh,))
 
-A tap returns its first argument unchanged. What it does in the backward is its own business: the module is handed in.
+A tap returns its first argument unchanged. The caller passes the module, which decides what happens in the backward.
 The second output holds the Fisher's outputs, in the order of `program.outputs`.
 """
 
@@ -89,7 +89,7 @@ class Emission:
         return self.graph.create_node("call_module", name, arguments)
 
     def last(self, use: Use) -> fx.Node:
-        """What stands for the use's output so far."""
+        """The node that stands for the use's output so far."""
         original = self.copies[use.output]
         return self.tapped.get(original, original)
 

@@ -131,9 +131,9 @@ foreach_add_ = torch._foreach_add_
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 CheckpointFunction = checkpoint.CheckpointFunction  # what a reentrant checkpoint applies
-# What a checkpoint that is not reentrant runs around a function. Up to torch 2.13 its name in torch.utils.checkpoint is
-# the first of these, from 2.14 on the second. Users import `checkpoint` itself, so only this can be replaced. A
-# public switch for checkpoints would replace both.
+# The function that a checkpoint that is not reentrant runs around another one. In torch.utils.checkpoint it has the
+# first of these names up to torch 2.13, and the second from 2.14 on. Users import `checkpoint` itself, so only this
+# function can be replaced. A public switch for checkpoints would replace both.
 GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 CHECKPOINT_GENERATORS = tuple(name for name in GENERATORS if hasattr(checkpoint, name))
 

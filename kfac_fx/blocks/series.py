@@ -84,7 +84,7 @@ class SeriesGroup(RootedGroup):
         return self.product(matrix, operators[:2], operators[2:], members)
 
     def operators(self, root: Root) -> list[Tensor]:
-        """Of the power 1: L_G, L_A, Ĝ and Â with the present factors; otherwise what `store` stored."""
+        """For the power 1: L_G, L_A, Ĝ and Â with the present factors; for others the operators that `store` stored."""
         if root != 1:
             return super().operators(root)
         self.check_updated()

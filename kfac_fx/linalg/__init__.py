@@ -1,1 +1,1 @@
-"""Pure functions of tensors, and vectors of tensors by name. Nothing here knows a model."""
+"""Pure functions of tensors, and vectors of tensors by name. No function here knows a model."""

@@ -38,7 +38,7 @@ class Flat:
         return {name: part.view(self.shapes[name]) for name, part in zip(self.shapes, parts, strict=True)}
 
     def spread(self, scalars: Mapping[str, Tensor]) -> Tensor:
-        """What multiplies each tensor of a vector by its own 0-dim scalar: [P], or 0-dim if all share one scalar."""
+        """The factor that multiplies each tensor by its own 0-dim scalar: [P], or 0-dim if all share one scalar."""
         first, *others = (scalars[name] for name in self.shapes)
         if all(scalar is first for scalar in others):
             return first

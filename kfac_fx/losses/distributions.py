@@ -62,7 +62,7 @@ class Categorical(LossFunction):
         return F.cross_entropy(logits, targets.reshape(-1), reduction="sum")
 
     def _sample(self, generator: torch.Generator | None) -> Tensor:
-        # Of independent exponential clocks with rates p, clock k rings first with probability p_k. torch.multinomial
+        # If independent exponential clocks have rates p, clock k rings first with probability p_k. torch.multinomial
         # would make the host wait for the device.
         logits = precise(self.inputs)
         clocks = torch.empty_like(logits).exponential_(generator=generator)

@@ -179,7 +179,7 @@ class GroupedParameters:
                     self.decaying.update(names[parameter] for parameter in group["params"])
 
     def flat(self, first_order: bool, states: MutableMapping[Any, Any]) -> FlatParameters | None:
-        """What the first-order rule moves, or what K-FAC moves; None if nothing of it has a gradient.
+        """The parameters that the first-order rule moves, or those that K-FAC moves; None if none has a gradient.
 
         states: the optimizer's, by parameter; new ones are put into it.
         """

@@ -46,7 +46,7 @@ SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum",
 
 @dataclass
 class StepState:
-    """What one KFAC keeps from step to step. Scalars are 0-dim tensors, written in place."""
+    """The state that a KFAC keeps from step to step. Scalars are 0-dim tensors, written in place."""
 
     net: CompiledModule
     names: dict[nn.Parameter, str]
@@ -58,7 +58,7 @@ class StepState:
     replicas: Replicas  # the processes that take the same step
     scalar: Tensor  # a zero with the dtype and the device of all scalars
     damping: Tensor  # λ
-    # Of the last step that computed them; NaN before.
+    # Values of the last step that computed them; NaN before.
     rho: Tensor = field(init=False)
     predicted_change: Tensor = field(init=False)
     qmodel_learning_rate: Tensor = field(init=False)

@@ -113,7 +113,7 @@ class OutputLosses:
         return real_losses(build, fisher, dims, mask)
 
     def rebuilt(self, output: Any, fisher: Sequence[Tensor], replacements: Sequence[Tensor]) -> Any:
-        """What the model returned, with other tensors for the Fisher's outputs. output: flat, as a run returns it."""
+        """The model's result with other tensors for the Fisher's outputs. output: flat, as a run returns it."""
         return self.emitted.capture.unflatten(replaced(output, fisher, replacements))
 
     def of_constants(

@@ -1,1 +1,1 @@
-"""What stands in an emitted module beside a use, and computes its statistics in the backward pass."""
+"""Taps: the modules beside a use in an emitted module, which compute its statistics in the backward pass."""

@@ -103,8 +103,10 @@ def with_patch_mask(both: BothRows) -> BothRows:
 
 
 def scales(use: Use) -> tuple[float, float]:
-    """Of the rows and the gradient rows of a use that sees multiples of its parameters: with `W = a V` and `b = c β`,
-    the gradient of `[V, β]` is `Σ c d [(a / c) r, 1]ᵀ`."""
+    """The factors of rows and of gradient rows, for a use that sees multiples of its parameters.
+
+    With `W = a V` and `b = c β`, the gradient of `[V, β]` is `Σ c d [(a / c) r, 1]ᵀ`.
+    """
     roles = {role: bound.scale for role, bound in use.parameters.items()}
     bias = roles.get("bias", roles.get("weight", 1.0))
     return roles.get("weight", bias) / bias, bias
@@ -116,5 +118,5 @@ def scaled_rows(both: RowPair, by: tuple[float, float]) -> RowPair:
 
 
 def without_inputs(rows: Tensor, grad_rows: Tensor) -> RowPair:
-    """Of a bias alone: [N, S, 0], or [N, S, g, 0]."""
+    """The rows of a bias alone: [N, S, 0], or [N, S, g, 0]."""
     return (rows if rows.is_floating_point() else grad_rows)[..., :0], grad_rows

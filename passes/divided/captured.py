@@ -105,7 +105,7 @@ def captured_reads(
 
 
 def left_to_python(reads: Iterable[ObservedRead]) -> dict[str, str]:
-    """Of each parameter in reads that are not captured, where it is read first."""
+    """The place of the first read that is not captured, for each parameter."""
     places = [
         (name, f"read at {observed.where}, in Python that is not captured")
         for observed in reads

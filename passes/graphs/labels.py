@@ -1,4 +1,4 @@
-"""What each node depends on, and which parameter, through which views, stands behind it.
+"""Labels of nodes: which values a node depends on, and which parameter stands behind it.
 
     ACT     depends on the values of the model's inputs, or has a row for every case
     FREE    an activation that is free of the batch: computed by a layer, from parameters and constants only
@@ -114,7 +114,7 @@ def maps_constant(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
 
 
 def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Container[str | None]) -> bool:
-    """Of what depends on parameters, only an expansion is taken for it: a slice may be as long as there are cases.
+    """If the node depends on parameters, only an expansion counts: a slice may be as long as there are cases.
 
     first: the first sizes of the inputs. torch.export does not tie all of them to the cases.
     """

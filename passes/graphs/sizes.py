@@ -23,7 +23,7 @@ from .labels import symbolic_sizes
 
 
 def shape_of(node: fx.Node) -> tuple[Any, ...]:
-    """Of its tensor; empty for what is none."""
+    """The sizes of the node's tensor; empty if it has no tensor."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
@@ -33,12 +33,12 @@ def sizes_of(node: fx.Node) -> list[str]:
 
 
 def number(size: int | torch.SymInt) -> int | None:
-    """None of a symbol; one that the capture found to be a number counts as this."""
+    """The size as a number; None for a symbol that the capture did not find to be a number."""
     return int(str(size)) if str(size).isdigit() else None
 
 
 def in_example(size: int | torch.SymInt) -> int:
-    """What a size was on the inputs of the capture."""
+    """The number that a size was on the inputs of the capture."""
     # Not `int(size)`, which makes the symbol this number everywhere, so that equal numbers look like the same size.
     return size if isinstance(size, int) else size_hint(size)
 
@@ -69,8 +69,8 @@ def number_of_cases(output: fx.Node, cases: str | None) -> Computed:
 
 
 def size(value: Any, dim: int) -> int:
-    """Of an input: a tensor, or several in a container."""
-    return next((int(one.shape[dim]) for one in pytree.leaves(value) if isinstance(one, Tensor) and one.dim()), 1)
+    """The size of an input along `dim`. The input is a tensor, or a container; its first tensor counts."""
+    return next((int(leaf.shape[dim]) for leaf in pytree.leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What may stand between a parameter and its layer's matrix: one module for each mechanism."""
+"""Parametrizations, one module for each mechanism that may stand between a parameter and its layer's matrix."""

@@ -82,7 +82,7 @@ class Diagonal(Parametrization):
 
     @abstractmethod
     def derivative(self) -> Derivative:
-        """What multiplies the gradient, in the shape of the operand. It closes over literals only."""
+        """The factor of the gradient, in the shape of the operand. The function closes over literals only."""
 
     @abstractmethod
     def sides(self, sizes: Sequence[int], constant: Constant) -> set[str]:

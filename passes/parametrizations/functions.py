@@ -63,7 +63,7 @@ class Functions:
         return slice_ if plain and view_of(slice_).is_contiguous() and math.prod(slice_.shape) == size else None
 
     def shape(self, slice_: Slice) -> Shape:
-        """Of the slice's parameter."""
+        """The shape of the slice's parameter."""
         return tuple(attribute(self.root, slice_.parameter).shape)
 
     def product(self, node: fx.Node, left: fx.Node, right: fx.Node) -> ParameterExpr | None:
@@ -106,7 +106,7 @@ class Functions:
             return None
 
     def shape_of(self, node: fx.Node) -> Shape:
-        """Of a constant. Raises ValueError if it is not known."""
+        """The shape of a constant. Raises ValueError if it is not known."""
         value = attribute(self.root, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
         if value is None and all(operand in self.values for operand in node.all_input_nodes):
             value = applied_to(node, without_data(node.args, self.values))
@@ -125,7 +125,10 @@ def is_mean(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> boo
 
 
 def dimensions_left(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> list[bool] | None:
-    """Of the parameter, or of it as filters [o, ...], which dimensions are no mean yet; None for anything else."""
+    """For each dimension of the parameter, or of its filters [o, ...], whether it is not averaged yet.
+
+    None for a node that is no mean of the parameter.
+    """
     value = values.get(node)
     if isinstance(value, ParameterExpr):
         entire = is_one_slice(value) and view_of(value.slices[0]).is_contiguous()
@@ -143,7 +146,7 @@ def dimensions_left(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]
 
 
 def averaged(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> list[bool] | None:
-    """What is left after the mean that a node takes."""
+    """The same after the mean that a node takes."""
     source: Any = node.args[0]
     left = dimensions_left(source, parameter, values)
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")

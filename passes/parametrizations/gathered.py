@@ -88,7 +88,7 @@ def added_at(rows: Tensor, index: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Elements:
-    """What a tensor holds that was gathered from a parameter, or from a linear map of it.
+    """The elements of a tensor that was gathered from a parameter, or from a linear map of it.
 
     numbers: the node of the elements' numbers; -1 stands for a constant.
     """
@@ -185,7 +185,7 @@ def looked_up(numbers: Tensor, ids: Tensor, padding_idx: int | None, *_: Any) ->
 
 
 def beside_constant(numbers: Tensor, constant: Any) -> Tensor:
-    """Of a sum."""
+    """The numbers of the elements of a sum with a constant."""
     shape = constant.shape if isinstance(constant, Tensor) else ()
     return numbers.expand(torch.broadcast_shapes(numbers.shape, shape))
 

@@ -199,7 +199,7 @@ def jacobian_of(node: fx.Node, parameter: str) -> Computed:
 
 
 def function_of(node: fx.Node) -> fx.GraphModule:
-    """Of the leaves behind a node, in graph order."""
+    """The leaves behind a node, in graph order."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for n, leaf in enumerate(leaf for leaf in behind(node) if leaf.op == "get_attr"):
         copies[leaf] = graph.placeholder(f"leaf_{n}")
@@ -211,7 +211,7 @@ def function_of(node: fx.Node) -> fx.GraphModule:
 
 
 class Jacobian(nn.Module):
-    """Of a function by one of its arguments, row by row of its value."""
+    """The Jacobian of a function by one of its arguments, row by row of its value."""
 
     def __init__(self, function: nn.Module, number: int) -> None:
         super().__init__()

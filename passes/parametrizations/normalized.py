@@ -73,7 +73,7 @@ class Scaled(BySlice):
         return lambda tensors: by_number(tensors["operand"], tensors["factor"], divides)
 
     def filters(self) -> Callable[[Tensor], Tensor]:
-        """What the gain multiplies, as a function of the operand."""
+        """From the operand to the filters that the gain multiplies."""
         return lambda value: value
 
 
@@ -113,7 +113,7 @@ class Normalized(BySlice):
 
     @property
     def sign(self) -> float:
-        """Of the change of σ in the gradient: W falls as σ grows."""
+        """The sign of the change of σ in the gradient: W falls as σ grows."""
         return -1.0
 
     @abstractmethod

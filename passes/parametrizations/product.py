@@ -112,7 +112,7 @@ def hadamard_groups(rows: Tensor, matrix: Tensor, times: Tensor) -> Tensor:
 
 
 def kronecker(left: Tensor, right: Tensor, other: Tensor, kind: str) -> RowPair:
-    """Of a factor V of V ⊗ C, or C ⊗ V: a position for every row of C, or for every column if these are fewer."""
+    """The rows of a factor V of V ⊗ C or C ⊗ V: one position per row of C, or per column if there are fewer columns."""
     outputs, inputs = other.shape
     if kind == KRON_LEFT:
         left, right = (side.unflatten(-1, (-1, size)).mT for side, size in ((left, outputs), (right, inputs)))

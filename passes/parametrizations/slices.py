@@ -7,7 +7,7 @@
 A use is taken apart along its matrix: outputs that are a parameter's own have gradient rows of their own, inputs have
 rows, and groups have both. So each part is a use of the same layer on a region of its matrix, and exact.
 
-The functions below follow such values through a graph. Nothing is computed: a slice of a parameter is a view of a
+The functions below follow such values through a graph. No values are computed: a slice of a parameter is a view of a
 tensor without data, whose strides say which elements it has.
 """
 
@@ -43,7 +43,7 @@ class Sliced(Parametrization):
 
 
 def in_region(rows: Tensor, grad_rows: Tensor, region: Region) -> RowPair:
-    """What of the rows belongs to a part of the matrix: its groups and inputs, and its groups and outputs."""
+    """The rows and gradient rows that belong to a part of the matrix: its groups and inputs, its groups and outputs."""
     groups, outputs, inputs = (slice(*ends) for ends in region)
     grad_rows = grad_rows[:, :, groups, outputs] if grad_rows.dim() == 4 else grad_rows[..., outputs]
     if rows.is_floating_point():

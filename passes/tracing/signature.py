@@ -152,7 +152,9 @@ PREFIX = "model."
 
 @dataclass
 class Returned:
-    """What a traced forward leaves beside its tensors. torch.export restores attributes of `Flat`, but not of this.
+    """The values that a traced forward leaves beside its tensors.
+
+    torch.export restores attributes of `Flat`, but not of this object.
 
     Attributes:
         spec: the structure of the outputs.

@@ -1,4 +1,4 @@
-"""What is watched while a model is traced: its autograd.Functions, effects that no graph has, and where it fails."""
+"""Watching a trace: the model's autograd.Functions, effects that no graph has, and the place of a failure."""
 
 from __future__ import annotations
 
