@@ -112,7 +112,7 @@ class BlockGroup:
 
     @classmethod
     def alike_in(cls, registration: Registration) -> Hashable:
-        """The properties that all registrations of a group share, besides their matrix and the sides of their factors."""
+        """The properties that all registrations of a group share besides matrix and sides."""
         return None
 
     def operands(self, root: Root) -> list[str]:
