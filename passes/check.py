@@ -22,10 +22,12 @@ def check(program: Program) -> Program:
     edges = entries(program)
     found, registered = uses_found(edges), uses_registered(program, edges)
     kept: list[Registration] = []
-    for one in program.registrations:
-        wrong = [name for name in one.parameters if not one.generic and missing(name, found, registered)]
+    for registration in program.registrations:
+        wrong = [
+            name for name in registration.parameters if not registration.generic and missing(name, found, registered)
+        ]
         reason = "; ".join(too_few(name, found, registered) for name in wrong)
-        kept += [program.generic(name, reason) for name in one.parameters] if wrong else [one]
+        kept += [program.generic(name, reason) for name in registration.parameters] if wrong else [registration]
     program = program.but(registrations=tuple(kept))
     if program.options.strict:
         refuse_generic(program)
@@ -58,8 +60,8 @@ def uses_registered(program: Program, edges: Mapping[Edge, set[str]]) -> Edges:
     for edge in edges:
         by_node[edge[1]].append(edge)
     registered: dict[str, set[Edge]] = defaultdict(set)
-    for one in program.registrations:
-        for use in one.uses:
+    for registration in program.registrations:
+        for use in registration.uses:
             names = use.parameter_set
             for node in use.nodes:
                 for edge in by_node.get(node, ()):
@@ -124,18 +126,21 @@ def used_in(edges: Collection[Edge]) -> str:
     return f"; it is used in {places}" if places else "; the losses do not depend on it"
 
 
-def wrong_count(name: str, one: Registration, found: Edges, registered: Edges) -> str:
+def wrong_count(name: str, registration: Registration, found: Edges, registered: Edges) -> str:
     absent = missing(name, found, registered)
-    lines = [f"{name} has {len(found[name])} uses in the graph but {len(registered[name])} in its registration {one}:"]
+    counts = f"{len(found[name])} uses in the graph but {len(registered[name])}"
+    lines = [f"{name} has {counts} in its registration {registration}:"]
     lines += [f"  registered   {where(edge[1])}" for edge in found[name] if edge in registered[name]]
     lines += [f"  missing      {where(act)}: it enters {op_name(act)}" for _, act in absent]
     return "\n".join(lines)
 
 
 def refuse_generic(program: Program) -> None:
-    generic = [one for one in program.registrations if one.generic and one.reason != WANTED]
+    generic = [
+        registration for registration in program.registrations if registration.generic and registration.reason != WANTED
+    ]
     if generic:
-        rows = [(", ".join(one.parameters), one.reason or "") for one in generic]
+        rows = [(", ".join(registration.parameters), registration.reason or "") for registration in generic]
         raise RegistrationError(
             f"{len(generic)} of {len(program.parameters)} trainable parameters are in no structured Fisher block:\n"
             f"{table(rows)}\n"

@@ -230,7 +230,7 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
     names = [name for parameter in sorted(canonical) for name in program.names.get(parameter, ())]
     paths = sorted({path for name in names for path in owners(name)}, key=lambda path: -path.count("."))
     classes = [options.modules.get(path, object) for name in names for path in owners(name)[:1]]
-    wild = {key for key in options.patterns if any(fnmatchcase(one, key) for one in (*names, *paths))}
+    wild = {key for key in options.patterns if any(fnmatchcase(name, key) for name in (*names, *paths))}
     levels: list[set[str]] = [
         {asked[name] for name in names if name in asked},
         *({asked[path]} for path in paths if path in asked),

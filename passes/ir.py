@@ -230,7 +230,7 @@ class Program:
         """The same on a graph of its own, for passes that write into it: other Programs may share the one of this."""
         graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
         graph.output(graph.graph_copy(self.graph, nodes))
-        (old,), (new,) = (one.find_nodes(op="output") for one in (self.graph, graph))
+        (old,), (new,) = (each.find_nodes(op="output") for each in (self.graph, graph))
         nodes[old], new.meta = new, dict(old.meta)
         for node in nodes.values():
             if ELEMENTS in node.meta:

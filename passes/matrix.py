@@ -161,8 +161,8 @@ class MatrixForm:
 
 def alike(forms: Sequence[object]) -> tuple[MatrixForm, ...]:
     """The forms if `pack_all` and `unpack_all` take them: of matrices, all with a bias or all without; else ()."""
-    found = [one for one in forms if isinstance(one, MatrixForm)]
-    kinds = {(one.weight is None, one.bias is None) for one in found}
+    found = [form for form in forms if isinstance(form, MatrixForm)]
+    kinds = {(form.weight is None, form.bias is None) for form in found}
     return tuple(found) if len(found) == len(forms) and len(kinds) == 1 else ()
 
 
@@ -186,7 +186,7 @@ def unpack_all(forms: Sequence[MatrixForm], matrices: Tensor) -> dict[str, Tenso
 
 
 def entries(forms: Sequence[MatrixForm]) -> tuple[list[tuple[str, Layout]], list[tuple[str, Layout]]]:
-    return [one.weight for one in forms if one.weight], [one.bias for one in forms if one.bias]
+    return [form.weight for form in forms if form.weight], [form.bias for form in forms if form.bias]
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:

@@ -40,18 +40,18 @@ def padding(program: Program) -> Program:
     places = Places(program, program.mask)
     notes: list[Note] = []
     registrations: list[Registration] = []
-    for one in program.registrations:
-        uses = list(one.uses)
-        for tower in range(one.towers):
+    for registration in program.registrations:
+        uses = list(registration.uses)
+        for tower in range(registration.towers):
             own = [n for n, use in enumerate(uses) if use.tower == tower and KEPT not in use.attrs]
-            found = places.of_tower(one, [uses[n] for n in own])
+            found = places.of_tower(registration, [uses[n] for n in own])
             for n, (fitting, reason) in zip(own, found, strict=True):
                 if fitting is None:
-                    notes.append(Note(f"{one} at {where(uses[n].output)}", reason))
+                    notes.append(Note(f"{registration} at {where(uses[n].output)}", reason))
                 else:
                     mask, dims = fitting
                     uses[n] = replace(uses[n], attrs={**uses[n].attrs, KEPT: mask}, mask_dims=dims)
-        registrations.append(replace(one, uses=tuple(uses)))
+        registrations.append(replace(registration, uses=tuple(uses)))
     outputs = tuple(places.of_output(node) for node in program.outputs)
     return program.but(registrations=tuple(registrations), mask_dims=outputs, unmasked=tuple(notes))
 
@@ -73,7 +73,9 @@ class Places:
 
     def follow(self, node: fx.Node) -> None:
         sizes, operands = sizes_of(node), node.all_input_nodes
-        before = [self.moved[one] for one in operands if one in self.moved and self.positions in sizes_of(one)]
+        before = [
+            self.moved[operand] for operand in operands if operand in self.moved and self.positions in sizes_of(operand)
+        ]
         if before:
             self.moved[node] = before[0]
         elif (
@@ -90,14 +92,14 @@ class Places:
         ):
             self.merged[node] = shape[0] == self.positions
             return
-        along = [one for one in operands if sizes_of(one)[:1] == [self.both]]
-        orders = {self.merged.get(one) for one in along}
+        along = [operand for operand in operands if sizes_of(operand)[:1] == [self.both]]
+        orders = {self.merged.get(operand) for operand in along}
         if len(orders) == 1 and None not in orders and op_name(node) not in MOVES | PICKS:
             self.merged[node] = self.merged[along[0]]
 
-    def of_tower(self, one: Registration, uses: Sequence[Use]) -> list[tuple[Fitting | None, str]]:
+    def of_tower(self, registration: Registration, uses: Sequence[Use]) -> list[tuple[Fitting | None, str]]:
         """The masks of the uses in one tower: one per use, or None, and the reason."""
-        found = [self.of_use(one, use, self.layers[use.layer]) for use in uses]
+        found = [self.of_use(registration, use, self.layers[use.layer]) for use in uses]
         if not uses or any(self.candidates(use.output) for use in uses):
             return found
         places, reason = self.time.steps(uses)
@@ -114,9 +116,9 @@ class Places:
             return None, f"its output [{', '.join(sizes_of(use.output))}] has no rows of [{self.cases}] cases"
         return (Computed(torch.narrow, (self.mask, 1, place, 1)), (cases, other)), ""
 
-    def of_use(self, one: Registration, use: Use, layer: Layer) -> tuple[Fitting | None, str]:
+    def of_use(self, registration: Registration, use: Use, layer: Layer) -> tuple[Fitting | None, str]:
         """(the mask and its dimensions in the output, why not)."""
-        if one.structure.needs_pixels and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
+        if registration.structure.needs_pixels and sizes_of(use.input)[2:] != sizes_of(use.output)[2:]:
             return None, "its pixels are not its output positions"
         if reason := next((step.unmasked for step in use.through if step.unmasked), None):
             return None, reason
@@ -149,7 +151,7 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     behind = everything_behind([mask])
     others = [node for node in program.graph.nodes if node.op == "placeholder" and node not in behind]
     inputs = [size for node in others for size in shape_of(node)]
-    outputs = [use.output for one in program.registrations for use in one.uses]
+    outputs = [use.output for registration in program.registrations for use in registration.uses]
     elsewhere = {str(size) for node in (*others, *outputs) for size in shape_of(node)}
 
     def same(own: Any, first: str | None) -> Any:

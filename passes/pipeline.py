@@ -76,13 +76,15 @@ def verify(program: Program, after: str) -> Program:
     for use in program.matches:
         check_use(use, program, nodes, after)
     seen: set[str] = set()
-    for one in program.registrations:
-        for name in one.parameters:
+    for registration in program.registrations:
+        for name in registration.parameters:
             assert name in program.shapes, f"bug in kfac_fx: {after} registered {name}, no parameter of the model"
             assert name not in seen, f"bug in kfac_fx: {after} registered {name} twice"
             seen.add(name)
-        assert one.generic == (not one.uses), f"bug in kfac_fx: {after} left {one} with the wrong number of uses"
-        for use in one.uses:
+        assert registration.generic == (not registration.uses), (
+            f"bug in kfac_fx: {after} left {registration} with the wrong number of uses"
+        )
+        for use in registration.uses:
             check_use(use, program, nodes, after)
     for name in program.unused:
         assert name not in seen, f"bug in kfac_fx: {after} calls {name} unused and registered it"

@@ -147,7 +147,7 @@ def align(uses: list[Use]) -> list[Use] | None:
 def aligned_per_case(uses: list[Use]) -> list[Use] | None:
     if any(len(use.parameters) > 1 for use in uses):
         return None
-    found = [one for one in map(as_per_case, uses) if one is not None]
+    found = [aligned for aligned in map(as_per_case, uses) if aligned is not None]
     return found if len(found) == len(uses) else None
 
 
@@ -291,13 +291,15 @@ def drop_joined(program: Program, matches: Sequence[Use], notes: list[Note]) -> 
             alone[use.layer, use.parameter_set].append(use)
     kept: list[Use] = []
     for use in matches:
-        inside = {id(one): one for node in use.nodes for one in by_node[node] if one.nodes < use.nodes}.values()
-        sets = {one.parameter_set for one in inside}
+        inside = {id(inner): inner for node in use.nodes for inner in by_node[node] if inner.nodes < use.nodes}.values()
+        sets = {inner.parameter_set for inner in inside}
         elsewhere = (
-            (one, other)
-            for one in inside
-            if one.output is use.output and one.layer != use.layer and use.parameter_set - one.parameter_set in sets
-            for other in alone[one.layer, one.parameter_set]
+            (inner, other)
+            for inner in inside
+            if inner.output is use.output
+            and inner.layer != use.layer
+            and use.parameter_set - inner.parameter_set in sets
+            for other in alone[inner.layer, inner.parameter_set]
             if not any(other.nodes < joined.nodes for joined in by_node[other.output])
         )
         found = next(elsewhere, None) if not program.layers[use.layer].parts else None
@@ -351,7 +353,7 @@ def refuse_claimed_twice(program: Program, matches: Sequence[Use]) -> None:
             for other in by_node[node]:
                 shared = sorted(use.parameter_set & other.parameter_set)
                 if shared and not parts_of_one(use, other):
-                    layers = (program.layers[one.layer] for one in (other, use))
+                    layers = (program.layers[claim.layer] for claim in (other, use))
                     said = " and ".join(f"{layer.name} ({layer.location})" for layer in layers)
                     rows[", ".join(shared), f"at {where(use.output)}: {said}"] = None
             by_node[node].append(use)

@@ -62,7 +62,7 @@ class Emission:
         for node, copy in self.copies.items():
             if node.op == "placeholder":
                 copy.args = ()  # no defaults: all inputs are given, and `probes` comes last
-        uses = [use for one in program.registrations for use in one.uses]
+        uses = [use for registration in program.registrations for use in registration.uses]
         masks = (node for use in uses if use.mask_dims for node in nodes_of(use.attrs[KEPT]))
         hoist(self.graph, [self.copies[node] for node in masks])
         self.probes = add_probes(self.graph)
@@ -130,7 +130,7 @@ class Emission:
             before: tuple[fx.Node | None, fx.Node | None] = None, None  # carrier and input of the last use
             for place, use in enumerate(uses):
                 near = (use, uses[max(place - 1, 0)], uses[min(place + 1, len(uses) - 1)])
-                masks = [self.value(one.attrs[KEPT]) for one in near if KEPT in one.attrs]
+                masks = [self.value(neighbor.attrs[KEPT]) for neighbor in near if KEPT in neighbor.attrs]
                 name, output = self.links.fresh(tap_name(registration)), self.last(use)
                 self.links[name] = make(registration, use, use is uses[0], use is uses[-1])
                 readers = list(output.users)

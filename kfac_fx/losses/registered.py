@@ -60,12 +60,12 @@ class RegisteredLosses:
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """The Fisher's outputs: the inputs of all losses."""
-        return tuple(node for one in self.losses for node in one.inputs)
+        return tuple(node for loss in self.losses for node in loss.inputs)
 
     @property
     def by_name(self) -> dict[str, tuple[RegisteredLoss, ...]]:
-        names = dict.fromkeys(one.name for one in self.losses)
-        return {name: tuple(one for one in self.losses if one.name == name) for name in names}
+        names = dict.fromkeys(loss.name for loss in self.losses)
+        return {name: tuple(loss for loss in self.losses if loss.name == name) for name in names}
 
     def on(self, fisher: Sequence[Tensor], targets: Any = None) -> WeightedLosses:
         """(coefficient, loss) of every tower, from the values of `nodes`.
@@ -87,7 +87,7 @@ class RegisteredLosses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(one.name for one in self.losses)
+        return tuple(loss.name for loss in self.losses)
 
 
 def cases_by_loss(pairs: Sequence[tuple[float, LossFunction]], names: Sequence[object] | None = None) -> list[int]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from kfac_fx.passes.computed import Value
 from kfac_fx.passes.ir import Program, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.layers.declaration import Example, Form
@@ -22,6 +23,7 @@ from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
 from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.registration import literal_attrs
 from kfac_fx.passes.trace import capture
 
 
@@ -72,10 +74,16 @@ class Values(fx.Interpreter):
         return self.value[n.name]
 
 
+def evaluated(value: Value, values: Mapping[str, Any]) -> Any:
+    """The value of a node, or of what `rewrite` computes from nodes."""
+    if isinstance(value, fx.Node):
+        return values[value.name]
+    return value.function(*(values[item.name] if isinstance(item, fx.Node) else item for item in value.arguments))
+
+
 def rows_of(use: Use, form: Form, values: Mapping[str, Any], grad: Tensor) -> tuple[Tensor, Tensor]:
     """([N, S, g, i with the bias column], [N, S, g, o])"""
-    attrs = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
-    attrs |= {key: values[node.name] for key, node in tensor_attrs(use).items()}
+    attrs = {**literal_attrs(use), **{key: evaluated(value, values) for key, value in tensor_attrs(use).items()}}
     rows, grad_rows = form.rows(values[use.input.name], attrs), form.grad_rows(grad, attrs)
     grad_rows = grad_rows if grad_rows.dim() == 4 else grad_rows.unsqueeze(2)
     if not rows.is_floating_point():
@@ -91,8 +99,7 @@ def rows_of(use: Use, form: Form, values: Mapping[str, Any], grad: Tensor) -> tu
 
 
 def second_moment_of(use: Use, form: Form, values: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    attrs = {key: value for key, value in use.attrs.items() if not isinstance(value, fx.Node)}
-    return None if form.second_moment is None else form.second_moment(values[use.input.name], attrs)
+    return None if form.second_moment is None else form.second_moment(values[use.input.name], literal_attrs(use))
 
 
 def gradient(program: Program, matrix: MatrixForm, output: Tensor, grad: Tensor) -> Tensor:
