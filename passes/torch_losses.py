@@ -2,8 +2,8 @@
 
     logits = self.head(h);  return F.cross_entropy(logits, y)      ->  categorical, inputs = logits, targets = y
 
-The table `kfac_fx.losses.registered.NAMES` has the class of each distribution. To add a loss of torch, write its row
-here; for a new distribution also its class in `kfac_fx/losses/distributions.py` and its name in NAMES.
+`DISTRIBUTIONS` in `kfac_fx/losses/distributions.py` has the class of each distribution. To add a loss of torch, write
+its row here. A new distribution also needs a class and a name there, and an export in `kfac_fx/losses/__init__.py`.
 """
 
 from __future__ import annotations

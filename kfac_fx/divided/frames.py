@@ -29,7 +29,7 @@ from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, mapped
 from kfac_fx.recording.emitted import ObservedLoss
 from kfac_fx.taps.tap import is_tapped
 
-DISTRIBUTIONS = {loss.function: loss.distribution for loss in TORCH_LOSSES}
+DISTRIBUTION_OF = {loss.function: loss.distribution for loss in TORCH_LOSSES}
 
 
 class UncapturedCall(BaseException):
@@ -57,11 +57,11 @@ class LossWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.paused and func in DISTRIBUTIONS and torch.is_grad_enabled():
+        if not self.paused and func in DISTRIBUTION_OF and torch.is_grad_enabled():
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
-            self.losses.append(ObservedLoss(DISTRIBUTIONS[func], reduction, inputs, targets))
+            self.losses.append(ObservedLoss(DISTRIBUTION_OF[func], reduction, inputs, targets))
         return result
 
 

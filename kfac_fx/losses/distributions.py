@@ -6,6 +6,7 @@ All formulas are per case. The Fisher factors are those of TF K-FAC; see `LossFu
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -201,3 +202,11 @@ class MultiBernoulli(LossFunction):
     def _sample(self, generator: torch.Generator | None) -> Tensor:
         p = precise(self.inputs).sigmoid()
         return (torch.empty_like(p).uniform_(generator=generator) < p).to(p.dtype)
+
+
+# The names that users write, as in `compile(..., loss="categorical")`.
+DISTRIBUTIONS: Mapping[str, type[LossFunction]] = {
+    "categorical": Categorical,
+    "normal": Normal,
+    "multi_bernoulli": MultiBernoulli,
+}

@@ -1,9 +1,7 @@
-"""Losses registered on nodes of the graph, and what they are on one batch.
+"""Losses as they are declared: on nodes of a graph, or by the `loss=` argument of `compile`.
 
-A loss has a name; registered again under it, it is another *tower*: the same loss of one more mini-batch, computed by
-the same graph. Towers of one loss add up to one batch.
-
-From the user's `loss=` argument to loss functions.
+A loss on nodes has a name. A loss that is registered again under its name is another *tower*: the same loss of one more
+mini-batch, computed by the same graph. The towers of a loss add up to one batch.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal
+from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, TargetsMissing, nearest
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
@@ -73,16 +71,18 @@ class RegisteredLosses:
         targets: one a tower, in a sequence, or a tensor if there is only one; None: those registered as tensors.
         """
         if targets is None:
-            given: Sequence[Any] = [one.targets if isinstance(one.targets, Tensor) else None for one in self.losses]
+            by_loss: Sequence[Any] = [
+                registered.targets if isinstance(registered.targets, Tensor) else None for registered in self.losses
+            ]
         else:
-            given = targets if isinstance(targets, (list, tuple)) else [targets]
-        if len(given) != len(self.losses):
+            by_loss = targets if isinstance(targets, (list, tuple)) else [targets]
+        if len(by_loss) != len(self.losses):
             raise LossError(f"{len(self.losses)} losses are registered: pass as many targets, in a tuple")
         values, pairs = iter(fisher), []
-        for one, target in zip(self.losses, given, strict=True):
-            loss = one.make(*(next(values) for _ in one.inputs)).with_targets(target)
-            loss.seed = one.seed
-            pairs.append((one.coeff, loss))
+        for registered, target in zip(self.losses, by_loss, strict=True):
+            loss = registered.make(*(next(values) for _ in registered.inputs)).with_targets(target)
+            loss.seed = registered.seed
+            pairs.append((registered.coeff, loss))
         return pairs
 
     @property
@@ -121,11 +121,6 @@ def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[
 # --- loss spec --------------------------------------------------------------------------------------------------------
 
 
-NAMES: dict[str, type[LossFunction]] = {
-    "categorical": Categorical,
-    "normal": Normal,
-    "multi_bernoulli": MultiBernoulli,
-}
 OF_TORCH = {name: loss.distribution for loss in TORCH_LOSSES for name in (loss.name, loss.module.__name__)}
 
 
@@ -164,10 +159,10 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
     that a named loss cannot read or a function that returns no loss.
     """
     if isinstance(spec, str):
-        if spec not in NAMES:
-            known = ", ".join(repr(name) for name in NAMES)
-            raise LossError(f"loss {spec!r} is none of {known}.{nearest(spec, NAMES)}")
-        return LossSpec(_of_one_tensor(NAMES[spec], spec), f"loss={spec!r}", named=True)
+        if spec not in DISTRIBUTIONS:
+            known = ", ".join(repr(name) for name in DISTRIBUTIONS)
+            raise LossError(f"loss {spec!r} is none of {known}.{nearest(spec, DISTRIBUTIONS)}")
+        return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
     if isinstance(spec, type) and issubclass(spec, LossFunction):
         return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
     if isinstance(spec, LossFunction) or not callable(spec):
@@ -179,7 +174,7 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
         known = OF_TORCH.get(trained, "")
         raise LossError(
             f"loss={trained} needs targets, and K-FAC draws its own: name the distribution of the model's outputs, "
-            + (f"loss={known!r}" if known else f"one of {', '.join(repr(name) for name in NAMES)}")
+            + (f"loss={known!r}" if known else f"one of {', '.join(repr(name) for name in DISTRIBUTIONS)}")
         )
     return LossSpec(spec, "the function given as loss")
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from kfac_fx.losses import LossFunction
-from kfac_fx.losses.registered import NAMES, LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss
+from kfac_fx.losses.distributions import DISTRIBUTIONS
+from kfac_fx.losses.registered import LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION, BY_NAME
@@ -144,6 +145,6 @@ def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple
     of_torch = BY_DISTRIBUTION[kind]
     if of_torch.classes_second and inputs.dim() > 2:
         inputs = inputs.movedim(1, -1)
-    loss = NAMES[kind](inputs, targets=targets)
+    loss = DISTRIBUTIONS[kind](inputs, targets=targets)
     averages = of_torch.averages_elements and reduction == "mean"
     return loss.cases / inputs.numel() if averages else 1.0, loss

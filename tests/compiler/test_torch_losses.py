@@ -5,7 +5,8 @@ import inspect
 import pytest
 import torch
 
-from kfac_fx.losses.registered import NAMES, loss_from
+from kfac_fx.losses.distributions import DISTRIBUTIONS
+from kfac_fx.losses.registered import loss_from
 from kfac_fx.passes.torch_losses import TORCH_LOSSES, TorchLoss
 from kfac_fx.passes.trace import capture
 from kfac_fx.recording.output_losses import graph_loss
@@ -36,7 +37,7 @@ def test_the_module_computes_the_function(loss: TorchLoss) -> None:
 def test_the_gradient_is_a_multiple_of_that_of_the_distribution(loss: TorchLoss, reduction: str) -> None:
     inputs, targets = torch.randn(6, 4, requires_grad=True), TARGETS[loss.distribution]()
     weight, likelihood = graph_loss(loss.distribution, reduction, inputs, targets)
-    assert type(likelihood) is NAMES[loss.distribution]
+    assert type(likelihood) is DISTRIBUTIONS[loss.distribution]
     cases = likelihood.cases if reduction == "mean" else 1
     (ours,) = torch.autograd.grad(weight * likelihood.evaluate() / cases, inputs)
     (of_torch,) = torch.autograd.grad(loss.function(inputs, targets, reduction=reduction), inputs)
