@@ -1,6 +1,7 @@
 # Needs python3 and make. Everything goes into .venv, with the versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
+TORCH ?= 2.11.0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
