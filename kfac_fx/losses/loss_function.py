@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -116,6 +117,22 @@ class LossFunction(ABC):
         """The shape of the vectors that B multiplies."""
         return self.inputs.shape
 
+    def multiply_fisher_factor_replicated_one_hot(self, index: int | Sequence[int]) -> Tensor:
+        """B e, with e equal to 1 at coordinate `index` of every case, and to 0 elsewhere.
+
+        Args:
+            index: one number for each axis of `fisher_factor_inner_shape` behind the first.
+
+        Raises:
+            ValueError: a case has no such coordinate.
+        """
+        return self.multiply_fisher_factor(self._replicated_one_hot(index, self.fisher_factor_inner_shape))
+
+    def multiply_ggn(self, vector: Tensor) -> Tensor:
+        """C Cᵀ v; see `multiply_ggn_factor`."""
+        self._require_ggn()
+        return self.multiply_fisher(vector)
+
     def multiply_ggn_factor(self, vector: Tensor) -> Tensor:
         """C v, with C Cᵀ the generalized Gauss-Newton matrix of one case.
 
@@ -138,6 +155,11 @@ class LossFunction(ABC):
         self._require_ggn()
         return self.fisher_factor_inner_shape
 
+    def multiply_ggn_factor_replicated_one_hot(self, index: int | Sequence[int]) -> Tensor:
+        """C e; see `multiply_fisher_factor_replicated_one_hot` and `multiply_ggn_factor`."""
+        self._require_ggn()
+        return self.multiply_fisher_factor_replicated_one_hot(index)
+
     def _require_ggn(self) -> None:
         if not self.natural:
             raise LossError(
@@ -153,6 +175,18 @@ class LossFunction(ABC):
 
     @abstractmethod
     def _sample(self, generator: torch.Generator | None) -> Tensor: ...
+
+    def _replicated_one_hot(self, index: int | Sequence[int], shape: torch.Size) -> Tensor:
+        place = (index,) if isinstance(index, int) else tuple(index)
+        axes = shape[1:] if len(shape) > 1 else shape
+        if len(place) != len(axes) or any(not 0 <= k < size for k, size in zip(place, axes, strict=False)):
+            raise ValueError(f"index {place} names no coordinate of a case of shape {list(axes)}")
+        one_hot = torch.zeros(shape, dtype=self.inputs.dtype, device=self.inputs.device)
+        column = one_hot.view(-1, *axes)
+        for k in place:
+            column = column.select(1, k)
+        column.fill_(1.0)
+        return one_hot
 
 
 def precise(tensor: Tensor) -> Tensor:

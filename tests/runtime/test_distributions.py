@@ -139,6 +139,16 @@ def test_factor_products_agree_with_each_other(make: Callable[[Tensor], LossFunc
 
 
 @pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+def test_the_replicated_one_hots_sum_to_the_fisher(make: Callable[[Tensor], LossFunction]) -> None:
+    loss = make(random(5, 4))
+    v = random(5, 4, seed=2)
+    columns = [loss.multiply_fisher_factor_replicated_one_hot((k,)) for k in range(4)]
+    total = torch.stack([column * (column * v).sum(-1, keepdim=True) for column in columns]).sum(0)
+    torch.testing.assert_close(total, loss.multiply_fisher(v))
+    torch.testing.assert_close(columns[1], loss.multiply_fisher_factor_replicated_one_hot(1))
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
 def test_the_columns_of_the_factor_make_the_fisher(make: Callable[[Tensor], LossFunction]) -> None:
     loss = make(random(5, 4))
     v = random(5, 4, seed=2)
@@ -151,8 +161,11 @@ def test_the_columns_of_the_factor_make_the_fisher(make: Callable[[Tensor], Loss
 def test_the_gauss_newton_products_are_the_fishers(make: Callable[[Tensor], LossFunction]) -> None:
     loss, v = make(random(5, 3)), random(5, 3, seed=1)
     assert loss.ggn_factor_inner_shape == loss.fisher_factor_inner_shape
+    torch.testing.assert_close(loss.multiply_ggn(v), loss.multiply_fisher(v))
     torch.testing.assert_close(loss.multiply_ggn_factor(v), loss.multiply_fisher_factor(v))
     torch.testing.assert_close(loss.multiply_ggn_factor_transpose(v), loss.multiply_fisher_factor_transpose(v))
+    one_hot = loss.multiply_fisher_factor_replicated_one_hot(2)
+    torch.testing.assert_close(loss.multiply_ggn_factor_replicated_one_hot(2), one_hot)
 
 
 def test_the_fisher_of_logits_without_a_batch_axis() -> None:
@@ -258,10 +271,18 @@ def test_mean_and_variance_must_fit() -> None:
 def test_a_variance_has_no_gauss_newton_factor() -> None:
     loss, v = NormalMeanVariance(random(2, 2), random(2, 2).exp()), random(2, 4)
     calls: list[Callable[[], object]] = [
+        lambda: loss.multiply_ggn(v),
         lambda: loss.multiply_ggn_factor(v),
         lambda: loss.multiply_ggn_factor_transpose(v),
+        lambda: loss.multiply_ggn_factor_replicated_one_hot(0),
         lambda: loss.ggn_factor_inner_shape,
     ]
     for call in calls:
         with pytest.raises(LossError, match=r"no generalized Gauss-Newton factor.*'curvature_prop' or 'exact'"):
             call()
+
+
+@pytest.mark.parametrize("index", [(0, 1), 3, (-1,), ()])
+def test_an_index_outside_a_case_is_refused(index: int | tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"names no coordinate of a case of shape \[3\]"):
+        Categorical(random(2, 3)).multiply_fisher_factor_replicated_one_hot(index)
