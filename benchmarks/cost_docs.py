@@ -65,7 +65,7 @@ COMPILE = """\
 ## Compiling
 
 The table gives CPU seconds on one thread, for models with their real depth. The capture is the time of torch.export.
-Equivalence and proof run the first batch through the model and through the graph.
+Likeness compares model and graph on the first batch. The proof compares every registration with autograd.
 
     {command}
 """

@@ -186,7 +186,7 @@ class KFAC(Optimizer):
     def rho(self) -> Tensor:
         """ρ, the actual change of the loss over the predicted change, 0-dim (section 6.5 of the paper).
 
-        Of the last step whose change of the loss was measured; NaN before the first.
+        The value is that of the last step whose change of the loss was measured; NaN before the first.
         """
         return self._step_state.rho
 
@@ -194,9 +194,10 @@ class KFAC(Optimizer):
     def predicted_change(self) -> Tensor:
         """The change of the loss that the quadratic model predicted, in units of the loss; 0-dim, usually negative.
 
-        Of the last step that computed it: steps on which the damping is adapted and, with one parameter group and no
-        weight decay, all steps of the "qmodel" types; NaN before the first. It includes clipping, weight decay and
-        groups. "qmodel" types use the exact Fisher of the batch, the others the block-diagonal Fisher.
+        The value is that of the last step that computed it: steps on which the damping is adapted and, with one
+        parameter group and no weight decay, all steps of the "qmodel" types; NaN before the first. It includes
+        clipping, weight decay and groups. "qmodel" types use the exact Fisher of the batch, the others the
+        block-diagonal Fisher.
         """
         return self._step_state.predicted_change
 

@@ -39,8 +39,8 @@ BY_DIAGONAL_SIDES = {  # by (diagonal inputs, diagonal outputs)
 def choose(
     program: Program, layer: str, matrix: MatrixForm | None, uses: Sequence[Use], *names: str
 ) -> tuple[Approximation, str | None]:
-    """(approximation, reason). What the user asks for by name wins over linked groups, those over module class and
-    layer name, those over the layer's default; then sides that are too wide become diagonal."""
+    """(approximation, reason). A request by name wins over linked groups, those over module class and layer name, those
+    over the layer's default. Then sides that are too wide become diagonal."""
     parameters = names or (matrix.parameters if matrix is not None else ())
     asked = next(iter(requested(program, parameters, layer)), None)
     if matrix is None:
@@ -165,7 +165,7 @@ def narrow(chosen: Approximation, matrix: MatrixForm, limit: int, last: bool = F
 
 def side_blocks(program: Program, layer: str, approximation: Approximation, matrix: MatrixForm) -> tuple[int, int]:
     """Into how many diagonal blocks the dense sides, outputs and inputs, are cut: as few as keep every factor within
-    the memory of a dense one of width `dense_limit`. What the user asks for by name stays dense."""
+    the memory of a dense one of width `dense_limit`. An approximation that the user asks for by name stays dense."""
     if not approximation.resizable or requested(program, matrix.parameters, layer):
         return 1, 1
     _, outputs, inputs = matrix.shape

@@ -60,7 +60,8 @@ def with_batch_dim(use: Use, cases: str) -> Use:
 def number_of_cases(output: fx.Node, cases: str | None) -> Computed:
     """The size of the cases; where it is not known, the first size of the first input, of the same submodule.
 
-    What is free of the batch only has the same Fisher with any number: `count` grows with it, and G falls.
+    A use that does not depend on the batch has the same Fisher with any number of cases: `count` grows with the number,
+    and G falls.
     """
     own = output.meta.get(NUMBER)
     inputs = [node for node in output.graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == own]

@@ -218,7 +218,7 @@ def test_slices_as_long_as_the_batch_says_have_no_expression() -> None:
 
 
 def functions(program: Program) -> list[Any]:
-    """What the only expression goes through."""
+    """The parametrizations of the only expression."""
     (exprs,) = program.parameter_exprs.values()
     (slice_,) = exprs.slices
     return list(slice_.through)

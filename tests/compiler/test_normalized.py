@@ -30,7 +30,7 @@ def standardized(v: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 def test_the_gradient_through_a_standardization(eps: float) -> None:
-    """Of an ε that matters, too."""
+    """Also with an ε that matters."""
     torch.manual_seed(0)
     v, gain, outer = torch.randn(1, 4, 6, requires_grad=True), torch.rand(4), torch.randn(1, 4, 6)
     (wanted,) = torch.autograd.grad((standardized(v, gain, eps) * outer).sum(), v)

@@ -29,7 +29,7 @@ class Doubled(nn.Linear):
 
 
 def frames(model: nn.Module, **changes: Any) -> Frames:
-    """Of all children of a model, whose graphs compute the half of what they do."""
+    """Frames of all children of a model, whose graphs compute half of what they do."""
     captured, functions, held = [], [], []
     for path, module in model.named_children():
         half = nn.Linear(4, 4)
