@@ -1,0 +1,108 @@
+"""Two commits beside each other: `python -m benchmarks.beside OLD NEW`.
+
+Every round runs the benchmarks of OLD and then those of NEW, each in a checkout and a process of its own. Thus both
+commits meet the same load of the machine. A row is one CPU time of a benchmark: its medians over the rounds, and NEW's
+as a multiple of OLD's. Rows that do not use the library (SGD, AdamW, a plain forward) show the noise of the comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.program import table
+from benchmarks.step_time import versions
+
+OUT = Path(__file__).parent / "results" / "beside.json"
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = {
+    "step_time": ["--no-peers", "--rounds", "3"],
+    "host_time": ["--rounds", "10"],
+    "compile_time": [],
+}
+NAMES = ("model", "method")  # the keys that name an entry of a list
+TIMES = ("milliseconds", "CPU seconds")  # the keys above the times; beside them stand counts and ratios
+COUNTS = ("nodes", "parameters")
+
+
+def times(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
+    """The CPU times in a benchmark's results, each with the path to it."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if key not in COUNTS:
+                yield from times(value, (*path, key))
+    elif isinstance(tree, list):
+        for entry in tree:
+            names = [entry[name] for name in NAMES if name in entry]
+            rest = {key: value for key, value in entry.items() if key not in NAMES}
+            yield from times(rest, (*path, *names))
+    elif isinstance(tree, int | float) and any(key in path for key in TIMES):
+        yield ", ".join(key for key in path if key not in (*TIMES, "results")), float(tree)
+
+
+def measured(checkout: Path, benchmark: str, options: Sequence[str], python: str) -> dict[str, float]:
+    """The times of one benchmark of one checkout."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [python, "-m", f"benchmarks.{benchmark}", *options, "--out", file.name]
+        environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
+        return {f"{benchmark}: {name}": value for name, value in times(json.loads(Path(file.name).read_text()))}
+
+
+def compare(old: Path, new: Path, benchmarks: Sequence[str], rounds: int, python: str) -> list[dict[str, Any]]:
+    """A row a time that both checkouts measure."""
+    seen: dict[Path, dict[str, list[float]]] = {tree: defaultdict(list) for tree in (old, new)}
+    for _ in range(rounds):
+        for benchmark in benchmarks:
+            for checkout, rows in seen.items():
+                for name, value in measured(checkout, benchmark, BENCHMARKS[benchmark], python).items():
+                    rows[name].append(value)
+    both = [name for name in seen[old] if name in seen[new]]
+    medians = {name: (median(seen[old][name]), median(seen[new][name])) for name in both}
+    return [
+        {"time": name, "old": before, "new": after, "new / old": after / before}
+        for name, (before, after) in medians.items()
+        if before
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", help="a commit")
+    parser.add_argument("new", help="a commit")
+    parser.add_argument("--benchmarks", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that has the libraries of the models")
+    parser.add_argument("--out", type=Path, default=OUT)
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        checkouts = [Path(folder, name) for name in ("old", "new")]
+        try:
+            for checkout, commit in zip(checkouts, (chosen.old, chosen.new), strict=True):
+                git("worktree", "add", "--detach", str(checkout), commit)
+            rows = compare(*checkouts, chosen.benchmarks, chosen.rounds, chosen.python)
+        finally:
+            for checkout in checkouts:
+                git("worktree", "remove", "--force", str(checkout), check=False)
+    Console().print(table(f"{chosen.new} beside {chosen.old}: CPU times", rows))
+    command = f"python -m benchmarks.beside {chosen.old} {chosen.new} --rounds {chosen.rounds}"
+    chosen.out.write_text(json.dumps({"command": command, **versions(), "rows": rows}, indent=1) + "\n")
+
+
+def git(*arguments: str, check: bool = True) -> None:
+    subprocess.run(["git", *arguments], cwd=ROOT, check=check, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()
