@@ -27,6 +27,7 @@ from .ir import GENERIC, KEPT, Program, Use, literal_attrs, tensor_attrs, where
 from .layers import Layer
 from .matrix import MatrixForm
 
+FULL_LIMIT = 512  # the widest full block by default: its inverse costs the cube of its width
 Fields = Mapping[str, str]  # of words with names in braces
 BY_DIAGONAL_SIDES = {  # by (diagonal inputs, diagonal outputs)
     (False, False): KRON,
@@ -61,9 +62,14 @@ def choose(
         chosen = KRON_INDEP
     if asked is not None:
         return chosen, reason
-    limited = narrow(chosen, matrix, program.options.dense_limit, makes_outputs(program, uses))
+    limit = program.options.dense_limit
+    limited = narrow(chosen, matrix, limit, makes_outputs(program, uses))
     if limited != chosen or side_blocks(program, layer, chosen, matrix) != (1, 1):
-        wide = f"a side is wider than dense_limit={program.options.dense_limit}"
+        wide = (
+            f"a full block is wider than {FULL_LIMIT}"
+            if chosen == FULL and limit > FULL_LIMIT
+            else f"a side is wider than dense_limit={limit}"
+        )
         return limited, f"{reason}; {wide}" if reason else wide
     return chosen, reason
 
@@ -147,14 +153,15 @@ def sizes(use: Use) -> tuple[str, ...] | None:
 
 
 def narrow(chosen: Approximation, matrix: MatrixForm, limit: int, last: bool = False) -> Approximation:
-    """`chosen` with sides made diagonal that are wider than `limit` and that blocks do not help.
+    """`chosen` with sides made diagonal that are wider than `limit` and that blocks do not help. A full block is no
+    wider than `FULL_LIMIT` either.
 
     last: the outputs are those of the Fisher, a vocabulary, say. Their second moment is diagonal, or up to rank one, by
     nature: blocks of neighbors would hold nothing else.
     """
     _, outputs, inputs = matrix.shape
     if chosen == FULL:
-        return FULL if prod(matrix.shape) <= limit else DIAGONAL
+        return FULL if prod(matrix.shape) <= min(limit, FULL_LIMIT) else DIAGONAL
     if not chosen.resizable:
         return chosen
     in_diag = cuts(inputs, limit) is None or chosen.diagonal_inputs

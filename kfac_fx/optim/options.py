@@ -86,7 +86,9 @@ class Options:
             schedulers may set.
         momentum_type: "regular", "adam", "qmodel" or "qmodel_fixedmu"; see KFAC.
         cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
-        cov_update_every, invert_every: the factors, and the inverses, are updated every so many steps.
+        cov_update_every: the factors are updated every so many steps.
+        invert_every: the inverses are updated every so many steps, and also after 1, 2, 5, 10, 20, 50, ... steps while
+            that is less: the factors of the first batches alone are no curvature to take many steps with.
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of an update, which is scaled down to it. With lr=1, start
             with 1e-2.
@@ -289,7 +291,9 @@ class Schedule:
 
     @property
     def inverting(self) -> bool:
-        return self.counter % self.options.invert_every == 0
+        """Every `invert_every` steps; and before that after 1, 2, 5, 10, 20, 50, ... steps."""
+        early = self.counter < self.options.invert_every and str(self.counter).rstrip("0") in ("1", "2", "5")
+        return early or self.counter % self.options.invert_every == 0
 
     @property
     def adapting(self) -> bool:

@@ -105,6 +105,18 @@ def test_wide_sides_are_cut_into_blocks_within_the_memory_of_the_widest_dense_si
     assert [(one.approximation, one.blocks) for one in asked.values()] == [("kron", (1, 1))] * 3 + [("full", (1, 1))]
 
 
+def test_a_full_block_that_is_too_wide_to_invert_cheaply_becomes_diagonal_unless_it_is_asked_for() -> None:
+    narrow_norm, wide_norm = nn.LayerNorm(256), nn.LayerNorm(257)
+    found = registered(nn.Sequential(narrow_norm, nn.Linear(256, 257), wide_norm))
+    assert [(one.approximation, one.reason) for one in found.values()] == [
+        ("full", None),
+        ("kron", None),
+        ("diagonal", "a full block is wider than 512"),
+    ]
+    asked = registered(nn.Sequential(nn.LayerNorm(257)), approximations={"layer_norm": "full"})
+    assert [one.approximation for one in asked.values()] == ["full"]
+
+
 def test_the_fishers_own_outputs_and_what_is_too_wide_for_blocks_become_diagonal() -> None:
     model = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 17), nn.Flatten())
     found = registered(model, dense_limit=6)

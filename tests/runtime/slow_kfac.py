@@ -145,7 +145,7 @@ class SlowKFAC:
             return loss_of(self.model(x), y).detach()
         if k % self.cov_update_every == 0:
             self.record(x)
-        if k % self.invert_every == 0:
+        if k % self.invert_every == 0 or (k < self.invert_every and k in (1, 2, 5, 10, 20, 50)):
             self.inverse = self.damped_fisher(self.damping * self.precon_damping_mult).inverse()
         before = loss_of(self.model(x), y)
         self.model.zero_grad()

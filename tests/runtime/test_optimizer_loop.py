@@ -374,3 +374,21 @@ def test_the_sampled_targets_are_the_optimizer_s_own() -> None:
     assert torch.equal(before, torch.get_rng_state())
     Categorical(mlp()(batch(0)[0]).detach()).sample(expected)
     assert torch.equal(opt.generator.get_state(), expected.get_state())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_early_inverses_keep_plain_settings_bounded(seed: int) -> None:
+    """With inverses every tenth step only, the first batch's inverse alone makes ten steps: the loss passes 1e6."""
+    torch.manual_seed(seed)
+    target = torch.randn(16, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    net = compile(model, loss="normal")
+    opt, generator, losses = KFAC(net, lr=0.1, damping=1e-2, seed=0), torch.Generator().manual_seed(1), []
+    for _ in range(60):
+        x = torch.randn(32, 16, generator=generator)
+        opt.zero_grad()
+        loss = (net(x) - torch.tanh(x @ target)).square().sum(1).mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    assert max(losses) < 100 * losses[0] and sum(losses[-5:]) / 5 < 0.5 * max(losses)

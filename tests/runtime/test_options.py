@@ -227,7 +227,16 @@ def test_a_schedule_tells_what_is_due() -> None:
     assert Schedule(options).burning_in and Schedule(options).recording and not Schedule(options, counter=3).adapting
     each = [Schedule(options, counter, burned_in=1) for counter in range(7)]
     assert [step.counter for step in each if step.recording] == [0, 2, 4, 6]
-    assert [step.counter for step in each if step.inverting] == [0, 3, 6]
+    assert [step.counter for step in each if step.inverting] == [0, 1, 2, 3, 6]
     assert [step.counter for step in each if step.adapting] == [3]
     assert [step.counter for step in each if step.adapting_late] == [4]
     assert not any(step.burning_in for step in each)
+
+
+@pytest.mark.parametrize(
+    ("every", "inverting"),
+    [(1, [*range(130)]), (10, [0, 1, 2, 5, *range(10, 130, 10)]), (60, [0, 1, 2, 5, 10, 20, 50, 60, 120])],
+)
+def test_inverses_follow_the_first_factors_closely(every: int, inverting: list[int]) -> None:
+    options = Options(compile(model(), loss="categorical"), lr=0.1, damping=0.1, invert_every=every)
+    assert [counter for counter in range(130) if Schedule(options, counter).inverting] == inverting

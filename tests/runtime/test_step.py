@@ -148,11 +148,11 @@ def test_a_first_step_checks_folds_inverts_and_moves() -> None:
 
 
 def test_later_steps_do_what_is_due() -> None:
-    problem = Problem(invert_every=2)
-    for _ in range(3):
+    problem = Problem(invert_every=4)
+    for _ in range(5):
         problem.backward()
         problem.step()
-    assert problem.log[4:] == ["fold", "fold", "invert at 0.25"]
+    assert problem.log[4:] == ["fold", "invert at 0.25", "fold", "invert at 0.25", "fold", "fold", "invert at 0.25"]
 
 
 def test_a_burn_in_only_averages() -> None:

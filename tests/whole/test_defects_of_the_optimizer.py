@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum_type": {"momentum_type": "adam"},
     "cov_ema_decay": {"cov_ema_decay": 0.1},
     "cov_update_every": {"cov_update_every": 2},
-    "invert_every": {"invert_every": 2},
+    "invert_every": {"invert_every": 5},
     "num_burnin_steps": {"num_burnin_steps": 1},
     "norm_constraint": {"norm_constraint": 1e-3},
     "weight_decay": {"weight_decay": 0.1},
@@ -56,10 +56,10 @@ ADAPTING: dict[str, dict[str, Any]] = {
 
 
 def trained(**options: Any) -> list[float]:
-    """What three steps made of the parameters and the damping."""
+    """What five steps made of the parameters and the damping."""
     net = kfac_fx.compile(mlp(), loss="categorical")
     opt = kfac_fx.KFAC(net, **{"lr": 0.3, "damping": 0.1, "seed": 0, "invert_every": 1, **options})
-    for number in range(3):
+    for number in range(5):
         x, y = batch(number)
         opt.zero_grad()
         F.cross_entropy(net(x), y).backward()
@@ -186,7 +186,7 @@ def test_the_predicted_change_is_that_of_the_step_that_is_made(momentum_type: st
     options |= {"momentum": None} if momentum_type == "qmodel" else {"lr": 0.3, "norm_constraint": 1e-3}
     net, slow = kfac_fx.compile(mlp(), loss="categorical"), SlowKFAC(mlp(), damping=0.1, **options)
     opt = kfac_fx.KFAC(net, damping=0.1, seed=0, **options)
-    for number in range(3):
+    for number in range(5):
         x, y = batch(number)
         opt.zero_grad()
         F.cross_entropy(net(x), y).backward()
