@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx.passes.parametrizations import jacobian
 from tests.compiler.toy import Toy
 from tests.runtime.squares import dense_fisher, recorded
-from tests.runtime.test_scaled_weights import toy
+from tests.runtime.test_product_blocks import toy
 
 Function = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("float64")

@@ -1,0 +1,48 @@
+"""The results of the demo's runs: the mark, the data, the sentence and the table."""
+
+import io
+import math
+
+from rich.console import Console
+
+from kfac_fx.demo.results import mark, results, results_table, verdict
+from kfac_fx.demo.tasks import METHODS, SETTINGS
+from kfac_fx.demo.training import Point, Run
+
+
+def run_of(method: str, *losses: float) -> Run:
+    """A look every 10 steps, each step a tenth of a second."""
+    return Run(method, {}, tuple(Point(10 * n, float(n), loss) for n, loss in enumerate(losses)))
+
+
+def test_the_mark_is_the_best_first_order_loss_and_kfac_is_compared_with_adamw() -> None:
+    runs = {
+        "sgd": run_of("sgd", 9, 4, 3),
+        "adamw": run_of("adamw", 9, 2, 3),
+        "kfac": run_of("kfac", 9, 3, 1.5),
+    }
+    assert mark(runs) == ("adamw", Point(10, 1.0, 2))
+    found = results(runs)
+    assert found["adamw"] == {"best_loss": 2, "steps": 10, "seconds": 1.0, "final_loss": 3, "settings": {}}
+    assert (found["kfac"]["steps_to_adamw_best"], found["kfac"]["seconds_to_adamw_best"]) == (20, 2.0)
+    assert "in 20 steps and 2.0 s; AdamW took 10 steps and 1.0 s" in verdict("toy", runs)
+
+
+def test_a_mark_that_kfac_missed_is_none_and_said() -> None:
+    runs = {"sgd": run_of("sgd", 9, 4), "adamw": run_of("adamw", 9, 2), "kfac": run_of("kfac", 9, math.nan)}
+    found = results(runs)["kfac"]
+    assert found["steps_to_adamw_best"] is None and found["seconds_to_adamw_best"] is None
+    missed, passed = "in 10 steps and 1.0 s", "in 0 steps and 0.0 s"
+    expected = f"toy: K-FAC did not reach AdamW's best loss {missed}; AdamW reached K-FAC's {passed}."
+    assert verdict("toy", runs) == expected
+
+
+def test_the_table_shows_every_setting_on_a_narrow_terminal() -> None:
+    every = SETTINGS["autoencoder"]
+    out = io.StringIO()
+    console = Console(width=80, file=out)
+    console.print(
+        results_table("toy", {method: Run(method, every[method], run_of(method, 9, 2).points) for method in METHODS})
+    )
+    shown = out.getvalue()
+    assert "…" not in shown and "\nK-FAC: damping 10, min_damping 1e-05, invert_every 5" in shown

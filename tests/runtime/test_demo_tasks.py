@@ -1,0 +1,36 @@
+"""The tasks of the demo: equal starts, shuffled batches, and the loss of the whole training set."""
+
+import pytest
+import torch
+
+from kfac_fx.demo.tasks import Task, tasks
+
+
+@pytest.fixture(scope="module")
+def both() -> dict[str, Task]:
+    return {task.name: task for task in tasks(torch.device("cpu"))}
+
+
+def test_the_methods_share_start_and_batches(both: dict[str, Task]) -> None:
+    for task in both.values():
+        first, second = task.model(3), task.model(3)
+        for one, other in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(one, other)
+        for (x, y), (again, same), _ in zip(task.batches(4), task.batches(4), range(5), strict=False):
+            assert torch.equal(x, again) and torch.equal(y, same) and len(x) == task.batch
+
+
+def test_an_epoch_shows_no_image_twice(both: dict[str, Task]) -> None:
+    task = both["autoencoder"]
+    numbered = Task(**{**vars(task), "inputs": torch.arange(1797), "targets": torch.arange(1797)})
+    seen = [x for (x, _), _ in zip(numbered.batches(0), range(3), strict=False)]
+    assert len(torch.cat(seen).unique()) == 3 * task.batch
+
+
+def test_the_measured_loss_is_that_of_all_images(both: dict[str, Task]) -> None:
+    task = both["autoencoder"]
+    model = task.model(0)
+    p, x = torch.sigmoid(model(task.inputs)).double(), task.inputs.double()
+    expected = -(x * p.log() + (1 - x) * (1 - p).log()).sum(1).mean().item()
+    assert task.measure(model) == pytest.approx(expected, rel=1e-5)
+    assert model.training
