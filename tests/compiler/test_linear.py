@@ -1,0 +1,109 @@
+"""Rows, gradient rows and matrices of linear layers, on numbers that tell every dimension apart.
+
+`y = W r` row by row: of each way to write the layer, the matrix times the rows is the output, as gradient rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kfac_fx.passes.layers import linear as forms
+from kfac_fx.passes.layers.declaration import Form
+from kfac_fx.passes.matrix import Layout, Shape
+
+SOME = torch.tensor([2, 0])
+
+# (form, what it computes, sizes of the input, of the weight, attributes)
+WRITTEN: dict[str, tuple[Form, Callable[[Tensor, Tensor], Tensor], Shape, Shape, dict[str, Any]]] = {
+    "linear": (forms.linear.forms[0], F.linear, (4, 7, 2, 5), (3, 5), {}),
+    "of a vector": (forms.linear.forms[0], F.linear, (5,), (3, 5), {}),
+    "on the right": (forms.product, torch.matmul, (4, 7, 5), (5, 3), {}),
+    "one output": (forms.one_output, torch.matmul, (4, 7, 5), (5,), {}),
+    "from the left": (forms.product_from_left, lambda x, w: w @ x, (4, 5, 7), (3, 5), {}),
+    "a vector from the left": (forms.product_from_left, lambda x, w: w @ x, (5,), (3, 5), {}),
+    "a stack": (forms.products, torch.matmul, (4, 2, 7, 5), (2, 5, 3), {}),
+    "a stack on one input": (forms.products, torch.matmul, (4, 5), (2, 5, 3), {}),
+    "two stacked dimensions": (forms.products, torch.matmul, (4, 1, 6, 7, 5), (2, 1, 5, 3), {}),
+    "bmm": (forms.baddbmm, torch.bmm, (2, 4, 5), (2, 5, 3), {}),
+    "tensordot": (
+        forms.tensordot,
+        lambda x, w: torch.tensordot(x, w, dims=([2, 1], [1, 2])),
+        (4, 7, 5),
+        (3, 5, 7, 2),
+        {"dims": [2, 1], "weight_dims": [1, 2]},
+    ),
+    "tensordot without outputs": (
+        forms.tensordot,
+        lambda x, w: torch.tensordot(x, w, ([1, 2], [0, 1])),
+        (4, 7, 5),
+        (7, 5),
+        {"dims": [1, 2], "weight_dims": [0, 1]},
+    ),
+    "addbmm": (forms.addbmm, lambda x, w: torch.bmm(x, w).sum(0), (2, 4, 5), (2, 5, 3), {}),
+    "copies": (forms.product_of_copies, torch.matmul, (4, 7, 5), (1, 5, 3), {}),
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_matrix_times_the_rows_is_the_output(name: str) -> None:
+    form, function, x_shape, w_shape, attrs = WRITTEN[name]
+    x, w = torch.randn(x_shape), torch.randn(w_shape)
+    attrs = {**attrs, "weight": w_shape}
+    rows, outputs = form.rows(x, attrs), form.grad_rows(function(x, w), attrs)
+    matrix = form.layout("weight", Layout(w_shape), attrs).apply(w)
+    rows = rows if rows.dim() == 4 else rows.unsqueeze(2)
+    outputs = outputs if outputs.dim() == 4 else outputs.unsqueeze(2)
+    torch.testing.assert_close(torch.einsum("goi,nsgi->nsgo", matrix, rows), outputs)
+
+
+def test_gradient_rows_of_some_outputs_are_those_of_their_places() -> None:
+    dy = torch.randn(4, 7, 3)
+    rows = forms.some_outputs.grad_rows(dy, {"index": SOME})
+    assert torch.equal(rows, dy[..., [2, 0]])
+
+
+def test_a_bilinear_layer_has_a_row_of_all_products_in_the_order_of_its_weight() -> None:
+    x, second, w = torch.randn(4, 7, 5), torch.randn(4, 7, 2), torch.randn(3, 5, 2)
+    form = forms.bilinear.forms[0]
+    rows = form.rows(x, {"second": second})
+    matrix = form.layout("weight", Layout((3, 5, 2)), {}).apply(w)
+    torch.testing.assert_close(rows @ matrix[0].mT, F.bilinear(x, second, w))
+
+
+@pytest.mark.parametrize(
+    ("form", "attrs", "taken"),
+    [
+        (forms.linear.forms[0], {"weight": (3, 5), "bias": (3,)}, True),
+        (forms.linear.forms[0], {"weight": (3, 5)}, True),
+        (forms.linear_and_bias, {"weight": (3, 5), "bias": (1, 3)}, True),
+        (forms.linear_and_bias, {"weight": (3, 5), "bias": (7, 3)}, False),  # a bias of every position
+        (forms.linear_and_bias, {"weight": (3, 5), "bias": ()}, False),  # one number for all outputs
+        (forms.product_and_bias, {"weight": (5, 3), "bias": (3,)}, True),
+        (forms.product_and_bias, {"weight": (5, 3), "bias": (5,)}, False),
+        (forms.product_from_left_and_bias, {"weight": (3, 5), "bias": (3, 1)}, True),
+        (forms.product_from_left_and_bias, {"weight": (3, 5), "bias": (3,)}, False),  # along the positions
+        (forms.products, {"weight": (2, 5, 3)}, True),
+        (forms.products, {"weight": (5, 3)}, False),
+        (forms.products_and_biases, {"weight": (2, 5, 3), "bias": (2, 1, 3)}, True),
+        (forms.products_and_biases, {"weight": (2, 5, 3), "bias": (1, 1, 3)}, False),  # shared by the matrices
+        (forms.tensordot, {"dims": [2, 1]}, True),
+        (forms.tensordot, {"dims": [0]}, False),  # the cases are summed
+        (forms.product_of_copies, {"weight": (1, 5, 3)}, True),
+        (forms.product_of_copies, {"weight": (2, 5, 3)}, False),
+        (forms.product_of_copies, {"weight": (1, 3)}, False),  # expanded along its own dimension
+    ],
+)
+def test_which_shapes_are_a_layer(form: Form, attrs: dict[str, Any], taken: bool) -> None:
+    assert form.where(attrs) is taken
+
+
+def test_a_bias_of_stacked_weights_is_laid_out_by_group() -> None:
+    bias = torch.arange(6.0).view(2, 1, 3)
+    layout = forms.products_and_biases.layout("bias", Layout((2, 1, 3)), {})
+    assert layout.apply(bias).tolist() == [[0, 1, 2], [3, 4, 5]]
