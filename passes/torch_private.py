@@ -143,6 +143,10 @@ OWN_FUNCTIONS = ("GeneratedBackwardFor_", "BackwardHookFunction")
 # Two tensors have the same memory if these are equal, also for tensors without data, whose `data_ptr` raises.
 StorageWeakRef = reductions.StorageWeakRef
 
+# Sets the versions of tensors back at the end. Autograd refuses a tensor that it saved and that was written into since,
+# even if its values are the same again; no public function tells it so.
+versions_kept = torch.autograd.grad_mode._unsafe_preserve_version_counter
+
 debug_unwrap = torch.func.debug_unwrap  # the tensor inside a wrapper of torch.func
 TRANSFORMS = "/_functorch/eager_transforms"  # the file that implements grad, jvp, vjp, ... of torch.func
 GRAD, UNWRAP = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from kfac_fx.linalg.matrices import dense, without_cudnn
 from kfac_fx.passes.errors import UntraceableError, fatal, first_line
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import UNROLLED, Program
-from kfac_fx.passes.torch_private import buffers_of
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
-from kfac_fx.passes.tracing.substitutes import parameters_kept
+from kfac_fx.passes.tracing.substitutes import buffers_kept, parameters_kept
 from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.recorder import Recorder
 
@@ -107,21 +106,6 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
             f"{name} keeps {', '.join(assigned)} between forward passes, and its outputs depend on it. A captured "
             "graph would repeat the first forward pass.\nPass this state as an input, or keep it in a buffer."
         )
-
-
-@contextmanager
-def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the buffers and their values afterwards."""
-    by_module = [(buffers, dict(buffers)) for buffers in map(buffers_of, model.modules())]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffers, before in by_module:
-            buffers.update(before)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
 
 
 def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:

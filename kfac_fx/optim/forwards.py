@@ -18,6 +18,8 @@ from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.options import Schedule
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.tracing.devices import RandomState, same_random
+from kfac_fx.passes.tracing.substitutes import values_kept
+from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
@@ -91,6 +93,7 @@ class Forwards:
     needs_graph: bool = False  # the closure takes derivatives, so gradients must be on when it is asked for the loss
     unrecorded: int = 0  # the number of steps with statistics due and no forward before them
     before: RandomState | None = None  # before the last forward, until the comparison
+    recorder: Recorder | None = None  # of the last forward, from before it, until the comparison
     used: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)  # the gradients of the last step
 
     # --- what the net and the user report ---------------------------------------------------------------------------
@@ -108,11 +111,17 @@ class Forwards:
         seen.forwards += 1
         if options.quadratic and not schedule.burning_in:
             seen.calls.append((args, kwargs))
-        if not schedule.recording:
-            return None
+        outputs = self.record(args, kwargs) if schedule.recording else None
+        if not self.checked:  # now, because the model's own forward may change what a capture depends on
+            self.recorder = self.net.recorder(args, kwargs)
+        return outputs
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the batch. Returns the outputs if that ran the forward itself, else None."""
+        options = self.schedule.options
         if options.riding:
             outputs, ride = self.net.ride(args, kwargs, generator=self.generator)
-            seen.rides.append(ride)
+            self.seen.rides.append(ride)
             return outputs
         mode, fraction = options.estimation_mode, options.fraction
         moments = self.net.record(args, kwargs, mode=mode, targets=None, fraction=fraction, generator=self.generator)
@@ -121,9 +130,9 @@ class Forwards:
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Until the first step, watch the gradients that the user's backward sends into the outputs."""
-        if self.checked or self.paused or self.before is None:
+        if self.checked or self.paused or self.before is None or self.recorder is None:
             return
-        watched = watch(self.net.recorder(args, kwargs), args, kwargs, outputs, self.before)
+        watched = watch(self.recorder, args, kwargs, outputs, self.before)
         self.seen.watched += [] if watched is None else [watched]
 
     def gradients_zeroed(self) -> None:
@@ -156,7 +165,7 @@ class Forwards:
         check_scale(
             self.seen.watched, reduction=options.reduction, loss_scale=loss_scale, value=value, riding=options.riding
         )
-        self.checked, self.before = True, None
+        self.checked, self.before, self.recorder = True, None, None
 
     def check_coverage(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn of parameters that have a gradient and no curvature; the host waits. gradients: by parameter."""
@@ -227,9 +236,8 @@ def without_a_trace(
         devices: the devices that have random streams beside the CPU's.
         start: the state in which the streams begin inside, so that noise is that of the step's forward.
     """
-    values = [(buffer, buffer.clone()) for buffer in buffers]
     gradients = [(parameter, parameter.grad) for parameter in parameters]
-    with same_random(devices):
+    with same_random(devices), values_kept(buffers):
         try:
             for parameter, _ in gradients:
                 parameter.grad = None  # set aside: a closure that zeroes gradients in place must not reach them
@@ -237,9 +245,6 @@ def without_a_trace(
                 start.restore()
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value in values:
-                    buffer.copy_(value)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 

@@ -68,7 +68,11 @@ def settings(model: nn.Module, without: Container[str] = ()) -> dict[str, Any]:
     for path, module in model.named_modules():
         for name, value in module.__dict__.items():
             full = f"{path}.{name}" if path else name
-            if name in TORCHS or name == "forward" or full in without or id(value) in seen:
+            if name in TORCHS or name == "forward" or id(value) in seen:
+                continue
+            if full in without:
+                if content(value) is not None:
+                    seen.add(id(value))  # under every name, as a configuration that submodules share
                 continue
             if isinstance(value, Tensor) and computed_weight(module, name):
                 continue

@@ -26,7 +26,7 @@ from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, transforms
 from .attributes import ATOMS, untouched
 from .devices import RandomState, accelerators, autocast, same_random
 from .signature import python_random
-from .substitutes import parameters_kept
+from .substitutes import buffers_kept, parameters_kept
 from .watch import custom_functions
 
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
@@ -133,17 +133,11 @@ def without_trace(model: nn.Module) -> Iterator[Trace]:
     Checkpoints run the functions that they wrap.
     """
     trace = Trace()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.enable_grad(), same_random(accelerators(model.parameters())), python_random():
-        try:
-            with untouched(model) as assigned, parameters_kept(model) as written, custom_functions():
-                yield trace
-            trace.assigned += assigned
-            trace.written += written
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+    with torch.enable_grad(), same_random(accelerators(model.parameters())), python_random(), buffers_kept(model):
+        with untouched(model) as assigned, parameters_kept(model) as written, custom_functions():
+            yield trace
+        trace.assigned += assigned
+        trace.written += written
 
 
 def seed_all(seed: int, model: nn.Module) -> None:

@@ -16,11 +16,14 @@ layers, is a constant without values. Writes through `.data` are seen when the m
 Operations that stand for others while a model is traced: they know shapes and are never run.
 
 `Writes`: what forward writes into parameters, such as teachers that follow a student, or clamped weights.
+
+`parameters_kept`, `buffers_kept`: a forward that the user did not ask for leaves no trace in them. The user's own graph
+may have saved these tensors, so their versions are kept, too: autograd compares them in its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from ..errors import fatal
-from ..torch_private import CHECKPOINT_GENERATORS, debug_unwrap
+from ..torch_private import CHECKPOINT_GENERATORS, buffers_of, debug_unwrap, versions_kept
 
 DRAWS = {"rand", "rand_like"}
 NAMES = {
@@ -200,7 +203,7 @@ def _(number: int, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tens
     return SHAPES[number](tensors, sizes)
 
 
-# --- writes into parameters -------------------------------------------------------------------------------------------
+# --- writes into parameters and buffers -------------------------------------------------------------------------------
 
 ASSIGNMENTS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "set_data"}
 NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}  # they leave the values as they are
@@ -255,10 +258,39 @@ def parameters_kept(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor
     It costs memory for parameters that are written into only.
     """
     writes = Writes(model)
-    try:
-        with writes:
-            yield writes.before
-    finally:
-        with torch.no_grad():
+    with versions_kept(versioned(model.parameters())):
+        try:
+            with writes:
+                yield writes.before
+        finally:
             for parameter, before in writes.before.values():
                 parameter.data.copy_(before)
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers and their values at the end."""
+    by_module = [(buffers, dict(buffers)) for buffers in map(buffers_of, model.modules())]
+    with values_kept(model.buffers()):
+        try:
+            yield
+        finally:
+            for buffers, before in by_module:
+                buffers.update(before)
+
+
+@contextmanager
+def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the values and the versions of tensors at the end."""
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    with versions_kept(versioned(tensor for tensor, _ in copies)):
+        try:
+            yield
+        finally:
+            for tensor, before in copies:
+                tensor.data.copy_(before)
+
+
+def versioned(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Without tensors that were made in inference mode: autograd saves none of them."""
+    return tuple(tensor for tensor in tensors if not tensor.is_inference())

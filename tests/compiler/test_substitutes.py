@@ -15,7 +15,7 @@ import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import capture
-from kfac_fx.passes.tracing.substitutes import checkpoints_off, parameters_kept
+from kfac_fx.passes.tracing.substitutes import buffers_kept, checkpoints_off, parameters_kept, values_kept
 from kfac_fx.passes.tracing.watch import custom_functions
 
 X = torch.randn(5, 3)
@@ -192,3 +192,38 @@ def test_what_is_read_or_written_elsewhere_is_no_write() -> None:
         layer(torch.ones(1, 3)).relu_()
         layer.weight.detach().clone().zero_()
     assert not written
+
+
+def test_values_are_put_back_and_count_as_not_written() -> None:
+    x = torch.randn(3, requires_grad=True)
+    norm, weight = nn.BatchNorm1d(3), nn.Linear(3, 2).weight
+    for kept in (values_kept([norm.running_mean]), buffers_kept(norm)):
+        assert norm.running_mean is not None
+        before = norm.running_mean.clone()
+        loss = (x * norm.running_mean).sum()
+        with kept:
+            norm.running_mean.fill_(5.0)
+        assert torch.equal(norm.running_mean, before)
+        assert torch.equal(torch.autograd.grad(loss, x)[0], before)
+    loss = (weight @ x).square().sum()
+    layer = nn.Module()
+    layer.weight = weight
+    with parameters_kept(layer), torch.no_grad():
+        weight.zero_()
+    loss.backward()
+
+
+def test_a_buffer_that_is_assigned_is_the_old_one_again() -> None:
+    norm = nn.BatchNorm1d(3)
+    before = norm.running_mean
+    with buffers_kept(norm):
+        norm.running_mean = torch.ones(3)
+    assert norm.running_mean is before
+
+
+def test_tensors_of_inference_mode_have_no_versions_to_keep() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(2)
+        with values_kept([tensor]):
+            tensor.fill_(1.0)
+    assert not tensor.any()

@@ -339,6 +339,15 @@ def test_memories_are_equal_if_they_are_the_same_without_data_too() -> None:
     assert ref == view and ref != other and len({ref, view, other}) == 2
 
 
+def test_a_tensor_that_is_written_into_keeps_its_version() -> None:
+    x, saved = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
+    loss = (x * saved).sum()
+    with private.versions_kept((saved,)):
+        saved.zero_()
+        saved.fill_(3.0)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], saved)
+
+
 def test_a_wrapped_tensor_is_unwrapped_to_its_memory() -> None:
     x = torch.ones(2)
 

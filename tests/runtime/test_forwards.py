@@ -282,6 +282,7 @@ class Listening:
             named_parameters=lambda: iter([("w", self.w)]),
             buffers=lambda: iter(()),
             record=lambda *_, mode, fraction, **__: self.log.append(f"record {mode} of {fraction}"),
+            recorder=lambda args, kwargs: None,
             ride=lambda *_, **__: (self.log.append("ride"), ("outputs", ride(False)))[1],
         )
         self.schedule = Schedule(Options(net, **{"lr": 1.0, "damping": 1.0, **options}))
