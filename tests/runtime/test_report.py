@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.ir import Bound, Note, Program, Registration, Use
-from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.ir import Note, Program
 from kfac_fx.report.report import Report, percent, shorten, told_apart
-from kfac_fx.report.rows import fold, memory_text
 from tests.models import ZOO
 from tests.runtime.toy_reports import registration_of, small_program, traced
 
@@ -131,45 +129,6 @@ def test_fallbacks_are_told_once_there_are_any(program: Program) -> None:
     assert report.to_dict()["fallbacks"] == told
 
 
-@pytest.mark.parametrize(
-    ("approximation", "words", "text", "shapes"),
-    [
-        ("kron", "kronecker", "A 33 x 33, G 10 x 10", {"A": [1, 33, 33], "G": [1, 10, 10]}),
-        ("kron_in_diag", "kronecker", "A diag 33, G 10 x 10", {"A": [1, 33], "G": [1, 10, 10]}),
-        ("kron_out_diag", "kronecker", "A 33 x 33, G diag 10", {"A": [1, 33, 33], "G": [1, 10]}),
-        ("kron_both_diag", "kronecker", "A diag 33, G diag 10", {"A": [1, 33], "G": [1, 10]}),
-        ("diagonal", "diagonal", "F diag 330", {"F": [330]}),
-        ("full", "full", "F 330 x 330", {"F": [330, 330]}),
-    ],
-)
-def test_block_and_factors_in_words(
-    program: Program, approximation: str, words: str, text: str, shapes: dict[str, list[int]]
-) -> None:
-    head = registration_of(program, "linear", ("head.weight", "head.bias"), ("linear",), approximation)
-    (one,) = Report(program.but(registrations=(head,))).rows
-    assert (one.block, one.factors_text, one.to_dict()["factors"]) == (words, text, shapes)
-
-
-def test_groups_of_several_outputs_are_called_groups() -> None:
-    class Grouped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(8, 3, 5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.conv1d(x, self.weight, groups=2)
-
-    program = traced(Grouped())
-    node = next(node for node in program.graph.nodes if node.name == "conv1d")
-    stored = Layout((8, 3, 5))
-    bound = Bound("weight", stored, stored.rearrange("(g o) i k -> g o (i k)", g=2))
-    use = Use("conv1d", 0, node.all_input_nodes[0], node, {"weight": bound}, {}, frozenset({node}))
-    (one,) = Report(
-        program.but(registrations=(Registration("conv1d", use.matrix, ("weight",), (use, use), "kron"),))
-    ).rows
-    assert (one.block, one.factors_text) == ("kronecker per group, independent", "2 of (A 15 x 15, G 4 x 4)")
-
-
 def test_embeddings_have_a_diagonal_input_side_and_large_numbers_separators() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -237,29 +196,6 @@ def test_the_text_is_ascii_whatever_the_names_are(program: Program) -> None:
     program = program.but(dropped=(Note("linear(größe.weight)", "→"),))
     assert str(Report(program)).isascii()
     assert r"linear(gr\xf6\xdfe.weight): \u2192" in str(Report(program))
-
-
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (("stem.weight", "stem.bias"), "stem.{weight, bias}"),
-        (("weight", "bias"), "{weight, bias}"),
-        (("temperature",), "temperature"),
-        (("a.weight", "b.weight"), "a.weight, b.weight"),
-        (("a.weight", "b.bias", "a.bias"), "a.{weight, bias}, b.bias"),
-    ],
-)
-def test_names_of_one_module_are_folded(names: tuple[str, ...], text: str) -> None:
-    assert fold(names) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (37020, "36.2 KiB"), (3 << 20, "3.0 MiB"),
-     (5 << 30, "5.0 GiB"), (7 << 40, "7.0 TiB")],
-)  # fmt: skip
-def test_sizes(count: int, text: str) -> None:
-    assert memory_text(count) == text
 
 
 @pytest.mark.parametrize(("part", "text"), [(1000000, "100 %"), (999999, "99.99 %"), (500000, "50 %"), (0, "0 %")])

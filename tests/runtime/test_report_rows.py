@@ -1,0 +1,171 @@
+"""Rows of the report: the words for a block, the shapes of its factors, and where generic parameters are used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kfac_fx.passes.ir import Bound, Program, Registration, Use
+from kfac_fx.passes.matrix import Layout
+from kfac_fx.report.rows import (
+    Row,
+    block_words,
+    dense_shape,
+    factor_dtype,
+    factor_text,
+    fold,
+    generic_places,
+    memory_text,
+    row_of,
+    rows,
+    uses_of,
+)
+from tests.runtime.toy_reports import registration_of, small_program, traced
+
+
+@pytest.fixture
+def program() -> Program:
+    return small_program()
+
+
+def head(program: Program, approximation: str = "kron", **changes: object) -> Registration:
+    registration = registration_of(program, "linear", ("head.weight", "head.bias"), ("linear",), approximation)
+    return replace(registration, **changes)  # type: ignore[arg-type]
+
+
+def row(program: Program, registration: Registration) -> Row:
+    return row_of(registration, program, Counter())
+
+
+@pytest.mark.parametrize(
+    ("approximation", "words", "text", "shapes"),
+    [
+        ("kron", "kronecker", "A 33 x 33, G 10 x 10", {"A": [1, 33, 33], "G": [1, 10, 10]}),
+        ("kron_in_diag", "kronecker", "A diag 33, G 10 x 10", {"A": [1, 33], "G": [1, 10, 10]}),
+        ("kron_out_diag", "kronecker", "A 33 x 33, G diag 10", {"A": [1, 33, 33], "G": [1, 10]}),
+        ("kron_both_diag", "kronecker", "A diag 33, G diag 10", {"A": [1, 33], "G": [1, 10]}),
+        ("diagonal", "diagonal", "F diag 330", {"F": [330]}),
+        ("full", "full", "F 330 x 330", {"F": [330, 330]}),
+    ],
+)
+def test_block_and_factors_in_words(
+    program: Program, approximation: str, words: str, text: str, shapes: dict[str, list[int]]
+) -> None:
+    shown = row(program, head(program, approximation))
+    assert (shown.block, shown.factors_text, shown.to_dict()["factors"]) == (words, text, shapes)
+
+
+def test_groups_of_several_outputs_are_called_groups() -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8, 3, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv1d(x, self.weight, groups=2)
+
+    program = traced(Grouped())
+    node = next(node for node in program.graph.nodes if node.name == "conv1d")
+    stored = Layout((8, 3, 5))
+    bound = Bound("weight", stored, stored.rearrange("(g o) i k -> g o (i k)", g=2))
+    use = Use("conv1d", 0, node.all_input_nodes[0], node, {"weight": bound}, {}, frozenset({node}))
+    shown = row(program, Registration("conv1d", use.matrix, ("weight",), (use, use), "kron"))
+    assert (shown.block, shown.factors_text) == ("kronecker per group, independent", "2 of (A 15 x 15, G 4 x 4)")
+
+
+@pytest.mark.parametrize(
+    ("registration", "words"),
+    [
+        ("stem", "kronecker"),
+        ("dw", "kronecker per channel"),
+        ("head", "kronecker, independent"),
+        ("norm", "full (linked)"),
+        ("temperature", "generic diagonal"),
+    ],
+)
+def test_the_words_for_a_block(program: Program, registration: str, words: str) -> None:
+    (found,) = [r for r in program.registrations if r.parameters[0].split(".")[0] == registration]
+    assert block_words(found, program) == words
+
+
+def test_words_that_an_approximation_or_a_mask_adds(program: Program) -> None:
+    assert block_words(head(program, "kron_reduce"), program) == "kronecker, reduced"
+    assert block_words(head(program, patch_mask=(1.0,)), program) == "kronecker, masked patches"
+
+
+def test_a_series_has_its_lagged_factors_and_is_not_called_independent(program: Program) -> None:
+    whole = registration_of(program, "linear", ("head.weight", "head.bias"), ("linear", "linear_1"), "kron_series_1")
+    shown = row(program, whole)
+    assert shown.block == "kronecker, series 1"
+    assert shown.factors == {"A": (1, 33, 33), "G": (1, 10, 10), "A1": (1, 33, 33), "G1": (1, 10, 10)}
+
+
+def test_a_side_in_diagonal_blocks_is_told_with_their_number(program: Program) -> None:
+    shown = row(program, head(program, blocks=(2, 3)))
+    assert shown.factors == {"A": (3, 11, 11), "G": (2, 5, 5)}
+    assert shown.factors_text == "A 3 blocks of 11 x 11, G 2 blocks of 5 x 5"
+    assert shown.bytes == 4 * (3 * 11 * 11 + 2 * 5 * 5)
+    assert dense_shape(2, 10, 3) == (6, 4, 4)
+
+
+def test_the_factors_have_the_precision_of_the_parameters_and_float32_at_least(program: Program) -> None:
+    for dtype, wanted in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        parameters = {name: nn.Parameter(value.detach().to(dtype)) for name, value in program.parameters.items()}
+        assert factor_dtype(head(program), program.but(parameters=parameters)) == wanted
+
+
+def test_a_generic_parameter_has_as_many_uses_as_places_where_it_meets_the_data(program: Program) -> None:
+    places = generic_places(program)
+    assert places["temperature"] == 1 and places["head.weight"] == 3
+    (generic,) = [registration for registration in program.registrations if registration.generic]
+    assert uses_of(generic, places) == 1
+
+
+def test_uses_in_submodules_count_the_calls_of_the_first_batch(program: Program) -> None:
+    called = head(program, called=True)
+    (use,) = called.uses
+    assert uses_of(replace(called, uses=(replace(use, calls=3), replace(use, calls=None))), Counter()) == 3
+    assert uses_of(replace(called, called=False), Counter()) == 1
+
+
+def test_every_registration_has_a_row_in_its_order(program: Program) -> None:
+    shown = rows(program)
+    assert [r.parameters for r in shown] == [r.parameters for r in program.registrations]
+    assert shown[0].cells == ("conv2d", "stem.{weight, bias}", "1", "kronecker", "A 28 x 28, G 16 x 16")
+    assert shown[0].elements == 16 * 3 * 9 + 16 and shown[1].groups == 16
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "text"),
+    [((10, 10), 1, "A 10 x 10"), ((50257,), 1, "A diag 50,257"), ((64, 64), 8, "A 8 blocks of 64 x 64")],
+)
+def test_a_factor_in_words(shape: tuple[int, ...], blocks: int, text: str) -> None:
+    assert factor_text("A", shape, blocks) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("stem.weight", "stem.bias"), "stem.{weight, bias}"),
+        (("weight", "bias"), "{weight, bias}"),
+        (("temperature",), "temperature"),
+        (("a.weight", "b.weight"), "a.weight, b.weight"),
+        (("a.weight", "b.bias", "a.bias"), "a.{weight, bias}, b.bias"),
+    ],
+)
+def test_names_of_one_module_are_folded(names: tuple[str, ...], text: str) -> None:
+    assert fold(names) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (37020, "36.2 KiB"), (3 << 20, "3.0 MiB"),
+     (5 << 30, "5.0 GiB"), (7 << 40, "7.0 TiB")],
+)  # fmt: skip
+def test_sizes(count: int, text: str) -> None:
+    assert memory_text(count) == text
