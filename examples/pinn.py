@@ -124,7 +124,7 @@ def kfac(steps: int, width: int, x: tuple[Tensor, Tensor]) -> Result:
         optimizer.zero_grad()
         loss = model.loss(*net(*x))
         loss.backward()
-        optimizer.step(lambda: model.loss(*net(*x)))
+        optimizer.step(evaluate=lambda: model.loss(*net(*x)))
     return Result("K-FAC", steps, loss.item(), model.error(), time.perf_counter() - started)
 
 

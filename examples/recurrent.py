@@ -88,8 +88,9 @@ def train(approximation: str, seed: int, steps: int, width: int, batch: int) -> 
             return F.cross_entropy(net(x), y)
 
         optimizer.zero_grad()
-        closure().backward()
-        optimizer.step(closure)
+        loss = closure()
+        loss.backward()
+        optimizer.step(loss=loss, evaluate=closure)
     seconds = time.perf_counter() - started
     with torch.no_grad():
         loss = F.cross_entropy(model(train_images), train_labels)

@@ -52,7 +52,7 @@ def main(steps: int = 30) -> float:
         optimizer.zero_grad()
         loss = closure()
         loss.backward()
-        optimizer.step(closure)
+        optimizer.step(loss=loss, evaluate=closure)
         found = loss.item()
         if step % 10 == 0:
             print(f"step {step:3d}  loss {found:.4f}  damping {optimizer.damping.item():.2e}")

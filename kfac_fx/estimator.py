@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -188,6 +189,18 @@ class FisherEstimator(BlockDiagonalFisher):
             for name, gradient in moments.gradients.items():
                 self._pending_gradients[name] = gradient + self._pending_gradients.get(name, 0)
         self._pending_cases += moments.cases
+
+    @contextmanager
+    def forgetting_on_error(self) -> Iterator[None]:
+        """Moments that are accumulated inside are forgotten if an exception leaves the block."""
+        before = dict(self._pending), dict(self._pending_gradients), self._pending_cases
+        with ExitStack() as on_error:
+            on_error.callback(self._restore_pending, *before)
+            yield
+            on_error.pop_all()
+
+    def _restore_pending(self, sums: dict[Key, dict[str, Tensor]], gradients: dict[str, Tensor], cases: int) -> None:
+        self._pending, self._pending_gradients, self._pending_cases = sums, gradients, cases
 
     def follow_registrations(self) -> None:
         """Rebuild the blocks if the proof on the first batch changed registrations.

@@ -13,11 +13,11 @@ from kfac_fx.checks.unchanged import refuse_without_blocks
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.forwards import Closure, Forwards, checked
+from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import split_group
 from kfac_fx.optim.options import Options, Schedule, takes
 from kfac_fx.optim.state import check, restore, saved
-from kfac_fx.optim.step import Losses, StepState, take_step
+from kfac_fx.optim.step import Losses, StepState, check_closure, take_step
 from kfac_fx.passes.tracing.devices import accelerators
 
 
@@ -113,40 +113,41 @@ class KFAC(Optimizer):
     @torch.no_grad()
     def step(  # type: ignore[override]  # the base class knows no `loss`
         self,
-        closure: Closure | None = None,
+        closure: TrainingClosure | None = None,
         *,
+        evaluate: Closure | None = None,
         loss: Tensor | float | None = None,
         previous: Closure | None = None,
     ) -> Tensor | float | None:
         """Take a step. Returns the loss, if it is known.
 
         Args:
-            closure: returns the loss of the step's batch. As for every torch optimizer it may compute the gradients,
-                too (zero_grad, forward, backward). It is asked for them first, unless there are a forward of the net
-                and gradients that no step has used. When the damping is adapted, it is asked for the loss at the new
-                parameters; that call leaves no trace in buffers, gradients or random streams, and begins with the
-                random state of the step's first forward. `scaler.step(optimizer, closure)` takes it by position only.
+            closure: computes the gradients and returns the loss (zero_grad, forward, backward), as for every torch
+                optimizer. It is called once, before everything else. Forwards before it are earlier micro-batches of
+                the step. If it raises, what it recorded is forgotten, so that the step can be tried again.
+            evaluate: returns the loss of the step's batch at the present parameters, without backward. It is called
+                when the damping is adapted, after the update, and before it if the loss is not known. These calls leave
+                no trace in buffers, gradients or random streams, and begin with the random state of the step's first
+                forward. Without it, `closure` is called for this loss, if it has computed all gradients of the step.
             loss: the loss of the batch, if the caller has it. A loss that is not finite skips the step, and adapting
                 the damping need not compute it again.
             previous: returns the loss of the last step's batch; needed without `update_damping_immediately`.
 
         Raises:
-            ValueError: the damping is due to be adapted, and there is no closure.
+            ValueError: the damping is due to be adapted, and the loss cannot be measured; or the closure computes no
+                gradients.
             FactorNotReady: no batch was ever recorded.
         """
-        by_closure = closure is not None and not self._forwards.has_new(self._gradients())
-        if closure is not None and by_closure:
-            with torch.enable_grad():
-                loss = checked(closure())
+        if closure is not None:
+            check_closure(self._step_state)
+            measures = self._step_state.schedule.adapting and evaluate is None
+            found = self._forwards.train(closure, measures)
+            loss = loss if found is None else found
         try:
-            take_step(self._step_state, self.param_groups, self.state, Losses(closure, loss, previous, by_closure))
+            take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
         finally:
-            self._forwards.step_taken(self._gradients())
+            self._forwards.forget()
         return loss
-
-    def _gradients(self) -> dict[str, Tensor]:
-        gradients = ((self.names[p], p.grad) for group in self.param_groups for p in group["params"])
-        return {name: grad for name, grad in gradients if grad is not None}
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called by the net: record the batch if statistics are due. Returns the outputs if it ran the forward."""

@@ -117,7 +117,7 @@ def kfac_step(task: Task, net: kfac_fx.CompiledModule, settings: Settings) -> Tr
     def step(inputs: Tensor, targets: Tensor) -> None:
         loss = task.loss(net(inputs), targets)
         loss.backward()
-        optimizer.step(lambda: task.loss(net(inputs), targets), loss=loss)  # the loss at the new parameters
+        optimizer.step(evaluate=lambda: task.loss(net(inputs), targets), loss=loss)  # the loss at the new parameters
         optimizer.zero_grad()
 
     return step

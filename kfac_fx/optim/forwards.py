@@ -1,10 +1,9 @@
-"""The forwards of the net between two steps: what they record, and the losses that a step measures with a closure."""
+"""The forwards of the net between two steps: what they record, and the closures that a step calls."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,8 @@ from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
-Closure = Callable[[], Tensor | float]
+Closure = Callable[[], Tensor | float]  # returns a loss
+TrainingClosure = Callable[[], Tensor | float | None]  # computes the gradients, too; torch's need not return a loss
 
 
 @dataclass
@@ -59,6 +59,17 @@ class MicroBatches:
         self.rides = [ride for ride in self.rides if not backward_happened(ride)]
         self.watched = [watched for watched in self.watched if not watched.gradients]
 
+    def copy(self) -> MicroBatches:
+        return MicroBatches(self.forwards, [*self.calls], [*self.rides], [*self.dropped], self.start, [*self.watched])
+
+    def forget_after(self, before: MicroBatches) -> None:
+        """Forget the forwards since the copy `before`, and keep that gradients of earlier ones were zeroed since."""
+        self.forwards, self.start = before.forwards, before.start
+        del self.calls[len(before.calls) :]
+        self.rides = [ride for ride in self.rides if any(ride is earlier for earlier in before.rides)]
+        self.dropped = [ride for ride in self.dropped if any(ride is e for e in (*before.rides, *before.dropped))]
+        self.watched = [watched for watched in self.watched if any(watched is earlier for earlier in before.watched)]
+
 
 def backward_happened(ride: Ride) -> bool:
     """False for a forward without a backward, as one that measures the accuracy."""
@@ -79,7 +90,7 @@ def scaled(moments: Moments, scale: float) -> Moments:
 
 @dataclass(eq=False)
 class Forwards:
-    """Listens to the forwards of one net, and asks closures for losses without a trace."""
+    """Listens to the forwards of one net, and calls the closures of a step."""
 
     net: CompiledModule
     schedule: Schedule
@@ -90,11 +101,12 @@ class Forwards:
     paused: bool = False  # a loss is being measured, so forwards are ignored
     checked: bool = False  # the training loss has been compared with the registered loss
     unwatched: bool = False  # the comparison was impossible
-    needs_graph: bool = False  # the closure takes derivatives, so gradients must be on when it is asked for the loss
+    needs_graph: bool = False  # a loss takes derivatives, so gradients must be on when it is measured
+    trained: bool = False  # a closure was seen to compute gradients
+    zeroed: bool = False  # gradients were zeroed since the last closure was called
     unrecorded: int = 0  # the number of steps with statistics due and no forward before them
     before: RandomState | None = None  # before the last forward, until the comparison
     recorder: Recorder | None = None  # of the last forward, from before it, until the comparison
-    used: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)  # the gradients of the last step
 
     # --- what the net and the user report ---------------------------------------------------------------------------
 
@@ -104,7 +116,7 @@ class Forwards:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
         if (seen.rides or seen.watched) and all(parameter.grad is None for _, parameter in self.net.named_parameters()):
-            seen.gradients_zeroed()  # by hand, or by the model that the net was compiled from
+            self.gradients_zeroed()  # by hand, or by the model that the net was compiled from
         if (schedule.adapting and not seen.forwards) or not self.checked:
             self.before = RandomState.now(self.devices)
             seen.start = seen.start or self.before
@@ -137,21 +149,44 @@ class Forwards:
 
     def gradients_zeroed(self) -> None:
         if not self.paused:
-            self.used = {}
+            self.zeroed = True
             self.seen.gradients_zeroed()
-
-    def has_new(self, gradients: Mapping[str, Tensor]) -> bool:
-        """Whether there was a forward since the last step, and there is a gradient that no step has used."""
-        used = {name: gradient() for name, gradient in self.used.items()}
-        return self.seen.forwards > 0 and any(used.get(name) is not gradient for name, gradient in gradients.items())
-
-    def step_taken(self, gradients: Mapping[str, Tensor]) -> None:
-        self.seen = MicroBatches()
-        self.used = {name: weakref.ref(gradient) for name, gradient in gradients.items()}
 
     def forget(self) -> None:
         """Ignore the forwards since the last step."""
-        self.seen, self.used = MicroBatches(), {}
+        self.seen = MicroBatches()
+
+    # --- the closure that trains ------------------------------------------------------------------------------------
+
+    def train(self, closure: TrainingClosure, measures: bool = False) -> Tensor | float | None:
+        """Call a closure that computes the gradients. Its forwards are micro-batches of the step, beside earlier ones.
+
+        If it raises, all that it recorded is forgotten, and the random stream of the targets is as it was.
+
+        measures: the closure also measures the loss of the whole step.
+
+        Raises:
+            ValueError: the first closure of all has computed a loss and no gradients; or the closure measures the loss,
+                and has computed only a part of the gradients.
+        """
+        before, random = self.seen.copy(), self.generator.get_state()
+        earlier = before.forwards > 0 and any(p.grad is not None for _, p in self.net.named_parameters())
+        self.zeroed = False
+        with ExitStack() as on_error, torch.enable_grad(), self.estimator.forgetting_on_error():
+            on_error.callback(self.generator.set_state, random)
+            on_error.callback(self.seen.forget_after, before)
+            if self.trained:
+                loss = closure()
+            else:
+                with backwards_into(parameter for _, parameter in self.net.named_parameters()) as backwards:
+                    loss = closure()
+                if isinstance(loss, Tensor) and loss.requires_grad and not backwards:
+                    raise ValueError(NO_BACKWARD)
+                self.trained = bool(backwards)
+            if measures and earlier and not self.zeroed:
+                raise ValueError(PART_ONLY)
+            on_error.pop_all()
+        return loss
 
     # --- warnings and fallbacks -------------------------------------------------------------------------------------
 
@@ -195,7 +230,7 @@ class Forwards:
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
-    def measure(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor | float:
+    def measure(self, closure: TrainingClosure, with_backward: bool, start: RandomState | None) -> Tensor | float:
         """The closure's loss at the present parameters, from the random streams `start`, without a trace.
 
         with_backward: the closure computes the gradients, too. Gradients are on only if the closure differentiates.
@@ -208,7 +243,7 @@ class Forwards:
         self.needs_graph = True
         return self.ask(closure, with_backward, start)
 
-    def ask(self, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor | float:
+    def ask(self, closure: TrainingClosure, with_backward: bool, start: RandomState | None) -> Tensor | float:
         parameters = [parameter for _, parameter in self.net.named_parameters()]
         self.paused = True
         try:
@@ -217,13 +252,37 @@ class Forwards:
                     loss = checked(closure())
                 if not with_backward and any(parameter.grad is not None for parameter in parameters):
                     raise RuntimeError(
-                        "the closure calls backward, but this step had its gradients already, so it was asked for the "
-                        "loss alone. Either call backward before step() and return the loss without backward in the "
-                        "closure, or do everything in the closure: zero_grad(), forward, backward, return the loss"
+                        "a closure that is given by keyword calls backward, but it is asked for a loss alone. Either "
+                        "call backward before step(evaluate=closure) and not in the closure, or write step(closure) "
+                        "and do everything in it: zero_grad(), forward, backward, return the loss"
                     )
         finally:
             self.paused = False
         return loss
+
+
+NO_BACKWARD = (
+    "the closure of step(closure) returned a loss and called no backward. A closure by position computes the "
+    "gradients: zero_grad(), forward, backward, return the loss. If the gradients are there before the step, call "
+    "step(), or step(evaluate=closure) where the loss at the new parameters is needed"
+)
+PART_ONLY = (
+    "adapt_damping measures the loss of the whole step, and the closure computes that of its last micro-batch: there "
+    "were forwards and gradients before it. Write step(closure, evaluate=...) with a closure that returns the mean "
+    "loss over all micro-batches"
+)
+
+
+@contextmanager
+def backwards_into(parameters: Iterable[Tensor]) -> Iterator[list[bool]]:
+    """A list that is empty as long as no backward has reached the parameters."""
+    backwards: list[bool] = []
+    with ExitStack() as hooks:
+        for parameter in parameters:
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(lambda _: backwards.append(True))
+                hooks.callback(handle.remove)
+        yield backwards
 
 
 @contextmanager

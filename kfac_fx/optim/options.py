@@ -93,8 +93,8 @@ class Options:
         norm_constraint: the bound on the squared Fisher norm of an update, which is scaled down to it. With lr=1, start
             with 1e-2.
         weight_decay: decoupled from the gradient.
-        adapt_damping: adapt λ (section 6.5 of the paper). `step` then needs a closure, at least on every
-            `damping_adaptation_interval`-th step.
+        adapt_damping: adapt λ (section 6.5 of the paper). `step` then needs `evaluate` or a closure, at least
+            on every `damping_adaptation_interval`-th step.
         update_damping_immediately: False measures the loss after such a step at the beginning of the next one, before
             its inverses; that `step` then needs `previous`. The damping of every step is the same either way.
         damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps.

@@ -23,7 +23,7 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.curvature import JacobianProducts, WeightedLosses, fisher_inner_products
-from kfac_fx.optim.forwards import Closure, Forwards
+from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.options import Options, Schedule
 from kfac_fx.optim.rules import (
@@ -83,10 +83,14 @@ class StepState:
 class Losses:
     """How a step knows losses."""
 
-    closure: Closure | None = None  # returns the loss of the step's batch
+    evaluate: Closure | None = None  # returns the loss of the step's batch
     loss: Tensor | float | None = None  # of the batch
     previous: Closure | None = None  # returns the loss of the last step's batch
-    by_closure: bool = False  # the closure computed the gradients
+    closure: TrainingClosure | None = None  # computed the gradients; measures the loss if `evaluate` is None
+
+    @property
+    def measurable(self) -> bool:
+        return self.evaluate is not None or self.closure is not None
 
 
 def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], losses: Losses) -> None:
@@ -121,7 +125,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         return
     if schedule.adapting_late:
         assert losses.previous is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
-        adapt_damping(state, measured(state, losses.previous, losses.by_closure, state.late))
+        adapt_damping(state, measured(state, losses.previous, False, state.late))
         state.late = None
     if schedule.inverting:
         update_inverses(state)
@@ -150,17 +154,28 @@ def flat_parameters(
 def check_losses(schedule: Schedule, losses: Losses) -> None:
     """Raises ValueError if the damping rule needs a loss that is not given."""
     every = f"every {schedule.options.damping_rule.interval} steps"
-    if schedule.adapting and schedule.options.update_damping_immediately and losses.closure is None:
+    if schedule.adapting and schedule.options.update_damping_immediately and not losses.measurable:
         raise ValueError(
             f"adapt_damping needs the loss after the update, {every}: "
-            "call step(closure) with a closure that returns the loss of the batch"
+            "call step(evaluate=closure) with a closure that returns the loss of the batch"
         )
-    if schedule.adapting and losses.closure is None and losses.loss is None:
+    if schedule.adapting and not losses.measurable and losses.loss is None:
         raise ValueError(f"adapt_damping needs the loss before the update, {every}: call step(loss=loss)")
     if schedule.adapting_late and losses.previous is None:
         raise ValueError(
             f"update_damping_immediately=False measures a step in the next one, {every}: call step(loss=loss, "
             "previous=closure) with a closure that returns the loss of the last step's batch"
+        )
+
+
+def check_closure(state: StepState) -> None:
+    """Raises ValueError if a closure inside the step would compute gradients that are not divided by a GradScaler."""
+    scaler = state.options.grad_scaler
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "a GradScaler divides the gradients before the step, so a closure inside the step would leave its own "
+            "undivided: call scaler.scale(loss).backward() first, and then scaler.step(optimizer), or "
+            "scaler.step(optimizer, evaluate=closure) with a closure that returns the loss"
         )
 
 
@@ -232,10 +247,8 @@ def measured_update(
 
     loss: before the update, if known.
     """
-    start, closure, change = state.forwards.seen.start, losses.closure, torch.zeros_like(state.damping)
-    if loss is None:
-        assert closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
-        loss = measured(state, closure, losses.by_closure, start)
+    start, change = state.forwards.seen.start, torch.zeros_like(state.damping)
+    loss = measured_now(state, losses, start) if loss is None else loss
     proposals: list[tuple[FlatParameters, Proposal]] = []
     if in_blocks is not None:
         proposal = propose(state, in_blocks)
@@ -253,12 +266,20 @@ def measured_update(
     state.loss_before.copy_(torch.where(ok, loss, torch.nan))
     if not state.options.update_damping_immediately:
         state.late = start
-    elif closure is not None:
-        adapt_damping(state, measured(state, closure, losses.by_closure, start))
+    else:
+        adapt_damping(state, measured_now(state, losses, start))
     return ok
 
 
-def measured(state: StepState, closure: Closure, with_backward: bool, start: RandomState | None) -> Tensor:
+def measured_now(state: StepState, losses: Losses, start: RandomState | None) -> Tensor:
+    """The loss of the step's batch at the present parameters."""
+    if losses.evaluate is not None:
+        return measured(state, losses.evaluate, False, start)
+    assert losses.closure is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
+    return measured(state, losses.closure, True, start)
+
+
+def measured(state: StepState, closure: TrainingClosure, with_backward: bool, start: RandomState | None) -> Tensor:
     """The loss at the present parameters, averaged over processes; see `Forwards.measure`."""
     return state.replicas.mean((state.scalar + state.forwards.measure(closure, with_backward, start)).detach())
 

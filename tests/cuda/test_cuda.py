@@ -123,7 +123,7 @@ def test_training_lowers_the_loss(options: dict[str, Any], backend: str) -> None
         loss = nn.functional.cross_entropy(net(x), y)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step(lambda: nn.functional.cross_entropy(net(x), y))
+        optimizer.step(evaluate=lambda: nn.functional.cross_entropy(net(x), y))
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
     assert all(p.is_cuda for p in net.parameters())
@@ -220,7 +220,7 @@ def test_a_step_does_not_wait_for_the_device(options: dict[str, Any]) -> None:
         loss = closure()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step(closure)
+        optimizer.step(evaluate=closure)
 
     step()  # the first one looks at the loss, and at the first inverses
     torch.cuda.set_sync_debug_mode("error")

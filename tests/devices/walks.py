@@ -132,7 +132,7 @@ def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dt
         optimizer.zero_grad()
         value = loss()
         value.backward()
-        optimizer.step(loss)
+        optimizer.step(evaluate=loss)
         burned = options.get("num_burnin_steps", 0)
         waits.only(FIRST_STEP if number <= burned else set())
         all_on_device(optimizer.state.values())

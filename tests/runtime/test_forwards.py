@@ -27,12 +27,12 @@ class Training:
     """A closure as torch's documentation has it; counts its calls."""
 
     def __init__(self, net: nn.Module, opt: torch.optim.Optimizer) -> None:
-        self.net, self.opt, self.calls, self.number = net, opt, 0, 0
+        self.net, self.opt, self.calls, self.number, self.set_to_none = net, opt, 0, 0, True
 
     def __call__(self) -> Tensor:
         self.calls += 1
         x, y = batch(self.number)
-        self.opt.zero_grad()
+        self.opt.zero_grad(self.set_to_none)
         loss = F.cross_entropy(self.net(x), y)
         loss.backward()
         return loss
@@ -56,7 +56,7 @@ def test_a_closure_that_does_everything_trains_as_a_loop_does(momentum_type: str
         loop.zero_grad()
         expected = F.cross_entropy(other(x), y)
         expected.backward()
-        assert loop.step(loss_of(other, x, y), loss=expected) is expected
+        assert loop.step(evaluate=loss_of(other, x, y), loss=expected) is expected
         torch.testing.assert_close(loss, expected)
         for (_, p), (_, q) in zip(net.named_parameters(), other.named_parameters(), strict=True):
             assert torch.equal(p, q)
@@ -67,23 +67,123 @@ def test_a_closure_that_does_everything_trains_as_a_loop_does(momentum_type: str
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_a_closure_is_not_asked_for_gradients_that_are_there(set_to_none: bool) -> None:
-    net, opt = setup()
-    for number in range(3):
-        x, y = batch(number)
-        loss = F.cross_entropy(net(x), y)
-        opt.zero_grad(set_to_none)
-        loss.backward()
-        assert opt.step(lambda: pytest.fail("asked")) is None
-
-
-def test_gradients_of_the_last_step_are_not_taken_for_new_ones() -> None:
-    net, opt = setup()
+@pytest.mark.parametrize("options", [{}, {"adapt_damping": True, "damping_adaptation_interval": 1}], ids=str)
+def test_a_closure_is_called_though_gradients_are_there(options: dict[str, Any], set_to_none: bool) -> None:
+    """It zeroes them: the forward before it was one to look at, and is a micro-batch of the statistics alone."""
+    net, opt = setup(**options)
     closure = Training(net, opt)
-    opt.step(closure)
-    net(batch(9)[0])  # a forward to look at the outputs; the gradients are still the last step's
-    opt.step(closure)
-    assert closure.calls == 2
+    closure.set_to_none = set_to_none
+    for step in range(3):
+        F.cross_entropy(net(batch(9)[0]), batch(9)[1]).backward()
+        assert opt.step(closure) is not None
+        assert closure.calls == (step + 1) * (2 if options else 1)
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_micro_batches_before_the_closure_are_those_of_the_step(mode: str) -> None:
+    """A trainer that accumulates runs the first ones itself, and only the last one inside the step."""
+    net, opt = setup(estimation_mode=mode)
+    other, loop = setup(estimation_mode=mode)
+
+    def micro_batch(of: CompiledModule, number: int) -> Tensor:
+        x, y = batch(number)
+        loss = F.cross_entropy(of(x), y) / 2
+        loss.backward()
+        return loss
+
+    for number in range(0, 6, 2):
+        opt.zero_grad()
+        micro_batch(net, number)
+        opt.step(lambda number=number: micro_batch(net, number + 1))  # type: ignore[misc]
+        loop.zero_grad()
+        micro_batch(other, number)
+        micro_batch(other, number + 1)
+        loop.step()
+        for p, q in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+    assert all(map(torch.equal, opt.estimator.state_dict().values(), loop.estimator.state_dict().values()))
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["alone", "after a micro-batch"])
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_a_step_whose_closure_failed_is_tried_again_as_if_it_had_not_been(mode: str, earlier: bool) -> None:
+    """A trainer that ran out of memory tries the step again, in smaller parts."""
+
+    def train(fails: bool) -> tuple[CompiledModule, KFAC]:
+        net, opt = setup(estimation_mode=mode)
+        parts, fatal = (4, 0) if earlier else (2, 3)  # gradients of an earlier micro-batch cannot be told from new ones
+        for number in range(3):
+            opt.zero_grad()
+            if earlier:
+                (F.cross_entropy(net(batch(7)[0]), batch(7)[1]) / 2).backward()
+            (x, y), failures = batch(number), [MemoryError()] * fails
+
+            def closure(x: Tensor = x, y: Tensor = y, failures: list[MemoryError] = failures) -> Tensor:
+                if not earlier:
+                    opt.zero_grad()
+                for first in (0, 3):
+                    loss = F.cross_entropy(net(x[first : first + 3]), y[first : first + 3]) / parts
+                    if first == fatal and failures:
+                        raise failures.pop()
+                    loss.backward()
+                return loss
+
+            if fails:
+                with pytest.raises(MemoryError):
+                    opt.step(closure)
+            opt.step(closure)
+        return net, opt
+
+    (net, opt), (other, loop) = train(True), train(False)
+    assert all(map(torch.equal, net.parameters(), other.parameters()))
+    assert all(map(torch.equal, opt.estimator.state_dict().values(), loop.estimator.state_dict().values()))
+    assert opt.counter == loop.counter == 3
+
+
+def test_a_closure_without_a_backward_is_told_what_to_write() -> None:
+    net, opt = setup()
+    x, y = batch(0)
+    F.cross_entropy(net(x), y).backward()
+    before = [p.clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match=r"called no backward.*step\(\), or step\(evaluate=closure\)"):
+        opt.step(loss_of(net, x, y))
+    assert all(map(torch.equal, before, net.parameters())) and opt.counter == 0
+    opt.step()  # the forward before the closure is still there
+    assert opt.counter == 1
+
+
+def test_a_closure_that_skips_its_batch_skips_the_step() -> None:
+    """As a trainer does if the user returns no loss: torch's optimizers find no gradient then."""
+    net, opt = setup()
+    before = [p.clone() for p in net.parameters()]
+    assert opt.step(lambda: opt.zero_grad()) is None
+    assert all(map(torch.equal, before, net.parameters())) and opt.counter == 0
+
+
+def test_a_closure_of_the_last_micro_batch_does_not_measure_the_step() -> None:
+    net, opt = setup(adapt_damping=True, damping_adaptation_interval=1)
+    x, y = batch(0)
+
+    def closure() -> Tensor:
+        loss = F.cross_entropy(net(x), y) / 2
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        closure()
+        with pytest.raises(ValueError, match=r"that of its last micro-batch.*step\(closure, evaluate=\.\.\.\)"):
+            opt.step(closure)
+    opt.zero_grad()
+    closure()
+    opt.step(closure, evaluate=loss_of(net, x, y))
+    assert opt.rho.isfinite()
+
+
+def test_a_closure_inside_a_step_of_a_grad_scaler_is_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    _, opt = setup(grad_scaler=scaler)
+    with pytest.raises(ValueError, match=r"scaler\.step\(optimizer, evaluate=closure\)"):
+        opt.step(lambda: pytest.fail("called"))
 
 
 def test_asking_for_the_loss_leaves_no_trace() -> None:
@@ -105,7 +205,7 @@ def test_asking_for_the_loss_leaves_no_trace() -> None:
         inside.append(F.cross_entropy(net(x), y))
         return inside[-1]
 
-    opt.step(closure)
+    opt.step(evaluate=closure)
     assert torch.equal(torch.get_rng_state(), random)
     for name, value in net.named_buffers():
         assert torch.equal(value, buffers[name]), name
@@ -138,10 +238,8 @@ def test_a_backward_where_only_the_loss_was_asked_for_is_explained() -> None:
         return loss
 
     F.cross_entropy(net(x), y).backward()
-    with pytest.raises(
-        RuntimeError, match=r"had its gradients already, so it was asked for the loss alone.*zero_grad\(\)"
-    ):
-        opt.step(closure)
+    with pytest.raises(RuntimeError, match=r"calls backward, but it is asked for a loss alone.*zero_grad\(\)"):
+        opt.step(evaluate=closure)
 
 
 class Slope(nn.Module):
@@ -183,7 +281,7 @@ def test_the_loss_of_a_forward_that_takes_derivatives_is_measured(inside: bool) 
             before.backward()
         gradients = [p.grad for p in net.parameters()]
         random = torch.get_rng_state()
-        opt.step(closure if inside else loss)
+        opt.step(closure) if inside else opt.step(evaluate=loss)
         if not inside:
             assert torch.equal(torch.get_rng_state(), random)
             assert all(p.grad is gradient for p, gradient in zip(net.parameters(), gradients, strict=True))
@@ -206,9 +304,10 @@ def test_other_errors_of_a_closure_come_through() -> None:
 def test_a_closure_must_return_the_loss() -> None:
     with pytest.raises(ValueError, match="the closure returned None: it must return the loss of the batch"):
         checked(None)
-    _, opt = setup()
+    net, opt = setup(adapt_damping=True, damping_adaptation_interval=1)
+    F.cross_entropy(net(batch(0)[0]), batch(0)[1]).backward()
     with pytest.raises(ValueError, match="returned None"):
-        opt.step(lambda: None)  # type: ignore[arg-type, return-value]
+        opt.step(evaluate=lambda: None)  # type: ignore[arg-type, return-value]
 
 
 def test_adapting_without_a_closure_says_when_one_is_needed() -> None:
@@ -219,7 +318,7 @@ def test_adapting_without_a_closure_says_when_one_is_needed() -> None:
         loss.backward()
         if opt.counter == 0:
             opt.step()
-    text = r"adapt_damping needs the loss after the update, every 2 steps: call step\(closure\)"
+    text = r"adapt_damping needs the loss after the update, every 2 steps: call step\(evaluate=closure\)"
     with pytest.raises(ValueError, match=text):
         opt.step(loss=loss)
 
@@ -229,7 +328,7 @@ def test_a_closure_may_return_a_number() -> None:
     x, y = batch(0)
     loss = F.cross_entropy(net(x), y)
     loss.backward()
-    assert opt.step(lambda: F.cross_entropy(net(x), y).item(), loss=loss.item()) == loss.item()
+    assert opt.step(evaluate=lambda: F.cross_entropy(net(x), y).item(), loss=loss.item()) == loss.item()
     assert opt.rho.isfinite()
 
 
@@ -320,19 +419,6 @@ def test_a_forward_while_a_loss_is_measured_is_none() -> None:
     assert listening.log == [] and listening.forwards.seen.forwards == 0
 
 
-def test_gradients_are_new_after_a_forward_and_until_a_step_used_them() -> None:
-    listening = Listening()
-    forwards, gradient = listening.forwards, torch.ones(2)
-    assert not forwards.has_new({"w": gradient})
-    listening.forward()
-    assert forwards.has_new({"w": gradient}) and not forwards.has_new({})
-    forwards.step_taken({"w": gradient})
-    listening.forward()
-    assert not forwards.has_new({"w": gradient}) and forwards.has_new({"w": torch.ones(2)})
-    forwards.gradients_zeroed()
-    assert forwards.has_new({"w": gradient})
-
-
 def test_a_loss_that_takes_derivatives_is_asked_for_again_with_gradients() -> None:
     listening, asked = Listening(), list[bool]()
 
@@ -355,7 +441,7 @@ def test_an_unexpected_backward_of_a_closure_is_told() -> None:
         (3 * listening.w).sum().backward()
         return 0.0
 
-    with pytest.raises(RuntimeError, match="the closure calls backward, but this step had its gradients already"):
+    with pytest.raises(RuntimeError, match="calls backward, but it is asked for a loss alone"):
         listening.forwards.measure(closure, False, None)
     assert listening.w.grad is gradient
     assert listening.forwards.measure(closure, True, None) == 0.0

@@ -240,7 +240,7 @@ def test_the_quadratic_model_goes_through() -> None:
         optimizer.zero_grad()
         loss = (net(x) ** 2).sum((1, 2)).mean()
         loss.backward()
-        optimizer.step(lambda: (net(x) ** 2).sum((1, 2)).mean())
+        optimizer.step(evaluate=lambda: (net(x) ** 2).sum((1, 2)).mean())
     assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 

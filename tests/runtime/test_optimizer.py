@@ -91,7 +91,7 @@ def test_steps_follow_the_formulas(options: dict[str, Any]) -> None:
         loss.backward()
         expected = slow.step(x, y, F.cross_entropy)
         torch.testing.assert_close(loss.detach(), expected)
-        opt.step(loss_of(net, x, y))
+        opt.step(evaluate=loss_of(net, x, y))
         for name, parameter in slow.model.named_parameters():
             torch.testing.assert_close(net.get_parameter(name), parameter, msg=f"step {number}: {name}")
         if slow.adapted:
@@ -126,7 +126,7 @@ def test_damping_measured_in_the_next_step_is_the_same_damping(momentum_type: st
         torch.manual_seed(number)
         now.zero_grad()
         F.cross_entropy(net(x), y).backward()
-        now.step(loss_of(net, x, y))
+        now.step(evaluate=loss_of(net, x, y))
         if number == 4:  # after a step that is still to be measured
             state, parameters = later.state_dict(), other.state_dict()
             other, later = made(False)
@@ -210,7 +210,7 @@ def test_training_is_untouched_but_for_the_step() -> None:
         opt.zero_grad()
         loss = F.cross_entropy(y_net, y)
         loss.backward()
-        opt.step(loss_of(net, x, y))
+        opt.step(evaluate=loss_of(net, x, y))
     after = torch.get_rng_state()
     torch.manual_seed(1)
     assert torch.equal(plain(batch(0)[0]), outputs[0])

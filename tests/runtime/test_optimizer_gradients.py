@@ -106,7 +106,7 @@ def test_the_damping_stays_where_the_step_is_skipped() -> None:
     net, opt = made(adapt_damping=True, damping_adaptation_interval=1)
     backward(net, 0)
     net.get_parameter("2.bias").grad[0] = torch.nan  # type: ignore[index]
-    opt.step(loss_of(net, *batch(0)))
+    opt.step(evaluate=loss_of(net, *batch(0)))
     assert opt.damping.item() == pytest.approx(0.1)
 
 
@@ -164,7 +164,7 @@ def test_parameters_in_no_block_follow_adamw(momentum_type: str, adapt_damping: 
     for number in range(4):
         opt.zero_grad()
         spare_loss(net, number).backward()
-        opt.step(partial(spare_loss, net, number))
+        opt.step(evaluate=partial(spare_loss, net, number))
         adamw.zero_grad()
         reference.sin().sum().backward()
         adamw.step()

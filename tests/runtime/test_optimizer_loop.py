@@ -53,7 +53,7 @@ def test_a_grad_scaler_hands_a_closure_on(options: dict[str, Any]) -> None:
         scaled.zero_grad()
         x, y = batch(number)
         scaler.scale(F.cross_entropy(net(x), y)).backward()
-        scaler.step(scaled, loss_of(net, x, y))
+        scaler.step(scaled, evaluate=loss_of(net, x, y))
         scaler.update()
     assert scaler.get_scale() > 64.0 and opt.rho.isfinite()
     torch.testing.assert_close(values(net), values(plain))

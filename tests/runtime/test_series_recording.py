@@ -286,7 +286,7 @@ def test_a_recurrent_network_trains_with_it(approximation: str, options: dict[st
     for _ in range(15):
         loss = closure()
         loss.backward()
-        opt.step(closure) if options else opt.step()
+        opt.step(evaluate=closure) if options else opt.step()
         opt.zero_grad()
     assert closure().item() < 0.5 * first
 

@@ -306,7 +306,9 @@ def test_a_measured_step_that_is_not_finite_leaves_the_damping(min_damping: floa
 
 def test_losses_that_the_damping_rule_needs_are_asked_for_by_name() -> None:
     options = Options(cast(Any, SimpleNamespace(attach=None, registrations=())), lr=1.0, damping=1.0, **ADAPTED)
-    with pytest.raises(ValueError, match=r"needs the loss after the update, every 1 steps: call step\(closure\)"):
+    with pytest.raises(
+        ValueError, match=r"needs the loss after the update, every 1 steps: call step\(evaluate=closure\)"
+    ):
         check_losses(Schedule(options), Losses(loss=1.0))
     late = Options(options.net, lr=1.0, damping=1.0, **ADAPTED, update_damping_immediately=False)
     with pytest.raises(ValueError, match=r"needs the loss before the update, every 1 steps: call step\(loss=loss\)"):

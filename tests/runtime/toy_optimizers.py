@@ -39,7 +39,7 @@ def train(net: CompiledModule, opt: KFAC, numbers: range) -> None:
     for number in numbers:
         opt.zero_grad()
         backward(net, number)
-        opt.step(loss_of(net, *batch(number)))
+        opt.step(evaluate=loss_of(net, *batch(number)))
 
 
 def values(net: nn.Module) -> dict[str, Tensor]:

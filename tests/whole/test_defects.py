@@ -261,7 +261,7 @@ def test_series_have_products_and_transposed_roots_so_damping_adapts_with_them()
     net = kfac_fx.compile(series(x))
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, adapt_damping=True, damping_adaptation_interval=1)
     net(x).square().sum(1).mean().backward()
-    optimizer.step(lambda: net(x).square().sum(1).mean())
+    optimizer.step(evaluate=lambda: net(x).square().sum(1).mean())
     assert optimizer.predicted_change < 0 and optimizer.rho.isfinite()
 
 

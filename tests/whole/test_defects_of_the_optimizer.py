@@ -63,7 +63,7 @@ def trained(**options: Any) -> list[float]:
         x, y = batch(number)
         opt.zero_grad()
         F.cross_entropy(net(x), y).backward()
-        opt.step(loss_of(net, x, y))
+        opt.step(evaluate=loss_of(net, x, y))
     return [*torch.cat([p.detach().flatten() for p in net.parameters()]).tolist(), opt.damping.item()]
 
 
@@ -175,7 +175,9 @@ def test_a_loss_that_adapting_needs_is_asked_for_by_name() -> None:
     opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1, **ADAPTED)  # type: ignore[arg-type]
     x, y = batch(0)
     F.cross_entropy(net(x), y).backward()
-    with pytest.raises(ValueError, match=r"needs the loss after the update, every 1 steps: call step\(closure\)"):
+    with pytest.raises(
+        ValueError, match=r"needs the loss after the update, every 1 steps: call step\(evaluate=closure\)"
+    ):
         opt.step()
 
 
@@ -190,6 +192,6 @@ def test_the_predicted_change_is_that_of_the_step_that_is_made(momentum_type: st
         x, y = batch(number)
         opt.zero_grad()
         F.cross_entropy(net(x), y).backward()
-        opt.step(loss_of(net, x, y))
+        opt.step(evaluate=loss_of(net, x, y))
         slow.step(x, y, F.cross_entropy)
         torch.testing.assert_close(opt.predicted_change.item(), slow.predicted)
