@@ -65,7 +65,6 @@ class CompiledModule(nn.Module):
         super().__init__()
         object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
         share_state(self, model)
-        self.training = model.training
         self.backend = arguments.backend
         self.captures = CaptureCache(model, arguments)
         self._listener: ForwardListener | None = None
@@ -227,9 +226,19 @@ class CompiledModule(nn.Module):
 
     # --- the model's own behavior -----------------------------------------------------------------------------------
 
+    @property
+    def training(self) -> bool:
+        """The mode of the model itself. Loops that restore modes one by one do not reach the model but through it."""
+        mode: bool = self.model.training
+        return mode
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_wrapper" in self.__dict__:  # torch sets the mode before there is a model
+            self._wrapper.training = self.model.training = mode
+
     def train(self, mode: bool = True) -> CompiledModule:
         self._wrapper.train(mode)
-        self.training = mode
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:

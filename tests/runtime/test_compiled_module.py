@@ -1,4 +1,4 @@
-"""Models in the wrappers of data parallelism and torch.compile, and models that have no Python any more."""
+"""Models in the wrappers of data parallelism and torch.compile, their modes, and models that have no Python any more."""
 
 from __future__ import annotations
 
@@ -27,6 +27,49 @@ class Beside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
         return y
+
+
+class Drops(nn.Module):
+    """Drops numbers by its own mode, as `F.dropout(x, p, self.training)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(4, 3), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = nn.functional.dropout(self.layer(self.inner(x)), 0.5, self.training)
+        return y
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["plain", "wrapped"])
+def test_a_module_and_its_model_have_one_mode(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = Drops()
+    net = kfac_fx.compile(wrap(model), loss="categorical")
+    for change, mode in [
+        (lambda: net.eval(), False),
+        (lambda: net.train(), True),
+        (lambda: setattr(net, "training", False), False),
+        (lambda: setattr(model, "training", True), True),
+        (lambda: model.eval(), False),
+    ]:
+        change()
+        assert net.training is model.training is mode
+
+
+def test_modes_that_are_restored_one_by_one_record_and_drop_again() -> None:
+    """Lightning's validation loop restores the mode of every module in `net.modules()`."""
+    net = kfac_fx.compile(Drops(), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    modes = {name: module.training for name, module in net.named_modules()}
+    for _ in range(2):
+        net.eval()
+        assert torch.equal(net(X), net(X))
+        for name, module in net.named_modules():
+            module.training = modes[name]
+        assert not torch.equal(net(X), net(X))
+        nn.functional.cross_entropy(net(X), torch.zeros(6, dtype=torch.int64)).backward()
+        optimizer.step()
+    assert optimizer.counter == 2 and optimizer.fallbacks() == []
 
 
 @pytest.mark.parametrize(
