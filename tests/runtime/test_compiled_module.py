@@ -1,4 +1,4 @@
-"""Models in the wrappers of data parallelism and torch.compile, their modes, and models that have no Python any more."""
+"""Models in the wrappers of data parallelism and torch.compile, their modes, and models without any Python."""
 
 from __future__ import annotations
 
