@@ -1,0 +1,299 @@
+"""The methods: torch's own, those of pytorch-optimizer, and ours, each with the learning rates that it may try.
+
+Every method has as many runs to be tuned, `TRIALS`, in a search on a logarithmic grid of its learning rate; ours takes
+two, 1 and 0.3. All have the same warm-up and the same linear decay to 0, except those that find their own step size.
+No method decays weights: the training loss asks for none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import kfac_fx
+from benchmarks.convergence.tasks import Batch, Solving, Task
+
+TRIALS = 4
+WARM_UP = 0.03  # of the steps
+Step = Callable[[Batch], int]
+"""Takes a step, and returns the number of evaluations of loss and gradient that the budget counts."""
+
+
+@dataclass(frozen=True)
+class Training:
+    step: Step
+    optimizers: Sequence[Optimizer] = ()  # with a learning rate that is scheduled
+
+    def schedules(self, steps: int) -> list[LambdaLR]:
+        """Warm-up and a linear decay to 0, which is reached behind the last step."""
+
+        def factor(step: int) -> float:
+            return min((step + 1) / max(1.0, WARM_UP * steps), max(0.0, 1 - step / steps))
+
+        return [LambdaLR(optimizer, factor) for optimizer in self.optimizers]
+
+
+Make = Callable[[Task, nn.Module, float | None, int], Training]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A rule with its search for a learning rate.
+
+    Attributes:
+        make: of task, network, learning rate and seed.
+        start: the learning rate at which the search begins; None: `lrs` are tried, all of them.
+        missing: the reason why the method cannot run here, or None.
+        of: the kind of tasks that the method is for.
+        note: a line for the table of methods.
+    """
+
+    make: Make
+    note: str
+    start: float | None = None
+    lrs: tuple[float | None, ...] = ()
+    missing: Callable[[], str | None] = lambda: None
+    of: type[Task] = Task
+
+    def next_lr(
+        self, losses: Mapping[float | None, float], scale: float = 1.0
+    ) -> tuple[dict[float | None, float], bool, float | None]:
+        """Replay the search with the losses that are known. scale: of the task.
+
+        Returns the trials that the search has used, whether it is finished, and the next learning rate if it is not.
+        """
+        used: dict[float | None, float] = {}
+        for _ in range(TRIALS if self.start is not None else len(self.lrs)):
+            lr = self.lrs[len(used)] if self.start is None else searched(scale * self.start, used)
+            if lr not in losses:
+                return used, False, lr
+            used[lr] = losses[lr]
+        return used, True, None
+
+
+def searched(start: float, used: Mapping[float | None, float]) -> float:
+    """The next learning rate on a grid of half decades around `start`.
+
+    The search follows the better side until the best rate has worse ones on both sides. Then it tries the middle
+    between the best one and the better of its neighbors.
+    """
+
+    def grid(k: float) -> float:
+        return float(f"{start * 10 ** (k / 2):.2g}")
+
+    known = {k: used[grid(k)] for k in range(-TRIALS, TRIALS + 1) if grid(k) in used}
+    if len(known) < 2:
+        return grid(len(known))
+    best = min(known, key=lambda k: known[k])
+    for beside in (best - 1, best + 1):
+        if beside not in known:
+            return grid(beside)
+    better = min(best - 1, best + 1, key=lambda k: known[k])
+    return grid((best + better) / 2)
+
+
+# --- torch and pytorch-optimizer --------------------------------------------------------------------------------------
+
+
+def first_order(
+    task: Task, model: nn.Module, *optimizers: Optimizer, before: Callable[[], None] | None = None
+) -> Training:
+    """before: called between the backward pass and the optimizers' steps."""
+
+    def step(batch: Batch) -> int:
+        inputs, target = batch
+        task.loss(model(*inputs), target).backward()
+        if before is not None:
+            before()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        return 1
+
+    return Training(step, optimizers)
+
+
+def sgd(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    return first_order(task, model, torch.optim.SGD(trainable(model), lr=number(lr), momentum=0.9))
+
+
+def adamw(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    return first_order(task, model, torch.optim.AdamW(trainable(model), lr=number(lr), weight_decay=0.0))
+
+
+def soap(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    from pytorch_optimizer import SOAP
+
+    return first_order(task, model, SOAP(trainable(model), lr=number(lr), weight_decay=0.0))
+
+
+def shampoo(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    from pytorch_optimizer import ScalableShampoo
+
+    optimizer = ScalableShampoo(
+        trainable(model),
+        lr=number(lr),
+        preconditioning_compute_steps=10,
+        moving_average_for_momentum=True,
+        graft_type=3,  # the length of RMSProp's step for every parameter
+    )
+    return first_order(task, model, optimizer)
+
+
+def muon(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    """Muon for hidden matrices, convolutions as [outputs, inputs * kernel], and AdamW for the rest: tables, the output
+    layer and vectors. One learning rate serves both (`match_rms_adamw`)."""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    weights = [parameter for parameter in trainable(model) if parameter.dim() > 1 and parameter not in tables][:-1]
+    matrices = [nn.Parameter(weight.detach().flatten(1)) for weight in weights]  # share the memory
+    hidden = set(weights)
+    rest = [parameter for parameter in trainable(model) if parameter not in hidden]
+
+    def copy_gradients() -> None:
+        for weight, matrix in zip(weights, matrices, strict=True):
+            assert weight.grad is not None
+            matrix.grad = weight.grad.flatten(1)
+
+    return first_order(
+        task,
+        model,
+        torch.optim.Muon(matrices, lr=number(lr), weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=number(lr), weight_decay=0.0),
+        before=copy_gradients,
+    )
+
+
+def lbfgs(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    """20 iterations a step. Every evaluation counts as a step of the budget."""
+    optimizer = torch.optim.LBFGS(trainable(model), lr=number(lr), history_size=100, line_search_fn="strong_wolfe")
+
+    def step(batch: Batch) -> int:
+        inputs, target = batch
+        evaluations = 0
+
+        def closure() -> Tensor:
+            nonlocal evaluations
+            evaluations += 1
+            optimizer.zero_grad()
+            loss = task.loss(model(*inputs), target)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        return evaluations
+
+    return Training(step)
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def compiled(task: Task, model: nn.Module, seed: int) -> kfac_fx.CompiledModule:
+    inputs, _ = next(task.batches(seed))
+    return kfac_fx.compile(model, inputs, loss=task.distribution)
+
+
+def kfac(task: Task, model: nn.Module, lr: float | None, seed: int, **options: Any) -> Training:
+    net = compiled(task, model, seed)
+    optimizer = kfac_fx.KFAC(net, lr=lr, seed=seed, **options)
+
+    def step(batch: Batch) -> int:
+        inputs, target = batch
+        task.loss(net(*inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return 1
+
+    return Training(step, (optimizer,))
+
+
+def kfac_empirical(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    return kfac(
+        task,
+        model,
+        lr,
+        seed,
+        damping=1e-2,
+        norm_constraint=1e-3,
+        estimation_mode="empirical",
+        cov_update_every=10,
+        invert_every=100,
+    )
+
+
+def kfac_qmodel(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    net = compiled(task, model, seed)
+    optimizer = kfac_fx.KFAC(net, damping=1.0, momentum=None, momentum_type="qmodel", adapt_damping=True, seed=seed)
+
+    def step(batch: Batch) -> int:
+        inputs, target = batch
+        loss = task.loss(net(*inputs), target)
+        loss.backward()
+        optimizer.step(lambda: task.loss(net(*inputs), target), loss=loss)
+        optimizer.zero_grad()
+        return 1
+
+    return Training(step)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def number(lr: float | None) -> float:
+    assert lr is not None, "bug in the benchmark: a method with a search has a learning rate"
+    return lr
+
+
+def not_installed(package: str) -> str | None:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return f"not installed: pip install {package}"
+    return None
+
+
+def no_default() -> str | None:
+    damping = inspect.signature(kfac_fx.KFAC).parameters["damping"]
+    return "KFAC(net) needs a damping" if damping.default is damping.empty else None
+
+
+METHODS: dict[str, Method] = {
+    "AdamW": Method(adamw, "torch.optim.AdamW", start=3e-3),
+    "SOAP": Method(
+        soap,
+        "pytorch_optimizer.SOAP, bases every 10 steps",
+        start=3e-3,
+        missing=partial(not_installed, "pytorch-optimizer"),
+    ),
+    "Muon": Method(muon, "torch.optim.Muon for hidden matrices, AdamW for the rest", start=3e-3),
+    "KFAC": Method(kfac, "`KFAC(net)`", lrs=(1.0, 0.3), missing=no_default),
+    "KFAC empirical": Method(
+        kfac_empirical,
+        "`KFAC(net, lr=1, damping=1e-2, norm_constraint=1e-3, estimation_mode='empirical', cov_update_every=10, "
+        "invert_every=100)`",
+        lrs=(1.0, 0.3),
+    ),
+    "KFAC qmodel": Method(
+        kfac_qmodel,
+        "`KFAC(net, damping=1.0, momentum=None, momentum_type='qmodel', adapt_damping=True)`, no schedule",
+        lrs=(None,),
+    ),
+    "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, of=Solving),
+    "Shampoo": Method(
+        shampoo,
+        "pytorch_optimizer.ScalableShampoo, roots every 10 steps, grafted on RMSProp",
+        start=3e-3,
+        missing=partial(not_installed, "pytorch-optimizer"),
+    ),
+    "SGD": Method(sgd, "torch.optim.SGD, momentum 0.9", start=0.1),
+}

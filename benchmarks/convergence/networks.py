@@ -1,0 +1,115 @@
+"""The networks of the tasks. The last matrix of each is its output layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.decoder import Decoder
+from benchmarks.step_models import Residual
+
+
+def plain(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
+    """Tanh layers without skips and norms, from Glorot's start."""
+    widths = (inputs, *(layers - 1) * (width,), outputs)
+    modules: list[nn.Module] = []
+    for i, o in zip(widths, widths[1:], strict=False):
+        linear = nn.Linear(i, o)
+        nn.init.xavier_uniform_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        modules += [linear, nn.Tanh()]
+    return nn.Sequential(*modules[:-1])
+
+
+class Adder(nn.Module):
+    """An LSTM whose last state tells the sum: [N, T, 2] -> [N, 1]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(2, width, batch_first=True)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.rnn(x)
+        return self.head(states[:, -1])  # type: ignore[no-any-return]
+
+
+class Residual1d(nn.Module):
+    """The block of ResNet-8 on sequences."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv1d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm1d(outputs)
+        self.conv2 = nn.Conv1d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm1d(outputs)
+        short = nn.Sequential(nn.Conv1d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm1d(outputs))
+        self.short = short if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + self.short(x))
+
+
+def resnet8_1d(widths: Sequence[int] = (16, 32, 64)) -> nn.Sequential:
+    """[N, 40] -> [N, 10]."""
+    first, second, third = widths
+    return nn.Sequential(
+        nn.Unflatten(1, (1, -1)),
+        nn.Conv1d(1, first, 3, 1, 1, bias=False),
+        nn.BatchNorm1d(first),
+        nn.ReLU(),
+        Residual1d(first, first, 1),
+        Residual1d(first, second, 2),
+        Residual1d(second, third, 2),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+        nn.Linear(third, 10),
+    )
+
+
+def resnet8_2d(widths: Sequence[int] = (16, 32, 64)) -> nn.Sequential:
+    """[N, 8, 8] -> [N, 10]."""
+    first, second, third = widths
+    return nn.Sequential(
+        nn.Unflatten(1, (1, -1)),
+        nn.Conv2d(1, first, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(first),
+        nn.ReLU(),
+        Residual(first, first, 1),
+        Residual(first, second, 2),
+        Residual(second, third, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(third, 10),
+    )
+
+
+class GPT(nn.Module):
+    """Decoders between an embedding of tokens and positions and an output layer: [N, S] tokens -> [N, S, tokens]."""
+
+    positions: Tensor
+
+    def __init__(self, tokens: int, length: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Decoder(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
+        self.register_buffer("positions", torch.arange(length), persistent=False)
+        for name, parameter in self.named_parameters():  # GPT-2's start
+            if parameter.dim() == 2:
+                deep = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
+        for decoder in self.blocks:
+            for linear in (decoder.qkv, decoder.out, decoder.up, decoder.down):
+                nn.init.zeros_(linear.bias)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position(self.positions[: tokens.shape[1]])
+        for decoder in self.blocks:
+            x = decoder(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
