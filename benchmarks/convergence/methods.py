@@ -238,7 +238,7 @@ def kfac_qmodel(task: Task, model: nn.Module, lr: float | None, seed: int) -> Tr
         inputs, target = batch
         loss = task.loss(net(*inputs), target)
         loss.backward()
-        optimizer.step(lambda: task.loss(net(*inputs), target), loss=loss)
+        optimizer.step(evaluate=lambda: task.loss(net(*inputs), target), loss=loss)
         optimizer.zero_grad()
         return 1
 
