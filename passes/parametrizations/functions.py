@@ -92,7 +92,7 @@ class Functions:
         layout = laid_out(value, self.shape(slice_))
         if layout is None or slice_.through or slice_.scale != 1.0 or dim_of(shape, layout) != 0:
             return None
-        if not is_mean(mean, slice_.parameter, self.values):
+        if not is_mean(mean, slice_, self.values):
             return None
         return ParameterExpr(value.shape, (replace(slice_, through=(Centered(operand, layout, 0),)),))
 
@@ -118,41 +118,49 @@ class Functions:
 # --- means of filters, whichever way they are written: v.mean((1, 2, 3), keepdim=True), v.flatten(1).mean(1), ... -----
 
 
-def is_mean(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> bool:
-    """Whether a node is the mean of a parameter over all dimensions but the first. known: the values of expressions."""
-    left = dimensions_left(node, parameter, values)
+def is_mean(node: fx.Node, weight: Slice, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether a node is the mean of a whole parameter over all dimensions but the first.
+
+    weight: all of the parameter. values: of the expressions in the graph.
+    """
+    left = dimensions_left(node, weight, values)
     return left is not None and filters_only(left)
 
 
-def dimensions_left(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> list[bool] | None:
+def dimensions_left(node: fx.Node, weight: Slice, values: Mapping[fx.Node, Any]) -> list[bool] | None:
     """For each dimension of the parameter, or of its filters [o, ...], whether it is not averaged yet.
 
     None for a node that is no mean of the parameter.
     """
     value = values.get(node)
     if isinstance(value, ParameterExpr):
-        entire = is_one_slice(value) and view_of(value.slices[0]).is_contiguous()
-        plain = entire and value.slices[0].parameter == parameter and not value.slices[0].through
-        return [True] * len(value.shape) if plain and value.slices[0].scale == 1.0 else None
+        if not is_one_slice(value):
+            return None
+        (slice_,) = value.slices
+        entire = view_of(slice_).is_contiguous() and math.prod(slice_.shape) == math.prod(weight.shape)
+        same = slice_.parameter == weight.parameter and slice_.scale == 1.0 and not slice_.through
+        return [True] * len(value.shape) if entire and same else None
     name, source = op_name(node), node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return None
     if name == "getitem" and node.args[1] == 1 and op_name(source) in SPREADS:
-        return averaged(source, parameter, values)
+        return averaged(source, weight, values)
     if name == "mean":
-        return averaged(node, parameter, values)
-    left = dimensions_left(source, parameter, values) if name in VIEWS else None
+        return averaged(node, weight, values)
+    left = dimensions_left(source, weight, values) if name in VIEWS else None
     return [True] if left is not None and filters_only(left) else None
 
 
-def averaged(node: fx.Node, parameter: str, values: Mapping[fx.Node, Any]) -> list[bool] | None:
+def averaged(node: fx.Node, weight: Slice, values: Mapping[fx.Node, Any]) -> list[bool] | None:
     """The same after the mean that a node takes."""
     source: Any = node.args[0]
-    left = dimensions_left(source, parameter, values)
+    left = dimensions_left(source, weight, values)
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if left is None or dims is None:
         return None
     over = {dim % len(left) for dim in ([dims] if isinstance(dims, int) else dims)}
+    if 0 in over:
+        return None  # a mean over filters: what is left of it would be taken for a number of each filter
     keepdim = node.kwargs.get("keepdim", len(node.args) > 2 and node.args[-1] is True)
     return [remains and n not in over for n, remains in enumerate(left) if keepdim or n not in over]
 

@@ -15,7 +15,7 @@ from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS
-from tests.compiler.test_functions import Dirty
+from tests.compiler.test_tracing_functions import Dirty
 from tests.compiler.test_watch import Negated
 
 X = torch.randn(5, 3)
@@ -112,7 +112,7 @@ def test_a_submodule_under_two_names_is_captured_once() -> None:
 REASONS: dict[str, tuple[nn.Module, str]] = {
     "a backward of its own": (
         Named(lambda own, x: Dirty.apply(own.inner(x)), inner=linear()),  # type: ignore[no-untyped-call]
-        "it applies Dirty (test_functions.py), an autograd.Function that writes into its arguments. A graph "
+        "it applies Dirty (test_tracing_functions.py), an autograd.Function that writes into its arguments. A graph "
         "cannot call it as one operation.",
     ),
     "state": (

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
 from kfac_fx.divided.emitted import EmittedSubmodules
-from tests.compiler.test_functions import ByNumpy
+from tests.compiler.test_tracing_functions import ByNumpy
 
 X = torch.randn(6, 4)
 Build = Callable[[], nn.Module]

@@ -252,7 +252,7 @@ class Own(nn.Module):
         return self.function(self, x + 1)
 
 
-WHERE = r"\(test_functions.py:\d+\), an autograd.Function that"
+WHERE = r"\(test_tracing_functions.py:\d+\), an autograd.Function that"
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "dirty": (
         lambda own, x: apply(Dirty, own.inner(x)),

@@ -1,0 +1,116 @@
+"""Links, called by hand: what two consecutive uses of a weight have in common leaves in the gradients of probes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.statistics.lagged import LAGGED
+from kfac_fx.taps.link import Link
+from tests.compiler.toy import Toy, before
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+N, D = 4, 3
+
+
+def registered() -> Registration:
+    """Three uses of a weight [D, D] and a bias, one after another."""
+    program = before("check", Toy(lambda x, w, b: torch.tanh(torch.tanh(x @ w + b) @ w + b) @ w + b, w=(D, D), b=(D,)))
+    (registration,) = program.registrations
+    assert len(registration.uses) == 3
+    return registration
+
+
+def link_of(registration: Registration, number: int, **changes: object) -> Link:
+    use = replace(registration.uses[number], **changes)  # type: ignore[arg-type]
+    return Link(registration, use, LAYERS["linear"], number == 0, number == len(registration.uses) - 1)
+
+
+def probes_of(registration: Registration) -> dict[str, Tensor]:
+    assert registration.matrix is not None
+    shapes = {name: lagged.shape(registration.matrix.shape) for name, lagged in LAGGED.items()}
+    return {name: torch.zeros(shape, requires_grad=True) for name, shape in shapes.items()}
+
+
+def test_pairs_of_neighbors_are_in_the_gradients_of_the_probes() -> None:
+    """Against the rows and gradients of each use, read off autograd."""
+    registration = registered()
+    probes, links = probes_of(registration), [link_of(registration, n) for n in range(3)]
+    w, b, v = torch.randn(D, D), torch.randn(D), torch.randn(N, D)
+    inputs, outputs = [torch.randn(N, D, requires_grad=True)], []
+    carried = earlier = None
+    for link in links:
+        plain = inputs[-1] @ w + b
+        output, carrier = link(plain, inputs[-1], probes, carried, earlier)
+        assert torch.equal(output, plain) and carrier is not None and not carrier.any()
+        output.retain_grad()
+        outputs.append(output)
+        carried, earlier = carrier, inputs[-1]
+        inputs.append(torch.tanh(output))
+    (outputs[-1] * v).sum().backward()
+    grads = [output.grad for output in outputs if output.grad is not None]
+    ones = torch.ones(N, 1)
+    rows = [torch.cat([x.detach(), ones], 1) for x in inputs[:3]]
+    assert probes["A1"].grad is not None and probes["G1"].grad is not None and probes["pairs"].grad is not None
+    torch.testing.assert_close(probes["A1"].grad[0], rows[1].mT @ rows[0] + rows[2].mT @ rows[1])
+    torch.testing.assert_close(probes["G1"].grad[0], grads[1].mT @ grads[0] + grads[2].mT @ grads[1])
+    assert float(probes["pairs"].grad) == 2 * N
+
+
+def test_the_gradient_passes_a_link_unchanged() -> None:
+    registration = registered()
+    x = torch.randn(N, D, requires_grad=True)
+    output, _ = link_of(registration, 0)(x * 2, x, probes_of(registration), None, None)
+    (gradient,) = torch.autograd.grad(output, x, torch.ones(N, D))
+    assert torch.equal(gradient, torch.full((N, D), 2.0))
+
+
+def test_without_probes_a_link_does_nothing() -> None:
+    output = torch.randn(N, D)
+    for probes in (None, {}):
+        same, carrier = link_of(registered(), 1)(output, output, probes, None, None)
+        assert same is output and carrier is None
+
+
+def test_a_use_of_another_shape_is_no_neighbor() -> None:
+    registration = registered()
+    link = link_of(registration, 1)
+    output = torch.randn(N, D)
+    with pytest.raises(RegistrationError, match=r"linear\(w, b\) at .* of shape \[4, 3\], but \[5, 3\] one use before"):
+        link(output, output, probes_of(registration), torch.zeros(5, D), torch.zeros(5, D))
+
+
+def by_time(tensor: Tensor, steps: int, in_positions: bool) -> Tensor:
+    """[steps, N, d]"""
+    return tensor.transpose(0, 1) if in_positions else tensor.view(steps, N, -1)
+
+
+@pytest.mark.parametrize("in_positions", [False, True])
+def test_uses_that_lie_behind_each_other_in_one_tensor_are_neighbors(in_positions: bool) -> None:
+    registration = replace(registered(), uses=registered().uses[:1])
+    steps = 3
+    shape = (N, steps, D) if in_positions else (steps * N, D)
+    link, probes = link_of(registration, 0, steps=steps, steps_in_positions=in_positions), probes_of(registration)
+    x, y, v = torch.randn(shape), torch.randn(shape, requires_grad=True), torch.randn(shape)
+    (link(y, x, probes, None, None)[0] * v).sum().backward()
+    ones = torch.ones(*shape[:-1], 1)
+    rows, grads = (by_time(tensor, steps, in_positions) for tensor in (torch.cat([x, ones], -1), v))
+    assert probes["A1"].grad is not None and probes["G1"].grad is not None and probes["pairs"].grad is not None
+    torch.testing.assert_close(probes["A1"].grad[0], sum(rows[t + 1].mT @ rows[t] for t in range(2)))
+    torch.testing.assert_close(probes["G1"].grad[0], sum(grads[t + 1].mT @ grads[t] for t in range(2)))
+    assert float(probes["pairs"].grad) == 2 * N
+
+
+def test_rows_that_do_not_hold_the_steps_are_refused() -> None:
+    registration = replace(registered(), uses=registered().uses[:1])
+    link = link_of(registration, 0, steps=3)
+    output = torch.randn(N, D, requires_grad=True)
+    with pytest.raises(RegistrationError, match="should hold 3 uses, but its rows are not a multiple of that"):
+        link(output, output.detach(), probes_of(registration), None, None)[0].sum().backward()
