@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import lru_cache
 from typing import Any
 
@@ -125,11 +126,13 @@ def lay_over(
     if not fits(pattern.root, root, form, binding, label, shapes):
         return None
     inside = set(binding.nodes.values())
-    if any(user not in inside for node in inside - {root} for user in node.users):
+    if read := [node for node in inside - {root} if any(user not in inside for user in node.users)]:
+        binding.refuse(Mismatch.READ, read[0])
         return None
     if form.inputs[0].startswith("_"):
         binding.names[form.inputs[0]] = root  # no input: the output stands for it
     if not isinstance(binding.names.get(form.inputs[0]), fx.Node):
+        binding.refuse(Mismatch.INPUT, root)
         return None
     attrs = {name: binding.names.get(name) for name in form.inputs[1:]}
     attrs |= {role: layout.result for role, (_, layout) in binding.parameters.items()}
@@ -138,7 +141,14 @@ def lay_over(
     roles = [role for role in form.roles if role in binding.parameters]
     trainable = {role: binding.parameters[role] for role in roles if binding.parameters[role][0] in trained}
     learned = trainable or any(expr.slices or expr.products for expr in binding.exprs.values())
-    if not learned or not form.where(attrs) or reads_itself(binding, label):
+    if not learned:
+        binding.refuse(Mismatch.LEARNED, root)
+        return None
+    if not form.where(attrs):
+        binding.refuse(Mismatch.WHERE, root)
+        return None
+    if reads_itself(binding, label):
+        binding.refuse(Mismatch.ITSELF, root)
         return None
     if binding.batch_independent:
         attrs[CASES] = number_of_cases(root, None)
@@ -150,8 +160,9 @@ def lay_over(
             bound[role] = Bound(name, used, canonical)
         for role, expr in binding.exprs.items():
             exprs[role] = expr, form.layout(role, Layout(expr.shape), attrs)
-    except LayerError:
-        return None  # the shape is not the form's: a 3-D weight in a matmul is no linear layer
+    except LayerError:  # such as a 3-D weight in a matmul, which is no linear layer
+        binding.refuse(Mismatch.SHAPE, root)
+        return None
     input, nodes = binding.names[form.inputs[0]], frozenset(inside)
     use = Use(pattern.layer.name, pattern.number, input, root, bound, attrs, nodes, exprs=exprs)
     return use if binding.map is None else with_map(use, binding.map)
@@ -198,6 +209,8 @@ class Binding:
     parameters, exprs, foreign: the roles that a parameter, an expression or any other node fills.
     numbers: of the elements that were gathered.
     map: from the parameter to the table in its place.
+    mismatch: why the form does not fit: the first condition that fails, the place in the graph, and the part of the
+        pattern that should lie over it.
     """
 
     expressions: Mapping[fx.Node, ParameterExpr] = field(default_factory=dict)
@@ -210,12 +223,38 @@ class Binding:
     foreign: dict[str, fx.Node] = field(default_factory=dict)
     numbers: fx.Node | None = None
     map: LinearMap | None = None
+    mismatch: tuple[Mismatch, Any, Any] | None = None
+
+    def refuse(self, mismatch: Mismatch, place: Any, wanted: Any = None) -> None:
+        if self.mismatch is None:
+            self.mismatch = mismatch, place, wanted
+
+
+class Mismatch(Enum):
+    """A condition of a match that fails. `passes.near` has the words."""
+
+    FORM = auto()
+    READ = auto()
+    INPUT = auto()
+    LEARNED = auto()
+    WHERE = auto()
+    ITSELF = auto()
+    SHAPE = auto()
 
 
 def fits(
     wanted: Any, given: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
 ) -> bool:
     """Lay the pattern's `wanted` over the graph's `given`, extending `binding`."""
+    fitted = lies_over(wanted, given, form, binding, label, shapes)
+    if not fitted:
+        binding.refuse(Mismatch.FORM, given, wanted)
+    return fitted
+
+
+def lies_over(
+    wanted: Any, given: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
+) -> bool:
     if isinstance(wanted, (list, tuple)):
         return (
             isinstance(given, (list, tuple))

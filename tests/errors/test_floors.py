@@ -17,7 +17,7 @@ FLOORS = {
     "declarations": "passes.layers passes.parametrizations passes.choose",
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "
-    "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
+    "passes.near passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
     "pipelines": "passes.pipeline passes.divided passes",
     "numerics": "kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",
     "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks kfac_fx.divided",

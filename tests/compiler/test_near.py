@@ -1,0 +1,91 @@
+"""`near_matches` names the layers that nearly match at a place, and the condition that each fails."""
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from kfac_fx.passes.expressions import express
+from kfac_fx.passes.graphs.operations import op_name
+from kfac_fx.passes.ir import Program
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.near import NearMatch, near_matches
+from kfac_fx.passes.pipeline import PIPELINE, run
+from kfac_fx.passes.trace import capture
+
+
+def expressed(model: nn.Module) -> Program:
+    """The program up to the pass `express`."""
+    return run(capture(model, layers=LAYERS).program, PIPELINE[: PIPELINE.index(express) + 1])
+
+
+def at(model: nn.Module, operation: str) -> dict[str, NearMatch]:
+    program = expressed(model)
+    (place,) = (node for node in program.graph.nodes if node.op != "get_attr" and op_name(node) == operation)
+    return {near.layer: near for near in near_matches(program, place)}
+
+
+class Weighted(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape or (3, 3)))
+
+
+def test_a_layer_that_matches_has_no_condition() -> None:
+    class Plain(Weighted):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    near = at(Plain(), "matmul")
+    assert near["linear"].condition is None
+    assert next(iter(near)) == "linear"
+
+
+def test_an_unknown_expression_in_a_role_is_named_with_its_operation() -> None:
+    class Sorted(Weighted):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.sort(0).values
+
+    condition = at(Sorted(40, 40), "matmul")["linear"].condition
+    assert (
+        condition is not None and condition.startswith("its weight must be one parameter") and "values at" in condition
+    )
+
+
+def test_a_second_reader_of_an_intermediate_value_is_named() -> None:
+    class Read(Weighted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            product = x @ self.weight
+            return (product + self.bias) * product.sin()
+
+    condition = at(Read(), "add")["linear"].condition
+    assert condition is not None and condition.startswith("its intermediate value matmul at matmul")
+
+
+def test_a_frozen_weight_fills_no_role() -> None:
+    class Frozen(Weighted):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model = Frozen()
+    model.weight.requires_grad_(False)
+    condition = at(model, "matmul")["linear"].condition
+    assert condition is not None and condition.startswith("no trainable parameter fills one of its roles at matmul at")
+
+
+def test_an_operation_in_no_form_has_no_near_match() -> None:
+    class Far(Weighted):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.logaddexp(x, self.weight)
+
+    assert at(Far(), "logaddexp") == {}
+
+
+@pytest.mark.parametrize("rank", [(False, 3), (True, 1)])
+def test_matches_come_before_near_matches_of_more_operations(rank: tuple[bool, int]) -> None:
+    matches, fitted = rank
+    near = NearMatch("linear", fx.Graph().placeholder("x"), None if matches else "", fitted)
+    assert near.rank == rank and (True, 1) > (False, 3)
