@@ -7,7 +7,6 @@ line is wrong. 130: interrupted.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,21 +14,15 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import demo
-from kfac_fx.passes.errors import nearest
+from kfac_fx.cli.bench import advice, bench, table
+from kfac_fx.cli.explain import explain
+from kfac_fx.cli.passes import passes
+from kfac_fx.cli.problem import CommandError, add_arguments, read
 
 FORMATS = ("text", "json", "html", "dot")
-
-
-class CommandError(Exception):
-    """Ends the command with a sentence and an exit status."""
-
-    def __init__(self, text: str, status: int = 2) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,26 +44,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="kfac-fx", description="K-FAC for unmodified PyTorch models.")
     root.add_argument("--version", action="version", version=f"kfac-fx {kfac_fx.__version__}")
-    commands = root.add_subparsers(dest="name", required=True, metavar="report | demo")
+    commands = root.add_subparsers(dest="name", required=True, metavar="report | explain | passes | bench | demo")
 
     report = commands.add_parser(
         "report",
         help="the Fisher block of every parameter of a model",
         description="Print the Fisher block of every parameter of a model, and the reason if it is not the default.",
-        epilog="example: kfac-fx report torchvision.models:resnet18 --input 2,3,224,224",
+        epilog="example: kfac-fx report torchvision/resnet18 --input 2,3,224,224",
     )
-    report.add_argument("model", metavar="MODULE:CALLABLE", help="the function that builds it without arguments")
-    report.add_argument(
-        "--input",
-        dest="inputs",
-        metavar="SHAPE[:DTYPE]",
-        type=example_input,
-        action="append",
-        required=True,
-        help="an example input, such as 2,3,224,224 or 2,16:int64 (zeros); repeat it for every positional input",
-    )
+    add_arguments(report)
     report.add_argument("--format", choices=FORMATS, default="text", help="of the output; default: %(default)s")
     report.set_defaults(command=report_command)
+
+    why = commands.add_parser(
+        "explain",
+        help="every use of one parameter, its block, and what to write for another",
+        description="Print every use of one parameter with its line and its layer, the layers that nearly match, the "
+        "parameter's Fisher block, and what to write for another one.",
+        epilog="example: kfac-fx explain mine.py:Net encoder.0.weight --input 2,64",
+    )
+    add_arguments(why)
+    why.add_argument("parameter", metavar="PARAMETER", help="a name of model.named_parameters()")
+    why.set_defaults(command=explain_command)
+
+    steps = commands.add_parser(
+        "passes",
+        help="the captured graph of a model, and the changes of every pass",
+        description="Print the captured graph of a model, and the lines that every pass of the compiler changes.",
+        epilog="example: kfac-fx passes mine.py:Net --input 2,64 --pass normalize",
+    )
+    add_arguments(steps)
+    steps.add_argument("--pass", dest="only", metavar="NAME", help="print the whole graph before and after this pass")
+    steps.set_defaults(command=passes_command)
+
+    timed = commands.add_parser(
+        "bench",
+        help="the time and memory of a training step of a model, beside SGD and AdamW",
+        description="Time training steps of a model with SGD, AdamW and K-FAC on one CPU thread, and print a schedule "
+        "of statistics and inverses that stays within an overhead.",
+        epilog="example: kfac-fx bench timm/resnet18 --input 8,3,96,96 --loss categorical --overhead 0.5",
+    )
+    add_arguments(timed)
+    timed.add_argument("--rounds", type=step_count, default=10, help="steps of every method; default: %(default)s")
+    timed.add_argument(
+        "--overhead", type=float, default=0.5, help="over a step of AdamW; 0.5 is 50 percent; default: %(default)s"
+    )
+    timed.set_defaults(command=bench_command)
 
     show = commands.add_parser(
         "demo",
@@ -92,67 +111,30 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-# --- report ---------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------------------------
 
 
 def report_command(options: argparse.Namespace) -> None:
-    model = load(options.model)
-    try:
-        report = kfac_fx.compile(model, tuple(options.inputs)).report
-    except (ValueError, RuntimeError) as error:
-        raise CommandError(f"{type(error).__name__}: {error}", status=1) from error
+    report = read(options).compiled().report
     formats = {"json": report.to_json, "html": report.to_html, "dot": report.to_dot}
     print(formats[options.format]() if options.format in formats else report)
 
 
-def load(path: str) -> nn.Module:
-    """Import `"package.module:callable"` and call it. The current folder is searched first, as with `python -m`."""
-    module_name, colon, name = path.partition(":")
-    if not (colon and module_name and name):
-        raise CommandError(f"{path!r} does not name a model: write it as package.module:callable")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise CommandError(f"importing {module_name} failed: {error}", status=1) from error
-        raise CommandError(f"there is no module {error.name!r}") from error
-    except Exception as error:
-        raise CommandError(f"importing {module_name} failed: {type(error).__name__}: {error}", status=1) from error
-    finally:
-        sys.path.pop(0)
-    if not hasattr(module, name):
-        raise CommandError(f"module {module_name!r} has no {name!r}.{nearest(name, dir(module))}")
-    make = getattr(module, name)
-    if not callable(make):
-        raise CommandError(f"{path} is of type {type(make).__name__}, not a callable that builds a model")
-    try:
-        model = make if isinstance(make, nn.Module) else make()
-    except Exception as error:
-        raise CommandError(f"{path}() failed: {type(error).__name__}: {error}", status=1) from error
-    if not isinstance(model, nn.Module):
-        raise CommandError(f"{path}() returned something of type {type(model).__name__}, not an nn.Module")
-    return model
+def explain_command(options: argparse.Namespace) -> None:
+    print(explain(read(options).compiled().program, options.parameter))
 
 
-def example_input(text: str) -> Tensor:
-    """A tensor from a text such as `"2,16:int64"`: random numbers for floating-point dtypes, otherwise zeros."""
-    shape_text, colon, dtype_text = text.partition(":")
-    try:
-        shape = [int(size) for size in shape_text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write sizes as in 2,3,224,224") from None
-    if min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} has a size below 1")
-    dtype = getattr(torch, dtype_text, None) if colon else torch.float32
-    if not isinstance(dtype, torch.dtype):
-        raise argparse.ArgumentTypeError(f"{dtype_text!r} is not a dtype of torch.{nearest(dtype_text, DTYPES)}")
-    if dtype.is_complex:
-        return torch.randn(shape, dtype=dtype)
-    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+def passes_command(options: argparse.Namespace) -> None:
+    for text in passes(read(options), options.only):
+        print(text)
 
 
-DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+def bench_command(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    contestants = bench(read(options), options.rounds)
+    console = Console()
+    console.print(table(contestants))
+    console.print(advice(contestants, options.overhead), soft_wrap=True)
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------
@@ -194,7 +176,3 @@ def device(text: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(f"no device {text!r}: {reason}") from None
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(main())

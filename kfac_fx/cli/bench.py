@@ -1,0 +1,166 @@
+"""`kfac-fx bench MODEL`: the time and the memory of a step on the user's own model, beside SGD and AdamW."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import kfac_fx
+from kfac_fx.cli.problem import CommandError, Problem
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.report.rows import memory_text
+
+NEVER = 1_000_000  # steps
+INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # steps
+WARM = 2  # steps before the first round, which make factors, inverses and states
+STEP = 1e-6  # the learning rate: the models hardly change
+PLAIN, STATISTICS, INVERSES = "K-FAC, plain", "K-FAC, with statistics", "K-FAC, with inverses"
+EVERY = {PLAIN: (NEVER, NEVER), STATISTICS: (1, NEVER), INVERSES: (NEVER, 1)}
+
+
+@dataclass
+class Contestant:
+    """One optimizer on its own copy of the model."""
+
+    call: nn.Module
+    optimizer: Optimizer
+    problem: Problem
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        scalar_loss(self.call(*self.problem.args, **self.problem.kwargs)).backward()
+        self.optimizer.step()
+
+    def timed_step(self) -> None:
+        start = time.process_time()
+        self.step()
+        self.seconds.append(time.process_time() - start)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @cached_property
+    def state(self) -> int:
+        """The bytes of the tensors in the optimizer's state."""
+        leaves, _ = pytree.flatten(self.optimizer.state_dict())
+        storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves if is_tensor(leaf)}
+        return sum(storage.nbytes() for storage in storages.values())
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def scalar_loss(outputs: object) -> Tensor:
+    """The scalar that forward returns, or the mean square of its outputs. The time of a step does not depend on it."""
+    leaves = [leaf for leaf in pytree.flatten(outputs)[0] if is_tensor(leaf) and leaf.requires_grad]
+    scalars = [leaf for leaf in leaves if leaf.dim() == 0]
+    if not leaves:
+        raise CommandError("no output of the model has a gradient", status=1)
+    return scalars[0] if scalars else torch.stack([leaf.abs().square().mean() for leaf in leaves]).sum()
+
+
+def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
+    """Time `rounds` steps of every method, one of each in a round, in random order. CPU seconds of this process.
+
+    Raises:
+        CommandError: the model cannot be compiled, or no output has a gradient.
+    """
+    problem.model.train()
+    contestants = {"SGD": plain(problem, SGD), "AdamW": plain(problem, AdamW)}
+    for name, (statistics_every, inverses_every) in EVERY.items():
+        net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
+        optimizer = kfac_fx.KFAC(
+            net,
+            lr=STEP,
+            damping=1.0,
+            momentum_type="regular",
+            cov_update_every=statistics_every,
+            invert_every=inverses_every,
+        )
+        contestants[name] = Contestant(net, optimizer, problem)
+    order, shuffle = list(contestants.values()), random.Random(0).shuffle
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", kfac_fx.LossScaleWarning)  # the loss here is not the one that is trained
+        for contestant in order:
+            for _ in range(WARM):
+                contestant.step()
+        for _ in range(rounds):
+            shuffle(order)
+            for contestant in order:
+                contestant.timed_step()
+    return contestants
+
+
+def plain(problem: Problem, kind: type[SGD] | type[AdamW]) -> Contestant:
+    model = copy.deepcopy(problem.model)
+    return Contestant(model, kind(model.parameters(), lr=STEP), problem)
+
+
+# --- what the times mean ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Intervals of statistics and inverses, and the time of their mean step as a multiple of AdamW's."""
+
+    statistics: int
+    inverses: int
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"KFAC(net, ..., cov_update_every={self.statistics}, invert_every={self.inverses})"
+
+
+def schedule(seconds: Mapping[str, float], overhead: float) -> Schedule | None:
+    """The shortest intervals whose mean step takes at most 1 + overhead steps of AdamW; None if no interval does.
+
+    The mean step takes P + (S - P) / s + (I - P) / i: P is a plain step, S one with statistics and I one with inverses,
+    and s and i are the intervals. Inverses are at most as frequent as statistics. Of the pairs that fit, it is the one
+    with the smallest product s i.
+    """
+    base = seconds[PLAIN]
+    more = {kind: max(seconds[kind] - base, 0.0) for kind in (STATISTICS, INVERSES)}
+    fitting = [
+        Schedule(s, i, ratio)
+        for s in INTERVALS
+        for i in INTERVALS
+        if i >= s and (ratio := (base + more[STATISTICS] / s + more[INVERSES] / i) / seconds["AdamW"]) <= 1 + overhead
+    ]
+    return min(fitting, key=lambda each: (each.statistics * each.inverses, each.inverses), default=None)
+
+
+def table(contestants: Mapping[str, Contestant]) -> Table:
+    """A row a method: milliseconds, the multiple of AdamW's, and the memory of the optimizer's state."""
+    shown = Table(title="one training step", title_justify="left")
+    for column in ("method", "CPU ms", "of AdamW", "optimizer state"):
+        shown.add_column(column, justify="left" if column == "method" else "right")
+    adamw = contestants["AdamW"].median
+    for name, contestant in contestants.items():
+        ratio = f"{contestant.median / adamw:.2f}"
+        shown.add_row(name, f"{1e3 * contestant.median:.1f}", ratio, memory_text(contestant.state))
+    return shown
+
+
+def advice(contestants: Mapping[str, Contestant], overhead: float) -> str:
+    """The schedule that fits the overhead, as a sentence."""
+    seconds = {name: contestant.median for name, contestant in contestants.items()}
+    fitting = schedule(seconds, overhead)
+    if fitting is None:
+        least = seconds[PLAIN] / seconds["AdamW"] - 1
+        return f"no schedule stays within {overhead:.0%} of AdamW's step: a plain step of K-FAC takes {least:.0%} more"
+    return f"within {overhead:.0%} of AdamW's step: {fitting}, whose mean step takes {fitting.ratio:.2f} of AdamW's"

@@ -1,0 +1,132 @@
+"""`kfac-fx explain MODEL PARAMETER`: every use of one parameter, its block, and what to write for another."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from torch import fx
+
+from kfac_fx.cli.problem import CommandError
+from kfac_fx.passes.approximations import APPROXIMATIONS
+from kfac_fx.passes.choose import missing
+from kfac_fx.passes.errors import nearest, plural
+from kfac_fx.passes.expressions import express
+from kfac_fx.passes.graphs.labels import entries
+from kfac_fx.passes.graphs.operations import op_name
+from kfac_fx.passes.ir import Program, Registration, where
+from kfac_fx.passes.near import NearMatch, near_matches
+from kfac_fx.report.report import Report
+from kfac_fx.report.rows import factor_text
+
+WIDTH = 100
+NEAR = 3  # the layers that nearly match at one place; others are further away
+
+
+def explain(program: Program, name: str) -> str:
+    """The explanation of one parameter of a compiled model, as text.
+
+    Args:
+        name: any name of the parameter in the model.
+
+    Raises:
+        CommandError: the model has no such trainable parameter.
+    """
+    if name not in program.aliases:
+        raise CommandError(f"the model has no trainable parameter {name!r}.{nearest(name, program.aliases)}")
+    parameter = program.aliases[name]
+    registrations = [each for each in program.registrations if parameter in each.owners]
+    lines = [*heading(program, parameter), ""]
+    for registration in registrations:
+        lines += [*block_lines(program, registration), ""]
+    if not registrations:
+        lines += [*absence(program, parameter), ""]
+    lines += [f"dropped: {note.subject}: {note.reason}" for note in program.dropped if parameter in note.subject]
+    lines += [*place_lines(program, parameter, registrations)]
+    lines += ["", *advice(program, parameter, registrations)]
+    return "\n".join(wrapped for line in lines for wrapped in wrap(line)).rstrip()
+
+
+def wrap(line: str) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(line, WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [""]
+
+
+def heading(program: Program, parameter: str) -> Iterator[str]:
+    tensor = program.parameters[parameter]
+    shape = " x ".join(map(str, tensor.shape)) or "a number"
+    yield f"{parameter}: {shape}, {str(tensor.dtype).removeprefix('torch.')}"
+    if others := [alias for alias in program.names[parameter] if alias != parameter]:
+        yield f"other names: {', '.join(others)}"
+    if pieces := program.pieces_of.get(parameter):
+        yield f"used in {plural(len(pieces), 'piece')}: {', '.join(pieces)}"
+
+
+def absence(program: Program, parameter: str) -> Iterator[str]:
+    if parameter in program.unused:
+        yield "no Fisher block: no loss depends on this parameter"
+    elif parameter in program.python:
+        yield f"no Fisher block: Python outside the captured graphs reads it ({program.python[parameter]})"
+    else:
+        yield "no Fisher block: it was not registered"
+
+
+def block_lines(program: Program, registration: Registration) -> Iterator[str]:
+    number = program.registrations.index(registration)
+    row = Report(program).rows[number]
+    yield f"Fisher block {number}: {row.block}, {row.factors_text}"
+    if shared := [name for name in registration.parameters if len(registration.parameters) > 1]:
+        yield f"  parameters: {', '.join(shared)}"
+    if registration.reason:
+        yield f"  reason: {registration.reason}"
+
+
+def place_lines(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
+    """Every place where the parameter meets the data: its layer, or the layers that nearly match."""
+    parts = set(program.parts(parameter))
+    edges = [act for (_, act), names in entries(program).items() if names & parts]
+    places = list(dict.fromkeys(edges))
+    expressed = program if program.submodules else express(program)  # `cut` has removed the expressions
+    yield f"{plural(len(places), 'place')} where it meets the data:"
+    for place in places:
+        layers = [
+            f"{use.layer}, as {role}"
+            for registration in registrations
+            for use in registration.uses
+            if place in use.nodes
+            for role, bound in use.parameters.items()
+            if bound.parameter in parts
+        ]
+        yield f"  {described(place)}: {', '.join(layers) or 'no layer'}"
+        if not layers:
+            yield from map(near_line, near_matches(expressed, place)[:NEAR])
+
+
+def near_line(near: NearMatch) -> str:
+    if near.condition is None:
+        return f"    {near.layer} matches here, but is not used: see the reason above"
+    return f"    not {near.layer}: {near.condition}"
+
+
+def described(place: fx.Node) -> str:
+    return f"{op_name(place) if place.op != 'output' else 'the output'} at {where(place)}"
+
+
+def advice(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
+    """What to write to change the block."""
+    structured = [each for each in registrations if not each.generic]
+    for registration in structured:
+        layer = program.layers[registration.layer]
+        others = [name for name in layer.approximations if name != registration.approximation]
+        lacks = {name: missing(APPROXIMATIONS[name], program.layers, registration.uses) for name in others}
+        if possible := [name for name, lack in lacks.items() if lack is None]:
+            yield f"for another block write approximations={{{parameter!r}: {possible[0]!r}}}, or one of "
+            yield f"  {', '.join(possible)}"
+        yield from (f"  not {name!r}: {lack}" for name, lack in lacks.items() if lack is not None)
+    if registrations and not structured:
+        yield "for a structured block, write the operation as one of the layers above, or declare a layer of its form:"
+        yield "  kfac_fx.compile(model, layers=[...]), see kfac_fx.layer"
+        full = factor_text("F", (program.parameters[parameter].numel(),) * 2)
+        yield f"for all products of its elements write approximations={{{parameter!r}: 'full'}}: {full}"
+    if parameter in program.parameters and registrations:
+        yield f"to leave it out of training, call requires_grad_(False) on {parameter} before compile"

@@ -1,0 +1,297 @@
+"""The model, its example inputs and its declarations, as the command line names them.
+
+    package.module:Net    a class, a function or a module of an installed package, or of the working folder
+    path/to/file.py:Net   the same of a file
+    timm/resnet18         a model of timm or torchvision by its name there, with random weights
+    transformers/GPT2LMHeadModel   a class of transformers with its default configuration, and random weights
+    transformers/FOLDER   the model that a configuration file names, with random weights
+
+`--arg name=value` passes arguments, to the callable or to the configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.passes.errors import nearest
+
+LIBRARIES = ("timm", "torchvision", "transformers")
+DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+
+
+class CommandError(Exception):
+    """Ends the command with a sentence and an exit status."""
+
+    def __init__(self, text: str, status: int = 2) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model with one batch of inputs, and the arguments of `kfac_fx.compile`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: str | None
+    strict: bool
+
+    def compiled(self) -> kfac_fx.CompiledModule:
+        """The compiled model. Raises CommandError if it cannot be captured or registered."""
+        try:
+            return kfac_fx.compile(self.model, self.args, self.kwargs, loss=self.loss, strict=self.strict)
+        except (ValueError, RuntimeError) as error:
+            raise CommandError(f"{type(error).__name__}: {error}", status=1) from error
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments that name a problem."""
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        help="package.module:Net, path/to/file.py:Net, timm/NAME, torchvision/NAME, transformers/CLASS or "
+        "transformers/FOLDER",
+    )
+    command.add_argument(
+        "--arg",
+        dest="arguments",
+        metavar="NAME=VALUE",
+        type=named_value,
+        action="append",
+        default=[],
+        help="an argument for the callable or the configuration, such as --arg width=64; repeat it for more",
+    )
+    command.add_argument(
+        "--input",
+        dest="inputs",
+        metavar="[NAME=]SHAPE[:DTYPE[:BELOW]]",
+        type=example_input,
+        action="append",
+        default=[],
+        help="an example input, such as 2,3,224,224, ids=2,16:int64 (zeros) or 2,16:int64:1000 (random numbers below "
+        "1000); repeat it for every input",
+    )
+    command.add_argument(
+        "--inputs",
+        dest="file",
+        metavar="FILE",
+        type=Path,
+        help="example inputs that torch.save or numpy.savez wrote: a tensor, a tuple, or a dictionary by argument name",
+    )
+    command.add_argument("--loss", metavar="NAME", help="the loss on the outputs, such as categorical or normal")
+    command.add_argument("--strict", action="store_true", help="fail if a parameter has no structured block")
+    mode = command.add_mutually_exclusive_group()
+    mode.add_argument("--train-mode", dest="training", action="store_const", const=True, help="call model.train()")
+    mode.add_argument("--eval-mode", dest="training", action="store_const", const=False, help="call model.eval()")
+
+
+def read(options: argparse.Namespace) -> Problem:
+    """The problem that the command line names. Raises CommandError."""
+    named = [name for name, _ in options.inputs]
+    if repeated := sorted({name for name in named if name and named.count(name) > 1}):
+        raise CommandError(f"--input names {', '.join(repeated)} twice")
+    if options.inputs and options.file:
+        raise CommandError("give the inputs with --input or in the file of --inputs, not both")
+    if not options.inputs and not options.file:
+        raise CommandError("there are no inputs: write --input 2,3,224,224 for every input, or --inputs FILE")
+    model = load(options.model, dict(options.arguments))
+    if options.training is not None:
+        model.train(options.training)
+    if options.file:
+        args, kwargs = inputs_of(options.file)
+    else:
+        args = tuple(value for name, value in options.inputs if name is None)
+        kwargs = {name: value for name, value in options.inputs if name is not None}
+    return Problem(model, args, kwargs, options.loss, options.strict)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def load(spec: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """The model that `spec` names; see the module's docstring. Raises CommandError."""
+    library, slash, name = spec.partition("/")
+    if slash and name and library in LIBRARIES and ":" not in spec:
+        return model_of_library(library, name, arguments)
+    path, colon, name = spec.rpartition(":")
+    if not (colon and path and name):
+        forms = ", ".join(["package.module:callable", "file.py:callable", *(f"{each}/NAME" for each in LIBRARIES)])
+        if spec.endswith(".py"):
+            raise CommandError(f"{spec!r} is a file: name the model in it, as in {spec}:Net")
+        raise CommandError(f"{spec!r} does not name a model: write it as {forms}")
+    module = module_of_file(Path(path)) if path.endswith(".py") else module_by_name(path)
+    if not hasattr(module, name):
+        raise CommandError(f"module {path!r} has no {name!r}.{nearest(name, dir(module))}")
+    make = getattr(module, name)
+    if isinstance(make, nn.Module):
+        if arguments:
+            raise CommandError(f"{spec} is a model already, so it takes no --arg")
+        return make
+    if not callable(make):
+        raise CommandError(f"{spec} is of type {type(make).__name__}, not a callable that builds a model")
+    return built(spec, lambda: make(**arguments))
+
+
+def module_by_name(name: str) -> ModuleType:
+    """Import a module. The current folder is searched first, as with `python -m`."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise CommandError(f"importing {name} failed: {error}", status=1) from error
+        raise CommandError(f"there is no module {error.name!r}") from error
+    except Exception as error:
+        raise CommandError(f"importing {name} failed: {type(error).__name__}: {error}", status=1) from error
+    finally:
+        sys.path.pop(0)
+
+
+def module_of_file(path: Path) -> ModuleType:
+    """Run a file as a module. Its folder is searched first for what it imports, as with `python FILE`."""
+    if not path.is_file():
+        raise CommandError(f"there is no file {str(path)!r}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, f"bug in kfac_fx: no loader for {path}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # as an import does: classes look up their module by name
+    sys.path.insert(0, str(path.absolute().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise CommandError(f"running {path} failed: {type(error).__name__}: {error}", status=1) from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def model_of_library(library: str, name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """A model of timm, torchvision or transformers with random weights."""
+    module = module_by_name("torchvision.models" if library == "torchvision" else library)
+    if library == "transformers":
+        try:  # it imports its modules when they are asked for
+            return model_of_transformers(module, name, arguments)
+        except (ImportError, OSError) as error:
+            raise CommandError(f"{library}/{name} failed: {type(error).__name__}: {error}", status=1) from error
+    if library == "timm":
+        names, make = module.list_models(), module.create_model
+    else:
+        names, make = module.list_models(), module.get_model
+    if name not in names:
+        raise CommandError(f"{library} has no model {name!r}.{nearest(name, names)}")
+    return built(f"{library}/{name}", lambda: make(name, **arguments))
+
+
+def model_of_transformers(transformers: Any, name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """A class by its name, or the class that the configuration in a folder names."""
+    if hasattr(transformers, name):
+        make = getattr(transformers, name)
+        if not hasattr(make, "config_class"):
+            raise CommandError(f"transformers.{name} is no model")
+        return built(f"transformers/{name}", lambda: make(make.config_class(**arguments)))
+    if not Path(name).is_dir():
+        raise CommandError(
+            f"transformers has no class {name!r}, and there is no folder of this name with a config.json."
+            f"{nearest(name, dir(transformers))}"
+        )
+    config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, **arguments)
+    if not config.architectures:
+        raise CommandError(f"the configuration in {name!r} names no class under 'architectures'")
+    make = getattr(transformers, config.architectures[0])
+    return built(f"transformers/{name}", lambda: make(config))
+
+
+def built(spec: str, make: Any) -> nn.Module:
+    """The model that `make()` returns. Raises CommandError if it fails, or returns something else."""
+    try:
+        model = make()
+    except Exception as error:
+        raise CommandError(f"{spec}() failed: {type(error).__name__}: {error}", status=1) from error
+    if not isinstance(model, nn.Module):
+        raise CommandError(f"{spec}() returned something of type {type(model).__name__}, not an nn.Module")
+    return model
+
+
+# --- arguments and inputs ---------------------------------------------------------------------------------------------
+
+
+def named_value(text: str) -> tuple[str, Any]:
+    """`"width=64"` -> `("width", 64)`. Text that is no Python literal stays text."""
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in width=64")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def example_input(text: str) -> tuple[str | None, Tensor]:
+    """The name, if any, and a tensor from a text such as `"ids=2,16:int64:1000"`.
+
+    Floating-point and complex tensors are random; integers are random below the last number, or zeros without one.
+    """
+    name, equals, rest = text.rpartition("=")
+    if equals and not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{name!r} is not the name of an argument")
+    shape_text, colon, dtype_text = rest.partition(":")
+    dtype_text, below_colon, below_text = dtype_text.partition(":")
+    try:
+        shape = [int(size) for size in shape_text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write sizes as in 2,3,224,224") from None
+    if min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has a size below 1")
+    dtype = getattr(torch, dtype_text, None) if colon else torch.float32
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{dtype_text!r} is not a dtype of torch.{nearest(dtype_text, DTYPES)}")
+    continuous = dtype.is_floating_point or dtype.is_complex
+    if below_colon and (continuous or not below_text.isdecimal() or int(below_text) < 1):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in a bound for integers, as in 2,16:int64:1000")
+    return name or None, tensor(shape, dtype, int(below_text) if below_colon else 1)
+
+
+def tensor(shape: list[int], dtype: torch.dtype, below: int) -> Tensor:
+    if dtype.is_complex:
+        return torch.randn(shape, dtype=dtype)
+    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(below, shape).to(dtype)
+
+
+def inputs_of(path: Path) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """(args, kwargs) from a file of torch.save or numpy.savez. Nothing in it is executed."""
+    if not path.is_file():
+        raise CommandError(f"there is no file {str(path)!r}")
+    try:
+        value = arrays_of(path) if path.suffix in (".npy", ".npz") else torch.load(path, weights_only=True)
+    except Exception as error:
+        raise CommandError(f"reading {path} failed: {type(error).__name__}: {error}", status=1) from error
+    if isinstance(value, dict):
+        return (), value
+    return (tuple(value) if isinstance(value, (list, tuple)) else (value,)), {}
+
+
+def arrays_of(path: Path) -> Any:
+    """The tensors of a NumPy file: by the names in an .npz, in order if they have none."""
+    import numpy as np
+
+    loaded = np.load(path, allow_pickle=False)
+    if path.suffix == ".npy":
+        return torch.from_numpy(loaded)
+    named = {name: torch.from_numpy(loaded[name]) for name in loaded.files}
+    unnamed = [named[f"arr_{number}"] for number in range(len(named)) if f"arr_{number}" in named]
+    return unnamed if len(unnamed) == len(named) else named

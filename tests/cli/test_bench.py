@@ -1,0 +1,41 @@
+"""`bench`: contestants, and the schedule that fits an overhead."""
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_fx.cli.bench import INVERSES, PLAIN, STATISTICS, bench, scalar_loss, schedule
+from kfac_fx.cli.problem import CommandError, Problem
+
+SECONDS = {"AdamW": 1.0, PLAIN: 1.2, STATISTICS: 2.2, INVERSES: 11.2}
+
+
+def test_the_schedule_is_the_most_frequent_that_fits() -> None:
+    fitting = schedule(SECONDS, overhead=0.5)
+    assert fitting is not None
+    assert (fitting.statistics, fitting.inverses) == (10, 50)
+    assert fitting.ratio == pytest.approx(1.2 + 1.0 / 10 + 10.0 / 50)
+
+
+def test_no_schedule_fits_less_than_a_plain_step() -> None:
+    assert schedule(SECONDS, overhead=0.1) is None
+
+
+def test_a_scalar_output_is_the_loss_and_other_outputs_are_squared() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert scalar_loss({"loss": x.sum(), "logits": x}).item() == 3.0
+    assert scalar_loss((x, x)).item() == 5.0
+    with pytest.raises(CommandError, match="no output of the model has a gradient"):
+        scalar_loss(x.detach())
+
+
+def test_contestants_train_copies_and_count_their_state() -> None:
+    model = nn.Linear(5, 2)
+    before = model.weight.clone()
+    contestants = bench(Problem(model, (torch.randn(4, 5),), {}, "normal", strict=False), rounds=2)
+    assert torch.equal(model.weight, before) and model.weight.grad is None
+    assert all(len(contestant.seconds) == 2 for contestant in contestants.values())
+    assert contestants["SGD"].state == 0
+    assert contestants["AdamW"].state == 4 * (2 * 12 + 2)  # two moments of 12 elements, and two counters of steps
+    factors = 4 * 2 * (6 * 6 + 2 * 2)  # and their inverses
+    assert contestants[PLAIN].state >= factors

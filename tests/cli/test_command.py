@@ -1,0 +1,106 @@
+"""The commands: their output, and a sentence and an exit status for everything that can be wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kfac_fx import cli
+from kfac_fx.cli import command
+from tests.cli.running import run
+
+
+def test_the_report_names_every_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "report", "cli_models:linear", "--input", "4,5")
+    assert (status, err) == (0, "")
+    assert out.startswith("kfac_fx registered 12 of 12 trainable parameters in 1 Fisher block")
+    assert "{weight, bias}" in out
+
+
+def test_a_module_that_exists_already_is_taken_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "report", "cli_models:ready", "--input", "4,5")
+    assert status == 0 and "12 of 12" in out
+
+
+def test_inputs_come_in_order_and_with_their_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("report", "cli_models:Words", "--input", "2,16:int64", "--input", "2,4", "--format", "json")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    assert [each["layer"] for each in json.loads(out)["registrations"]] == ["embedding", "linear"]
+
+
+@pytest.mark.parametrize(("name", "start"), [("html", "<!doctype html>"), ("dot", "digraph"), ("json", "{")])
+def test_the_other_formats_are_complete_documents(name: str, start: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "report", "cli_models:linear", "--input", "4,5", "--format", name)
+    assert status == 0 and out.startswith(start)
+
+
+def test_a_model_that_refuses_its_input_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "report", "cli_models:picky", "--input", "4,6")
+    assert status == 1 and out == ""
+    assert "I only read five columns" in err and "Traceback" not in err
+
+
+def test_the_command_runs_as_a_program_and_finds_models_in_the_working_folder() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    words = [sys.executable, "-m", "kfac_fx.cli", "report", "cli_models:linear", "--input", "4,5"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "12 of 12" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("learn",), ("report",), ("explain", "cli_models:linear")])
+def test_an_incomplete_command_line_shows_the_usage(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, *arguments)
+    assert status == 2 and err.startswith("usage: kfac-fx")
+
+
+def test_an_interrupted_command_has_the_shells_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "read", interrupt)
+    status, _, err = run(capsys, "report", "cli_models:linear", "--input", "4,5")
+    assert status == 130 and err == "kfac-fx report: interrupted\n"
+
+
+def test_explain_tells_the_uses_the_block_and_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "explain", "cli_models:linear", "weight", "--input", "4,5", "--loss", "normal")
+    assert (status, err) == (0, "")
+    assert out.startswith("weight: 2 x 5, float32") and "linear, as weight" in out
+
+
+def test_passes_shows_the_capture_and_every_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "passes", "cli_models:linear", "--input", "4,5")
+    assert status == 0 and all(f"--- {name} -" in out for name in ("capture", "normalize", "match", "check"))
+
+
+def test_bench_shows_every_method_and_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--input", "4,5", "--loss", "normal", "--rounds", "1", "--overhead", "1e6")
+    status, out, _ = run(capsys, "bench", "cli_models:linear", *arguments)
+    assert status == 0
+    assert all(name in out for name in ("SGD", "AdamW", "K-FAC, plain", "K-FAC, with statistics"))
+    assert "cov_update_every=1, invert_every=1" in out
+
+
+def test_strict_fails_for_a_generic_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "report", "cli_models:Lonely", "--input", "4,5", "--strict")
+    assert status == 1 and "no structured Fisher block" in err
+
+
+def test_a_wrong_loss_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "report", "cli_models:linear", "--input", "4,5", "--loss", "categorial")
+    assert status == 1 and "Did you mean 'categorical'?" in err
+
+
+def test_a_mode_is_set_before_the_capture(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, mode in (("--train-mode", "training"), ("--eval-mode", "evaluation")):
+        status, _, err = run(capsys, "report", "cli_models:OnlyIn", "--arg", f"mode={mode}", "--input", "4,5", flag)
+        assert (status, err) == (0, "")

@@ -1,0 +1,57 @@
+"""`explain`: the uses of one parameter, its block and the choices."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.cli.explain import explain
+from kfac_fx.cli.problem import CommandError
+
+
+class Mixed(nn.Module):
+    """A tied weight, a parameter that no layer takes, and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.embedding.weight
+        self.centers = nn.Parameter(torch.randn(4, 4))
+        self.spare = nn.Parameter(torch.randn(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.cdist(self.embedding(ids), self.centers))
+
+
+@pytest.fixture(scope="module")
+def program() -> kfac_fx.passes.ir.Program:
+    return kfac_fx.compile(Mixed(), (torch.randint(7, (3, 5)),), loss="categorical").program
+
+
+def test_every_use_of_a_tied_weight_has_its_layer_and_its_line(program: kfac_fx.passes.ir.Program) -> None:
+    text = explain(program, "head.weight")
+    assert text.startswith("embedding.weight: 7 x 4, float32\nother names: head.weight\n")
+    assert "2 places where it meets the data:" in text
+    assert "(test_explain.py:24): embedding, as weight" in text
+
+
+def test_a_generic_parameter_has_its_reason_and_what_to_write(program: kfac_fx.passes.ir.Program) -> None:
+    text = explain(program, "centers")
+    assert "generic diagonal, F diag 16" in text and "cdist at" in text and ": no layer" in text
+    assert "kfac_fx.compile(model, layers=[...])" in text
+    assert "approximations={'centers': 'full'}: F 16 x 16" in text
+
+
+def test_an_unused_parameter_says_so(program: kfac_fx.passes.ir.Program) -> None:
+    assert "no Fisher block: no loss depends on this parameter" in explain(program, "spare")
+
+
+def test_approximations_that_do_not_apply_say_why(program: kfac_fx.passes.ir.Program) -> None:
+    text = explain(program, "head.bias")
+    assert "for another block write approximations={'head.bias': " in text or "not '" in text
+
+
+def test_a_wrong_name_has_a_suggestion(program: kfac_fx.passes.ir.Program) -> None:
+    with pytest.raises(CommandError, match="no trainable parameter 'head.wieght'. Did you mean 'head.weight'?"):
+        explain(program, "head.wieght")
