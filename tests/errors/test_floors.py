@@ -17,8 +17,8 @@ FLOORS = {
     "declarations": "passes.layers passes.parametrizations passes.choose",
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "
-    "passes.near passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
-    "pipelines": "passes.pipeline passes.divided passes",
+    "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
+    "pipelines": "passes.pipeline passes.near passes.divided passes",
     "numerics": "kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",
     "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks kfac_fx.divided",
     "models": "kfac_fx.capture_cache kfac_fx.layer_collection kfac_fx.fisher_blocks kfac_fx.report "
