@@ -96,9 +96,10 @@ def run(chosen: argparse.Namespace, command: str) -> None:
             if not (record["task"] in names and record["method"] in methods and record["seed"] in seeds)
         ]
         chosen.out.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    source = origin(command)
     for task, method, lr, seed in queue(records, tasks, methods, seeds, chosen.lr or ()):
         labels = {"task": task.name, "method": method, "lr": lr, "seed": seed, "steps": task.steps}
-        record = labels | train(task, METHODS[method], lr, seed) | origin(command)
+        record = labels | train(task, METHODS[method], lr, seed) | source
         append(record, chosen.out)
         records.append(record)
         step, seconds, _ = record["points"][-1]

@@ -276,6 +276,7 @@ METHODS: dict[str, Method] = {
         missing=partial(not_installed, "pytorch-optimizer"),
     ),
     "Muon": Method(muon, "torch.optim.Muon for hidden matrices, AdamW for the rest", start=3e-3),
+    "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, of=Solving),
     "KFAC": Method(kfac, "`KFAC(net)`", lrs=(1.0, 0.3), missing=no_default),
     "KFAC empirical": Method(
         kfac_empirical,
@@ -288,7 +289,6 @@ METHODS: dict[str, Method] = {
         "`KFAC(net, damping=1.0, momentum=None, momentum_type='qmodel', adapt_damping=True)`, no schedule",
         lrs=(None,),
     ),
-    "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, of=Solving),
     "Shampoo": Method(
         shampoo,
         "pytorch_optimizer.ScalableShampoo, roots every 10 steps, grafted on RMSProp",

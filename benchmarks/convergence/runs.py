@@ -118,7 +118,7 @@ def todo(records: Sequence[Record], task: Task, method: str, seed: int) -> Itera
 
 def origin(command: str) -> Record:
     """The fields of a record that say where it comes from."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "command": command,
         "commit": commit.stdout.strip() or "unknown",

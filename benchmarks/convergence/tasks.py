@@ -269,7 +269,7 @@ ALL: tuple[Task, ...] = (
     Learning(
         "autoencoder",
         "64-256-128-64-16 and back with sigmoids, digits, cross-entropy of an image",
-        steps=1000,
+        steps=800,
         seconds=60,
         measure_every=20,
         distribution="multi_bernoulli",
@@ -305,11 +305,12 @@ ALL: tuple[Task, ...] = (
         cases=data.sums,
         objective=squared,
         batch=128,
+        lr_scale=3.0,
     ),
     Learning(
         "resnet1d",
         "ResNet-8 of 1-D convolutions with batch normalization, waves, smoothed labels",
-        steps=500,
+        steps=400,
         seconds=90,
         measure_every=20,
         distribution="categorical",
@@ -323,7 +324,7 @@ ALL: tuple[Task, ...] = (
     Learning(
         "gpt",
         "GPT of 3 blocks of width 48, 48 characters of Python's standard library",
-        steps=1000,
+        steps=800,
         seconds=150,
         measure_every=40,
         distribution="categorical",
@@ -337,7 +338,7 @@ ALL: tuple[Task, ...] = (
     Solving(
         "poisson",
         "Poisson's equation in a square, tanh network 3 x 32, 400 points inside and 100 on the border",
-        steps=2000,
+        steps=1500,
         seconds=60,
         measure_every=50,
         distribution=residuals,
@@ -347,7 +348,7 @@ ALL: tuple[Task, ...] = (
     Solving(
         "burgers",
         "Burgers' equation, viscosity 0.04 / π, tanh network 3 x 32, 400 points inside and 100 on the border",
-        steps=2000,
+        steps=1500,
         seconds=60,
         measure_every=50,
         distribution=residuals,
@@ -357,7 +358,7 @@ ALL: tuple[Task, ...] = (
     Learning(
         "resnet2d",
         "ResNet-8 of 2-D convolutions with batch normalization, digits, smoothed labels",
-        steps=300,
+        steps=200,
         seconds=60,
         measure_every=10,
         distribution="categorical",
@@ -385,7 +386,7 @@ ALL: tuple[Task, ...] = (
     Learning(
         "classifier",
         "the demo's classifier: embedding, convolutions, group norm, a layer used twice; digits, smoothed labels",
-        steps=600,
+        steps=400,
         seconds=60,
         measure_every=20,
         distribution="categorical",
