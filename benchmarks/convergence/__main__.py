@@ -14,13 +14,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.convergence import docs
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.runs import Record, append, best_loss, key, origin, read, todo, train
 from benchmarks.convergence.tasks import TASKS, Task, shortened
 from kfac_fx.demo.training import one_thread
 
 OUT = Path(__file__).parents[1] / "results" / "convergence.jsonl"
-SEEDS = (0, 1, 2)
 
 
 def queue(
@@ -71,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.quick:
             quick()
             return
+        if chosen.write_docs:
+            docs.write(read(chosen.out))
+            return
         command = shlex.join(
             ["python", "-m", "benchmarks.convergence", *(sys.argv[1:] if arguments is None else arguments)]
         )
@@ -79,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(chosen: argparse.Namespace, command: str) -> None:
     tasks = [task for name, task in TASKS.items() if name in (chosen.task or TASKS)]
-    seeds, methods = chosen.seed or SEEDS, []
+    seeds, methods = chosen.seed or docs.SEEDS, []
     for name in METHODS:
         if name in (chosen.method or METHODS):
             reason = METHODS[name].missing()

@@ -277,10 +277,10 @@ METHODS: dict[str, Method] = {
     ),
     "Muon": Method(muon, "torch.optim.Muon for hidden matrices, AdamW for the rest", start=3e-3),
     "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, of=Solving),
-    "KFAC": Method(kfac, "`KFAC(net)`", lrs=(1.0, 0.3), missing=no_default),
+    "KFAC": Method(kfac, "`KFAC(net, lr)`", lrs=(1.0, 0.3), missing=no_default),
     "KFAC empirical": Method(
         kfac_empirical,
-        "`KFAC(net, lr=1, damping=1e-2, norm_constraint=1e-3, estimation_mode='empirical', cov_update_every=10, "
+        "`KFAC(net, lr, damping=1e-2, norm_constraint=1e-3, estimation_mode='empirical', cov_update_every=10, "
         "invert_every=100)`",
         lrs=(1.0, 0.3),
     ),

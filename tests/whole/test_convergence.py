@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence import methods, runs, tasks
+from benchmarks.convergence import docs, methods, runs, summary, tasks
 from benchmarks.convergence.equations import Burgers, Equation, Poisson
 from benchmarks.convergence.methods import METHODS, Method
 from benchmarks.convergence.tasks import TASKS, shortened
@@ -216,3 +216,66 @@ def test_a_run_ends_with_its_seconds() -> None:
     with one_thread():
         record = runs.train(task, METHODS["SGD"], 1e-3, 0)
     assert record["ended"] == "seconds" and record["points"][-1][0] == 2
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def record(method: str, lr: float | None, seed: int, *losses: float | None, pace: float = 1.0) -> runs.Record:
+    """A run on "poisson" that was measured every 10 steps, each of `pace` seconds."""
+    points = [[10 * n, 10 * n * pace, loss] for n, loss in enumerate(losses)]
+    labels = {"task": "poisson", "method": method, "lr": lr, "seed": seed, "steps": TASKS["poisson"].steps}
+    origin = {"command": "python", "commit": "abc", "torch": "2", "python": "3"}
+    return labels | {"points": points, "validation": 0.5, "ended": "steps"} | origin
+
+
+RECORDS = [
+    *(record("AdamW", lr, 0, 8.0, 8.0, loss) for lr, loss in ((3e-3, 4.0), (9.5e-3, 5.0), (9.5e-4, 6.0), (5.3e-3, 7))),
+    *(record("AdamW", 3e-3, seed, 8.0, 8.0, loss) for seed, loss in ((1, 2.0), (2, 3.0))),
+    *(record("KFAC qmodel", None, seed, 8.0, 3.0, loss, pace=5.0) for seed, loss in ((0, 1.0), (1, 0.5), (2, 2.0))),
+    record("KFAC empirical", 1.0, 0, 8.0, 9.0, None),
+]
+
+
+def test_a_method_is_summarized_by_the_seeds_of_its_best_rate() -> None:
+    found = summary.entries(RECORDS, TASKS["poisson"])
+    adamw, ours, failed = found["AdamW"], found["KFAC qmodel"], found["KFAC empirical"]
+    assert (adamw.lr, adamw.loss, adamw.range, adamw.finished) == (3e-3, 3.0, (2.0, 4.0), True)
+    assert not adamw.at_edge and len(adamw.trials) == 4
+    assert (ours.loss, ours.reached(adamw.loss)) == (1.0, (10, 50.0))
+    assert adamw.reached(adamw.loss) == (20, 20.0)
+    assert summary.beats(ours, adamw) == (True, False) and summary.beats(adamw, ours) == (False, False)
+    assert (ours.loss_at(49.0), ours.loss_at(50.0)) == (8.0, 3.0)
+    assert (adamw.diverged, failed.diverged, failed.finished) == (0, 1, False)
+    assert failed.reached(3.0) == (math.inf, math.inf)
+
+
+def test_the_best_rate_at_an_end_of_the_search_is_marked() -> None:
+    found = summary.entries(RECORDS[1:3] + RECORDS[:1], TASKS["poisson"])["AdamW"]
+    assert (found.lr, found.at_edge) == (3e-3, False)
+    edge = summary.entries(RECORDS[:2], TASKS["poisson"])["AdamW"]
+    assert (edge.lr, edge.at_edge, edge.finished) == (3e-3, True, False)
+
+
+def test_the_page_has_the_tables_and_says_which_runs_are_missing() -> None:
+    page = docs.page(RECORDS)
+    assert "| poisson | 3 | 8 (-, -) | **1** (0.50, 2.50) |" in page
+    assert "| diverged | 0 of 3 | 1 of 1 | 0 of 3 |" in page
+    assert "| KFAC qmodel | 1, 0 of 1 |" in page
+    assert "| KFAC qmodel |  | 3 | 1 | 0.5 to 2 | 0.5 | 100.0 | 10 | 50.0 | 8 |" in page
+    assert "- SOAP: all." in page and "- KFAC empirical: no run: autoencoder" in page
+    assert "the search is not finished: poisson (1 runs)" in page
+    assert "L-BFGS: all." in page
+
+
+def test_the_page_of_results_is_made_of_the_runs() -> None:
+    assert docs.page(runs.read(convergence.OUT)) == docs.DOCS.read_text(encoding="utf-8"), (
+        "run python -m benchmarks.convergence --write-docs"
+    )
+
+
+def test_every_task_with_runs_has_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs, "DOCS", tmp_path / "results.md")
+    docs.write(RECORDS)
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["poisson.png"]
+    assert (tmp_path / "results.md").read_text(encoding="utf-8") == docs.page(RECORDS)

@@ -1,0 +1,209 @@
+"""docs/results.md and its figures: `python -m benchmarks.convergence --write-docs`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.convergence.figures import draw
+from benchmarks.convergence.methods import METHODS, TRIALS, WARM_UP
+from benchmarks.convergence.runs import Record
+from benchmarks.convergence.summary import Entry, beats, entries
+from benchmarks.convergence.tasks import TASKS, Solving, Task
+
+DOCS = Path(__file__).parents[2] / "docs" / "results.md"
+FIGURES = "results"
+SEEDS = (0, 1, 2)
+PEERS = ("AdamW", "SOAP", "Muon", "L-BFGS")
+INTRODUCTION = """# Training with kfac_fx
+
+This page compares the training loss of K-FAC and of other optimizers on {tasks} small tasks, against steps and against
+CPU time.
+
+- Every method starts from the same network and sees the same batches. The seed sets both.
+- The learning rate of every other method is tuned in {trials} runs on seed 0, on a logarithmic grid: the search follows
+  the better side until the best rate has worse ones on both sides, and then tries the middle between the best rate and
+  the better of its neighbors. K-FAC tries the learning rates 1 and 0.3, or has none. The chosen rate is run with three
+  seeds.
+- All learning rates have a warm-up of {warm_up:.0%} of the steps and a linear decay to 0. L-BFGS and the quadratic
+  model find their own step size. No method decays weights.
+- The loss is measured on a fixed part of the training set, in eval mode. Losses of smoothed labels are given above
+  their lowest value, the entropy of the labels. The tables give the lowest loss of a run.
+- CPU time is that of the steps on one thread, without compilation and measurements. The machine has two cores and was
+  shared with other work, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
+- Results are medians over seeds, with their range.
+
+`benchmarks/results/convergence.jsonl` has a line for each of the {count} runs, with its command and its commit:
+
+    python -m benchmarks.convergence
+    python -m benchmarks.convergence --write-docs
+
+The first command makes the runs that are not there, and the second one makes this page. Versions: {versions}; kfac_fx
+at {commits}.
+"""
+
+
+def write(records: Sequence[Record]) -> None:
+    """Write the page and the figures."""
+    DOCS.write_text(page(records), encoding="utf-8")
+    for task in TASKS.values():
+        if known := entries(records, task):
+            draw(task, known, DOCS.parent / FIGURES / f"{task.name}.png")
+
+
+def page(records: Sequence[Record]) -> str:
+    known = {task.name: entries(records, task) for task in TASKS.values()}
+    sections = [introduction(records), budgets(), methods(), summary(known), missing(known)]
+    sections += [details(task, known[task.name]) for task in TASKS.values() if known[task.name]]
+    return "\n".join(section for section in sections if section)
+
+
+def introduction(records: Sequence[Record]) -> str:
+    commits = dict.fromkeys(str(record["commit"]) for record in records)
+    versions = dict.fromkeys(f"torch {record['torch']}, python {record['python']}" for record in records)
+    return INTRODUCTION.format(
+        tasks=len(TASKS),
+        trials=TRIALS,
+        warm_up=WARM_UP,
+        count=len(records),
+        versions="; ".join(versions),
+        commits=", ".join(commits),
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def number(value: float) -> str:
+    """Three digits, or a dash for what was never reached or is not finite."""
+    return f"{value:.3g}" if math.isfinite(value) else "-"
+
+
+def whole(value: float) -> str:
+    return f"{value:.0f}" if math.isfinite(value) else "-"
+
+
+def ratio(value: float, other: float) -> str:
+    return f"{value / other:.2f}" if math.isfinite(value) and math.isfinite(other) else "-"
+
+
+def budgets() -> str:
+    rows = [[task.name, task.title, str(task.steps), f"{task.seconds:.0f}"] for task in TASKS.values()]
+    text = "A run ends after the steps of its task or, if that is earlier, after its CPU seconds.\n"
+    lines = table(["task", "network, data, loss", "steps", "CPU seconds"], rows).splitlines()
+    lines[1] = "| --- | --- | --: | --: |"
+    return "\n".join(["## Tasks\n", text, *lines, ""])
+
+
+def methods() -> str:
+    rows = [
+        [name, method.note, "only equations" if method.of is Solving else "all"] for name, method in METHODS.items()
+    ]
+    lines = table(["method", "settings", "tasks"], rows).splitlines()
+    lines[1] = "| --- | --- | --- |"
+    return "\n".join(["## Methods\n", *lines, ""])
+
+
+SUMMARY = """\
+## Summary
+
+Every cell gives the lowest training loss and, in parentheses, the steps and the CPU time until the method reached
+AdamW's lowest loss, as multiples of AdamW's. A dash says that it did not reach it. The best loss of a task is bold.
+*Diverged* counts runs that ended above their first loss.
+"""
+VERDICTS = """\
+The next table counts the tasks on which a method reaches the lowest loss of another one in fewer steps, and in less CPU
+time, than the other does, of the tasks on which both were run.
+"""
+
+
+def summary(known: Mapping[str, Mapping[str, Entry]]) -> str:
+    names = [name for name in METHODS if any(name in of_task for of_task in known.values())]
+    rows = [[task, *(cell(of_task, name) for name in names)] for task, of_task in known.items() if of_task]
+    diverged = []
+    for name in names:
+        runs = [of_task[name] for of_task in known.values() if name in of_task]
+        diverged.append(f"{sum(entry.diverged for entry in runs)} of {sum(len(entry.runs) for entry in runs)}")
+    rows.append(["diverged", *diverged])
+    verdicts = [[name, *(counts(known, name, peer) for peer in PEERS)] for name in names]
+    against = [f"{peer}: steps, CPU time" for peer in PEERS]
+    return "\n".join([SUMMARY, table(["task", *names], rows), VERDICTS, table(["method", *against], verdicts)])
+
+
+def cell(of_task: Mapping[str, Entry], name: str) -> str:
+    if name not in of_task:
+        return ""
+    entry, adamw = of_task[name], of_task.get("AdamW")
+    best = entry.loss == min(other.loss for other in of_task.values())
+    text = f"**{number(entry.loss)}**" if best else number(entry.loss)
+    if adamw is None or name == "AdamW":
+        return text
+    mine, its = entry.reached(adamw.loss), adamw.reached(adamw.loss)
+    return f"{text} ({ratio(mine[0], its[0])}, {ratio(mine[1], its[1])})"
+
+
+def counts(known: Mapping[str, Mapping[str, Entry]], name: str, peer: str) -> str:
+    if name == peer:
+        return ""
+    pairs = [(of_task[name], of_task[peer]) for of_task in known.values() if name in of_task and peer in of_task]
+    found = [beats(entry, other) for entry, other in pairs]
+    return f"{sum(steps for steps, _ in found)}, {sum(time for _, time in found)} of {len(found)}" if found else ""
+
+
+def missing(known: Mapping[str, Mapping[str, Entry]]) -> str:
+    """The runs that the page does not have."""
+    lines = list(gaps(known))
+    return "\n".join(["### Runs that are missing\n", *lines, ""]) if lines else ""
+
+
+def gaps(known: Mapping[str, Mapping[str, Entry]]) -> Iterator[str]:
+    for name, method in METHODS.items():
+        without, tuning, seeds = [], [], []
+        for task in TASKS.values():
+            entry = known[task.name].get(name)
+            if not isinstance(task, method.of):
+                continue
+            if entry is None:
+                without.append(task.name)
+            elif not entry.finished:
+                tuning.append(f"{task.name} ({len(entry.trials)} runs)")
+            elif absent := [str(seed) for seed in SEEDS if seed not in {run["seed"] for run in entry.runs}]:
+                seeds.append(f"{task.name} ({', '.join(absent)})")
+        if without and not any(name in of_task for of_task in known.values()):
+            yield f"- {name}: all."
+            continue
+        parts = [("no run", without), ("the search is not finished", tuning), ("seeds that are missing", seeds)]
+        texts = [f"{title}: {', '.join(tasks)}" for title, tasks in parts if tasks]
+        if texts:
+            yield f"- {name}: {'; '.join(texts)}."
+
+
+def details(task: Task, of_task: Mapping[str, Entry]) -> str:
+    """The section of a task: its figure and a row for every method."""
+    adamw = of_task.get("AdamW")
+    time = adamw.seconds if adamw else math.nan
+    columns = ["method", "lr", "seeds", "lowest loss", "range", task.validation, "CPU seconds"]
+    if adamw:
+        columns += ["to AdamW's loss: steps", "CPU seconds", f"loss after {time:.1f} CPU seconds"]
+    rows = []
+    for name, entry in of_task.items():
+        low, high = entry.range
+        lr = "" if entry.lr is None else f"{entry.lr:g}{'†' if entry.at_edge else ''}"
+        spread = f"{number(low)} to {number(high)}" if len(entry.runs) > 1 else ""
+        row = [name, lr, str(len(entry.runs)), number(entry.loss), spread, number(entry.validation)]
+        row.append(f"{entry.seconds:.1f}")
+        if adamw:
+            steps, seconds = entry.reached(adamw.loss)
+            row += [whole(steps), f"{seconds:.1f}" if math.isfinite(seconds) else "-", number(entry.loss_at(time))]
+        rows.append(row)
+    sections = [f"## {task.name}\n", f"{task.title}.\n", f"![{task.name}]({FIGURES}/{task.name}.png)\n"]
+    sections.append(table(columns, rows))
+    if any("†" in row[1] for row in rows):
+        sections.append("† the best rate is the lowest or the highest that was tried.\n")
+    return "\n".join(sections)
