@@ -83,6 +83,9 @@ class CaptureCache:
         if self.arguments.padding_mask is not None:
             self.refusal = "padding_mask needs the sizes of a batch, to know what it masks."
             return
+        if self.arguments.options.batch_dim:
+            self.refusal = "batch_dim needs the sizes of a batch, to know which of them counts the cases."
+            return
         try:
             traced = capture(self.model, options=self.arguments.options, layers=self.arguments.layers)
         except UntraceableError as error:

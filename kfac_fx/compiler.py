@@ -36,6 +36,7 @@ def compile(
     backend: str = "eager",
     dense_limit: int = DENSE_LIMIT,
     padding_mask: PaddingMask | None = None,
+    batch_dim: int | None = None,
     sub_sample_inputs: bool | float = False,
     sub_sample_patches: bool | float = False,
     variables: Iterable[Any] | None = None,
@@ -67,6 +68,9 @@ def compile(
             "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0.
             Padding enters no factor and is no case; the report says where the mask does not fit. The mean of the loss
             should leave padding out, too, as it does with targets of -100.
+        batch_dim: the dimension of the cases in the inputs, 1 for [positions, cases, features]. None: recurrent layers
+            and attention of torch know it, from their `batch_first`; without them it is the first one, and a model
+            whose outputs mix along the first dimension and not along another is refused. The report says which.
         sub_sample_inputs: compute input factors from this share of the cases. True means 0.2.
         sub_sample_patches: use at most this many rows per input dimension of A, for weights that are shared over
             positions. True means 3. Both samples are right in expectation, and differ in every recording.
@@ -98,6 +102,7 @@ def compile(
             "strict": strict,
             "dense_limit": dense_limit != DENSE_LIMIT,
             "padding_mask": padding_mask,
+            "batch_dim": batch_dim is not None,
             "sub_sample_inputs": sub_sample_inputs,
             "sub_sample_patches": sub_sample_patches,
         }
@@ -131,6 +136,7 @@ def compile(
         approximations=approximations or {},
         strict=strict,
         loss_given=loss is not None,
+        batch_dim=read_batch_dim(batch_dim),
         modules={name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name},
         dense_limit=dense_limit,
         sampling=read_sampling(sub_sample_inputs, sub_sample_patches),
@@ -144,6 +150,16 @@ def compile(
         padding_mask=padding_mask,
     )
     return CompiledModule(model, arguments, example_inputs, example_kwargs, wrapper=wrapper)
+
+
+def read_batch_dim(dim: Any) -> int | None:
+    """Raises RegistrationError for anything but a dimension."""
+    if dim is None or (isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0):
+        return dim
+    raise RegistrationError(
+        f"batch_dim is {dim!r}; it must be the number of a dimension of the inputs, counted from 0, as in batch_dim=1 "
+        "for [positions, cases, features]"
+    )
 
 
 def compiled_collection(

@@ -100,6 +100,7 @@ class Options:
     approximations: Mapping[Any, str] = field(default_factory=dict)
     strict: bool = False
     loss_given: bool = False  # the user named the loss: do not look for one in the graph
+    batch_dim: int | None = None  # the dimension of the cases in the inputs, as the user said
     modules: Mapping[str, type] = field(default_factory=dict)  # module path -> class, for approximations by module
     dense_limit: int = 4096  # no factor takes more memory than a dense one of this width
     sampling: Sampling | None = None  # of all input factors
@@ -158,6 +159,8 @@ class Program:
     losses: tuple[LossSite, ...] = ()
     outputs: tuple[fx.Node, ...] = ()  # the nodes behind the losses: the Fisher's outputs
     cases: str | None = None  # the symbolic size of the cases; None if the graph knows no sizes
+    cases_reason: str = ""  # why this size, where there was a choice
+    told_cases: tuple[tuple[str, str], ...] = ()  # the layers that know their cases, in words, and the size of these
     mask: fx.Node | None = None  # [N, S], nonzero where a position of a case is no padding; None: everywhere
     mask_dims: tuple[Dims | None, ...] = ()  # of every output, along which the mask goes
     unmasked: tuple[Note, ...] = ()  # uses that the mask does not fit
@@ -193,6 +196,12 @@ class Program:
             for part in self.parts(name):
                 found[part] = self.pieces[part].shape(whole) if part in self.pieces else whole
         return found
+
+    @cached_property
+    def case_dims(self) -> tuple[int, ...]:
+        """The dimension of the cases in every one of `outputs`; 0 where no dimension has their size."""
+        sizes = [[str(size) for size in getattr(node.meta.get("val"), "shape", ())] for node in self.outputs]
+        return tuple(known.index(self.cases) if self.cases in known else 0 for known in sizes)
 
     def owner(self, name: str) -> str:
         """The parameter that a name in `shapes` belongs to."""

@@ -168,7 +168,8 @@ def exported(
 
     parameters, aliases = named_parameters(model)
     assigned = tuple(dict.fromkeys(flat.returned.assigned))
-    captured = Program(graph, root, parameters, aliases, options, layers)
+    told_cases = tuple(dict.fromkeys((layer, str(cases)) for layer, cases in flat.returned.told))
+    captured = Program(graph, root, parameters, aliases, options, layers, told_cases=told_cases)
     returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
     effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model), *returned)
     return Capture(captured, bind, flat.unflatten, holds, effects, assigned)
@@ -182,12 +183,13 @@ def graph_module(
         # A size of 1 is static: torch would specialize it anyway, and print a warning.
         free = [t.dim() if every_size or t.dim() < IMAGE else 2 for t in tensors]
         shapes = tuple({d: Dim.AUTO for d in range(n) if t.shape[d] > 1} for t, n in zip(tensors, free, strict=True))
-        with warnings.catch_warnings(), forward_mode(), recurrent_layers(longest):
+        with warnings.catch_warnings(), forward_mode(), recurrent_layers(longest) as told:
             warnings.filterwarnings("ignore", message=ASSIGNED)
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             dynamic = {"tensors": shapes} if tensors else {}
             module = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False).module()
         if not any(op_name(node) in FORWARD_MODE for node in module.graph.nodes):
+            flat.returned.told = told
             return module, getattr(module, GUARDS, None)
     except Exception as error:
         if fatal(error) or not takes_derivatives(flat, tensors):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.checks.cases import refuse_guess
 from kfac_fx.checks.equivalence import check_equivalence, coarsest_rounding, random_cotangents
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
@@ -157,6 +158,7 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     conclusive = examples > 0
     with full_precision(everything=True):  # rounding to TF32 is as large as the errors that the proof looks for
         check_equivalence(prover, args, kwargs)
+        refuse_guess(prover, values)
         recorder.emitted.capture = prover.capture
         rounding = max(1.0, 4 * coarsest_rounding(recorder, values) / PROOF_TOLERANCE)  # autograd's, to the dtype
         gradients = proof_gradients(prover, values)
@@ -283,7 +285,9 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             registration.parameters: gradient_left_out(live[registration.parameters[0]], taps[registration.parameters])
             for registration in inexact
         }
-        mixing = meeting_cases(taps, asked, outputs, cotangents, leaves[len(names) :]) if asked else set()
+        dims = prover.emitted.case_dims or [0] * len(fisher)
+        learned_dims = [dim for out, dim in zip(fisher, dims, strict=True) if out.requires_grad]
+        mixing = meeting_cases(taps, asked, outputs, learned_dims, cotangents, leaves[len(names) :]) if asked else set()
     found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
     by_name = dict(zip(names, found, strict=False))
     statistics = iter(found[len(names) :])
@@ -319,18 +323,29 @@ def meeting_cases(
     taps: Mapping[Key, Sequence[ProofTap]],
     asked: Sequence[Registration],
     outputs: Sequence[Tensor],
+    case_dims: Sequence[int],
     cotangents: Sequence[Tensor],
     probes: Sequence[Tensor],
 ) -> set[Key]:
-    """Those where the first case's outputs have a gradient for rows of others: batch normalization, contrasts."""
+    """Those where the first case's outputs have a gradient for rows of others: batch normalization, contrasts.
+
+    case_dims: the dimension of the cases in every output.
+    """
     for registration in asked:
         for tap in taps[registration.parameters]:
             tap.reached = False
-    first = [torch.cat([c[:1], torch.zeros_like(c[1:])]) if c.dim() else c for c in cotangents]
+    first = [of_first_case(c, dim) if c.dim() else c for c, dim in zip(cotangents, case_dims, strict=True)]
     torch.autograd.grad(outputs, probes, first, allow_unused=True, retain_graph=True)
     return {
         registration.parameters for registration in asked if any(tap.reached for tap in taps[registration.parameters])
     }
+
+
+def of_first_case(cotangent: Tensor, dim: int) -> Tensor:
+    """The cotangent, zero for all cases but the first."""
+    kept = torch.zeros_like(cotangent)
+    kept.select(dim, 0).copy_(cotangent.select(dim, 0))
+    return kept
 
 
 def revealing(value: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def watch(
             if out_of_memory(error):  # the user's own forward is in memory, too
                 return None
             raise
-    cases, part = enough(fisher)
+    cases, part = enough(fisher) if not recorder.emitted.case_dims else (None, 1.0)
     if cases == 0:
         return None
     watched = Watched(

@@ -107,6 +107,10 @@ class EmittedSubmodules:
         return False
 
     @property
+    def case_dims(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def plain_reason(self) -> str | None:
         return next((reason for function in self.compiled if (reason := getattr(function, "reason", None))), None)
 

@@ -28,7 +28,7 @@ from kfac_fx.passes.check import check_registration, uses_found
 from kfac_fx.passes.errors import ApproximationError, LinkError, LossError, RegistrationError
 from kfac_fx.passes.graphs.labels import ancestors, entries, everything_behind
 from kfac_fx.passes.ir import Program, Registration, Sampling, Use, where
-from kfac_fx.passes.losses import case_size
+from kfac_fx.passes.losses import size_of_cases
 from kfac_fx.passes.padding import padding
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
@@ -309,7 +309,7 @@ class LayerCollection(RegisterMethods):
     def bare_program(self) -> Program:
         """The graph with the outputs of the losses, and no registrations."""
         outputs = self.registered_losses.nodes
-        return self.captured.program.but(outputs=outputs, cases=case_size(self.graph, outputs))
+        return self.captured.program.but(outputs=outputs, cases=size_of_cases(self.captured.program, outputs)[0])
 
     def scope(self, *names: str) -> Program:
         """The graph behind the losses, or behind all outputs without losses, with all pieces that are asked for."""

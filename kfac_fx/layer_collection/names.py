@@ -15,7 +15,7 @@ from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, Layer, collect
-from kfac_fx.passes.losses import case_size
+from kfac_fx.passes.losses import size_of_cases
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import CAPTURED, run
 from kfac_fx.passes.trace import Capture
@@ -173,7 +173,7 @@ def on_another_capture(program: Program, traced: Program, model: nn.Module) -> P
         root=fresh.root,
         parameters=fresh.parameters,
         aliases=fresh.aliases,
-        cases=case_size(fresh.graph, moved.outputs),
+        cases=size_of_cases(fresh, moved.outputs)[0],
         history=fresh.history,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -150,6 +151,10 @@ class NormalMeanVariance(LossFunction):
         join = torch.cat if mean.ndim > 1 else torch.stack
         super().__init__(join([mean, variance], dim=-1), targets, seed)
         self.shape = mean.shape
+
+    def with_cases_at(self, axis: int) -> Self:
+        self.shape = torch.Size([self.shape[axis], *self.shape[:axis], *self.shape[axis + 1 :]])
+        return super().with_cases_at(axis)
 
     def multiply_fisher_factor(self, vector: Tensor) -> Tensor:
         _, variance = precise(self.inputs).chunk(2, dim=-1)

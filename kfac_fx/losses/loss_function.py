@@ -60,6 +60,13 @@ class LossFunction(ABC):
         self.targets = targets
         return self
 
+    def with_cases_at(self, axis: int) -> Self:
+        """Move the cases from `axis` of the inputs, and of the targets, to the front; returns the loss itself."""
+        if axis:
+            self.inputs = self.inputs.movedim(axis, 0)
+            self.targets = None if self.targets is None else self.targets.movedim(axis, 0)
+        return self
+
     def evaluate(self) -> Tensor:
         """The loss of the true targets, [].
 

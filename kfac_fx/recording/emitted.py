@@ -75,6 +75,10 @@ class EmittedModel(Protocol):
         """Whether one graph is the whole model, so that none of its Python code runs."""
 
     @property
+    def case_dims(self) -> tuple[int, ...]:
+        """The dimension of the cases in every one of the Fisher's outputs; empty if it is the first in all."""
+
+    @property
     def plain_reason(self) -> str | None:
         """Why a graph runs without `backend`; None if none does."""
 
@@ -145,6 +149,10 @@ class EmittedGraph:
     @property
     def whole(self) -> bool:
         return True
+
+    @property
+    def case_dims(self) -> tuple[int, ...]:
+        return self.program.case_dims if any(self.program.case_dims) else ()
 
     @property
     def plain_reason(self) -> str | None:

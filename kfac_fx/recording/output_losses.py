@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kfac_fx.losses import LossFunction
@@ -15,7 +16,7 @@ from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION, BY_NAME
 from kfac_fx.recording.emitted import EmittedModel
-from kfac_fx.recording.masks import real_losses
+from kfac_fx.recording.masks import perturbed, real_losses
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,21 @@ class OutputLosses:
 
         Raises LossError if no loss is known.
         """
+        dims = self.emitted.case_dims
         if isinstance(self.declared, RegisteredLosses):
-            return self.declared.on(fisher, targets)
+            pairs, nodes = self.declared.on(fisher, targets), 0
+            for registered, (_, loss) in zip(self.declared.losses, pairs, strict=True):
+                loss.with_cases_at(dims[nodes] if dims else 0)
+                nodes += len(registered.inputs)
+            return pairs
         if self.declared is not None:
             if not fisher and not self.emitted.whole:
                 name = type(self.emitted.model).__name__
                 raise LossError(f"{name} returns no tensor in tuples, lists and dictionaries to build a loss on")
-            return self.declared(output, targets)
+            pairs = self.declared(output, targets)
+            for number, (_, loss) in enumerate(pairs if dims else ()):
+                loss.with_cases_at(self.axis_of_cases(number, loss, output, fisher))
+            return pairs
         sites = self.emitted.loss_sites
         if not sites:
             *others, last = BY_NAME
@@ -61,9 +70,42 @@ class OutputLosses:
             )
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
         return [
-            graph_loss(site.kind, site.reduction, inputs, target)
-            for site, inputs, target in zip(sites, fisher, by_site, strict=True)
+            graph_loss(site.kind, site.reduction, inputs, target, dim)
+            for site, inputs, target, dim in zip(sites, fisher, by_site, dims or [0] * len(sites), strict=True)
         ]
+
+    def axis_of_cases(self, number: int, loss: LossFunction, output: Any, fisher: Sequence[Tensor]) -> int:
+        """The axis of the cases in the inputs of a declared loss, where they are not the first in all outputs.
+
+        It is that of the output that the inputs are; or, of inputs that are computed from outputs, the one along which
+        only the first place changes if the first case does.
+
+        Raises LossError if there is none.
+        """
+        assert isinstance(self.declared, LossSpec), "bug in kfac_fx: the cases of a loss that is not declared"
+        placed = list(zip(fisher, self.emitted.case_dims, strict=True))
+        for value, dim in placed:
+            if loss.inputs is value:
+                return dim
+        with torch.no_grad():
+            changed = [value.clone() for value, _ in placed]
+            for value, (_, dim) in zip(changed, placed, strict=True):
+                value.select(dim, 0).copy_(perturbed(value.select(dim, 0)))
+            other = self.declared(replaced(output, fisher, changed))[number][1]
+            differs = (
+                (loss.inputs != other.inputs).movedim(-1, 0).any(0)
+                if loss.inputs.ndim > 1
+                else loss.inputs != other.inputs
+            )
+            axes = [axis for axis in range(differs.ndim) if not differs.movedim(axis, 0)[1:].any()]
+        if len(axes) == 1 or (axes and differs.shape[axes[0]] > 1):
+            return axes[0]
+        raise LossError(
+            f"{self.declared.name} gives a {type(loss).__name__} of inputs {list(loss.inputs.shape)}, and no axis of "
+            "it has one place for every case. The cases of the model are on another dimension than the first "
+            "(net.report): keep them apart, as in loss=lambda outputs: "
+            f"kfac_fx.losses.{type(loss).__name__}(outputs.movedim(1, 0))."
+        )
 
     # --- cases ------------------------------------------------------------------------------------------------------
 
@@ -140,11 +182,13 @@ def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
     return pytree.mapped(lambda value: by_id.get(id(value), value), tree)
 
 
-def graph_loss(kind: str, reduction: str, inputs: Tensor, targets: Any) -> tuple[float, LossFunction]:
+def graph_loss(
+    kind: str, reduction: str, inputs: Tensor, targets: Any, case_dim: int = 0
+) -> tuple[float, LossFunction]:
     """The distribution behind a loss that forward computes, and its weight in the mean over cases."""
     of_torch = BY_DISTRIBUTION[kind]
     if of_torch.classes_second and inputs.dim() > 2:
-        inputs = inputs.movedim(1, -1)
-    loss = DISTRIBUTIONS[kind](inputs, targets=targets)
+        inputs, case_dim = inputs.movedim(1, -1), max(0, case_dim - 1)
+    loss = DISTRIBUTIONS[kind](inputs, targets=targets).with_cases_at(case_dim)
     averages = of_torch.averages_elements and reduction == "mean"
     return loss.cases / inputs.numel() if averages else 1.0, loss

@@ -130,13 +130,14 @@ class Recorder:
             tap.phases = phases
 
     def part_of_targets(self, targets: Any, values: Any, fraction: float) -> Any:
-        """The targets of `emitted.part(values, fraction)`: the first dimension of targets is that of the cases."""
+        """The targets of `emitted.part(values, fraction)`: their cases are on the dimension of the first output's."""
+        dim = next(iter(self.emitted.case_dims), 0)
         total = self.emitted.examples(values)
         wanted = self.emitted.examples(self.emitted.part(values, fraction))
 
         def shortened(value: Any) -> Any:
-            has_all = isinstance(value, Tensor) and value.dim() and value.shape[0] == total
-            return value[:wanted] if has_all else value
+            has_all = isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == total
+            return value.narrow(dim, 0, wanted) if has_all else value
 
         return targets if wanted == total else pytree.mapped(shortened, targets)
 

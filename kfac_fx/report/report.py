@@ -17,6 +17,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from kfac_fx.passes.errors import plural
+from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
 from kfac_fx.report.formats import block_graph, dot, page
 from kfac_fx.report.rows import Row, factor_dtype, memory_text, rows
@@ -111,6 +112,15 @@ class Report:
         return lines + ([f"and of Python between them: {', '.join(reads)}"] if reads else [])
 
     @property
+    def cases(self) -> list[str]:
+        """The dimension that counts the cases, and why, where there is a choice."""
+        program = self.program
+        for node in program.graph.find_nodes(op="placeholder") if program.cases_reason else ():
+            if program.cases in (sizes := symbolic_sizes(node)):
+                return [f"counted by dimension {sizes.index(program.cases)} of {node.target}: {program.cases_reason}"]
+        return []
+
+    @property
     def python(self) -> list[str]:
         """The submodules that stay Python, and why."""
         return texts(self.program.left)
@@ -123,6 +133,7 @@ class Report:
         left_out = [f"{', '.join(self.left_out)}: not registered, so they follow KFAC's first-order rule"]
         passes = ", ".join(f"{record.name} {record.summary or f'{record.nodes:,} nodes'}" for record in self.history)
         sections = {
+            "cases": self.cases,
             "generic": generic or ["none"],
             "reasons": reasons,
             "dropped": texts(self.dropped) or ["none"],
@@ -196,7 +207,8 @@ class Report:
         Returns:
             "parameters": the numbers of `elements`, and the names of the unused ones. "registrations": `Row.to_dict` of
             every block. "dropped", "python": lists of a subject and a reason. "submodules": those that were captured,
-            with the number of their calls. "sampling", "fallbacks": lines of text. "passes": name, nodes, seconds.
+            with the number of their calls. "cases", "sampling", "fallbacks": lines of text. "passes": name, nodes,
+            seconds.
         """
         program = self.program
         return {
@@ -204,6 +216,7 @@ class Report:
             "registrations": [row.to_dict() for row in self.rows],
             "dropped": [{"subject": note.subject, "reason": note.reason} for note in self.dropped],
             "submodules": [{"module": submodule.path, "calls": submodule.calls} for submodule in program.submodules],
+            "cases": self.cases,
             "python": [{"module": note.subject, "reason": note.reason} for note in program.left],
             "sampling": described(program),
             "fallbacks": list(self.fallbacks()),

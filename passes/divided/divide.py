@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from ..choose import requested
 from ..errors import UntraceableError
 from ..graphs import pytree
+from ..graphs.labels import symbolic_sizes
 from ..graphs.operations import op_name
 from ..ir import GENERIC, Note, Options, Program, Submodule
 from ..pipeline import CAPTURED, run
@@ -85,6 +86,11 @@ def divide(
     Raises UntraceableError, with the words of `error`, if nothing can be captured, unless the user asked for generic
     parameters only.
     """
+    if options.batch_dim:
+        raise UntraceableError(
+            f"batch_dim={options.batch_dim} needs one graph of the whole model, and there is none: give the model its "
+            f"cases on the first dimension of all inputs.\nThe error of torch.export is:\n{error}"
+        )
     seen = watched(model, args, kwargs)
     divider = Divider(seen, options, layers, earlier)
     divider.left.append((model, Note(type(model).__name__, in_short(error, model))))
@@ -119,11 +125,24 @@ def divide(
     return Division(program.but(left=notes, python=python), captured, left, written, reads)
 
 
+def refuse_other_cases(program: Program, path: str) -> None:
+    """Raises UntraceableError if a layer in a submodule knows that its cases are not on a first dimension."""
+    inputs = [symbolic_sizes(node) for node in program.graph.find_nodes(op="placeholder")]
+    for layer, size in program.told_cases:
+        if any(size in sizes for sizes in inputs) and not any(sizes[:1] == [size] for sizes in inputs):
+            raise UntraceableError(
+                f"{path} has a layer with another dimension of cases than the first: {layer}. A model that is divided "
+                "into submodules has its cases on the first dimension of all inputs.\n"
+                "Write batch_first=True in the layer, and give it inputs [cases, positions, features]."
+            )
+
+
 def joined_program(empty: Program, captured: Sequence[CapturedSubmodule]) -> Program:
     """The programs of the captures side by side, with the names of the model. empty: the program of no capture."""
     parts: list[tuple[Submodule, Program]] = []
     for n, part in enumerate(captured):
         path = f"kfac_fx_read_{n}" if part.is_read else part.submodule.path
+        refuse_other_cases(part.capture.program, path)
         program = in_model(part.capture.program, path, empty.parameters, empty.aliases, part.names)
         parts.append((part.submodule, run(program, CAPTURED)))
     return join(empty, parts)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
@@ -28,11 +29,15 @@ from ..torch_private import EXPECTED_HIDDEN_SIZE, PACK, UNPACK, assert_size
 from .substitutes import packed, recurrent, recurrent_cell, unpacked
 
 CELL_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+ATTENTION = F.multi_head_attention_forward.__name__
+ToldCases = tuple[str, Any]  # a layer in words, with the layout that it takes; the symbolic size of its cases
 
 
 @contextmanager
-def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[None]:
+def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[list[ToldCases]]:
     """Inside, torch's recurrent layers and packed sequences are operations that stand for them.
+
+    Yields a list, which is filled with what recurrent layers and attention know of their cases.
 
     longest: the length of the longest sequence of each packed batch, in the order of packing; by default that of its
         padding.
@@ -49,7 +54,7 @@ def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[None]:
     setattr(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected)
     try:
         with mode:
-            yield
+            yield mode.told
     finally:
         setattr(nn.RNNBase, EXPECTED_HIDDEN_SIZE, original)
 
@@ -123,12 +128,15 @@ class RecurrentMode(TorchFunctionMode):
         super().__init__()
         self.batches: dict[int, PackedBatch] = {}  # by the id of `sizes`
         self.longest = iter(longest)
+        self.told: list[ToldCases] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
+        if name == ATTENTION and args and args[0].dim() == 3:
+            self.tell("attention of torch takes [positions, cases, features]", args[0].shape[1])
         if kwargs or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         if name in CELL_KINDS:
@@ -143,15 +151,22 @@ class RecurrentMode(TorchFunctionMode):
             return self.batches[id(args[0])].cases  # torch would read the number of cases out of a tensor
         return func(*args, **kwargs)
 
+    def tell(self, layer: str, cases: Any) -> None:
+        if isinstance(cases, torch.SymInt):
+            self.told.append((layer, cases))
+
     def layer(self, kind: str, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         x, *rest = args
         if isinstance(rest[2], bool):
             state, weights, biases, layers, dropout, train, bidirectional, batch_first = rest
             lengths, steps = None, int(x.shape[1 if batch_first else 0])  # a guard of the capture
+            layout = "[cases, steps, features]" if batch_first else "[steps, cases, features]"
+            self.tell(f"{kind} takes {layout}", x.shape[0 if batch_first else 1])
         elif id(rest[0]) in self.batches:
             batch = self.batches[id(rest[0])]
             state, weights, biases, layers, dropout, train, bidirectional = rest[1:]
             lengths, steps, batch_first = batch.lengths, batch.steps, False
+            self.tell(f"{kind} takes packed sequences", batch.lengths.shape[0])
         else:
             return func(*args)  # packed outside of forward
         states = list(state) if kind == "lstm" else [state]
@@ -162,6 +177,7 @@ class RecurrentMode(TorchFunctionMode):
     def cell(self, kind: str, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
         w, u, b, d = (*weights, None, None)[:4]
         assert w is not None and u is not None, f"bug in kfac_fx: {kind}_cell without weights"
+        self.tell(f"{kind}_cell takes [cases, features]", x.shape[0])
         new = recurrent_cell(kind, x, list(state) if kind == "lstm" else [state], w, u, b, d)
         return tuple(new) if kind == "lstm" else new[0]
 

@@ -162,6 +162,7 @@ class Returned:
         drawn: the random streams of Python that forward draws from.
         assigned: the attributes that forward sets.
         leaves: all outputs.
+        told: see `passes.tracing.recurrent.recurrent_layers`.
     """
 
     spec: pytree.TreeSpec | None = None
@@ -169,6 +170,7 @@ class Returned:
     drawn: list[str] = field(default_factory=list)
     assigned: list[str] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
+    told: list[tuple[str, Any]] = field(default_factory=list)
 
 
 class Flat(nn.Module):

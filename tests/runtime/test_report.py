@@ -59,6 +59,7 @@ def test_the_data_has_the_promised_keys(program: Program) -> None:
         "registrations",
         "dropped",
         "submodules",
+        "cases",
         "python",
         "sampling",
         "fallbacks",
