@@ -327,5 +327,5 @@ def test_a_time_first_model_trains_without_a_warning() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        first = float(loss) if first is None else first
-    assert float(loss) < first
+        first = loss.detach() if first is None else first
+    assert loss.detach() < first
