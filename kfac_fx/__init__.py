@@ -1,7 +1,7 @@
 """K-FAC for PyTorch: a torch.fx compiler that finds every use of every parameter, and the optimizer that it feeds."""
 
 from kfac_fx import fisher_blocks, losses
-from kfac_fx.blocks.spectrum import Spectrum
+from kfac_fx.blocks.spectrum import Relative, Spectrum
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.diagnostics.loss_scale import LossScaleWarning
@@ -35,6 +35,9 @@ from kfac_fx.passes.errors import (
 from kfac_fx.passes.layers import as_rows, by_group, layer
 from kfac_fx.passes.tracing.functions import plain_backward
 from kfac_fx.report import Report
+from kfac_fx.spectrum.batches import Batch
+from kfac_fx.spectrum.model_spectrum import ModelSpectrum
+from kfac_fx.spectrum.queries import Queries
 
 __version__ = "0.1.0"
 
@@ -45,6 +48,7 @@ __all__ = [
     "AlreadyAttachedError",
     "AmbiguousRegistrationError",
     "ApproximationError",
+    "Batch",
     "CapturedModel",
     "CompiledModule",
     "FactorNotReady",
@@ -55,8 +59,11 @@ __all__ = [
     "LossError",
     "LossScaleWarning",
     "ModelChangedError",
+    "ModelSpectrum",
     "NotRegisteredError",
+    "Queries",
     "RegistrationError",
+    "Relative",
     "Report",
     "ReuseError",
     "Spectrum",

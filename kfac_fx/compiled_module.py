@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.capture_cache import CaptureCache, CompileArguments
+from kfac_fx.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.checks.unchanged import unwrapped
 from kfac_fx.layer_collection import CapturedModel, LayerCollection
 from kfac_fx.losses.registered import LossSpec
@@ -18,6 +18,7 @@ from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
+from kfac_fx.recording.cases import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.output_losses import replaced
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.report import Report
@@ -69,6 +70,7 @@ class CompiledModule(nn.Module):
         self.captures = CaptureCache(model, arguments)
         self._listener: ForwardListener | None = None
         self._collection: LayerCollection | None = None
+        self._case_recorders: list[tuple[Recorder, CaseRecorder]] = []
         outer = model if wrapper is None else wrapper
         object.__setattr__(self, "_wrapper", outer)
         plain = outer if self.backend == "eager" else compiled_model(outer, self.backend)
@@ -172,6 +174,23 @@ class CompiledModule(nn.Module):
             )
 
         return self.captures.run(args, kwargs, recorded)
+
+    def record_cases(self, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any) -> Counts:
+        """Hand the gradients of the examples of one batch to `consume`, registration by registration.
+
+        Args: see `kfac_fx.recording.cases.CaseRecorder.record`; `args` and `kwargs` are those of forward.
+        """
+        return self.captures.run(
+            args, kwargs, lambda recorder, values: self.case_recorder(recorder).record(values, consume, **options)
+        )
+
+    def case_recorder(self, recorder: Recorder) -> CaseRecorder:
+        """The capture with collecting taps, made once."""
+        of_cases = next((made for known, made in self._case_recorders if known is recorder), None)
+        if of_cases is None:
+            of_cases = CaseRecorder(recorder)
+            self._case_recorders = [*self._case_recorders, (recorder, of_cases)][-MAX_CAPTURES:]
+        return of_cases
 
     def ride(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.blocks.fisher import BlockDiagonalFisher
+from kfac_fx.blocks.spectrum import Damping
 from kfac_fx.checks.unchanged import refuse_untrained, refuse_without_blocks
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
@@ -19,6 +20,8 @@ from kfac_fx.linalg.matrices import Root, full_precision
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.recording.cases import Consumer, Counts
+from kfac_fx.spectrum.model_spectrum import ModelSpectrum
 from kfac_fx.statistics.moments import Key, Moments
 
 
@@ -39,6 +42,9 @@ class Net(Protocol):
         generator: torch.Generator | None,
         **options: Any,
     ) -> Moments: ...
+    def record_cases(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any
+    ) -> Counts: ...
 
 
 class FisherEstimator(BlockDiagonalFisher):
@@ -257,6 +263,14 @@ class FisherEstimator(BlockDiagonalFisher):
         for sums in everything:
             sums.update({name: next(total) for name in sums})
         return cases
+
+    @torch.no_grad()
+    def spectrum(self, *, scale: float | Tensor = 1.0, damping: Damping | None = None) -> ModelSpectrum:
+        """As of `BlockDiagonalFisher`; it can also correct its eigenvalues and score examples, see `ModelSpectrum`."""
+        spectrum = super().spectrum(scale=scale, damping=damping)
+        return ModelSpectrum(
+            spectrum.systems, spectrum.shapes, scale, spectrum.damping, net=self.net, mode=self.estimation_mode
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The factors and counters; see `BlockDiagonalFisher`. With a seed, also the state of the random stream."""

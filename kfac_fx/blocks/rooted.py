@@ -75,6 +75,10 @@ class RootedGroup(BlockGroup):
         return [name for ingredient in self.ingredients_of(root) for name in self.names(ingredient)]
 
     @property
+    def separable(self) -> bool:
+        return False
+
+    @property
     def symmetric(self) -> bool:
         """Whether the chain is the same forward and backward in time; N then needs no sum of powers."""
         return self.structure is not KRON_SERIES_2

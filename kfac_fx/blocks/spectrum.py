@@ -13,8 +13,10 @@ precision δ, then N F + δ I is the precision of the Laplace approximation of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +28,23 @@ from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.statistics.cases import Cases
 from kfac_fx.statistics.moments import Key
 
-Damping = float | Tensor | Mapping[Key, float | Tensor]
+
+@dataclass(frozen=True)
+class Relative:
+    """A damping of c times the mean eigenvalue of s F, for every block its own.
+
+    Attributes:
+        factor: c, a number or a 0-d tensor, in which results are differentiable.
+    """
+
+    factor: float | Tensor
+
+
+Amount = float | Tensor | Relative
+Damping = Amount | Mapping[Key, Amount] | Mapping[str, Amount]
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,40 @@ class System:
             )
         return System(group, values, operators)
 
+    def in_basis(self, index: int, cases: Cases) -> Iterator[tuple[slice, Cases]]:
+        """Qᵀ times the gradients of cases of one block: (which cases, these cases) in parts.
+
+        Rows are turned before they are multiplied if that takes fewer operations.
+        """
+        group, (o, i) = self.group, self.values.shape[-2:]
+        operators = group.operators_of(index, self.operators)
+        of_rows = cases.positions * (o * o + i * i) < o * i * (o + i)
+        if cases.whole is None and group.separable and of_rows:
+            yield slice(0, len(cases)), self.turned_rows(cases, operators)
+            return
+        for part, some in cases.chunks():
+            # A group of one block, in whose place the operators of that block stand.
+            turned = group.to_eigenbasis(some.gradients().to(self.values.dtype).unsqueeze(1), operators)
+            yield part, replace(some, uses=(), whole=turned.squeeze(1))
+
+    def turned_rows(self, cases: Cases, operators: Sequence[Tensor]) -> Cases:
+        """With Q_Aᵀ r for every row and Q_Gᵀ d for every gradient row. Diagonal sides have unit vectors as Q."""
+        group, (left, *right) = self.group, operators
+
+        def outputs(d: Tensor) -> Tensor:
+            if group.left.diagonal:
+                return d.to(left.dtype)
+            columns = d.to(left.dtype).flatten(0, 1).movedim(0, -1).unsqueeze(0)
+            turned = group.multiply_outputs(columns, left.mT)[0].movedim(-1, 0)
+            return turned.reshape(d.shape)
+
+        def inputs(x: Tensor) -> Tensor:
+            rows = x.to(left.dtype).flatten(0, 1).movedim(0, 1).unsqueeze(0)
+            turned = group.multiply_inputs(rows, right)[0].movedim(1, 0)
+            return turned.reshape(x.shape)
+
+        return cases.turned(None if all(side.diagonal for side in group.sides[1:]) else inputs, outputs)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Spectrum:
@@ -65,7 +115,9 @@ class Spectrum:
 
     Attributes:
         scale: s. Results are differentiable in it if it is a tensor.
-        damping: δ, a number, a 0-d tensor, or one for every block by its key. Results are differentiable in it, too.
+        damping: δ, a number, a 0-d tensor or `Relative`. It may also be a mapping from the keys of all blocks, or from
+            patterns of parameter names such as "layers.*" and "*", of which the first that matches counts; a block has
+            one damping. Results are differentiable in it, too.
     """
 
     systems: Sequence[System]
@@ -76,16 +128,31 @@ class Spectrum:
     def __post_init__(self) -> None:
         """Raises ValueError for a negative number, RegistrationError for a damping of other blocks."""
         damping = self.damping
-        dampings = list(damping.values()) if isinstance(damping, Mapping) else [damping]
-        for name, value in (("scale", self.scale), *(("damping", value) for value in dampings)):
+        amounts = list(damping.values()) if isinstance(damping, Mapping) else [damping]
+        numbers = [amount.factor if isinstance(amount, Relative) else amount for amount in amounts]
+        for name, value in (("scale", self.scale), *(("damping", value) for value in numbers)):
             if isinstance(value, (int, float)) and not value >= 0:
                 raise ValueError(f"{name} must not be negative, got {value}.")
-        if isinstance(damping, Mapping) and damping.keys() != set(self.keys):
-            keys = [", ".join(key) for key in self.keys]
-            wrong = [
-                (repr(key), "is not a block." + nearest(", ".join(key), keys)) for key in damping.keys() - {*self.keys}
-            ]
-            wrong += [(repr(key), "is missing") for key in self.keys if key not in damping]
+        if isinstance(damping, Mapping):
+            self.check_damping(damping)
+
+    def check_damping(self, damping: Mapping[Any, Amount]) -> None:
+        """Raises RegistrationError unless there is one amount for every block."""
+        keys = [", ".join(key) for key in self.keys]
+        wrong = []
+        for key in damping:
+            if isinstance(key, str) and not any(matches(name, key) for names in self.keys for name in names):
+                wrong.append((repr(key), "matches no parameter." + nearest(key, self.shapes)))
+            if not isinstance(key, str) and key not in self.keys:
+                wrong.append((repr(key), "is not a block." + nearest(", ".join(key), keys)))
+        for names in self.keys:
+            found = {pattern_of(name, damping) for name in names} if names not in damping else {None}
+            if len(found) > 1:
+                patterns = " and ".join(repr(pattern) for pattern in sorted(map(str, found)))
+                wrong.append((repr(names), f"is one block with the dampings of {patterns}"))
+            elif found == {None} and names not in damping:
+                wrong.append((repr(names), "is missing"))
+        if wrong:
             raise RegistrationError(f"`damping` does not fit the blocks:\n{table(wrong)}")
 
     def at(self, *, scale: float | Tensor | None = None, damping: Damping | None = None) -> Spectrum:
@@ -139,11 +206,23 @@ class Spectrum:
 
     def shifted(self, system: System) -> Tensor:
         """s Λ + δ: [L, g, o, i]."""
-        damping = self.damping
-        if isinstance(damping, Mapping):
-            keys = [registration.parameters for registration in system.group.registrations]
-            damping = torch.stack([torch.as_tensor(damping[key]).to(system.values) for key in keys]).view(-1, 1, 1, 1)
-        return self.scale * system.values + damping
+        values = self.scale * system.values
+        if not isinstance(self.damping, (Mapping, Relative)):
+            return values + self.damping
+        amounts = [self.amount_of(registration.parameters) for registration in system.group.registrations]
+        means = values.flatten(1).mean(1)
+        each = [
+            amount.factor * mean if isinstance(amount, Relative) else torch.as_tensor(amount).to(values)
+            for amount, mean in zip(amounts, means, strict=True)
+        ]
+        return values + torch.stack(each).view(-1, 1, 1, 1)
+
+    def amount_of(self, key: Key) -> Amount:
+        """The damping of one block."""
+        if not isinstance(self.damping, Mapping):
+            return self.damping
+        by_name: Mapping[Any, Amount] = self.damping
+        return by_name[key if key in by_name else pattern_of(key[0], by_name)]
 
     def eigenvalues(self) -> dict[Key, Tensor]:
         """The eigenvalues of s F + δ I, [g, o, i] of every block, not sorted."""
@@ -236,3 +315,13 @@ class Spectrum:
         like = {piece.parameter: parts[piece.name] for r in registrations for piece in r.pieces} | parts
         whole = {name: like[name].new_zeros(()).expand((*lead, *shape)) for name, shape in self.shapes.items()}
         return joined(parts, registrations, whole, len(lead))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern is of this parameter or piece, or of a module that it is in."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def pattern_of(name: str, damping: Mapping[Any, Any]) -> str | None:
+    """The first pattern that matches the name of a parameter."""
+    return next((pattern for pattern in damping if isinstance(pattern, str) and matches(name, pattern)), None)

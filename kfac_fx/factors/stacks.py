@@ -110,6 +110,11 @@ class BlockGroup:
     def __len__(self) -> int:
         return len(self.forms)
 
+    @property
+    def separable(self) -> bool:
+        """Whether Qᵀ turns the outputs and the inputs of W apart, with one operator each."""
+        return self.right is not None
+
     @classmethod
     def alike_in(cls, registration: Registration) -> Hashable:
         """The properties that all registrations of a group share besides matrix and sides."""
@@ -350,6 +355,10 @@ class BlockGroup:
     def from_eigenbasis(self, matrix: Tensor, operators: Sequence[Tensor]) -> Tensor:
         """Q W. Every entry of Q is a product of one entry of each operator, so squared operators make Q squared."""
         return self.applied(matrix, operators)
+
+    def operators_of(self, index: int, operators: Sequence[Tensor]) -> list[Tensor]:
+        """What the Q of one block consists of."""
+        return [operator[index : index + 1] for operator in operators]
 
     # --- roots ------------------------------------------------------------------------------------------------------
 

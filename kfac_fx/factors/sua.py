@@ -51,6 +51,10 @@ class UncorrelatedGroup(BlockGroup):
         return registration.approximation, registration.kernel
 
     @property
+    def separable(self) -> bool:
+        return False
+
+    @property
     def kernel(self) -> int:
         return self.registrations[0].kernel
 
@@ -122,6 +126,10 @@ class UncorrelatedGroup(BlockGroup):
     def eigensystem(self) -> tuple[Tensor, list[Tensor]]:
         values, vectors = super().eigensystem()
         return values, [*vectors, waves(self.kernel).to(values)]
+
+    def operators_of(self, index: int, operators: Sequence[Tensor]) -> list[Tensor]:
+        *sides, places = operators
+        return [*super().operators_of(index, sides), places]
 
     def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:
         centered, mean = values

@@ -235,6 +235,11 @@ def gradient(rows: Rows) -> Tensor:
 
 @statistic(shape=lambda g, o, i, n: (n, g * o * i))
 def per_case(rows: Rows) -> Tensor:
+    return case_matrices(rows).flatten(1)
+
+
+def case_matrices(rows: Rows) -> Tensor:
+    """Σ_s d rᵀ of every case: [N, g, o, i] with the bias column."""
     if rows.ids:
         n, size, ids = rows.d.shape[0], rows.matrix[2] - rows.bias, rows.expanded()
         offset = torch.arange(n, device=ids.device).unsqueeze(-1) * size
@@ -242,7 +247,7 @@ def per_case(rows: Rows) -> Tensor:
         weight = sums.view(n, size, -1).mT.unsqueeze(1)
     else:
         weight = case_gradients(rows.expanded(), rows.d)
-    return with_bias(rows, weight, rows.d.sum(1)).flatten(1)
+    return with_bias(rows, weight, rows.d.sum(1))
 
 
 @statistic(shape=lambda g, o, i, n: (g, o, i))

@@ -56,11 +56,16 @@ class Tap(nn.Module):
             both = with_patch_mask(both)
         axis = (use.batch_dim or 0) if layer.forms[use.form].leading else 0
         short = moment_and_grad_rows(registration, use, layer) if self.sampling is None else None
-        sums = sums_of(both, self.matrix, bias, mask, real, self.sampling, axis, short)
+        sums = self.sums(both, bias, mask, real, axis, short)
         self.function = tap_function(sums, use.tower, registration.towers, cases)
 
     def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
         return both_rows(registration, use, layer)
+
+    def sums(
+        self, both: BothRows, bias: bool, mask: int | None, real: RealRows | None, axis: int, short: BothRows | None
+    ) -> SumsOf:
+        return sums_of(both, self.matrix, bias, mask, real, self.sampling, axis, short)
 
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         if not probes:
@@ -171,6 +176,8 @@ def tap_function(
             number, saved = len(ctx.names), iter(tensors)
             values = [next(saved) if size is None else size for size in ctx.sizes]
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
+            if not any(wanted):  # a backward to other leaves, which passes through
+                return (output_grad, *(None for _ in ctx.needs_input_grad[1:]))
             # `detach` does not work under vmap over several cotangents.
             with torch.no_grad(), full_precision_in_eager():
                 computed = sums(ctx.names, output_grad, input, values)

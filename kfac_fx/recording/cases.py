@@ -1,0 +1,446 @@
+"""The gradients of single cases, registration by registration, as the backward reaches them.
+
+`CaseRecorder.record` runs one forward of a batch of N examples, sends sources back, and hands the gradients of the N
+examples to a function as soon as all uses of a registration have their rows (`kfac_fx.statistics.cases`). It holds the
+rows of one batch, and no gradients.
+
+Some registrations have no rows of single examples: generic parameters, uses whose gradient is summed over the batch,
+rows that are merged with positions or routed to experts, and parametrizations whose rows leave out a part of the
+gradient. Their gradients come from autograd, with one backward for every example. `CaseRecorder.apart` has the reasons.
+
+The number of a row of a loss within its example is its *slot*. A source of one slot sends back one row of every
+example, so that their gradients do not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.blocks.block import vector_form
+from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.vectors import split
+from kfac_fx.losses.sources import (
+    Cotangents,
+    LossPairs,
+    check_mode,
+    check_targets,
+    inner_shape,
+    is_exact,
+    multiply_factor,
+    pulled_back,
+    random_signs,
+)
+from kfac_fx.passes.approximations import KRON
+from kfac_fx.passes.choose import cases_apart
+from kfac_fx.passes.errors import LossError, RegistrationError
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.ir import Program, Registration, Use
+from kfac_fx.recording.recorder import Recorder
+from kfac_fx.statistics.cases import Cases
+from kfac_fx.statistics.moments import Key
+from kfac_fx.statistics.row_sums import Rows
+from kfac_fx.taps.collect import ROWS, CollectingTap
+
+Consumer = Callable[[Key, Cases], None]
+Measurement = Callable[..., Tensor]  # of what the model returns, and the targets if there are any: [N]
+
+IN_ORDER, INTERLEAVED = "rows of one example side by side", "rows of one position side by side"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """examples: of a batch. rows: the terms in the mean of its loss, without padding."""
+
+    examples: int
+    rows: int
+
+
+class CaseRecorder:
+    """One capture of a model, emitted with collecting taps.
+
+    Attributes:
+        apart: by registration, why its gradients come from one backward for every example.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        registrations = tuple(map(with_own_rows, recorder.registrations))
+        program = recorder.program.but(registrations=registrations)
+        emitted = recorder.emitted.but(program=program, backend="eager", make_tap=CollectingTap)
+        self.recorder = replace(recorder, emitted=emitted)
+        self.apart = {
+            registration.parameters: reason
+            for registration in registrations
+            if (reason := reason_apart(program, registration)) is not None
+        }
+        self.settled = False  # whether a backward has shown the numbers of rows
+        self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
+
+    def record(
+        self,
+        values: Any,
+        consume: Consumer,
+        *,
+        mode: str = "empirical",
+        targets: Any = None,
+        by_row: bool = False,
+        only: Iterable[Key] | None = None,
+        measurement: Measurement | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Counts:
+        """Hand the gradients of all examples to `consume`, once for every source.
+
+        Args:
+            values: the model's inputs, as `capture.flatten` returns them.
+            mode: see `kfac_fx.losses.sources`; the gradients are those of the sum over rows, with the targets or signs
+                of the mode. In the exact modes, every coordinate of every slot is a source.
+            by_row: every slot is a source.
+            only: the registrations that are wanted; None: all.
+            measurement: whose gradients are recorded in place of the loss's, see `measured`.
+
+        Raises:
+            ValueError: the mode is unknown, or `measurement` returns something else than a number for every example.
+            LossError: no loss or no targets are known, or the order of the rows of the loss is not.
+            RegistrationError: a registration has several towers.
+        """
+        check_mode(mode)
+        recorder, wanted = self.recorder, None if only is None else set(only)
+        registrations = [r for r in recorder.registrations if wanted is None or r.parameters in wanted]
+        refuse_towers(registrations)
+        emitted, losses_of = recorder.emitted, recorder.losses
+        with emitted.isolated(), full_precision():
+            live = {name: value.detach() for name, value in recorder.live_parameters().items()}
+            owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
+            live |= {name: live[name].requires_grad_() for name in owners}
+            like = next(iter(live.values()))
+            keys = {registration.parameters for registration in registrations if not registration.generic}
+            probes = [
+                {ROWS: torch.zeros((), device=like.device).requires_grad_()} if r.parameters in keys else {}
+                for r in recorder.registrations
+            ]
+            output, fisher = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
+            examples = emitted.examples(values)
+            backward = Backward(self, registrations, live, [p for each in probes for p in each.values()], examples)
+            if measurement is not None:
+                output_leaves = [t for t in pytree.leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+                constants = [leaf.detach().requires_grad_() for leaf in output_leaves]
+                rebuilt = losses_of.rebuilt(output, output_leaves, constants)
+                backward.outputs, rows = output_leaves, examples
+                sources = iter([measured(measurement, rebuilt, targets, constants, examples)])
+            else:
+                constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
+                backward.outputs, rows, sums = fisher, losses_of.cases(losses), losses_of.summed(losses)
+                slots = [self.slots(loss.inputs, loss.case_axes, constants, backward) for _, loss in losses]
+                sources = (
+                    Source([loss.inputs for _, loss in sums], vectors, constants, [owner for owner, _ in slots])
+                    for vectors in source_vectors(mode, sums, [slot for _, slot in slots], by_row, generator)
+                )
+            for source, last in with_last(sources):
+                backward(source, consume, keep=not last)
+        return Counts(examples, rows)
+
+    def slots(
+        self, inputs: Tensor, case_axes: int, leaves: Sequence[Tensor], backward: Backward
+    ) -> tuple[Tensor, Tensor]:
+        """(the example, the slot) of every row of a loss, [N] or [N, T, ...], broadcast to the shape of `inputs`."""
+        shape, examples = inputs.shape[:case_axes], backward.examples
+        first = shape[0] if shape else 1
+        if examples == 0 or first % examples:
+            raise LossError(
+                f"a batch of {examples} examples has a loss with inputs of shape {list(inputs.shape)}, so the rows of "
+                "an example are not known. Let the first dimension of the outputs be that of the examples."
+            )
+        per_example = first // examples
+        place = torch.arange(first, device=inputs.device)
+        owner, slot = place // per_example, place % per_example
+        if per_example > 1 and examples > 1:
+            if per_example not in self.orders:
+                self.orders[per_example] = self.order(inputs, per_example, leaves, backward)
+            if self.orders[per_example] == INTERLEAVED:
+                owner, slot = place % examples, place // examples
+        others = prod(shape[1:])
+        slot = slot.unsqueeze(-1) * others + torch.arange(others, device=inputs.device)
+        wide = (*shape, *[1] * (inputs.dim() - len(shape)))
+        return owner.unsqueeze(-1).expand_as(slot).reshape(wide), slot.reshape(wide)
+
+    def order(self, inputs: Tensor, per_example: int, leaves: Sequence[Tensor], backward: Backward) -> str:
+        """In which order the rows of a loss belong to the examples. It shows in the rows of the first example, because
+        the gradient of its loss is zero in the others. Raises LossError if it is neither."""
+        place = torch.arange(inputs.shape[0], device=inputs.device)
+        orders = {IN_ORDER: place < per_example, INTERLEAVED: place % backward.examples == 0}
+        for order, first in orders.items():
+            vector = torch.randn_like(inputs) * first.view(-1, *[1] * (inputs.dim() - 1))
+            if backward.reaches_first_only(pulled_back([inputs], [vector], leaves)):
+                return order
+        raise LossError(
+            f"the loss has {per_example} rows for every example, and their order is not known: neither the rows of an "
+            "example nor those of a position are side by side, or every example depends on the others.\nLet the model "
+            "return outputs whose first dimension is that of the examples."
+        )
+
+
+class Backward:
+    """Backward passes through one forward.
+
+    Attributes:
+        outputs: the tensors that a source sends gradients to.
+        probes: of the registrations that have taps.
+        examples: the number of examples of the batch.
+    """
+
+    def __init__(
+        self,
+        of: CaseRecorder,
+        registrations: Sequence[Registration],
+        parameters: dict[str, Tensor],
+        probes: Sequence[Tensor],
+        examples: int,
+    ) -> None:
+        self.of, self.registrations, self.parameters = of, registrations, parameters
+        self.probes, self.examples = probes, examples
+        self.outputs: Sequence[Tensor] = ()
+        taps = of.recorder.emitted.taps
+        self.taps = {
+            registration.parameters: [tap for tap in taps[registration.parameters] if isinstance(tap, CollectingTap)]
+            for registration in registrations
+            if not registration.generic
+        }
+
+    def __call__(self, source: Source, consume: Consumer, keep: bool) -> None:
+        """Send a source back. keep: another source comes."""
+        apart = self.of.apart
+        keep_for_examples = keep or not self.of.settled or any(r.parameters in apart for r in self.registrations)
+        self.collect(source.cotangents(), consume, keep_for_examples)
+        self.of.settled = True
+        separate = [registration for registration in self.registrations if registration.parameters in apart]
+        if not separate:
+            return
+        names = list(dict.fromkeys(name for registration in separate for name in registration.owners))
+        leaves = [self.parameters[name] for name in names]
+        for example in range(self.examples):
+            last = not keep and example == self.examples - 1
+            grads = self.sent_back(leaves, source.cotangents(example), keep=not last)
+            parts = split(dict(zip(names, grads, strict=True)), separate)
+            for registration in separate:
+                form = vector_form(registration, parts)
+                gradient = form.pack(parts).to(torch.promote_types(grads[0].dtype, torch.float32))
+                consume(registration.parameters, Cases(form.shape, whole=gradient.unsqueeze(0), first=example))
+
+    def collect(self, cotangents: Cotangents, consume: Consumer, keep: bool) -> None:
+        """Hand over the gradients of every registration that has rows of single examples."""
+        waiting: dict[Key, list[Rows]] = {}
+
+        def finish(key: Key, tap: CollectingTap) -> None:
+            rows = waiting.pop(key)
+            if key not in self.of.apart:
+                consume(key, Cases(tap.matrix, tuple(rows)))
+
+        def sink(registration: Registration, tap: CollectingTap) -> Callable[[Rows], None]:
+            key, uses = registration.parameters, len(self.taps[registration.parameters])
+
+            def collected(rows: Rows) -> None:
+                by_example = examples_first(rows, tap.use, self.examples)
+                if by_example is None:
+                    self.of.apart[key] = f"its rows [{', '.join(map(str, rows.d.shape[:2]))}] are of no single examples"
+                waiting.setdefault(key, []).append(rows if by_example is None else by_example)
+                if len(waiting[key]) == uses and not registration.called:
+                    finish(key, tap)
+
+            return collected
+
+        self.with_sinks(sink, cotangents, keep)
+        for key in list(waiting):  # uses that this source does not reach, or calls without a fixed number
+            finish(key, self.taps[key][0])
+
+    def with_sinks(
+        self,
+        sink: Callable[[Registration, CollectingTap], Callable[[Rows], None]],
+        cotangents: Cotangents,
+        keep: bool,
+    ) -> None:
+        """One backward in which every tap of a registration that is not apart has a sink."""
+        collecting = [r for r in self.registrations if not r.generic and r.parameters not in self.of.apart]
+        taps = [(registration, tap) for registration in collecting for tap in self.taps[registration.parameters]]
+        try:
+            for registration, tap in taps:
+                tap.sink = sink(registration, tap)
+            self.sent_back(self.probes, cotangents, keep)
+        finally:
+            for _, tap in taps:
+                tap.sink = None
+
+    def reaches_first_only(self, cotangents: Cotangents) -> bool:
+        """Whether these cotangents have a gradient for the first example, and none for the others."""
+        reached: list[Tensor] = []
+
+        def sink(registration: Registration, tap: CollectingTap) -> Callable[[Rows], None]:
+            def seen(rows: Rows) -> None:
+                by_example = examples_first(rows, tap.use, self.examples)
+                if by_example is not None:
+                    x = by_example.expanded()
+                    has_rows = (x != 0).flatten(1).any(1) | by_example.bias if not by_example.ids else True
+                    reached.append((by_example.d != 0).flatten(1).any(1) & has_rows)
+
+            return seen
+
+        self.with_sinks(sink, cotangents, keep=True)
+        if not reached:
+            return False
+        any_use = torch.stack(reached).any(0)
+        return bool(any_use[0]) and not bool(any_use[1:].any())
+
+    def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
+        """The gradients of the leaves, zero where the source does not reach them."""
+        pairs = [(o, c) for o, c in zip(self.outputs, cotangents, strict=True) if c is not None and o.requires_grad]
+        if not pairs or not leaves:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        outputs, vectors = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(outputs, leaves, vectors, retain_graph=keep, allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else dense(g) for leaf, g in zip(leaves, grads, strict=True)]
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Gradients that are sent back from tensors which depend on the outputs.
+
+    tensors, vectors: the inputs of the losses, and their gradients. leaves: the outputs as constants.
+    owners: the example that every row of the tensors belongs to.
+    """
+
+    tensors: Sequence[Tensor]
+    vectors: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+    owners: Sequence[Tensor]
+
+    def cotangents(self, example: int | None = None) -> Cotangents:
+        """Of the outputs, for all examples or for one."""
+        vectors = self.vectors
+        if example is not None:
+            vectors = [v * (owner == example) for v, owner in zip(vectors, self.owners, strict=True)]
+        return pulled_back(self.tensors, vectors, self.leaves)
+
+
+def measured(measurement: Measurement, outputs: Any, targets: Any, leaves: Sequence[Tensor], examples: int) -> Source:
+    """The source of a function of (what the model returns, the targets), or of the outputs if there are no targets."""
+    values = measurement(outputs) if targets is None else measurement(outputs, targets)
+    if not isinstance(values, Tensor) or values.shape != (examples,):
+        what = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ValueError(f"a measurement is one number for every example, [{examples}], and this one returned {what}.")
+    return Source([values], [torch.ones_like(values)], leaves, [torch.arange(examples, device=values.device)])
+
+
+def source_vectors(
+    mode: str, losses: LossPairs, slots: Sequence[Tensor], by_row: bool, generator: torch.Generator | None
+) -> Iterator[list[Tensor]]:
+    """Gradients of the inputs of all losses, source by source."""
+    if is_exact(mode):
+        for number, (c, loss) in enumerate(losses):
+            shape, rows = inner_shape(mode, loss), loss.case_axes
+            for coordinate in range(prod(shape[rows:])):
+                one_hot = torch.zeros(prod(shape[rows:]), dtype=loss.inputs.dtype, device=loss.inputs.device)
+                one_hot[coordinate] = 1
+                vector = sqrt(c) * multiply_factor(mode, loss, one_hot.view(shape[rows:]).expand(shape))
+                yield from only_slots(losses, slots, number, vector)
+        return
+    vectors = one_source_vectors(mode, losses, generator)
+    if not by_row:
+        yield vectors
+        return
+    for number, vector in enumerate(vectors):
+        yield from only_slots(losses, slots, number, vector)
+
+
+def only_slots(losses: LossPairs, slots: Sequence[Tensor], number: int, vector: Tensor) -> Iterator[list[Tensor]]:
+    """The gradient of one loss, slot by slot, with zeros for the others."""
+    for slot in range(int(slots[number].max()) + 1):
+        vectors = [torch.zeros_like(loss.inputs) for _, loss in losses]
+        vectors[number] = vector * (slots[number] == slot)
+        yield vectors
+
+
+def one_source_vectors(mode: str, losses: LossPairs, generator: torch.Generator | None) -> list[Tensor]:
+    """The gradients of the inputs of the losses that a mode with one source sends back."""
+    if mode.startswith("curvature_prop"):
+        return [
+            sqrt(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
+            for c, loss in losses
+        ]
+    if mode == "empirical":
+        check_targets([loss for _, loss in losses])
+    total = sum(
+        c * loss.evaluate() if mode == "empirical" else sqrt(c) * loss.evaluate_on_sample(generator)
+        for c, loss in losses
+    )
+    assert isinstance(total, Tensor), "bug in kfac_fx: a Fisher without losses"
+    inputs = [loss.inputs for _, loss in losses]
+    return list(torch.autograd.grad(total, inputs, retain_graph=True))
+
+
+def with_last(sources: Iterator[Source]) -> Iterator[tuple[Source, bool]]:
+    """Every source, and whether it is the last."""
+    source = next(sources, None)
+    while source is not None:
+        following = next(sources, None)
+        yield source, following is None
+        source = following
+
+
+# --- rows of single examples ------------------------------------------------------------------------------------------
+
+
+def with_own_rows(registration: Registration) -> Registration:
+    """A registration with the rows of its matrix: patches in place of pixels, no sample of them, and no mask."""
+    approximation = KRON.name if registration.structure.kronecker else registration.approximation
+    return replace(registration, approximation=approximation, sampling=None, patch_mask=None)
+
+
+def reason_apart(program: Program, registration: Registration) -> str | None:
+    """Why the gradients of single examples are not made of rows; None if they may be."""
+    if registration.generic:
+        return "it is generic"
+    if any(use.batch_independent for use in registration.uses):
+        return "its gradient is summed over the batch"
+    if any(step.left_out for use in registration.uses for step in use.through):
+        return "its rows leave out a part of the gradient"
+    if not all(cases_apart(program.layers, use) for use in registration.uses):
+        return "its rows are merged with positions"
+    return None
+
+
+def refuse_towers(registrations: Sequence[Registration]) -> None:
+    towers = [str(registration) for registration in registrations if registration.towers > 1]
+    if towers:
+        raise RegistrationError(
+            "gradients of single cases are those of one mini-batch, and these registrations have several towers:\n  "
+            + "\n  ".join(towers)
+            + "\nCompile the model of one mini-batch."
+        )
+
+
+def examples_first(rows: Rows, use: Use, examples: int) -> Rows | None:
+    """The rows [N, S, ...] of N examples; None if they are of no single examples. The steps of a recurrent layer are
+    positions."""
+    cases = rows.d.shape[0]
+    if cases == examples:
+        return rows
+    if use.steps == 1 or use.steps_in_positions or cases != use.steps * examples:
+        return None
+
+    def steps_as_positions(tensor: Tensor) -> Tensor:
+        by_step: Tensor = tensor.unflatten(0, (use.steps, examples)).movedim(0, 1)
+        return by_step.flatten(1, 2)
+
+    return replace(
+        rows,
+        x=steps_as_positions(rows.expanded()),
+        d=steps_as_positions(rows.d),
+        mask=None if rows.mask is None else steps_as_positions(rows.mask),
+    )

@@ -1,0 +1,1 @@
+"""A spectrum that knows its model: corrected eigenvalues, scores of training examples, and solves."""

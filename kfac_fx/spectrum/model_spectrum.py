@@ -1,0 +1,201 @@
+"""`ModelSpectrum`: s F + δ I of a compiled module, with what needs the gradients of single cases.
+
+The gradients come out of taps (`kfac_fx.recording.cases`), one block at a time, so the memory is that of one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kfac_fx.blocks.spectrum import Spectrum, System
+from kfac_fx.linalg.matrices import full_precision
+from kfac_fx.passes.errors import nearest
+from kfac_fx.recording.cases import Consumer, Counts, Measurement
+from kfac_fx.spectrum.batches import as_batch
+from kfac_fx.spectrum.queries import Queries
+from kfac_fx.statistics.cases import Cases, LowRank, sum_of_squares, weighted_squares
+from kfac_fx.statistics.moments import Key
+
+CASES = ("row", "position", "sequence")
+
+
+class CaseNet(Protocol):
+    """The part of a compiled module that records the gradients of single cases."""
+
+    def record_cases(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any
+    ) -> Counts: ...
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelSpectrum(Spectrum):
+    """s F + δ I by the eigenvectors of its blocks; see `Spectrum`.
+
+    A batch is what a DataLoader yields: a tensor, (inputs, targets), a mapping of forward's arguments, or a
+    `kfac_fx.Batch`.
+
+    Attributes:
+        net: the compiled module.
+        mode: the estimation mode of the factors.
+        case: the kind of case of the eigenvalues; None: they are those of the factors.
+    """
+
+    net: CaseNet = field(kw_only=True)
+    mode: str = field(default="empirical", kw_only=True)
+    case: str | None = field(default=None, kw_only=True)
+
+    def correct(
+        self,
+        batches: Iterable[Any],
+        case: str = "row",
+        *,
+        mode: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> ModelSpectrum:
+        """Replace Λ by the mean of the squares of the gradient in the basis Q, case by case (George et al. 2018, "Fast
+        approximate natural gradient descent in a Kronecker-factored eigenbasis", section 3).
+
+        The gradient of a case is summed over its uses and, except for positions, over its positions before it is
+        squared. The memory is that of one batch.
+
+        Args:
+            batches: of the data; every batch is recorded once.
+            case: "row": one term of the mean of the loss. An example with T rows takes T backward passes.
+                "position": one position of an example; the squares are summed over positions and divided by the number
+                of rows, as the factors are. "sequence": one example, with the sum of its rows as the loss; the mean is
+                over examples, so the eigenvalues are about T times those of rows. For an example with one row, "row"
+                and "sequence" are the same.
+            mode: "empirical" takes the true targets, "gradients" samples them, the others are those of
+                `FisherEstimator`; None: that of the factors.
+            generator: of the samples; None: torch's own.
+
+        Returns a spectrum with the same eigenvectors.
+
+        Raises ValueError for an unknown case or mode, and if there are no batches.
+        """
+        if case not in CASES:
+            known = ", ".join(map(repr, CASES))
+            raise ValueError(f"unknown case {case!r}; known are {known}.{nearest(case, CASES)}")
+        totals = {key: torch.zeros_like(system.values[index]) for key, (system, index) in self.places().items()}
+        number = 0
+
+        @torch.no_grad()
+        def add(key: Key, cases: Cases) -> None:
+            system, index = self.places()[key]
+            for kind in cases.by_position() if case == "position" else [cases]:
+                for _, turned in system.in_basis(index, kind):
+                    totals[key] += sum_of_squares(turned)
+
+        for each in batches:
+            batch = as_batch(each)
+            counts = self.net.record_cases(
+                batch.args,
+                batch.kwargs,
+                add,
+                mode=mode or self.mode,
+                targets=batch.targets,
+                by_row=case == "row",
+                only=self.keys,
+                generator=generator,
+            )
+            number += counts.examples if case == "sequence" else counts.rows
+        if not number:
+            raise ValueError("the eigenvalues were to be corrected without cases: `batches` has none.")
+        systems = [
+            replace(system, values=torch.stack([totals[r.parameters] for r in system.group.registrations]) / number)
+            for system in self.systems
+        ]
+        return replace(self, systems=systems, case=case)
+
+    def places(self) -> Mapping[Key, tuple[System, int]]:
+        """By block its system, and its number there."""
+        return {
+            registration.parameters: (system, index)
+            for system in self.systems
+            for index, registration in enumerate(system.group.registrations)
+        }
+
+    # --- scores -------------------------------------------------------------------------------------------------------
+
+    def precondition(self, batch: Any, *, measurement: Measurement | None = None, rank: int | None = None) -> Queries:
+        """(s F + δ I)⁻¹ ∇m of every example of a batch, to score training examples with.
+
+        Args:
+            measurement: a function of (what the model returns, the targets), or of the outputs alone if the batch has
+                no targets, to one number m for every example, [Q]; None: the loss, summed over the rows of an example.
+            rank: replace the matrix of every block and example by the nearest matrix of this rank, which takes less
+                memory and time.
+
+        Raises ValueError if `rank` is not positive or `measurement` returns something else.
+        """
+        if rank is not None and rank < 1:
+            raise ValueError(f"rank must be positive, got {rank}.")
+        found: dict[Key, list[tuple[int, Tensor]]] = {}
+
+        def keep(key: Key, cases: Cases) -> None:
+            system, index = self.places()[key]
+            group, operators = system.group, system.group.operators_of(index, system.operators)
+            weights = 1 / self.shifted(system)[index]
+            for part, turned in system.in_basis(index, cases):
+                whole = turned.gradients() * weights
+                matrices = group.from_eigenbasis(whole.unsqueeze(1), operators).squeeze(1)
+                found.setdefault(key, []).append((cases.first + part.start, matrices))
+
+        self.record(batch, keep, measurement)
+        matrices = {
+            key: torch.cat([part for _, part in sorted(found[key], key=lambda pair: pair[0])])
+            for key in self.keys
+            if key in found
+        }
+        kept = matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
+        return Queries(kept, self.record)
+
+    def self_scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
+        """∇ℓᵀ (s F + δ I)⁻¹ ∇ℓ of every example: [N], or by block {key: [N]} with by="block".
+
+        Args:
+            measurement: in place of the loss, as for `precondition`.
+        """
+        if by not in ("sum", "block"):
+            raise ValueError(f"self-scores are by 'sum' or 'block', got by={by!r}.")
+        weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
+        scores: dict[Key, list[tuple[int, Tensor]]] = {}
+
+        def add(key: Key, cases: Cases) -> None:
+            system, index = self.places()[key]
+            for part, turned in system.in_basis(index, cases):
+                scores.setdefault(key, []).append((cases.first + part.start, weighted_squares(turned, weights[key])))
+
+        counts = self.record(batch, add, measurement)
+        by_block = {
+            key: torch.cat([part for _, part in sorted(scores[key], key=lambda pair: pair[0])])
+            if key in scores
+            else weights[key].new_zeros(counts.examples)
+            for key in self.keys
+        }
+        return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
+
+    def record(self, batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
+        """Hand the gradients of the loss, or of `measurement`, of single examples to `consume`.
+
+        Functions of the damping and the scale that `consume` computes are differentiable in these."""
+        batch, graph = as_batch(batch), torch.is_grad_enabled()
+
+        def consume_with_graph(key: Key, cases: Cases) -> None:
+            with torch.set_grad_enabled(graph), full_precision():
+                consume(key, cases)
+
+        return self.net.record_cases(
+            batch.args,
+            batch.kwargs,
+            consume_with_graph,
+            mode="empirical",
+            targets=batch.targets,
+            only=self.keys,
+            measurement=measurement,
+        )

@@ -1,0 +1,103 @@
+"""Preconditioned gradients of queries, and their scores with training examples.
+
+The score of a training example z for a query q is ∇m(q)ᵀ (s F + δ I)⁻¹ ∇ℓ(z) (Grosse et al. 2023, "Studying large
+language model generalization with influence functions"). The product is linear in ∇ℓ(z) = Σ d rᵀ, so the gradients of a
+batch are never held: rows meet the queries in the backward, block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.passes.errors import nearest
+from kfac_fx.recording.cases import Consumer, Counts, Measurement
+from kfac_fx.statistics import cases
+from kfac_fx.statistics.cases import Cases, LowRank, by_rows, inner_products
+from kfac_fx.statistics.moments import Key
+
+BY = ("sum", "block", "position")
+Record = Callable[[Any, Consumer, Measurement | None], Counts]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Queries:
+    """(s F + δ I)⁻¹ ∇m of Q queries; `ModelSpectrum.precondition` makes it.
+
+    Attributes:
+        matrices: by block [Q, g, o, i], or the factors of matrices of low rank.
+        record: hands over the gradients of the examples of a batch; see `ModelSpectrum.record`.
+    """
+
+    matrices: Mapping[Key, cases.Queries]
+    record: Record
+
+    def __len__(self) -> int:
+        return len(next(iter(self.matrices.values())))
+
+    def __repr__(self) -> str:
+        return f"Queries({len(self)} queries, {len(self.matrices)} blocks)"
+
+    def scores(self, batch: Any, *, by: str = "sum", measurement: Measurement | None = None) -> Any:
+        """The scores of the examples of a batch for all queries.
+
+        Args:
+            by: "sum" over all blocks, [Q, N]; "block": a dict of these; "position": the sum over all blocks of the part
+                of every position, [Q, N, S], whose sum over positions is the score.
+            measurement: in place of the loss of the examples; see `ModelSpectrum.precondition`.
+
+        Raises ValueError for another `by`, and for "position" if the blocks have different numbers of positions.
+        """
+        if by not in BY:
+            raise ValueError(f"unknown by={by!r}; known are {', '.join(map(repr, BY))}.{nearest(by, BY)}")
+        if by == "position":
+            return self.scores_by_position(batch, measurement)
+        parts: dict[Key, list[tuple[int, Tensor]]] = {}
+
+        def add(key: Key, of_examples: Cases) -> None:
+            products = inner_products(of_examples, self.matrices[key])
+            parts.setdefault(key, []).append((of_examples.first, products))
+
+        counts = self.record(batch, add, measurement)
+        zeros = torch.zeros(len(self), counts.examples)
+        by_block = {key: in_order(parts[key]) if key in parts else zeros.to(self.like(key)) for key in self.matrices}
+        return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
+
+    def like(self, key: Key) -> Tensor:
+        matrices = self.matrices[key]
+        return matrices.left if isinstance(matrices, LowRank) else matrices
+
+    def scores_by_position(self, batch: Any, measurement: Measurement | None) -> Tensor:
+        parts: dict[Key, list[Tensor]] = {}
+
+        def add(key: Key, of_examples: Cases) -> None:
+            if of_examples.whole is not None:
+                products = inner_products(of_examples, self.matrices[key])
+                parts.setdefault(key, []).append(products.unsqueeze(-1))
+                return
+            for rows in of_examples.uses:
+                use = Cases(of_examples.matrix, (rows,))
+                parts.setdefault(key, []).append(torch.cat(list(by_rows(use, self.matrices[key])), dim=1))
+
+        self.record(batch, add, measurement)
+        sizes: dict[int, list[str]] = {}
+        for key, products in parts.items():
+            for product in products:
+                sizes.setdefault(product.shape[-1], []).append(", ".join(key))
+        if len(sizes) > 1:
+            rows = "\n".join(f"  {size:5}  {', '.join(dict.fromkeys(names))}" for size, names in sorted(sizes.items()))
+            raise ValueError(
+                f"the blocks have different numbers of positions, so their scores have no sum by position:\n{rows}\n"
+                'Pass by="block", or make the spectrum of the blocks with the same positions: '
+                "FisherEstimator(net, variables=...)."
+            )
+        return torch.stack([product for products in parts.values() for product in products]).sum(0)
+
+
+def in_order(parts: Iterable[tuple[int, Tensor]]) -> Tensor:
+    """Scores [Q, n] of some examples each, joined in the order of their first examples."""
+    return torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])], dim=1)
