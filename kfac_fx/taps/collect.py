@@ -38,7 +38,9 @@ class CollectingTap(Tap):
                 row_mask = None if mask is None else values[mask]
                 row_mask = row_mask if real is None else real(output_grad, row_mask)
                 with torch.autocast(output_grad.device.type, enabled=False):
-                    self.sink(canonical(*both(output_grad, input, *values), bias, self.matrix, row_mask))
+                    # Saved tensors are part of the graph, and functions of the rows may be differentiated.
+                    rows, grad_rows = (side.detach() for side in both(output_grad, input, *values))
+                    self.sink(canonical(rows, grad_rows, bias, self.matrix, row_mask))
             return lambda name: output_grad.new_zeros((), dtype=torch.float32)
 
         return collected
