@@ -64,11 +64,17 @@ class Operator(ABC):
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]: ...
 
     def multiply(self, vector: Vector) -> dict[str, Tensor]:
-        """(F + λ I) v with the present factors."""
+        """c (G + λ_G I) ⊗ (A + λ_A I) v with the present factors, which is not F v + λ v.
+
+        λ is split between the sides of a Kronecker product, as K-FAC does (Martens & Grosse 2015, section 6.3), so the
+        product also has the terms λ_A G ⊗ I and λ_G I ⊗ A. They can be larger than F v. `spectrum` adds δ as it is; its
+        product with δ = 0 is F v. Blocks that are no Kronecker products have F v + λ v.
+        """
         return self._multiply(vector, 1.0)
 
     def multiply_inverse(self, vector: Vector) -> dict[str, Tensor]:
-        """(F + λ I)⁻¹ v."""
+        """The inverse of the damped F of `multiply`, of the last `update_inverses`, times v. It is not (F + λ I)⁻¹ v if λ
+        is split between the sides; that is `spectrum(damping=λ).multiply_inverse(v)`."""
         return self._multiply(vector, -1.0)
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:

@@ -1,0 +1,389 @@
+"""Corrected eigenvalues and scores that come out of taps, against autograd on single cases, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kfac_fx
+from kfac_fx import Batch, FisherEstimator, RegistrationError, Relative
+from kfac_fx.recording.cases import CaseRecorder
+from tests.models import ZOO
+from tests.runtime.single_cases import (
+    D,
+    Gradients,
+    Routed,
+    T,
+    Text,
+    TextWithLoss,
+    V,
+    classifier,
+    inner,
+    of_each,
+    of_examples,
+    of_rows,
+    spectrum_of,
+)
+from tests.whole.test_fisher_is_exact import SEPARATE_CASES, gradients_by_case, prepared
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+QUICK = {
+    "shared_functional",
+    "tied_autoencoder",
+    "conv1d",
+    "conv_options",
+    "depthwise",
+    "tables",
+    "lstm",
+    "elementwise",
+}
+
+
+def ids(n: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randint(V, (n, T)), torch.randint(V, (n, T))
+
+
+def images(n: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 2, 3, 3), torch.randint(3, (n,))
+
+
+def assert_corrected(found: kfac_fx.Spectrum, spectrum: kfac_fx.Spectrum, oracle: Gradients) -> None:
+    expected = spectrum.corrected([{name: oracle[name] for name in spectrum.shapes}]).eigenvalues()
+    for key, values in found.eigenvalues().items():
+        torch.testing.assert_close(values, expected[key])
+
+
+# --- corrected eigenvalues --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SEPARATE_CASES]
+)
+def test_every_layer_is_corrected_and_scored_as_single_gradients_say(name: str) -> None:
+    case = ZOO[name]
+    model, args, targets = prepared(case)
+    estimator = FisherEstimator(kfac_fx.compile(model, args, loss=case.loss), estimation_mode="empirical")
+    estimator.update_covariances(*args, targets=targets)
+    spectrum, batch = estimator.spectrum(damping=0.1), Batch(*args, targets=targets)
+    each = gradients_by_case(model, case.loss, args, targets)
+    oracle = {
+        name: torch.stack([one.get(name, torch.zeros(shape)) for one in each])
+        for name, shape in spectrum.shapes.items()
+    }
+    assert_corrected(spectrum.correct([batch], "sequence"), spectrum, oracle)
+    expected = inner(spectrum.multiply_inverse(oracle), oracle)
+    torch.testing.assert_close(spectrum.precondition(batch).scores(batch), expected)
+    torch.testing.assert_close(spectrum.self_scores(batch), expected.diagonal())
+
+
+@pytest.mark.parametrize("case", ["row", "sequence"])
+def test_batches_add_up_to_the_mean_over_rows_or_sequences(case: str) -> None:
+    model, (x, y) = Text(), ids()
+    spectrum = spectrum_of(model, x, y)
+    oracle = (of_rows if case == "row" else of_examples)(model, x, y)
+    corrected = spectrum.correct([(x[:2], y[:2]), (x[2:], y[2:])], case)
+    assert_corrected(corrected, spectrum, oracle)
+    assert corrected.case == case and spectrum.case is None
+
+
+def test_an_example_with_one_row_is_a_row_and_a_sequence() -> None:
+    model, (x, y) = classifier(), images()
+    spectrum = spectrum_of(model, x, y)
+    for case in ("row", "sequence"):
+        assert_corrected(spectrum.correct([(x, y)], case), spectrum, of_examples(model, x, y))
+
+
+def test_positions_are_squared_apart_and_uses_together() -> None:
+    """Against a copy of every weight for every position, which both uses of the tied weight share."""
+    model, (x, y) = Text(), ids(3)
+    spectrum = spectrum_of(model, x, y)
+    corrected = spectrum.correct([(x, y)], "position")
+    copies = {
+        name: model.get_parameter(name)
+        .detach()
+        .expand(*x.shape, *model.get_parameter(name).shape)
+        .clone()
+        .requires_grad_()
+        for name in ("words.weight", "up.weight", "up.bias")
+    }
+    words, up, bias = copies.values()
+    h = torch.take_along_dim(words, x[..., None, None].expand(*x.shape, 1, D), 2).squeeze(2) + model.places
+    z = h + model.down(torch.tanh(torch.einsum("nsoi,nsi->nso", up, model.norm(h.cumsum(1))) + bias))
+    logits = torch.einsum("nsvd,nsd->nsv", words, z)
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+    oracle = dict(zip(copies, torch.autograd.grad(total, list(copies.values())), strict=True))
+    for key in (("words.weight",), ("up.weight", "up.bias")):
+        vectors = {n: torch.zeros(x.numel(), *shape) for n, shape in spectrum.shapes.items()}
+        vectors |= {n: oracle[n].flatten(0, 1) for n in key}
+        expected = spectrum.corrected([vectors]).eigenvalues()[key]
+        torch.testing.assert_close(corrected.eigenvalues()[key], expected)
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+def test_merged_rows_of_a_loss_are_found_again(time_first: bool) -> None:
+    model, (x, _) = TextWithLoss(time_first), ids()
+    approximations = {"text.norm": "generic"}  # which takes gradients of single examples
+    spectrum = spectrum_of(model, x, None, approximations=approximations)
+    oracle = shifted(model, x)
+    rows = {name: gradient.flatten(0, 1) for name, gradient in oracle.items()}
+    examples = {name: gradient.sum(1) for name, gradient in oracle.items()}
+    assert_corrected(spectrum.correct([x], "sequence"), spectrum, examples)
+    assert_corrected(spectrum.correct([x], "row"), spectrum, rows)
+
+
+def shifted(model: TextWithLoss, x: Tensor) -> Gradients:
+    """The gradients of the rows of a model that computes the loss of the next word: [N, T - 1, *shape]."""
+
+    def loss(k: int) -> Tensor:
+        n, row = divmod(k, T - 1)
+        return nn.functional.cross_entropy(model.text(x[n : n + 1])[0, row], x[n, row + 1])
+
+    flat = of_each(len(x) * (T - 1), loss, dict(model.named_parameters()))
+    return {name: gradient.unflatten(0, (len(x), T - 1)) for name, gradient in flat.items()}
+
+
+def test_rows_that_belong_to_no_single_example_are_replaced_by_gradients() -> None:
+    model, x, y = Routed(), torch.randn(4, 5, D), torch.randint(2, (4,))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    assert {registration.layer for registration in net.registrations} == {"experts", "linear"}
+    estimator = FisherEstimator(net, estimation_mode="empirical")
+    estimator.update_covariances(x, targets=y)
+    spectrum, oracle = estimator.spectrum(damping=0.1), of_examples(model, x, y)
+    assert_corrected(spectrum.correct([(x, y)], "sequence"), spectrum, oracle)
+    expected = inner(spectrum.multiply_inverse(oracle), oracle)
+    torch.testing.assert_close(spectrum.precondition((x, y)).scores((x, y)), expected)
+    torch.testing.assert_close(spectrum.self_scores((x, y)), expected.diagonal())
+    assert "positions" in net.case_recorder(net.recorder((x,), {})).apart["weight",]
+
+
+def test_weights_whose_rows_leave_out_a_part_are_corrected_exactly() -> None:
+    case = ZOO["weight_norm"]
+    model, args, targets = prepared(case)
+    estimator = FisherEstimator(kfac_fx.compile(model, args, loss=case.loss), estimation_mode="empirical")
+    estimator.update_covariances(*args, targets=targets)
+    spectrum, each = estimator.spectrum(damping=0.1), gradients_by_case(model, case.loss, args, targets)
+    oracle = {
+        name: torch.stack([one.get(name, torch.zeros(shape)) for one in each])
+        for name, shape in spectrum.shapes.items()
+    }
+    assert_corrected(spectrum.correct([Batch(*args, targets=targets)], "sequence"), spectrum, oracle)
+
+
+def test_all_labels_make_the_exact_fisher_in_the_basis() -> None:
+    """Σ_k p_k (∂ log p_k)² in place of the sum over columns of B."""
+    model, (x, y) = Text(), ids(3)
+    spectrum = spectrum_of(model, x, y)
+    total: dict[Any, Tensor] = {}
+    for n in range(len(x)):
+        for row in range(T):
+            probabilities = model(x[n : n + 1])[0, row].softmax(-1)
+            labels = of_each(
+                V,
+                lambda k, n=n, row=row: -model(x[n : n + 1])[0, row].log_softmax(-1)[k],
+                dict(model.named_parameters()),
+            )
+            weighted = {
+                name: g * probabilities.detach().sqrt().view(-1, *[1] * (g.dim() - 1)) for name, g in labels.items()
+            }
+            for key, values in spectrum.at(damping=0.0).corrected([weighted]).eigenvalues().items():
+                total[key] = total.get(key, 0) + values * V / x.numel()
+    found = spectrum.at(damping=0.0).correct([(x, None)], "row", mode="exact").eigenvalues()
+    for key, values in found.items():
+        torch.testing.assert_close(values, total[key])
+
+
+def test_sampled_targets_follow_their_generator_and_are_right_in_the_mean() -> None:
+    model, (x, y) = Text(), ids(3)
+    spectrum = spectrum_of(model, x, y).at(damping=0.0)
+    generator = torch.Generator().manual_seed(0)
+    first = spectrum.correct([x], mode="gradients", generator=generator.manual_seed(1)).eigenvalues()
+    again = spectrum.correct([x], mode="gradients", generator=generator.manual_seed(1)).eigenvalues()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    exact = spectrum.correct([x], mode="exact")
+    sampled = spectrum.correct([x] * 100, mode="gradients", generator=generator)
+    assert abs(sampled.trace() / exact.trace() - 1) < 0.1
+
+
+def test_padding_is_no_row_and_no_position() -> None:
+    class Padded(Text):
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(ids * mask) * mask.unsqueeze(-1)
+
+    model, (x, y) = Padded(), ids(3)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+    net = kfac_fx.compile(model, (x, mask), loss="categorical", padding_mask="mask")
+    estimator = FisherEstimator(net, estimation_mode="empirical")
+    estimator.update_covariances(x, mask, targets=y)
+    spectrum, real = estimator.spectrum(damping=0.1), mask.bool()
+
+    def loss(k: int) -> Tensor:
+        n, row = real.nonzero()[k].tolist()
+        return nn.functional.cross_entropy(model(x[n : n + 1], mask[n : n + 1])[0, row], y[n, row])
+
+    oracle = of_each(int(real.sum()), loss, dict(model.named_parameters()))
+    assert_corrected(spectrum.correct([Batch(x, mask, targets=y)], "row"), spectrum, oracle)
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements of a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+def test_gradients_of_a_batch_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 examples of a weight with 1600 numbers would be 102400 numbers."""
+    monkeypatch.setattr("kfac_fx.statistics.cases.CHUNK", 4000)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    x, y = torch.randn(64, 40), torch.randint(3, (64,))
+    spectrum = spectrum_of(model, x, y)
+    queries = spectrum.precondition((x[:2], y[:2]))
+    for action in (
+        lambda: spectrum.correct([(x, y)]),
+        lambda: queries.scores((x, y)),
+        lambda: spectrum.self_scores((x, y)),
+    ):
+        action()
+        with Largest() as numbers:
+            action()
+        assert numbers.largest <= 6000
+
+
+def test_a_spectrum_of_some_parameters_records_those_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = Text(), ids(3)
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    estimator = FisherEstimator(net, variables=["up.weight", "up.bias"], estimation_mode="empirical")
+    estimator.update_covariances(x, targets=y)
+    spectrum, oracle = estimator.spectrum(damping=0.1), of_examples(model, x, y)
+    seen: list[Any] = []
+    record = CaseRecorder.record
+    monkeypatch.setattr(
+        CaseRecorder,
+        "record",
+        lambda self, values, consume, **options: record(
+            self, values, lambda key, cases: (seen.append(key), consume(key, cases))[1], **options
+        ),
+    )
+    assert_corrected(spectrum.correct([(x, y)], "sequence"), spectrum, oracle)
+    assert seen == [("up.weight", "up.bias")]
+
+
+@pytest.mark.parametrize("approximation", ["kron_series_1", "kron_reduce", "diagonal", "full", "kron_in_diag"])
+def test_every_kind_of_block_is_corrected(approximation: str) -> None:
+    case = ZOO["lstm"] if approximation.startswith("kron_series") else None
+    if case is not None:
+        model, args, targets = prepared(case)
+        net = kfac_fx.compile(model, args, loss=case.loss, approximations={nn.LSTM: approximation})
+        each = gradients_by_case(model, case.loss, args, targets)
+        oracle = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+    else:
+        model, (x, targets) = Text(), ids()
+        args, oracle = (x,), of_examples(model, x, targets)
+        net = kfac_fx.compile(
+            model, args, loss="categorical", approximations={"up": approximation, "down": approximation}
+        )
+    estimator = FisherEstimator(net, estimation_mode="empirical")
+    estimator.update_covariances(*args, targets=targets)
+    spectrum = estimator.spectrum(damping=0.1)
+    assert any(registration.approximation == approximation for registration in net.registrations)
+    assert_corrected(spectrum.correct([Batch(*args, targets=targets)], "sequence"), spectrum, oracle)
+
+
+@pytest.mark.parametrize("options", [{"approximations": {"0": "kron_sua"}}, {"dense_limit": 8}])
+def test_sides_in_parts_are_corrected(options: dict[str, Any]) -> None:
+    """Pixels, and diagonal blocks of a wide side."""
+    model, (x, y) = classifier(), images()
+    spectrum = spectrum_of(model, x, y, **options)
+    assert_corrected(spectrum.correct([(x, y)]), spectrum, of_examples(model, x, y))
+
+
+# --- damping ----------------------------------------------------------------------------------------------------------
+
+
+def test_relative_damping_is_a_share_of_the_mean_eigenvalue_of_every_block() -> None:
+    model, (x, y) = Text(), ids()
+    spectrum = spectrum_of(model, x, y).at(scale=3.0, damping=0.0)
+    relative = spectrum.at(damping=Relative(0.1)).eigenvalues()
+    for key, values in spectrum.eigenvalues().items():
+        torch.testing.assert_close(relative[key], values + 0.1 * values.mean())
+
+
+def test_groups_of_parameters_have_dampings_of_their_own() -> None:
+    model, (x, y) = Text(), ids()
+    spectrum = spectrum_of(model, x, y).at(damping=0.0)
+    damped = spectrum.at(damping={"up": 0.5, "norm": 1.0, "down": Relative(2.0), "*": 0.25}).eigenvalues()
+    for key, values in spectrum.eigenvalues().items():
+        added = {"up": 0.5, "norm": 1.0, "down": 2 * values.mean()}.get(key[0].split(".")[0], 0.25)
+        torch.testing.assert_close(damped[key], values + added)
+    with pytest.raises(RegistrationError, match=r"is one block with the dampings of '\*' and '\*\.weight'"):
+        spectrum.at(damping={"up": 0.5, "*.weight": Relative(2.0), "*": 0.25})
+    with pytest.raises(RegistrationError, match=r"'upp'.*matches no parameter"):
+        spectrum.at(damping={"upp": 1.0, "*": 0.5})
+    with pytest.raises(RegistrationError, match=r"is missing"):
+        spectrum.at(damping={"up": 1.0})
+    with pytest.raises(ValueError, match=r"damping must not be negative, got -1"):
+        spectrum.at(damping=Relative(-1))
+
+
+def test_scores_are_differentiated_by_the_damping() -> None:
+    model, (x, y) = Text(), ids(3)
+    spectrum, oracle = spectrum_of(model, x, y), of_examples(model, x, y)
+    damping = torch.tensor(0.3, requires_grad=True)
+    twice = spectrum.at(damping=0.3).multiply_matpower(-2, oracle)
+    expected = -inner(twice, oracle)
+    scores = spectrum.at(damping=damping).precondition((x, y)).scores((x, y))
+    torch.testing.assert_close(torch.autograd.grad(scores[0, 1], damping)[0], expected[0, 1])
+    own = spectrum.at(damping=damping).self_scores((x, y))
+    torch.testing.assert_close(torch.autograd.grad(own.sum(), damping)[0], expected.diagonal().sum())
+    factor = torch.tensor(0.2, requires_grad=True)
+    spectrum.at(damping=Relative(factor)).log_determinant().backward()
+    assert factor.grad is not None and factor.grad > 0
+
+
+# --- what may not be asked --------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model, (x, y) = Text(), ids(3)
+    spectrum = spectrum_of(model, x, y)
+    with pytest.raises(ValueError, match=r"unknown case 'rows'; known are 'row', 'position', 'sequence'.*'row'"):
+        spectrum.correct([(x, y)], "rows")
+    with pytest.raises(ValueError, match=r"corrected without cases: `batches` has none"):
+        spectrum.correct([])
+    with pytest.raises(ValueError, match=r"unknown estimation_mode 'sampled'"):
+        spectrum.correct([(x, y)], mode="sampled")
+    with pytest.raises(kfac_fx.TargetsMissing):
+        spectrum.correct([x])
+    with pytest.raises(ValueError, match=r"self-scores are by 'sum' or 'block', got by='position'"):
+        spectrum.self_scores((x, y), by="position")
+    with pytest.raises(ValueError, match=r"rank must be positive, got 0"):
+        spectrum.precondition((x, y), rank=0)
+    with pytest.raises(TypeError, match=r"this is a tuple of 3\.\nName the parts: kfac_fx\.Batch\("):
+        spectrum.self_scores((x, y, y))
+    with pytest.raises(ValueError, match=r"one number for every example, \[3\], and this one returned \[\]"):
+        spectrum.precondition(x, measurement=lambda logits: logits.sum())
+
+
+def test_rows_in_an_unknown_order_are_refused() -> None:
+    class Shuffled(TextWithLoss):
+        def forward(self, ids: Tensor) -> Tensor:
+            order = torch.arange(9) * 4 % 9
+            logits, targets = self.text(ids)[:, :-1].flatten(0, 1)[order], ids[:, 1:].flatten()[order]
+            return nn.functional.cross_entropy(logits, targets)
+
+    x, _ = ids(3)
+    spectrum = spectrum_of(Shuffled(), x, None)
+    with pytest.raises(kfac_fx.LossError, match=r"3 rows for every example, and their order is not known"):
+        spectrum.correct([x])

@@ -1,0 +1,107 @@
+"""Scores of training examples: by block, by position, of low rank, for measurements; against single gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kfac_fx
+from tests.runtime.single_cases import T, Text, V, classifier, inner, of_each, of_examples, spectrum_of
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@pytest.fixture
+def text() -> tuple[Text, Tensor, Tensor, kfac_fx.ModelSpectrum]:
+    model, x, y = Text(), torch.randint(V, (5, T)), torch.randint(V, (5, T))
+    return model, x, y, spectrum_of(model, x, y)
+
+
+Fixture = tuple[Text, Tensor, Tensor, kfac_fx.ModelSpectrum]
+
+
+def test_scores_of_blocks_add_up_to_the_score(text: Fixture) -> None:
+    model, x, y, spectrum = text
+    gradients = of_examples(model, x, y)
+    directions = spectrum.multiply_inverse({name: g[:2] for name, g in gradients.items()})
+    queries = spectrum.precondition((x[:2], y[:2]))
+    by_block = queries.scores((x, y), by="block")
+    for key, scores in by_block.items():
+        expected = inner({n: directions[n] for n in key}, {n: gradients[n] for n in key})
+        torch.testing.assert_close(scores, expected)
+    torch.testing.assert_close(queries.scores((x, y)), inner(directions, gradients))
+    torch.testing.assert_close(torch.stack(list(by_block.values())).sum(0), queries.scores((x, y)))
+    own = spectrum.self_scores((x, y), by="block")
+    assert own.keys() == by_block.keys()
+    assert repr(queries) == f"Queries(2 queries, {len(by_block)} blocks)"
+
+
+def test_positions_add_up_to_the_score(text: Fixture) -> None:
+    model, x, y, spectrum = text
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    estimator = kfac_fx.FisherEstimator(
+        net, estimation_mode="empirical", variables=["up.weight", "up.bias", "down.weight", "down.bias", "words.weight"]
+    )
+    estimator.update_covariances(x, targets=y)
+    queries = estimator.spectrum(damping=0.1).precondition((x[:2], y[:2]))
+    scores = queries.scores((x, y), by="position")
+    assert scores.shape == (2, 5, T)
+    torch.testing.assert_close(scores.sum(-1), queries.scores((x, y)))
+    rank = estimator.spectrum(damping=0.1).precondition((x[:2], y[:2]), rank=10).scores((x, y), by="position")
+    torch.testing.assert_close(rank, scores)
+
+
+def test_blocks_with_different_positions_have_no_sum_by_position() -> None:
+    model, x, y = classifier(), torch.randn(4, 2, 3, 3), torch.randint(3, (4,))
+    queries = spectrum_of(model, x, y).precondition((x, y))
+    with pytest.raises(ValueError, match=r"(?s)different numbers of positions.*\n +1  3\.weight.*\n +16  0\.weight"):
+        queries.scores((x, y), by="position")
+    with pytest.raises(ValueError, match=r"unknown by='blocks'; known are 'sum', 'block', 'position'"):
+        queries.scores((x, y), by="blocks")
+
+
+def test_the_full_rank_changes_nothing_and_a_low_rank_is_the_nearest(text: Fixture) -> None:
+    _, x, y, spectrum = text
+    queries, full, low = (spectrum.precondition((x[:2], y[:2]), rank=rank) for rank in (None, 100, 1))
+    torch.testing.assert_close(full.scores((x, y)), queries.scores((x, y)))
+    matrices = queries.matrices["up.weight", "up.bias"]
+    assert isinstance(matrices, Tensor)
+    u, s, vh = torch.linalg.svd(matrices[1, 0])
+    truncated = low.matrices["up.weight", "up.bias"].dense()  # type: ignore[union-attr]
+    torch.testing.assert_close(truncated[1, 0], s[0] * torch.outer(u[:, 0], vh[0]))
+    key = ("up.weight", "up.bias")
+    expected = spectrum.precondition((x[:2], y[:2]))
+    dense = {**expected.matrices, key: truncated}
+    torch.testing.assert_close(
+        low.scores((x, y), by="block")[key],
+        type(expected)(dense, expected.record).scores((x, y), by="block")[key],
+    )
+
+
+def test_a_measurement_takes_the_place_of_the_loss(text: Fixture) -> None:
+    model, x, y, spectrum = text
+    parameters = dict(model.named_parameters())
+    last = of_each(2, lambda n: model(x[n : n + 1])[0, -1, 3], parameters)
+    gradients = of_examples(model, x, y)
+    queries = spectrum.precondition(x[:2], measurement=lambda logits: logits[:, -1, 3])
+    torch.testing.assert_close(queries.scores((x, y)), inner(spectrum.multiply_inverse(last), gradients))
+    squared = of_each(5, lambda n: model(x[n : n + 1])[0].square().sum(), parameters)
+    scores = queries.scores(x, measurement=lambda logits: logits.square().sum((1, 2)))
+    torch.testing.assert_close(scores, inner(spectrum.multiply_inverse(last), squared))
+    own = spectrum.self_scores(
+        (x, y), measurement=lambda logits, labels: logits.square().sum((1, 2)) + 0 * labels[:, 0]
+    )
+    torch.testing.assert_close(own, inner(spectrum.multiply_inverse(squared), squared).diagonal())
+
+
+def test_a_scale_multiplies_the_fisher_and_not_the_damping(text: Fixture) -> None:
+    model, x, y, spectrum = text
+    gradients, many = of_examples(model, x, y), spectrum.at(scale=40.0, damping=2.0)
+    expected = inner(many.multiply_inverse(gradients), gradients)
+    torch.testing.assert_close(many.precondition((x, y)).scores((x, y)), expected)
+
+
+def test_queries_without_graph_keep_none(text: Fixture) -> None:
+    _, x, y, spectrum = text
+    assert not spectrum.precondition((x, y)).scores((x, y)).requires_grad
