@@ -73,8 +73,10 @@ class Operator(ABC):
         return self._multiply(vector, 1.0)
 
     def multiply_inverse(self, vector: Vector) -> dict[str, Tensor]:
-        """The inverse of the damped F of `multiply`, of the last `update_inverses`, times v. It is not (F + λ I)⁻¹ v if λ
-        is split between the sides; that is `spectrum(damping=λ).multiply_inverse(v)`."""
+        """The inverse of the damped F of `multiply`, of the last `update_inverses`, times v.
+
+        If λ is split between the sides, this is not (F + λ I)⁻¹ v; `spectrum(damping=λ).multiply_inverse(v)` is.
+        """
         return self._multiply(vector, -1.0)
 
     def multiply_cholesky(self, vector: Vector, transpose: bool = False) -> dict[str, Tensor]:
@@ -167,6 +169,14 @@ def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool 
     if unknown:  # frozen parameters, or those that `variables` leaves out
         lines.append("Pass only the parameters that are estimated: estimator.parameters.")
     raise NotRegisteredError("\n".join(lines))
+
+
+def leading(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    """The additional dimensions of a vector, in front of those of the parameters."""
+    name = next((name for name in shapes if name in vector), None) if isinstance(vector, Mapping) else None
+    if name is None:
+        return ()
+    return tuple(vector[name].shape[: max(0, vector[name].dim() - len(shapes[name]))])
 
 
 def statistics_of(registration: Registration) -> tuple[str, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import FisherBlock, Operator, check_fits, make_groups
+from kfac_fx.blocks.block import FisherBlock, Operator, check_fits, leading, make_groups
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.factor import Failures, NotRegisteredError
 from kfac_fx.factors.inverses import Inverter
@@ -34,6 +35,9 @@ class Blocks(dict[Key, FisherBlock]):
 
 class BlockDiagonalFisher(Operator):
     """F + λ I by blocks, over all of `parameters`. Vectors may have sparse tensors; products are dense.
+
+    All tensors of a vector may have the same additional dimensions in front, for many vectors at once. They are
+    multiplied one by one; `Spectrum` multiplies them together.
 
     Products do not wait for the device, and compile without graph breaks.
     """
@@ -124,9 +128,19 @@ class BlockDiagonalFisher(Operator):
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
-        groups = self.groups
-        check_fits(vector, self._shapes, alone=True)
+        groups, lead = self.groups, leading(vector, self._shapes)
+        check_fits(vector, {name: (*lead, *shape) for name, shape in self._shapes.items()}, alone=True)
         vector = {name: dense(tensor) for name, tensor in vector.items()}
+        if lead:
+            many = {name: tensor.reshape(math.prod(lead), *self._shapes[name]) for name, tensor in vector.items()}
+            each = [
+                self._multiply(dict(zip(many, row, strict=True)), root, transpose)
+                for row in zip(*many.values(), strict=True)
+            ]
+            return {
+                name: torch.stack([product[name] for product in each]).view(tensor.shape) if each else tensor.clone()
+                for name, tensor in vector.items()
+            }
         registrations = [registration for group in groups for registration in group.registrations]
         parts = split(vector, registrations)
         product: dict[str, Tensor] = {}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from kfac_fx.blocks.block import check_fits
+from kfac_fx.blocks.block import check_fits, leading
 from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import joined, split
@@ -265,17 +265,10 @@ class Spectrum:
 
     def many(self, vector: Vector) -> tuple[tuple[int, ...], dict[str, Tensor]]:
         """(the additional dimensions, the vector by the names of the registrations with these flattened into one)."""
-        lead = self.lead(vector)
+        lead = leading(vector, self.shapes)
         check_fits(vector, {name: (*lead, *shape) for name, shape in self.shapes.items()}, alone=True)
         many = {name: dense(tensor).reshape(math.prod(lead), *self.shapes[name]) for name, tensor in vector.items()}
         return lead, split(many, self.registrations, 1)
-
-    def lead(self, vector: Vector) -> tuple[int, ...]:
-        """The additional dimensions of a vector, in front of those of the parameters."""
-        name = next((name for name in self.shapes if name in vector), None) if isinstance(vector, Mapping) else None
-        if name is None:
-            return ()
-        return tuple(vector[name].shape[: max(0, vector[name].dim() - len(self.shapes[name]))])
 
     # --- diagonals and samples --------------------------------------------------------------------------------------
 

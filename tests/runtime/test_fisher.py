@@ -169,3 +169,27 @@ def test_products_compile_into_one_graph_once(make: Callable[[], FakeNet]) -> No
         with torch.compiler.set_stance("fail_on_recompile"):
             again = compiled(v)
         torch.testing.assert_close(again, product(v), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [deep, mixed])
+def test_many_vectors_are_multiplied_as_single_ones_are(make: Callable[[], FakeNet]) -> None:
+    est = exact(make(), batch(), damping=0.1, exps=(-1,))
+    est.update_inverses()
+    vectors = [noise(est) for _ in range(6)]
+    many = {name: torch.stack([vector[name] for vector in vectors]).unflatten(0, (2, 3)) for name in vectors[0]}
+    for products in (est.multiply, est.multiply_inverse):
+        found = products(many)
+        for n, vector in enumerate(vectors):
+            for name, expected in products(vector).items():
+                torch.testing.assert_close(found[name][n // 3, n % 3], expected)
+
+
+def test_the_damping_of_products_is_split_between_the_sides() -> None:
+    """As the docstring of `multiply` says: c (G + λ_G I) ⊗ (A + λ_A I)."""
+    est = exact(FakeNet(deep().model[:1], {"0": "kron"}), batch(), damping=0.3)
+    (block,), v = est.blocks.values(), noise(est)
+    a, g, c = (block.factors[name].value for name in ("A", "G", "positions"))
+    pi = ((a[0].trace() / a.shape[-1]) / (g[0].trace() / g.shape[-1])).sqrt()
+    damped_a, damped_g = a[0] + pi * (0.3 / c).sqrt() * torch.eye(4), g[0] + (0.3 / c).sqrt() / pi * torch.eye(4)
+    expected = c * damped_g @ block.group.pack(v)[0, 0] @ damped_a
+    torch.testing.assert_close(block.group.pack(est.multiply(v))[0, 0], expected)
