@@ -176,8 +176,6 @@ def tap_function(
             number, saved = len(ctx.names), iter(tensors)
             values = [next(saved) if size is None else size for size in ctx.sizes]
             wanted = ctx.needs_input_grad[3 + number : 3 + 2 * number]
-            if not any(wanted):  # a backward to other leaves, which passes through
-                return (output_grad, *(None for _ in ctx.needs_input_grad[1:]))
             # `detach` does not work under vmap over several cotangents.
             with torch.no_grad(), full_precision_in_eager():
                 computed = sums(ctx.names, output_grad, input, values)

@@ -105,3 +105,9 @@ def inner(left: Gradients, right: Gradients) -> Tensor:
     return torch.stack(
         [left[name].reshape(len(left[name]), -1) @ g.reshape(len(g), -1).mT for name, g in right.items()]
     ).sum(0)
+
+
+def assert_corrected(found: kfac_fx.Spectrum, spectrum: kfac_fx.Spectrum, oracle: Gradients) -> None:
+    expected = spectrum.corrected([{name: oracle[name] for name in spectrum.shapes}]).eigenvalues()
+    for key, values in found.eigenvalues().items():
+        torch.testing.assert_close(values, expected[key])

@@ -15,12 +15,10 @@ from kfac_fx.recording.cases import CaseRecorder
 from tests.models import ZOO
 from tests.runtime.single_cases import (
     D,
-    Gradients,
-    Routed,
     T,
     Text,
-    TextWithLoss,
     V,
+    assert_corrected,
     classifier,
     inner,
     of_each,
@@ -50,12 +48,6 @@ def ids(n: int = 5) -> tuple[Tensor, Tensor]:
 
 def images(n: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 2, 3, 3), torch.randint(3, (n,))
-
-
-def assert_corrected(found: kfac_fx.Spectrum, spectrum: kfac_fx.Spectrum, oracle: Gradients) -> None:
-    expected = spectrum.corrected([{name: oracle[name] for name in spectrum.shapes}]).eigenvalues()
-    for key, values in found.eigenvalues().items():
-        torch.testing.assert_close(values, expected[key])
 
 
 # --- corrected eigenvalues --------------------------------------------------------------------------------------------
@@ -122,56 +114,6 @@ def test_positions_are_squared_apart_and_uses_together() -> None:
         vectors |= {n: oracle[n].flatten(0, 1) for n in key}
         expected = spectrum.corrected([vectors]).eigenvalues()[key]
         torch.testing.assert_close(corrected.eigenvalues()[key], expected)
-
-
-@pytest.mark.parametrize("time_first", [False, True])
-def test_merged_rows_of_a_loss_are_found_again(time_first: bool) -> None:
-    model, (x, _) = TextWithLoss(time_first), ids()
-    approximations = {"text.norm": "generic"}  # which takes gradients of single examples
-    spectrum = spectrum_of(model, x, None, approximations=approximations)
-    oracle = shifted(model, x)
-    rows = {name: gradient.flatten(0, 1) for name, gradient in oracle.items()}
-    examples = {name: gradient.sum(1) for name, gradient in oracle.items()}
-    assert_corrected(spectrum.correct([x], "sequence"), spectrum, examples)
-    assert_corrected(spectrum.correct([x], "row"), spectrum, rows)
-
-
-def shifted(model: TextWithLoss, x: Tensor) -> Gradients:
-    """The gradients of the rows of a model that computes the loss of the next word: [N, T - 1, *shape]."""
-
-    def loss(k: int) -> Tensor:
-        n, row = divmod(k, T - 1)
-        return nn.functional.cross_entropy(model.text(x[n : n + 1])[0, row], x[n, row + 1])
-
-    flat = of_each(len(x) * (T - 1), loss, dict(model.named_parameters()))
-    return {name: gradient.unflatten(0, (len(x), T - 1)) for name, gradient in flat.items()}
-
-
-def test_rows_that_belong_to_no_single_example_are_replaced_by_gradients() -> None:
-    model, x, y = Routed(), torch.randn(4, 5, D), torch.randint(2, (4,))
-    net = kfac_fx.compile(model, (x,), loss="categorical")
-    assert {registration.layer for registration in net.registrations} == {"experts", "linear"}
-    estimator = FisherEstimator(net, estimation_mode="empirical")
-    estimator.update_covariances(x, targets=y)
-    spectrum, oracle = estimator.spectrum(damping=0.1), of_examples(model, x, y)
-    assert_corrected(spectrum.correct([(x, y)], "sequence"), spectrum, oracle)
-    expected = inner(spectrum.multiply_inverse(oracle), oracle)
-    torch.testing.assert_close(spectrum.precondition((x, y)).scores((x, y)), expected)
-    torch.testing.assert_close(spectrum.self_scores((x, y)), expected.diagonal())
-    assert "positions" in net.case_recorder(net.recorder((x,), {})).apart["weight",]
-
-
-def test_weights_whose_rows_leave_out_a_part_are_corrected_exactly() -> None:
-    case = ZOO["weight_norm"]
-    model, args, targets = prepared(case)
-    estimator = FisherEstimator(kfac_fx.compile(model, args, loss=case.loss), estimation_mode="empirical")
-    estimator.update_covariances(*args, targets=targets)
-    spectrum, each = estimator.spectrum(damping=0.1), gradients_by_case(model, case.loss, args, targets)
-    oracle = {
-        name: torch.stack([one.get(name, torch.zeros(shape)) for one in each])
-        for name, shape in spectrum.shapes.items()
-    }
-    assert_corrected(spectrum.correct([Batch(*args, targets=targets)], "sequence"), spectrum, oracle)
 
 
 def test_all_labels_make_the_exact_fisher_in_the_basis() -> None:
@@ -371,20 +313,5 @@ def test_wrong_arguments_are_refused() -> None:
         spectrum.self_scores((x, y), by="position")
     with pytest.raises(ValueError, match=r"rank must be positive, got 0"):
         spectrum.precondition((x, y), rank=0)
-    with pytest.raises(TypeError, match=r"this is a tuple of 3\.\nName the parts: kfac_fx\.Batch\("):
-        spectrum.self_scores((x, y, y))
     with pytest.raises(ValueError, match=r"one number for every example, \[3\], and this one returned \[\]"):
         spectrum.precondition(x, measurement=lambda logits: logits.sum())
-
-
-def test_rows_in_an_unknown_order_are_refused() -> None:
-    class Shuffled(TextWithLoss):
-        def forward(self, ids: Tensor) -> Tensor:
-            order = torch.arange(9) * 4 % 9
-            logits, targets = self.text(ids)[:, :-1].flatten(0, 1)[order], ids[:, 1:].flatten()[order]
-            return nn.functional.cross_entropy(logits, targets)
-
-    x, _ = ids(3)
-    spectrum = spectrum_of(Shuffled(), x, None)
-    with pytest.raises(kfac_fx.LossError, match=r"3 rows for every example, and their order is not known"):
-        spectrum.correct([x])

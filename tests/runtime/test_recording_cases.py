@@ -1,0 +1,94 @@
+"""Gradients of single cases out of one backward: merged rows of losses, experts, parametrizations, towers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx import Batch, FisherEstimator
+from tests.models import ZOO
+from tests.runtime.single_cases import (
+    D,
+    Gradients,
+    Routed,
+    T,
+    TextWithLoss,
+    V,
+    assert_corrected,
+    inner,
+    of_each,
+    of_examples,
+    spectrum_of,
+)
+from tests.whole.test_fisher_is_exact import gradients_by_case, prepared
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def ids(n: int = 5) -> Tensor:
+    return torch.randint(V, (n, T))
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+def test_merged_rows_of_a_loss_are_found_again(time_first: bool) -> None:
+    model, x = TextWithLoss(time_first), ids()
+    approximations = {"text.norm": "generic"}  # which takes gradients of single examples
+    spectrum = spectrum_of(model, x, None, approximations=approximations)
+    oracle = shifted(model, x)
+    rows = {name: gradient.flatten(0, 1) for name, gradient in oracle.items()}
+    examples = {name: gradient.sum(1) for name, gradient in oracle.items()}
+    assert_corrected(spectrum.correct([x], "sequence"), spectrum, examples)
+    assert_corrected(spectrum.correct([x], "row"), spectrum, rows)
+
+
+def shifted(model: TextWithLoss, x: Tensor) -> Gradients:
+    """The gradients of the rows of a model that computes the loss of the next word: [N, T - 1, *shape]."""
+
+    def loss(k: int) -> Tensor:
+        n, row = divmod(k, T - 1)
+        return nn.functional.cross_entropy(model.text(x[n : n + 1])[0, row], x[n, row + 1])
+
+    flat = of_each(len(x) * (T - 1), loss, dict(model.named_parameters()))
+    return {name: gradient.unflatten(0, (len(x), T - 1)) for name, gradient in flat.items()}
+
+
+def test_rows_that_belong_to_no_single_example_are_replaced_by_gradients() -> None:
+    model, x, y = Routed(), torch.randn(4, 5, D), torch.randint(2, (4,))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    assert {registration.layer for registration in net.registrations} == {"experts", "linear"}
+    estimator = FisherEstimator(net, estimation_mode="empirical")
+    estimator.update_covariances(x, targets=y)
+    spectrum, oracle = estimator.spectrum(damping=0.1), of_examples(model, x, y)
+    assert_corrected(spectrum.correct([(x, y)], "sequence"), spectrum, oracle)
+    expected = inner(spectrum.multiply_inverse(oracle), oracle)
+    torch.testing.assert_close(spectrum.precondition((x, y)).scores((x, y)), expected)
+    torch.testing.assert_close(spectrum.self_scores((x, y)), expected.diagonal())
+    assert "positions" in net.case_recorder(net.recorder((x,), {})).apart["weight",]
+
+
+def test_weights_whose_rows_leave_out_a_part_are_corrected_exactly() -> None:
+    case = ZOO["weight_norm"]
+    model, args, targets = prepared(case)
+    estimator = FisherEstimator(kfac_fx.compile(model, args, loss=case.loss), estimation_mode="empirical")
+    estimator.update_covariances(*args, targets=targets)
+    spectrum, each = estimator.spectrum(damping=0.1), gradients_by_case(model, case.loss, args, targets)
+    oracle = {
+        name: torch.stack([one.get(name, torch.zeros(shape)) for one in each])
+        for name, shape in spectrum.shapes.items()
+    }
+    assert_corrected(spectrum.correct([Batch(*args, targets=targets)], "sequence"), spectrum, oracle)
+
+
+def test_rows_in_an_unknown_order_are_refused() -> None:
+    class Shuffled(TextWithLoss):
+        def forward(self, ids: Tensor) -> Tensor:
+            order = torch.arange(9) * 4 % 9
+            logits, targets = self.text(ids)[:, :-1].flatten(0, 1)[order], ids[:, 1:].flatten()[order]
+            return nn.functional.cross_entropy(logits, targets)
+
+    x = ids(3)
+    spectrum = spectrum_of(Shuffled(), x, None)
+    with pytest.raises(kfac_fx.LossError, match=r"3 rows for every example, and their order is not known"):
+        spectrum.correct([x])

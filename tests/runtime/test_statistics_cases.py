@@ -1,0 +1,102 @@
+"""Functions of the gradients of single cases against these gradients, for rows of every form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kfac_fx.statistics import cases as module
+from kfac_fx.statistics.cases import Cases, LowRank, inner_products, sum_of_squares, weighted_squares
+from kfac_fx.statistics.row_sums import Rows, canonical, gradient
+
+CASES, POSITIONS, GROUPS, OUT, IN = 5, 3, 2, 4, 6
+
+
+def values(positions: int = POSITIONS, groups: int = 1, bias: bool = True, shared: bool = False) -> Rows:
+    x = torch.randn(1 if shared else CASES, positions, groups, IN - bias, dtype=torch.float64)
+    return canonical(x, torch.randn(CASES, positions, groups, OUT, dtype=torch.float64), bias, (groups, OUT, IN))
+
+
+def ids(bias: bool = False) -> Rows:
+    x = torch.randint(-1, IN - bias, (CASES, POSITIONS))
+    return canonical(x, torch.randn(CASES, POSITIONS, 1, OUT, dtype=torch.float64), bias, (1, OUT, IN))
+
+
+def padded() -> Rows:
+    mask = torch.arange(CASES * POSITIONS).view(CASES, POSITIONS) % 4 != 1
+    x, d = torch.randn(CASES, POSITIONS, 1, IN - 1).double(), torch.randn(CASES, POSITIONS, 1, OUT).double()
+    return canonical(x, d, True, (1, OUT, IN), mask)
+
+
+USES = {
+    "rows": lambda: (values(),),
+    "one row": lambda: (values(1),),
+    "groups": lambda: (values(groups=GROUPS),),
+    "one row in groups": lambda: (values(1, groups=GROUPS, bias=False),),
+    "shared rows": lambda: (values(shared=True),),
+    "padding": lambda: (padded(),),
+    "ids": lambda: (ids(),),
+    "ids and bias": lambda: (ids(bias=True),),
+    "several uses": lambda: (values(), values(1), padded()),
+    "ids and rows": lambda: (ids(), values(bias=False), ids()),
+}
+every_form = pytest.mark.parametrize("form", USES)
+
+
+def seen(form: str) -> tuple[Cases, Tensor]:
+    """Cases, and their gradients one by one, as sums over all rows of a case."""
+    uses = USES[form]()
+
+    def of_case(rows: Rows, n: int) -> Tensor:
+        x = rows.x if len(rows.x) == 1 else rows.x[n : n + 1]
+        mask = None if rows.mask is None else rows.mask[n : n + 1]
+        result: Tensor = gradient.compute(x, rows.d[n : n + 1], rows.bias, rows.matrix, mask)
+        return result
+
+    each = [torch.stack([of_case(rows, n) for rows in uses]).sum(0) for n in range(CASES)]
+    return Cases(uses[0].matrix, uses), torch.stack(each)
+
+
+@every_form
+@pytest.mark.parametrize("chunk", [1 << 24, 30])
+def test_all_functions_are_those_of_the_gradients(form: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    cases, each = seen(form)
+    whole = Cases(cases.matrix, whole=each)
+    weights, queries = torch.rand_like(each[0]), torch.randn(2, *each.shape[1:], dtype=torch.float64)
+    low = LowRank.of(queries, 1)
+    few = torch.randn(1, *each.shape[1:], dtype=torch.float64)  # for which rows come first
+    assert len(cases) == len(whole) == CASES
+    for kind in (cases, whole):
+        torch.testing.assert_close(kind.gradients(), each)
+        torch.testing.assert_close(sum_of_squares(kind), each.square().sum(0))
+        torch.testing.assert_close(weighted_squares(kind, weights), (each.square() * weights).sum((1, 2, 3)))
+        for wanted in (queries, few):
+            torch.testing.assert_close(inner_products(kind, wanted), torch.einsum("ngoi,qgoi->qn", each, wanted))
+        torch.testing.assert_close(inner_products(kind, low), torch.einsum("ngoi,qgoi->qn", each, low.dense()))
+
+
+@every_form
+def test_positions_are_cases_that_add_up(form: str) -> None:
+    cases, each = seen(form)
+    total = sum(part.gradients().view(CASES, -1, *each.shape[1:]).sum(1) for part in cases.by_position())
+    torch.testing.assert_close(total, each)
+    whole = Cases(cases.matrix, whole=each)
+    assert whole.by_position() == [whole]
+
+
+def test_uses_with_equally_many_positions_meet_at_these() -> None:
+    first, second, other = values(), values(), values(1)
+    together, alone = Cases(first.matrix, (first, second, other)).by_position()
+    assert len(together) == CASES * POSITIONS and len(together.uses) == 2 and len(alone) == CASES
+
+
+@every_form
+def test_rows_are_turned_as_their_gradients_are(form: str) -> None:
+    cases, each = seen(form)
+    left, right = torch.randn(OUT, OUT).double(), torch.randn(IN, IN).double()
+    turned = cases.turned(lambda x: x @ right, lambda d: d @ left.mT)
+    torch.testing.assert_close(turned.gradients(), left @ each @ right)
+    outputs_only = cases.turned(None, lambda d: d @ left.mT)
+    torch.testing.assert_close(outputs_only.gradients(), left @ each)
