@@ -178,6 +178,11 @@ class FisherEstimator(BlockDiagonalFisher):
         if fold:
             self.fold(decay=None if should_decay else 1.0)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether any batch was recorded; one that is not folded yet counts."""
+        return bool(self._pending) or any(group.updated for group in self.groups)
+
     @torch.no_grad()
     def accumulate(self, moments: Moments) -> None:
         """Add the moments of a micro-batch to those that the next `fold` takes as one batch.

@@ -16,7 +16,7 @@ from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import split_group
 from kfac_fx.optim.options import Options, Schedule, takes
-from kfac_fx.optim.state import check, restore, saved
+from kfac_fx.optim.state import check, publish, restore
 from kfac_fx.optim.step import Losses, StepState, check_closure, take_step
 from kfac_fx.passes.tracing.devices import accelerators
 
@@ -92,6 +92,7 @@ class KFAC(Optimizer):
             scalar=scalar,
             damping=scalar + options.damping,
         )
+        self._published: object = None  # the groups of blocks whose tensors are in `state`
         self.net.attach(self)
 
     # --- what torch expects -----------------------------------------------------------------------------------------
@@ -147,6 +148,9 @@ class KFAC(Optimizer):
             take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
         finally:
             self._forwards.forget()
+        if self._published is not self.estimator.groups:
+            publish(self._step_state, self.param_groups, self.state)
+            self._published = self.estimator.groups
         return loss
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,18 +231,25 @@ class KFAC(Optimizer):
         return [*self._step_state.multiply_jacobian.fallbacks(), *self._forwards.fallbacks()]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's entries and, under "kfac", everything else that the next step depends on."""
-        return super().state_dict() | {"kfac": saved(self._step_state)}
+        """All that the next step depends on, as tensors by parameter in "state", and in "param_groups".
+
+        The tensors of a Fisher block are those of its first parameter, and those of no block are the first parameter's.
+        A file of it can be read with `weights_only=True`.
+        """
+        publish(self._step_state, self.param_groups, self.state)
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue bit for bit from `state_dict()`.
+        """Continue bit for bit from `state_dict()`, also from one of a version that had a "kfac" entry.
 
         Raises:
             ValueError: the state does not fit; nothing of it is loaded then.
         """
-        check(self._step_state, self.param_groups, state_dict)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "kfac"})
-        restore(self._step_state, self.param_groups, self.state, state_dict)
+        checkpoint = check(self._step_state, self.param_groups, state_dict)
+        # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        restore(self._step_state, self.param_groups, self.state, checkpoint)
+        publish(self._step_state, self.param_groups, self.state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -110,6 +110,11 @@ class FlatParameters:
             torch.where(ok, new, self.state[name], out=self.state[name])
 
 
+def rule_state(state: Tensors) -> Tensors:
+    """The part of a parameter's state that the rule keeps; the rest has a "/" in its names (`kfac_fx.optim.state`)."""
+    return {name: tensor for name, tensor in state.items() if "/" not in name}
+
+
 @dataclass(frozen=True)
 class StateVectors:
     """The state of a rule as vectors [P]; the optimizer's own state tensors are views of them."""
@@ -122,7 +127,7 @@ class StateVectors:
     def of(first_order: bool, flat: Flat, parameters: Tensors, states: MutableMapping[Any, Any]) -> StateVectors:
         """From the optimizer's state by parameter, where missing state is made and all is replaced by views."""
         new = new_adam_state if first_order else new_velocity
-        by_parameter = {name: states[parameter] or new(parameter) for name, parameter in parameters.items()}
+        by_parameter = {name: rule_state(states[parameter]) or new(parameter) for name, parameter in parameters.items()}
         vectors: Tensors = {}
         views: dict[str, Tensors] = {}
         for key in next(iter(by_parameter.values())):

@@ -1,61 +1,160 @@
-"""KFAC's checkpoint: the state that the next step depends on besides parameters and torch's own entries."""
+"""KFAC's checkpoint: all that the next step depends on, as tensors by parameter, in the form of every torch optimizer.
+
+Tools that save optimizers know `state` and `param_groups` alone, so there is nothing else:
+
+    state[parameter]  "velocity", or "exp_avg", ...       of the rule that moves the parameter
+                      "0.weight,0.bias/A/moment", ...     of the Fisher block, on the first of its parameters
+                      "kfac/damping", "kfac/counter", ... of the whole optimizer, on the first of all parameters
+
+All tensors of a parameter are on its device, random states included. A step reads entries with a "/" from the estimator
+and from `StepState`, where they live.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kfac_fx.optim.groups import OF_GROUPS, Group
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
 from kfac_fx.optim.rules import new_adam_state, new_velocity
 from kfac_fx.optim.step import SCALARS, StepState
 from kfac_fx.passes.errors import table
 from kfac_fx.passes.tracing.devices import RandomState
 
+WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
+LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
 
-def saved(state: StepState) -> dict[str, Any]:
-    """The checkpoint as plain data. Its tensors share memory with the optimizer's."""
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Tensors]) -> None:
+    """Put everything into the optimizer's `states` by parameter. Tensors of blocks share memory with the estimator's.
+
+    Numbers and random states are copies, as of now. Parameters that were never moved get a new state.
+    """
+    parameters = moved(groups)
+    by_name = {state.names[parameter]: parameter for parameter, _ in parameters}
+    for parameter, first_order in parameters:
+        of_rule = rule_state(states.get(parameter, {}))
+        if parameter.requires_grad and not of_rule:
+            of_rule = (new_adam_state if first_order else new_velocity)(parameter)
+        if of_rule or parameter in states:
+            states[parameter] = of_rule
+    first = parameters[0][0]
+    for key, block in state.estimator.blocks.items():
+        owner = next((by_name[name] for name in block.registration.owners if name in by_name), first)
+        of_block = {f"{','.join(key)}/{name}": tensor for name, tensor in block.state().items()}
+        states.setdefault(owner, {}).update(on(owner, of_block))
+    states.setdefault(first, {}).update(on(first, whole(state)))
+
+
+def moved(groups: Sequence[Group]) -> list[tuple[nn.Parameter, bool]]:
+    """Every parameter, and whether the first-order rule moves it."""
+    return [(parameter, group["first_order"]) for group in groups for parameter in group["params"]]
+
+
+def on(parameter: Tensor, tensors: Tensors) -> Tensors:
+    return {name: tensor.to(parameter.device) for name, tensor in tensors.items()}
+
+
+def whole(state: StepState) -> Tensors:
+    """The tensors that belong to no block."""
     schedule, late = state.schedule, state.late
-    return {
-        **{name: getattr(state, name) for name in ("damping", *SCALARS)},
-        "counter": schedule.counter,
-        "burned_in": schedule.burned_in,
-        "skipped": state.skipped,
-        "estimator": state.estimator.state_dict(),
-        "generator": state.forwards.generator.get_state(),
-        "late": None if late is None else (late.cpu, dict(late.others)),
-    }
+    values = {name: getattr(state, name) for name in ("damping", *SCALARS, "skipped")}
+    values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
+    values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
+    tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
+    options = state.options
+    if options.adapt_damping and not options.update_damping_immediately:
+        streams = RandomState.now(state.forwards.devices) if late is None else late
+        tensors |= {LATE: torch.tensor(late is not None), f"{LATE}/cpu": streams.cpu}
+        tensors |= {f"{LATE}/{device}": stream for device, stream in streams.others.items()}
+    return tensors
 
 
-def check(state: StepState, groups: Sequence[Group], checkpoint: Mapping[str, Any]) -> None:
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state_dict, sorted by what its tensors belong to."""
+
+    rules: Mapping[int, Tensors]  # by the place of the parameter
+    blocks: Tensors
+    whole: Tensors  # without late states of random streams
+    late: RandomState | None
+
+    @staticmethod
+    def of(state_dict: Mapping[str, Any]) -> Checkpoint:
+        """Also of earlier versions, which have all but the rules' state under "kfac"."""
+        # Tools name parameters, and torch numbers them; the order in the groups says which they are.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        places = {key: place for place, key in enumerate(keys)}
+        by_place = {places.get(key, key): values for key, values in state_dict["state"].items()}
+        rules = {place: rule_state(values) for place, values in by_place.items()}
+        others = {k: v for values in by_place.values() for k, v in values.items() if "/" in k}
+        others |= flattened(state_dict.get("kfac", {}))
+        streams = {name: others.pop(name).cpu() for name in list(others) if name.startswith(f"{LATE}/")}
+        late = others.pop(LATE, None)
+        return Checkpoint(
+            {place: values for place, values in rules.items() if values},
+            {name: value for name, value in others.items() if not name.startswith(WHOLE)},
+            {name: value for name, value in others.items() if name.startswith(WHOLE)},
+            RandomState(streams.pop(f"{LATE}/cpu"), {name.removeprefix(f"{LATE}/"): s for name, s in streams.items()})
+            if late is not None and late
+            else None,
+        )
+
+
+def flattened(kfac: Mapping[str, Any]) -> Tensors:
+    """The "kfac" entry of earlier versions, in the present names."""
+    estimator = dict(kfac.get("estimator", {}))
+    tensors = {f"{WHOLE}estimator.damping": estimator.pop("damping")} if "damping" in estimator else {}
+    others = {name: value for name, value in kfac.items() if name not in ("estimator", "late")}
+    tensors |= {f"{WHOLE}{name}": torch.as_tensor(value) for name, value in others.items()}
+    if kfac.get("late") is not None:
+        cpu, devices = kfac["late"]
+        tensors |= {LATE: torch.tensor(True), f"{LATE}/cpu": cpu}
+        tensors |= {f"{LATE}/{device}": stream for device, stream in devices.items()}
+    return tensors | estimator
+
+
+def check(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
     """Raises ValueError for an optimizer's state_dict that does not fit, before anything of it is loaded."""
-    if "kfac" not in checkpoint:
-        raise ValueError("the state has no 'kfac' entry: it is that of another kind of optimizer")
-    if wrong := sorted(saved(state).keys() ^ checkpoint["kfac"].keys()):
-        raise ValueError(f"the 'kfac' entry of the state is of another version: {', '.join(wrong)} on one side only")
-    state.estimator.check_state(checkpoint["kfac"]["estimator"])
-    for n, both in enumerate(zip(groups, checkpoint["param_groups"], strict=False)):
+    checkpoint = Checkpoint.of(state_dict)
+    if not checkpoint.whole:
+        raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
+    expected = {name for name in whole(state) if not name.startswith(LATE)}
+    if wrong := sorted(expected ^ checkpoint.whole.keys()):
+        raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
+    state.estimator.check_state({"damping": checkpoint.whole[f"{WHOLE}estimator.damping"], **checkpoint.blocks})
+    for n, both in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
         here, there = (", ".join(key for key in OF_GROUPS if key in group) for group in both)
         if here != there:
             raise ValueError(
                 f"parameter group {n} of the state has {there}, and this one's has {here}: it is that of another "
                 "momentum_type"
             )
-    members = [(parameter, group["first_order"]) for group in groups for parameter in group["params"]]
+    parameters = moved(groups)
     rows: list[tuple[str, str]] = []
-    for index, values in checkpoint["state"].items():
-        if index >= len(members):
-            rows.append((f"parameter {index}", f"there are {len(members)}"))
+    for place, values in checkpoint.rules.items():
+        if place not in range(len(parameters)):
+            rows.append((f"parameter {place}", f"there are {len(parameters)}"))
             continue
-        parameter, first_order = members[index]
+        parameter, first_order = parameters[place]
         new = new_adam_state if first_order else new_velocity
         has, needs = shapes(values), shapes(new(torch.empty_like(parameter, device="meta")))
         if has != needs:
             rows.append((state.names[parameter], f"has {has}, and needs {needs}"))
     if rows:
-        raise ValueError(f"the state does not fit {len(rows)} of {len(members)} parameters:\n{table(rows)}")
+        raise ValueError(f"the state does not fit {len(rows)} of {len(parameters)} parameters:\n{table(rows)}")
+    return checkpoint
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
@@ -63,22 +162,22 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def restore(
-    state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], checkpoint: Mapping[str, Any]
+    state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any], checkpoint: Checkpoint
 ) -> None:
-    """Copy a checked state_dict into `state` and into the optimizer's `states` by parameter.
+    """Copy a checked checkpoint into `state` and into the optimizer's `states` by parameter.
 
     Forwards since the last step are forgotten.
     """
-    # torch converts state to the parameters' dtype, and shares what needs no conversion.
-    members, kfac = [parameter for group in groups for parameter in group["params"]], checkpoint["kfac"]
-    for index, values in checkpoint["state"].items():
-        parameter = members[index]
+    parameters = moved(groups)
+    for place, values in checkpoint.rules.items():
+        parameter, _ = parameters[place]
         states[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
+    values = {name.removeprefix(WHOLE): value for name, value in checkpoint.whole.items()}
     for name in ("damping", *SCALARS, "skipped"):
-        getattr(state, name).copy_(kfac[name])
-    state.schedule.counter, state.schedule.burned_in = kfac["counter"], kfac["burned_in"]
-    state.estimator.load_state_dict(kfac["estimator"])
-    state.forwards.generator.set_state(kfac["generator"].cpu())
-    state.late = None if kfac["late"] is None else RandomState(*kfac["late"])
+        getattr(state, name).copy_(values[name])
+    state.schedule.counter, state.schedule.burned_in = int(values["counter"]), int(values["burned_in"])
+    state.estimator.load_state_dict({"damping": values["estimator.damping"], **checkpoint.blocks})
+    state.forwards.generator.set_state(values["generator"].cpu())
+    state.late = checkpoint.late
     state.grouped = None
     state.forwards.forget()

@@ -41,6 +41,10 @@ from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.recording.backends import compiled_function
 
+UNRECORDED = (
+    "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "
+    "step(), call the compiled module, net(x) and not the model it was made of, in training mode with gradients enabled"
+)
 SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
 
 
@@ -102,10 +106,15 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     """
     schedule, forwards, estimator = state.schedule, state.forwards, state.estimator
     in_blocks, others = vectors = flat_parameters(state, groups, states)
-    if in_blocks is None and others is None and not schedule.burning_in:
+    gradients = [flat.g for flat in vectors if flat is not None]
+    if not gradients and not schedule.burning_in:
         return
+    if not (forwards.seen.forwards or schedule.counter or estimator.recorded):
+        if any(bool(gradient.any()) for gradient in gradients):
+            raise FactorNotReady(UNRECORDED)
+        return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
     check_losses(schedule, losses)
-    scale = first_check(state, [flat.g for flat in vectors if flat is not None], losses.loss)
+    scale = first_check(state, gradients, losses.loss)
     for moments in forwards.seen.moments(state.options.reduction, scale):
         estimator.accumulate(moments)
     unrecorded = schedule.recording and schedule.counter > 0 and not forwards.seen.forwards
@@ -196,10 +205,7 @@ def update_inverses(state: StepState) -> None:
     try:
         state.estimator.update_inverses()
     except FactorNotReady as error:
-        raise FactorNotReady(
-            "no batch was ever recorded, so there is nothing to precondition with: before step(), call the "
-            "compiled module, net(x) and not the model it was made of, in training mode with gradients enabled"
-        ) from error
+        raise FactorNotReady(UNRECORDED) from error
 
 
 def set_estimator_damping(state: StepState) -> None:

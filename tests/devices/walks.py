@@ -28,6 +28,7 @@ FIRST_STEP = {
     "watched.py:factor_of_value",
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
     "loss_scale.py:check_coverage",  # does it reach other parameters?
+    "state.py:on",  # numbers and random states, into the state by parameter
     "inverses.py:known_failures",  # there is no last good inverse to keep
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device

@@ -6,16 +6,29 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.nn import functional as F
 
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
+from kfac_fx.optim.step import SCALARS
 from kfac_fx.optimizer import KFAC
-from tests.runtime.slow_kfac import batch, mlp
-from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, flat_state, made, train, values
+from kfac_fx.passes.errors import FactorNotReady
+from tests.runtime.slow_kfac import batch, loss_of, mlp
+from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward, flat_state, made, train, values
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
@@ -36,6 +49,136 @@ def test_a_checkpoint_resumes_bit_for_bit(options: dict[str, Any]) -> None:
     for name, value in values(net).items():
         assert torch.equal(value, values(resumed)[name]), name
     assert_same(flat_state(opt.state_dict()), flat_state(again.state_dict()))
+
+
+def test_all_state_is_tensors_of_parameters_on_their_device() -> None:
+    net, opt = made(adapt_damping=True, update_damping_immediately=False)
+    for _ in range(2):  # before the first step, too
+        state = opt.state_dict()
+        assert state.keys() == {"state", "param_groups"} and list(state["state"]) == [0, 1, 2, 3]
+        tensors = [tensor for values in state["state"].values() for tensor in values.values()]
+        assert all(isinstance(tensor, Tensor) and tensor.device.type == "cpu" for tensor in tensors)
+        assert {"velocity", "0.weight,0.bias/A/moment", "kfac/counter", "kfac/late/cpu"} <= state["state"][0].keys()
+        assert {"velocity", "2.weight,2.bias/A/moment"} <= state["state"][2].keys()
+        assert state["state"][1].keys() == {"velocity"}
+        backward(net, 0)
+        opt.step(loss=1.0)
+
+
+def earlier_form(opt: KFAC) -> dict[str, Any]:
+    """A state_dict as it was when all but the state of the rules lay under "kfac"."""
+    state, estimator = opt._step_state, opt.estimator.state_dict()
+    late = state.late
+    kfac = {
+        **{name: getattr(state, name) for name in ("damping", *SCALARS)},
+        "counter": state.schedule.counter,
+        "burned_in": state.schedule.burned_in,
+        "skipped": state.skipped,
+        "estimator": estimator,
+        "generator": state.forwards.generator.get_state(),
+        "late": None if late is None else (late.cpu, dict(late.others)),
+    }
+    return copy.deepcopy(torch.optim.Optimizer.state_dict(opt) | {"kfac": kfac})
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_files_of_the_form_with_an_entry_of_its_own_are_read(late: bool) -> None:
+    options: dict[str, Any] = {"adapt_damping": True, "damping_adaptation_interval": 2}
+
+    def step(net: CompiledModule, opt: KFAC, number: int) -> None:
+        opt.zero_grad()
+        loss = backward(net, number)
+        opt.step(loss=loss, evaluate=loss_of(net, *batch(number)), previous=loss_of(net, *batch(number - 1)))
+
+    net, opt = made(update_damping_immediately=not late, **options)
+    for number in range(4):
+        step(net, opt, number)
+    resumed, again = made(update_damping_immediately=not late, **options)
+    resumed.load_state_dict(net.state_dict())
+    again.load_state_dict(earlier_form(opt))
+    assert (opt._step_state.late is not None) is late
+    for number in range(4, 7):
+        step(net, opt, number)
+        step(resumed, again, number)
+    assert_same(values(net), values(resumed))
+    assert_same(flat_state(opt.state_dict()), flat_state(again.state_dict()))
+
+
+class Two(nn.Module):
+    """A layer, and a parameter that is in no Fisher block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.spare = mlp(), nn.Parameter(torch.ones(2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(x)
+        return outputs
+
+
+def with_spare(**options: Any) -> tuple[CompiledModule, KFAC]:
+    net, opt = made(Two(), invert_every=3, **options)
+    return net, opt
+
+
+def spare_step(net: CompiledModule, opt: KFAC, number: int) -> None:
+    opt.zero_grad()
+    (backward(net, number), net.spare.sin().sum().backward())
+    opt.step()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # and a single process is the intent
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_carry_the_state(flat: bool, tmp_path: Path) -> None:
+    """Through a file, into an optimizer that has not stepped."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    net, opt = with_spare()
+    for number in range(4):
+        spare_step(net, opt, number)
+    model_state, optimizer_state = get_state_dict(net, opt, options=options)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
+    other, loading = with_spare(seed=7, damping=0.3)
+    before = values(other)
+    model_state, optimizer_state = get_state_dict(other, loading, options=options)
+    assert_same(before, values(other))
+    loaded = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(
+        other, loading, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options
+    )
+    for number in range(4, 9):
+        spare_step(net, opt, number)
+        spare_step(other, loading, number)
+    assert_same(values(net), values(other))
+    assert_same(flat_state(opt.state_dict()), flat_state(loading.state_dict()))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_distributed_checkpoints_load_into_an_optimizer_that_has_stepped(whole: bool) -> None:
+    net, opt = with_spare()
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    spare_step(net, opt, 0)
+    state = copy.deepcopy(get_optimizer_state_dict(net, opt, options=options))
+    expected = flat_state(opt.state_dict())
+    spare_step(net, opt, 1)
+    set_optimizer_state_dict(net, opt, state, options=options)
+    assert_same(expected, flat_state(opt.state_dict()))
+
+
+def test_a_step_with_zero_gradients_before_the_first_batch_changes_nothing() -> None:
+    net, opt = made(weight_decay=0.1, num_burnin_steps=1)
+    before, state = values(net), flat_state(opt.state_dict())
+    opt.step()
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    opt.step()
+    assert_same(before, values(net))
+    assert_same(state, flat_state(opt.state_dict()))
+    assert (opt.counter, opt.burned_in, opt.skipped.item()) == (0, 0, 0)
+    assert set(opt.state) == set(net.parameters())
+    net.get_parameter("0.weight").grad[0, 0] = 1e-9
+    with pytest.raises(FactorNotReady, match="no batch was ever recorded"):
+        opt.step()
 
 
 def test_a_checkpoint_resumes_within_a_burn_in() -> None:
@@ -67,16 +210,16 @@ def test_a_loaded_state_shares_nothing_with_its_source_and_keeps_its_precision()
 
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     net, opt = made()
-    with pytest.raises(ValueError, match="the state has no 'kfac' entry: it is that of another kind of optimizer"):
+    with pytest.raises(ValueError, match="the state has no 'kfac/' entries: it is that of another kind of optimizer"):
         opt.load_state_dict(torch.optim.SGD(net.parameters(), lr=0.1).state_dict())
 
 
 def lose_a_key(state: dict[str, Any]) -> None:
-    del state["kfac"]["skipped"]
+    del state["state"][0]["kfac/skipped"]
 
 
 def lose_a_factor(state: dict[str, Any]) -> None:
-    del state["kfac"]["estimator"]["0.weight,0.bias/A/moment"]
+    del state["state"][0]["0.weight,0.bias/A/moment"]
 
 
 def have_another_shape(state: dict[str, Any]) -> None:
@@ -85,7 +228,7 @@ def have_another_shape(state: dict[str, Any]) -> None:
 
 
 def have_more_parameters(state: dict[str, Any]) -> None:
-    state["state"][17] = state["state"][0]
+    state["state"][17] = {"velocity": state["state"][0]["velocity"]}
 
 
 def lose_a_group(state: dict[str, Any]) -> None:
@@ -99,7 +242,7 @@ def be_of_another_momentum_type(state: dict[str, Any]) -> None:
 
 
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "key": (lose_a_key, r"the 'kfac' entry of the state is of another version: skipped on one side only"),
+    "key": (lose_a_key, r"the state is of another version of KFAC: kfac/skipped on one side only"),
     "factor": (lose_a_factor, r"the state is of another estimator: 1 names or shapes differ, the first is '0.weight"),
     "shapes": (
         have_another_shape,
