@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from kfac_fx.passes.errors import plural
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
-from kfac_fx.report.formats import block_graph, dot, page
+from kfac_fx.report.graph import block_graph, dot
+from kfac_fx.report.page import Cell, Contents, fragment, page
 from kfac_fx.report.rows import Row, factor_dtype, memory_text, rows
 from kfac_fx.taps.subsample import described
 
@@ -228,13 +229,34 @@ class Report:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self) -> str:
-        """One self-contained page, light or dark as the reader's system is."""
+        """One self-contained page: a table to search and sort, and the graph of the uses.
+
+        A click on a row selects its uses in the graph, and the reverse; the source line of a use is shown with it. The
+        page is light or dark as the reader's system is.
+        """
+        return page(self._contents)
+
+    def _repr_html_(self) -> str:
+        """The headline and the table, for a notebook."""
+        return fragment(self._contents)
+
+    @property
+    def _contents(self) -> Contents:
         share = {name: self.elements[name] for name in ("structured", "generic")}
         share["unused"] = self.elements["total"] - self.elements["registered"]
-        cells = [(*row.cells, f"{row.elements:,}", memory_text(row.bytes)) for row in self.rows]
-        passes = [(r.name, f"{r.nodes:,}", r.summary, f"{r.seconds:.3f}") for r in self.history]
+        blocks = [
+            (
+                *map(Cell, row.cells[:2]),
+                Cell(row.cells[2], row.uses),
+                *map(Cell, row.cells[3:]),
+                Cell(f"{row.elements:,}", row.elements),
+                Cell(memory_text(row.bytes), row.bytes),
+            )
+            for row in self.rows
+        ]
+        passes = [tuple(map(Cell, (r.name, f"{r.nodes:,}", r.summary, f"{r.seconds:.3f}"))) for r in self.history]
         sections = [(title, lines) for title, lines in self.sections() if title != "passes"]
-        return page(self.headline, share, cells, sections, passes)
+        return Contents(self.headline, share, blocks, passes, sections, self.to_networkx())
 
     def to_networkx(self) -> networkx.DiGraph:
         """A directed graph from parameters through pieces and uses to Fisher blocks.

@@ -1,4 +1,4 @@
-"""The report in other formats: a graph of networkx, the same in Graphviz' language, and an HTML page.
+"""The report as a graph of networkx, and the same in Graphviz' language.
 
 The graph leads from parameters, or pieces of them, to uses and on to Fisher blocks:
 
@@ -6,14 +6,11 @@ The graph leads from parameters, or pieces of them, to uses and on to Fisher blo
 
 Uses are also connected along the data of the model. Operations between uses are nodes only if data of different origin
 meets there.
-
-The page is self-contained: no script, nothing loaded, every text escaped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -24,8 +21,6 @@ from kfac_fx.report.rows import Row
 
 if TYPE_CHECKING:
     import networkx
-
-# --- graphs ---------------------------------------------------------------------------------------------------------
 
 
 def block_graph(program: Program, rows: Sequence[Row]) -> networkx.DiGraph:
@@ -112,84 +107,3 @@ def quote(text: str) -> str:
     """The text as a string of Graphviz."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
-
-REGISTRATION_COLUMNS = ("#", "layer", "parameters", "uses", "Fisher block", "factors", "elements", "memory")
-PASS_COLUMNS = ("pass", "nodes", "found", "seconds")
-NUMERIC_COLUMNS = {"#", "uses", "elements", "memory", "nodes", "seconds"}
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #5c6675; --paper: #fdfdfc; --line: #dfe3e8; --band: #f3f5f7;
-  --structured: #2f6db3; --generic: #d9822b; --unused: #b8bfc8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --soft: #9aa5b1; --paper: #14181d; --line: #2c343d;
-  --band: #1b2128; --structured: #5b9be0; --generic: #e89b4c; --unused: #4a545f; } }
-body { margin: 2rem auto; max-width: 76rem; padding: 0 1.5rem; color: var(--ink); background: var(--paper);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.25rem; font-weight: 600; } h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
-th, td { padding: .3rem .75rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: 500; white-space: nowrap; } tbody tr:hover { background: var(--band); }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.text { white-space: nowrap; } .name { min-width: 14rem; overflow-wrap: anywhere; } .found { min-width: 14rem; }
-td.name { font-family: ui-monospace, monospace; font-size: .9em; }
-.bar { display: flex; height: .6rem; border-radius: .3rem; overflow: hidden; background: var(--line); }
-.key { color: var(--soft); margin: .4rem 0 0; } .key span { margin-right: 1.5rem; white-space: nowrap; }
-.key i { display: inline-block; width: .7rem; height: .7rem; border-radius: .15rem; margin-right: .4rem; }
-ul { margin: 0; padding-left: 1.2rem; } li { overflow-wrap: anywhere; }
-"""
-
-
-def page(
-    headline: str,
-    share: Mapping[str, int],
-    registrations: Sequence[Sequence[str]],
-    sections: Sequence[tuple[str, Sequence[str]]],
-    passes: Sequence[Sequence[str]],
-) -> str:
-    """The page as text.
-
-    Args:
-        share: the number of elements by kind, for the bar under the headline.
-        registrations, passes: the cells of every row of the two tables.
-        sections: (title, lines).
-    """
-    numbered = [(str(number), *cells) for number, cells in enumerate(registrations)]
-    body = [f"<h1>{escape(headline)}</h1>", bar(share), html_table(REGISTRATION_COLUMNS, numbered)]
-    for title, lines in sections:
-        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-        body.append(f"<h2>{escape(title)}</h2>\n<ul>{items}</ul>")
-    body.append(f"<h2>passes</h2>\n{html_table(PASS_COLUMNS, passes)}")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(headline)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def bar(share: Mapping[str, int]) -> str:
-    """A bar with one part for every kind, and its key."""
-    present = {kind: count for kind, count in share.items() if count}
-    parts = "".join(f'<div style="flex:{count};background:var(--{kind})"></div>' for kind, count in present.items())
-    key = "".join(f'<span><i style="background:var(--{kind})"></i>{kind} {n:,}</span>' for kind, n in present.items())
-    return f'<div class="bar">{parts}</div>\n<p class="key">{key}</p>'
-
-
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts."""
-    head = "".join(f'<th class="{cell_class(column)}">{escape(column)}</th>' for column in columns)
-    body = "".join(
-        "<tr>"
-        + "".join(f'<td class="{cell_class(c)}">{escape(cell)}</td>' for c, cell in zip(columns, cells, strict=True))
-        + "</tr>\n"
-        for cells in rows
-    )
-    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>'
-
-
-def cell_class(column: str) -> str:
-    """The CSS class of the cells of a column."""
-    return "number" if column in NUMERIC_COLUMNS else {"parameters": "name", "found": "found"}.get(column, "text")

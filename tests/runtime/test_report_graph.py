@@ -1,20 +1,15 @@
-"""The report in color, as a page, as a graph of networkx and in Graphviz' language."""
+"""The report as a graph of networkx and in Graphviz' language."""
 
 from __future__ import annotations
 
-import io
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import networkx as nx
 import pytest
-import rich
 import torch
-from rich.console import Console
 
 import kfac_fx
-from kfac_fx.passes.ir import Note, PassRecord, Program
+from kfac_fx.passes.ir import Program
 from kfac_fx.report import Report
 from tests.runtime.toy_reports import small_program
 from tests.zoo.parts import Slices
@@ -23,87 +18,6 @@ from tests.zoo.parts import Slices
 @pytest.fixture
 def program() -> Program:
     return small_program()
-
-
-def shown_by_rich(report: Report) -> str:
-    console = Console(file=io.StringIO(), width=140, force_terminal=True, color_system="truecolor")
-    console.print(report)
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
-
-
-def test_rich_shows_a_table_in_color_and_plain_text_stays_plain(program: Program) -> None:
-    report = Report(program, counters=lambda: {"skipped updates": 2})
-    shown = shown_by_rich(report)
-    assert "\x1b[" in shown and "\x1b[" not in str(report)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    for text in ("kfac_fx registered 1,547", "16 of (A 10 x 10, G 1 x 1)", "generic diagonal", "skipped updates 2"):
-        assert text in plain
-
-
-def test_rich_takes_names_literally(program: Program) -> None:
-    program = program.but(dropped=(Note("linear([bold]w[/bold])", "[red]"),))
-    assert "linear([bold]w[/bold]): [red]" in re.sub(r"\x1b\[[0-9;]*m", "", shown_by_rich(Report(program)))
-
-
-def test_rich_print_finds_the_rich_form(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    rich.print(Report(program))
-    assert "Fisher block" in capsys.readouterr().out
-
-
-class Page(HTMLParser):
-    """Collects what a browser would load or run, and checks that every tag is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.loads: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.loads += [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_is_self_contained_and_escapes_everything(program: Program) -> None:
-    evil = "<script>alert('&')</script>"
-    program = program.but(
-        dropped=(Note(evil, evil),),
-        unused=(evil,),
-        history=(PassRecord(evil, 1, evil, 0.0),),
-        registrations=(replace(program.registrations[0], layer=evil, reason=evil), *program.registrations[1:]),
-    )
-    html = Report(program, counters=lambda: {evil: 1}).to_html()
-    page = Page()
-    page.feed(html)
-    assert page.open == [] and page.loads == []
-    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
-    assert page.text.count(evil) == 8
-    assert "url(" not in html and "@import" not in html
-    assert "prefers-color-scheme: dark" in html
-
-
-def test_the_page_shows_shares_rows_and_times(program: Program) -> None:
-    page = Page()
-    page.feed(Report(program).to_html())
-    for text in ("structured 1,546", "generic 1", "16 of (A 10 x 10, G 1 x 1)", "temperature: no layer", "0.250"):
-        assert text in page.text
-    assert "unused 0" not in page.text
-
-
-def test_the_page_lists_everything(program: Program) -> None:
-    program = program.but(unused=tuple(f"layers.{n}.bias" for n in range(200)))
-    assert "layers.199.bias" in Report(program).to_html()
 
 
 DOT = r"""digraph kfac_fx {
