@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.convergence.figures import draw
-from benchmarks.convergence.methods import METHODS, TRIALS, WARM_UP
+from benchmarks.convergence.methods import METHODS, TRIALS
 from benchmarks.convergence.runs import Record
 from benchmarks.convergence.summary import Entry, beats, entries
-from benchmarks.convergence.tasks import TASKS, Solving, Task
+from benchmarks.convergence.tasks import TASKS, Task
+from benchmarks.convergence.training import WARM_UP
 
 DOCS = Path(__file__).parents[2] / "docs" / "results.md"
 FIGURES = "results"
@@ -103,7 +104,8 @@ def budgets() -> str:
 
 def methods() -> str:
     rows = [
-        [name, method.note, "only equations" if method.of is Solving else "all"] for name, method in METHODS.items()
+        [name, method.note, "all" if len(method.tasks) == len(TASKS) else ", ".join(method.tasks)]
+        for name, method in METHODS.items()
     ]
     lines = table(["method", "settings", "tasks"], rows).splitlines()
     lines[1] = "| --- | --- | --- |"
@@ -167,7 +169,7 @@ def gaps(known: Mapping[str, Mapping[str, Entry]]) -> Iterator[str]:
         without, tuning, seeds = [], [], []
         for task in TASKS.values():
             entry = known[task.name].get(name)
-            if not isinstance(task, method.of):
+            if task.name not in method.tasks:
                 continue
             if entry is None:
                 without.append(task.name)

@@ -24,6 +24,8 @@ COLORS = {
     "KFAC empirical": "#4fa3d9",
     "KFAC qmodel": "#5b5bd6",
     "Shampoo": "#3fa58f",
+    "asdl": "#c04848",
+    "singd": "#e08fa8",
     "SGD": "#8a8f98",
 }
 SLOWEST = 3  # the axis of CPU seconds ends at this multiple of AdamW's

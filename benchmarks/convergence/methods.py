@@ -8,7 +8,7 @@ No method decays weights: the training loss asks for none.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -16,32 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 import kfac_fx
-from benchmarks.convergence.tasks import Batch, Solving, Task
+from benchmarks.convergence import peers
+from benchmarks.convergence.tasks import TASKS, Batch, Solving, Task
+from benchmarks.convergence.training import Training, first_order, number, trainable
 
 TRIALS = 4
-WARM_UP = 0.03  # of the steps
-Step = Callable[[Batch], int]
-"""Takes a step, and returns the number of evaluations of loss and gradient that the budget counts."""
-
-
-@dataclass(frozen=True)
-class Training:
-    step: Step
-    optimizers: Sequence[Optimizer] = ()  # with a learning rate that is scheduled
-
-    def schedules(self, steps: int) -> list[LambdaLR]:
-        """Warm-up and a linear decay to 0, which is reached behind the last step."""
-
-        def factor(step: int) -> float:
-            return min((step + 1) / max(1.0, WARM_UP * steps), max(0.0, 1 - step / steps))
-
-        return [LambdaLR(optimizer, factor) for optimizer in self.optimizers]
-
-
 Make = Callable[[Task, nn.Module, float | None, int], Training]
 
 
@@ -53,7 +34,7 @@ class Method:
         make: of task, network, learning rate and seed.
         start: the learning rate at which the search begins; None: `lrs` are tried, all of them.
         missing: the reason why the method cannot run here, or None.
-        of: the kind of tasks that the method is for.
+        tasks: the names of the tasks that the method is for.
         note: a line for the table of methods.
     """
 
@@ -62,7 +43,7 @@ class Method:
     start: float | None = None
     lrs: tuple[float | None, ...] = ()
     missing: Callable[[], str | None] = lambda: None
-    of: type[Task] = Task
+    tasks: tuple[str, ...] = tuple(TASKS)
 
     def next_lr(
         self, losses: Mapping[float | None, float], scale: float = 1.0
@@ -102,24 +83,6 @@ def searched(start: float, used: Mapping[float | None, float]) -> float:
 
 
 # --- torch and pytorch-optimizer --------------------------------------------------------------------------------------
-
-
-def first_order(
-    task: Task, model: nn.Module, *optimizers: Optimizer, before: Callable[[], None] | None = None
-) -> Training:
-    """before: called between the backward pass and the optimizers' steps."""
-
-    def step(batch: Batch) -> int:
-        inputs, target = batch
-        task.loss(model(*inputs), target).backward()
-        if before is not None:
-            before()
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
-        return 1
-
-    return Training(step, optimizers)
 
 
 def sgd(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
@@ -245,15 +208,6 @@ def kfac_qmodel(task: Task, model: nn.Module, lr: float | None, seed: int) -> Tr
     return Training(step)
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def number(lr: float | None) -> float:
-    assert lr is not None, "bug in the benchmark: a method with a search has a learning rate"
-    return lr
-
-
 def not_installed(package: str) -> str | None:
     try:
         version(package)
@@ -267,6 +221,7 @@ def no_default() -> str | None:
     return "KFAC(net) needs a damping" if damping.default is damping.empty else None
 
 
+EQUATIONS = tuple(name for name, task in TASKS.items() if isinstance(task, Solving))
 METHODS: dict[str, Method] = {
     "AdamW": Method(adamw, "torch.optim.AdamW", start=3e-3),
     "SOAP": Method(
@@ -276,7 +231,7 @@ METHODS: dict[str, Method] = {
         missing=partial(not_installed, "pytorch-optimizer"),
     ),
     "Muon": Method(muon, "torch.optim.Muon for hidden matrices, AdamW for the rest", start=3e-3),
-    "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, of=Solving),
+    "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, tasks=EQUATIONS),
     "KFAC": Method(kfac, "`KFAC(net, lr)`", lrs=(1.0, 0.3), missing=no_default),
     "KFAC empirical": Method(
         kfac_empirical,
@@ -294,6 +249,20 @@ METHODS: dict[str, Method] = {
         "pytorch_optimizer.ScalableShampoo, roots every 10 steps, grafted on RMSProp",
         start=3e-3,
         missing=partial(not_installed, "pytorch-optimizer"),
+    ),
+    "asdl": Method(
+        peers.asdl,
+        f"K-FAC of asdl, empirical, statistics at every step, inverses every 10 steps, damping {peers.DAMPING['asdl']}",
+        start=1e-3,
+        missing=partial(not_installed, "asdfghjkl"),
+        tasks=peers.KNOWN,
+    ),
+    "singd": Method(
+        peers.singd,
+        f"inverse-free K-FAC of singd, dense, statistics at every step, damping {peers.DAMPING['singd']}",
+        start=1e-2,
+        missing=partial(not_installed, "singd"),
+        tasks=peers.KNOWN,
     ),
     "SGD": Method(sgd, "torch.optim.SGD, momentum 0.9", start=0.1),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence import docs, methods, runs, summary, tasks
+from benchmarks.convergence import docs, figures, methods, runs, summary, tasks, training
 from benchmarks.convergence.equations import Burgers, Equation, Poisson
 from benchmarks.convergence.methods import METHODS, Method
 from benchmarks.convergence.tasks import TASKS, shortened
@@ -122,6 +122,21 @@ def test_muon_moves_the_network_and_not_a_copy() -> None:
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_two_steps_of_a_method_move_every_network_of_its_layers(name: str) -> None:
+    method = METHODS[name]
+    if reason := method.missing():
+        pytest.skip(reason)
+    task = shortened(TASKS["autoencoder" if "autoencoder" in method.tasks else method.tasks[0]], 2)
+    model = task.model(0)
+    before = [parameter.clone() for parameter in model.parameters()]
+    trained = method.make(task, model, method.start or method.lrs[0], 0)
+    for _, batch in zip(range(2), task.batches(0), strict=False):
+        assert trained.step(batch) >= 1
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert math.isfinite(task.measure(model, 0))
+
+
 # --- the search for a learning rate -----------------------------------------------------------------------------------
 
 
@@ -158,7 +173,7 @@ def test_ours_tries_its_two_rates() -> None:
 def test_a_schedule_warms_up_and_ends_at_zero() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=2.0)
-    (schedule,) = methods.Training(lambda batch: 1, (optimizer,)).schedules(100)
+    (schedule,) = training.Training(lambda batch: 1, (optimizer,)).schedules(100)
     rates = []
     for _ in range(100):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -272,6 +287,10 @@ def test_the_page_of_results_is_made_of_the_runs() -> None:
     assert docs.page(runs.read(convergence.OUT)) == docs.DOCS.read_text(encoding="utf-8"), (
         "run python -m benchmarks.convergence --write-docs"
     )
+
+
+def test_every_method_has_a_color() -> None:
+    assert set(figures.COLORS) == set(METHODS) and len(set(figures.COLORS.values())) == len(METHODS)
 
 
 def test_every_task_with_runs_has_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
