@@ -30,8 +30,6 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.trace import Capture, capture, named_parameters
-from kfac_fx.passes.tracing.attributes import settings
-from kfac_fx.passes.tracing.calls import called
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.recording.agreement import agreeing, check_trained, with_generic
 from kfac_fx.recording.emitted import EmittedGraph
@@ -139,12 +137,8 @@ class CaptureCache:
         return recorder
 
     def has_settings_of(self, recorder: Recorder) -> bool:
-        """Whether the attributes of the model are those of the capture, except for those that forward itself sets; and
-        its classes, functions and hooks."""
-        return recorder.settings is None or recorder.settings == self.settings(recorder.capture)
-
-    def settings(self, traced: Capture) -> tuple[dict[str, Any], dict[str, Any]]:
-        return settings(self.model, traced.assigned), called(self.model)
+        """Whether everything that the capture is specialized to still has the values that it had; see `Settings`."""
+        return recorder.settings is None or recorder.settings.hold()
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -323,7 +317,7 @@ class CaptureCache:
 
     def emitted(self, traced: Capture, program: Program) -> Recorder:
         emitted = EmittedGraph(traced, program, self.model, self.arguments.backend)
-        return Recorder(emitted, self.arguments.loss, settings=self.settings(traced))
+        return Recorder(emitted, self.arguments.loss, settings=traced.settings(self.model))
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The recorder with what the proof has shown, if `verify`."""

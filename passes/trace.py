@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +25,35 @@ from .torch_private import FORWARD_MODE, GUARDS
 from .tracing.attributes import untouched
 from .tracing.derivatives import differentiated, forward_mode, takes_derivatives
 from .tracing.functions import own_backwards
+from .tracing.outside import Outside
 from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
+from .tracing.settings import Settings
 from .tracing.signature import (
     Flat,
     Returned,
+    constants,
     flat_graph,
     input_names,
+    laid_out,
+    layout,
+    layouts,
     refuse_drawn,
     refuse_hidden_tensors,
     refuse_nested,
     refuse_no_tensors,
+    trained,
 )
 from .tracing.substitutes import CertainDraws, Detached
 from .tracing.symbolic import symbolic_trace
-from .tracing.watch import backward_hooks, cumulative_averages, custom_functions, quiet, refuse_custom, untraceable
+from .tracing.watch import (
+    backward_hooks,
+    cumulative_averages,
+    custom_functions,
+    forward_hooks,
+    quiet,
+    refuse_custom,
+    untraceable,
+)
 
 IMAGE = 4  # the dimensions of a batch of images; videos have more
 ASSIGNED = r"The tensor attributes? .* assigned during export"  # a warning of torch; `untouched` notes the names, too
@@ -54,6 +70,7 @@ class Capture:
         holds: whether the capture is valid for (args, kwargs): their sizes, and arguments that are constants in it.
         effects: what forward does and the graph does not, as in "sets memory.last".
         assigned: the attributes that forward sets, whose values the graph does not read.
+        outside: what forward reads from outside of the model and of its inputs.
     """
 
     program: Program
@@ -62,6 +79,13 @@ class Capture:
     holds: Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
     effects: tuple[str, ...] = ()
     assigned: tuple[str, ...] = ()
+    outside: Outside = Outside()
+
+    def settings(self, model: nn.Module, inside: bool = False) -> Settings:
+        """What the graph is specialized to beside its inputs, with the values of now. inside: see `Settings`."""
+        root = self.program.root
+        tensors = [*root.buffers(), *root.parameters(), *model.buffers()]
+        return Settings(model, self.outside, self.assigned, tensors, inside)
 
 
 def capture(
@@ -93,7 +117,15 @@ def by_fx(model: nn.Module, options: Options, layers: Mapping[str, Any]) -> Capt
     traced = symbolic_trace(model)
     parameters, aliases = named_parameters(model)
     program = Program(traced.graph, traced.root, parameters, aliases, options, layers)
-    return Capture(program, traced.flatten, lambda output: output, traced.holds, traced.effects, traced.assigned)
+    return Capture(
+        program,
+        traced.flatten,
+        lambda output: output,
+        traced.holds,
+        traced.effects,
+        traced.assigned,
+        traced.outside,
+    )
 
 
 def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
@@ -118,8 +150,9 @@ def exported(
     layers: Mapping[str, Any],
     every_size: bool,
     longest: Sequence[int] = (),
+    gaps: bool = False,
 ) -> Capture:
-    """Trace with inputs. longest: see `recurrent_layers`."""
+    """Trace with inputs. longest: see `recurrent_layers`. gaps: keep gaps between the elements of inputs."""
     refuse_packed(type(model).__name__, (args, kwargs))
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
     name = type(model).__name__
@@ -130,7 +163,8 @@ def exported(
     flat.training = model.training  # of this module only: submodules may be in other modes
     # For a view torch.export would guard its base; the next batch need not be a view.
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    tensors = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in inputs)
+    copy = laid_out if gaps else torch.clone
+    tensors = tuple(copy(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in inputs)
     names = input_names(model, args, kwargs)
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
@@ -155,7 +189,12 @@ def exported(
 
     packs = packs_in(graph, root)
     if packs is not None and (seen := packs.longest(bind(args, kwargs))) != packs.steps:
-        return exported(model, args, kwargs, options, layers, every_size, seen)
+        return exported(model, args, kwargs, options, layers, every_size, seen, gaps)
+
+    outside = flat.returned.observer.outside()
+    if outside.reads_layout and not gaps and list(map(layout, tensors)) != list(map(layout, inputs)):
+        return exported(model, args, kwargs, options, layers, every_size, longest, gaps=True)
+    facts = [(fact, fact(args, kwargs)) for fact in read_facts(outside)]
 
     def holds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         values = bind(args, kwargs)
@@ -164,6 +203,8 @@ def exported(
                 guards(*values)
         except AssertionError:
             return False
+        if any(fact(args, kwargs) != value for fact, value in facts):
+            return False
         return packs is None or packs.longest(values) == packs.steps
 
     parameters, aliases = named_parameters(model)
@@ -171,8 +212,16 @@ def exported(
     told_cases = tuple(dict.fromkeys((layer, str(cases)) for layer, cases in flat.returned.told))
     captured = Program(graph, root, parameters, aliases, options, layers, told_cases=told_cases)
     returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
-    effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model), *returned)
-    return Capture(captured, bind, flat.unflatten, holds, effects, assigned)
+    hooks = (*forward_hooks(model), *backward_hooks(model))
+    effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects, *returned)
+    return Capture(captured, bind, flat.unflatten, holds, effects, assigned, outside)
+
+
+def read_facts(outside: Outside) -> list[Callable[[tuple[Any, ...], Mapping[str, Any]], Any]]:
+    """Functions of the inputs whose values a forward may branch on, beside those of `call_key`: what is deep in its
+    arguments that are no tensors, how tensors lie in memory, and whether they need gradients."""
+    facts = [partial(constants, outside.names)]
+    return facts + [layouts] * outside.reads_layout + [trained] * outside.reads_trained
 
 
 def graph_module(

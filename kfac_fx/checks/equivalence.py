@@ -21,6 +21,8 @@ from kfac_fx.passes.errors import UntraceableError, fatal, first_line
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
+from kfac_fx.passes.tracing.calls import mapped
+from kfac_fx.passes.tracing.signature import input_names, laid_out, tensors_in
 from kfac_fx.passes.tracing.substitutes import buffers_kept, parameters_kept
 from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.recorder import Recorder
@@ -37,7 +39,9 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     name = type(recorder.model).__name__
     if recorder.capture.assigned:
         refuse_state(recorder, args, kwargs)
-    outputs, gradients, buffers = results_of_model(recorder, args, kwargs)
+    copied = copies(args, kwargs)
+    outputs, gradients, buffers = results_of_model(recorder, *copied)
+    effects = changes_outside(recorder, args, kwargs, outputs) + inputs_written(recorder, (args, kwargs), copied)
     values = recorder.capture.flatten(args, kwargs)
     try:
         graph_outputs, graph_gradients, graph_buffers = results_of_graph(recorder, values)
@@ -48,6 +52,9 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
             f"the graph of {name} does not run on these inputs: {first_line(error)}\n"
             "Give kfac_fx.compile example inputs, so that torch.export captures it."
         ) from error
+    except AttributeError as error:
+        refuse_attribute_of_parameter(recorder, error)
+        raise
     rounding = coarsest_rounding(recorder, values)
     if differences := [
         difference(output, graph_output)
@@ -74,13 +81,13 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
             "A capture does not include hooks that change gradients, nor custom backward functions. Use ordinary "
             "operations, or torch.library.custom_op with register_autograd."
         )
-    updated = [
+    effects += [
         f"updates the buffer {key}" for key, value in buffers.items()
         if not equal_up_to_rounding(value, graph_buffers.get(key))
     ]  # fmt: skip
-    if updated:
-        effects = dict.fromkeys((*recorder.capture.effects, *updated))
-        recorder.emitted.capture = dataclasses.replace(recorder.capture, effects=tuple(effects))
+    if effects:
+        every = dict.fromkeys((*recorder.capture.effects, *effects))
+        recorder.emitted.capture = dataclasses.replace(recorder.capture, effects=tuple(every))
 
 
 def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -90,7 +97,7 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
     with untouched(model), parameters_kept(model), custom_functions(), as_unrolled(recorder.program):
         for _ in range(2):
             with recorder.emitted.isolated(), buffers_kept(model):
-                copied_args, copied_kwargs = pytree.mapped(cloned, (args, dict(kwargs)))
+                copied_args, copied_kwargs = copies(args, kwargs)
                 outputs.append(detached(pytree.leaves(model(*copied_args, **copied_kwargs))))
             values = dict(attributes(model))
             numbers.append({attribute: counts(values.get(attribute)) for attribute in assigned})
@@ -108,9 +115,66 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
         )
 
 
+def refuse_attribute_of_parameter(recorder: Recorder, error: AttributeError) -> None:
+    """Raises UntraceableError if the attribute that a graph's tensor lacks is one that a parameter has."""
+    parameters = recorder.model.named_parameters()
+    if names := [name for name, parameter in parameters if error.name in vars(parameter)]:
+        raise UntraceableError(
+            f"{type(recorder.model).__name__} reads the attribute {error.name!r} of a parameter in forward or in a "
+            f"backward of its own ({', '.join(names)} {'has' if len(names) == 1 else 'have'} it). A recording runs on "
+            "other tensors than the parameters, which have no attributes of the user's.\n"
+            "Keep the value in a buffer or an attribute of the module, and let autograd accumulate gradients in .grad."
+        ) from error
+
+
+def changes_outside(
+    recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: list[Any]
+) -> list[str]:
+    """The effects of forward on what is outside of the model, which are put back. Its values are no settings any more.
+
+    outputs: of the forward that was just run. What it alone changed, such as a cache that it filled, is no effect.
+
+    Raises UntraceableError if the outputs of another forward differ because of them.
+    """
+    model, settings = recorder.model, recorder.settings
+    if settings is None or settings.hold():
+        return []
+    changed, again = settings.changed(), settings.anew()
+    copied_args, copied_kwargs = copies(args, kwargs)
+    with (
+        recorder.emitted.isolated(),
+        untouched(model),
+        buffers_kept(model),
+        parameters_kept(model),
+        custom_functions(),
+        as_unrolled(recorder.program),
+    ):
+        others = detached(pytree.leaves(model(*copied_args, **copied_kwargs)))
+    repeated = again.changed()
+    settings.put_back()
+    settings.leave_out((*changed, *repeated))
+    pairs = zip(outputs, others, strict=True)
+    if repeated and any(isinstance(value, Tensor) and not equal_up_to_rounding(value, other) for value, other in pairs):
+        raise UntraceableError(
+            f"{type(model).__name__} changes {', '.join(repeated)} in every forward pass, and its outputs depend on "
+            "it. A captured graph would repeat the first forward pass.\nPass this state as an input, or keep it in a "
+            "buffer."
+        )
+    return [f"changes {name}" for name in repeated]
+
+
+def inputs_written(
+    recorder: Recorder, inputs: tuple[Any, Mapping[str, Any]], after: tuple[Any, Mapping[str, Any]]
+) -> list[str]:
+    """The effects of forward on its inputs. after: the copies that it was given."""
+    names = input_names(recorder.model, *inputs)
+    pairs = zip(names, tensors_in(*inputs), tensors_in(*after), strict=True)
+    return [f"writes into its input {name}" for name, leaf, copy in pairs if not equal_up_to_rounding(leaf, copy)]
+
+
 def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
+    """args, kwargs: copies, into which forward may write."""
     model = recorder.model
-    args, kwargs = pytree.mapped(cloned, (args, dict(kwargs)))  # forward may change its inputs
     # Reentrant checkpoints have no autograd.grad, and some devices' own kernels other random numbers.
     with (
         recorder.emitted.isolated(),
@@ -189,8 +253,10 @@ def detached(values: list[Any]) -> list[Any]:
     return [value.detach() if isinstance(value, Tensor) else value for value in values]
 
 
-def cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with copies of all tensors."""
+    copied: tuple[tuple[Any, ...], dict[str, Any]] = mapped(laid_out, (args, dict(kwargs)))
+    return copied
 
 
 def equal_up_to_rounding(value: Tensor, other: Any, rounding: float = 0.0) -> bool:

@@ -19,13 +19,14 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of, key_of_read
+from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of_read
 from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, mapped
+from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.recording.emitted import ObservedLoss
 from kfac_fx.taps.tap import is_tapped
 
@@ -133,7 +134,7 @@ class Frames:
             return None
         numbers = [number for number, captured in enumerate(self.captured) if captured.module is module]
         try:
-            return self.find(numbers, args, kwargs, key_of(module, args, kwargs))
+            return self.find(numbers, args, kwargs, call_key(args, kwargs))
         except UncapturedCall as uncaptured:
             self.miss(uncaptured)
             return None

@@ -24,6 +24,7 @@ from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.trace import Capture
+from kfac_fx.passes.tracing.settings import Settings
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes
@@ -42,7 +43,7 @@ class Recorder:
         loss: the user's; None if forward computes it.
         statistics: the names of the statistics by registration (its parameters); None: those that its block needs.
         proven: whether the registration proof was conclusive.
-        settings: the attributes of the model that the capture is valid for; None: any.
+        settings: what the capture is specialized to beside its inputs; None: nothing.
         loop_reason: why the last exact pass sent its sources back one by one; see `Pullback`.
         recordings: the number of samples of rows so far.
     """
@@ -51,7 +52,7 @@ class Recorder:
     loss: LossSpec | RegisteredLosses | None = None
     statistics: Mapping[Key, tuple[str, ...]] | None = None
     proven: bool = False
-    settings: tuple[Mapping[str, Any], ...] | None = None
+    settings: Settings | None = None
     loop_reason: str | None = field(default=None, init=False)
     recordings: int = field(default=0, init=False)
 

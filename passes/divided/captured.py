@@ -15,9 +15,9 @@ from torch import nn
 from ..errors import UntraceableError
 from ..ir import Options, Submodule
 from ..trace import Capture, capture
-from ..tracing.attributes import settings
-from ..tracing.calls import Call, called
+from ..tracing.calls import Call
 from ..tracing.devices import kinds
+from ..tracing.settings import Settings
 from ..tracing.signature import call_key
 from .following import ObservedRead
 from .reads import Operation
@@ -31,6 +31,7 @@ class CapturedSubmodule:
         module: the submodule; an `Operation` if it is a read.
         key: of the calls that it serves; None: of all.
         autocast: (device type, dtype) pairs of the call.
+        settings: what the capture is specialized to beside its inputs; None: nothing.
     """
 
     submodule: Submodule
@@ -38,6 +39,7 @@ class CapturedSubmodule:
     capture: Capture
     key: Any
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    settings: Settings | None = None
 
     @property
     def effects(self) -> tuple[str, ...]:
@@ -55,11 +57,9 @@ class CapturedSubmodule:
         return isinstance(self.module, Operation)
 
     def serves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> bool:
-        return (self.key is None or self.key == key) and self.capture.holds(args, kwargs)
-
-
-def key_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return (*settings(module).items(), *called(module, inside=True).items()), call_key(args, kwargs)
+        if (self.key is not None and self.key != key) or not self.capture.holds(args, kwargs):
+            return False
+        return self.settings is None or self.settings.hold()
 
 
 def key_of_read(key: Any, inputs: tuple[Any, ...]) -> Any:

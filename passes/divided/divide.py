@@ -26,7 +26,6 @@ from ..pipeline import CAPTURED, run
 from ..submodules import in_model, join, of_parameters_alone
 from ..torch_losses import EVERY_NAME
 from ..trace import Capture, capture, named_parameters
-from ..tracing.attributes import computed_weight
 from ..tracing.calls import (
     IN_TRANSFORM,
     Call,
@@ -37,7 +36,9 @@ from ..tracing.calls import (
     without_trace,
     without_users_hooks,
 )
-from .captured import CapturedSubmodule, captured_reads, key_of, left_to_python, under
+from ..tracing.settings import computed_weight
+from ..tracing.signature import call_key
+from .captured import CapturedSubmodule, captured_reads, left_to_python, under
 from .following import read_outside
 
 ALL_GENERIC = (
@@ -213,7 +214,7 @@ class Divider:
             raise UntraceableError(f"it is called {IN_TRANSFORM}")
         number = len(self.watched.first.get(id(module), []))
         captures = self.captures_of(module)
-        keys = [under(call, partial(key_of, module, call.args, call.kwargs)) for call in calls]
+        keys = [under(call, partial(call_key, call.args, call.kwargs)) for call in calls]
         shapes: dict[Any, set[Any]] = {}
         for key, call in zip(keys, calls, strict=True):
             shapes.setdefault(key, set()).add(shapes_of(call))
@@ -230,12 +231,15 @@ class Divider:
                 raise UntraceableError("all that it returns is computed from parameters, which Python is followed with")
             if not self.options.loss_given and any(op_name(node) in EVERY_NAME for node in traced.program.graph.nodes):
                 raise UntraceableError("it computes a loss, whose distribution is looked for between its children")
-            captures.append(CapturedSubmodule(Submodule(path, number), module, traced, key, call.autocast))
+            settings = traced.settings(module, inside=True)
+            captures.append(CapturedSubmodule(Submodule(path, number), module, traced, key, call.autocast, settings))
         return captures
 
     def unreached(self, path: str, module: nn.Module) -> CapturedSubmodule:
         """A capture without inputs. Raises UntraceableError."""
-        return CapturedSubmodule(Submodule(path, 0), module, self.traced(path, module, None), None)
+        traced = self.traced(path, module, None)
+        settings = traced.settings(module, inside=True)
+        return CapturedSubmodule(Submodule(path, 0), module, traced, None, settings=settings)
 
     def traced(self, path: str, module: nn.Module, call: Call | None, every_size: bool = True) -> Capture:
         inputs = (None, None) if call is None else (call.args, call.kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..graphs import pytree
 from ..graphs.operations import name_of
-from ..tracing.attributes import PLAIN, plain
+from ..tracing.summary import PLAIN, plain
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Attributes of modules that are no parameters, buffers or submodules: what forward changes, and how it is undone.
 
-A graph keeps the values that attributes had while it was traced. A capture is therefore valid for one value of those
-that are changed from outside, such as a temperature or a rate of dropout (`settings`). Attributes that forward itself
-sets are restored after every trace (`untouched`).
+Attributes that forward itself sets are restored after every trace (`untouched`). Those that are changed from outside,
+such as a temperature or a rate of dropout, are part of what a capture is valid for; see `settings`.
 """
 
 from __future__ import annotations
@@ -10,76 +9,18 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from numbers import Number
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..torch_private import FLAT_WEIGHTS, buffers_of, parameters_of
-
-CONTAINERS = (dict, list, set, deque)
-PLAIN = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
-ATOMS = frozenset({bool, int, float, str, type(None), FunctionType})  # the most frequent of PLAIN, for speed
-SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-NO_OBJECTS = (nn.Module, Tensor, fx.Proxy, random.Random, *SYMBOLS, *PLAIN, *CONTAINERS)
-FEW = 64  # containers with more elements are compared by their length
-TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS  # attributes that torch itself sets
-WEIGHT_NORMS = ("_g", "_orig")  # suffixes of parameters from which hooks of torch.nn.utils compute a weight
-
-
-def plain(value: Any, depth: int = 2) -> Any:
-    """A hashable summary of a value, equal as long as nothing in it changes. Tensors are told by identity."""
-    if type(value) in ATOMS or isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, (tuple, list, deque)):
-        elements = value if len(value) <= FEW else ()
-        return type(value), len(value), tuple(plain(element, depth) for element in elements)
-    if isinstance(value, dict):
-        entries = value.items() if len(value) <= FEW else ()
-        return len(value), tuple((plain(key, 0), plain(element, depth)) for key, element in entries)
-    if isinstance(value, Tensor):
-        return Tensor, id(value)
-    if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.ndarray):
-        return value.shape, value.tobytes() if value.size <= FEW else id(value)
-    inner = fields(value)
-    return type(value), id(value), plain(inner, depth - 1) if inner is not None and depth else ()
-
-
-def fields(value: Any) -> dict[str, Any] | None:
-    """The attributes of a user's object, such as a configuration; None for values of other kinds."""
-    if type(value) in ATOMS or isinstance(value, NO_OBJECTS) or type(value).__module__.startswith(("torch.", "numpy")):
-        return None
-    return getattr(value, "__dict__", None)
-
-
-def settings(model: nn.Module, without: Container[str] = ()) -> dict[str, Any]:
-    """The attributes of all modules, their modes included, as hashable values that can be compared.
-
-    without: names of attributes to leave out.
-    """
-    seen: set[int] = set()
-    values: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for name, value in module.__dict__.items():
-            full = f"{path}.{name}" if path else name
-            if name in TORCHS or name == "forward" or id(value) in seen:
-                continue
-            if full in without:
-                if content(value) is not None:
-                    seen.add(id(value))  # under every name, as a configuration that submodules share
-                continue
-            if isinstance(value, Tensor) and computed_weight(module, name):
-                continue
-            if fields(value) is not None:
-                seen.add(id(value))  # modules often share one configuration
-            values[full] = plain(value)
-    return values
+from ..torch_private import buffers_of
+from .settings import TORCHS
+from .summary import ATOMS, CONTAINERS, FEW, SYMBOLS, fields, plain
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -258,8 +199,3 @@ def set_stream(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def computed_weight(module: nn.Module, name: str) -> bool:
-    """Whether a hook of torch.nn.utils computes the attribute from parameters in every forward."""
-    return any(f"{name}{suffix}" in parameters_of(module) for suffix in WEIGHT_NORMS)

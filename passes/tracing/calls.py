@@ -22,23 +22,18 @@ from torch import Tensor, nn
 
 from ..errors import UntraceableError
 from ..graphs import pytree
-from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, transforms
-from .attributes import ATOMS, untouched
+from ..torch_private import FORWARD_HOOKS, transforms
+from .attributes import untouched
 from .devices import RandomState, accelerators, autocast, same_random
+from .settings import is_torchs
 from .signature import python_random
 from .substitutes import buffers_kept, parameters_kept
 from .watch import custom_functions
-
-HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 
 
 def made_by_torch(module: nn.Module) -> list[bool]:
     """For every forward hook of the module, whether torch defines it."""
     return [is_torchs(hook) for name in FORWARD_HOOKS for hook in module.__dict__[name].values()]
-
-
-def is_torchs(called: Any) -> bool:
-    return bool((getattr(called, "__module__", None) or type(called).__module__).startswith("torch."))
 
 
 def hooked_by_user(module: nn.Module) -> bool:
@@ -68,30 +63,6 @@ def refuse_users_hooks(module: nn.Module) -> None:
         raise UntraceableError(
             "it has forward hooks of torch and of the user, whose order a captured graph would change"
         )
-
-
-def called(model: nn.Module, inside: bool = False) -> dict[str, Any]:
-    """All that decides what runs when the modules of a model are called, in values that can be compared.
-
-    These are the modules' classes with their functions and plain values, their own `forward`, and the user's hooks.
-
-    inside: leave out the `forward` of instances and the hooks of `model` itself, which run around its graph.
-    """
-    code: dict[str, Any] = {}
-    kinds: dict[type, None] = {}
-    for path, module in model.named_modules():
-        code[path] = type(module)
-        kinds[type(module)] = None
-        held = module.__dict__
-        if "forward" in held and not inside:
-            code[f"{path}.forward"] = held["forward"]
-        for name in HOOKS if path or not inside else ():
-            if held[name] and (hooks := tuple(hook for hook in held[name].values() if not is_torchs(hook))):
-                code[f"{path}.{name}"] = hooks
-    for base in {base: None for kind in kinds for base in kind.__mro__}:
-        if base is not object and not base.__module__.startswith("torch."):
-            code |= {f"{base}.{name}": value for name, value in vars(base).items() if type(value) in ATOMS}
-    return code
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

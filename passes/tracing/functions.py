@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UntraceableError, first_line
 from ..graphs.operations import OWN_BACKWARD, op_name
 from ..torch_private import StorageWeakRef, function_apply
-from .attributes import SYMBOLS
 from .signature import holds_tensor
 from .substitutes import SHAPES, own_backward, written_by
+from .summary import SYMBOLS
 from .watch import Function, custom_functions
 
 Source = tuple[str, Any]  # where an argument comes from: ("tensor", 0), ("size", 1), ("value", 0.5), ("list", (...))

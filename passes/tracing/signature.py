@@ -9,19 +9,22 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..errors import UntraceableError
 from ..graphs import pytree
 from ..graphs.edit import attribute, holder
 from ..torch_private import GUARDS, buffers_of
-from .attributes import SYMBOLS, untouched
+from .attributes import untouched
 from .devices import autocast
+from .outside import Observer
+from .summary import SYMBOLS, Walk, slots
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
 DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth
@@ -96,17 +99,61 @@ def holds_tensor(value: Any, depth: int = DEPTH) -> bool:
     return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.leaves(attribute))
 
 
-def slots(value: Any) -> list[str]:
-    """The names in `__slots__` of the value's class and its bases."""
-    by_class = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-    return [name for names in by_class for name in ((names,) if isinstance(names, str) else names)]
-
-
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about inputs that a capture holds for, except shapes: structure, dtypes, devices, values, autocast."""
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
-    kinds = tuple((leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    walk = Walk(identity=False)
+    kinds = tuple(
+        (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
+        for leaf in leaves
+    )
     return autocast(), str(spec), kinds
+
+
+def constants(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The values of arguments that are no tensors. names: what forward names; deep in them, it reads no more."""
+    walk = Walk(names, identity=False)
+    leaves = pytree.leaves((tuple(args), dict(kwargs)))
+    return tuple(walk.of(leaf, named=True) for leaf in leaves if not isinstance(leaf, Tensor))
+
+
+def layouts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """How tensors lie in memory: the order of their dimensions where they are dense, else their strides."""
+    return tuple(map(layout, tensors_in(args, kwargs)))
+
+
+def layout(tensor: Tensor) -> Any:
+    sizes, strides = tensor.shape, tensor.stride()
+    order = sorted((d for d in range(tensor.dim()) if sizes[d] != 1), key=lambda d: strides[d])
+    expected = 1
+    for d in order:
+        if strides[d] != expected:
+            return strides
+        expected *= sizes[d]
+    return tuple(order)
+
+
+def laid_out(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does, also where gaps are between its elements. `clone` closes these.
+
+    Elements that overlap are copied apart.
+    """
+    extent = 1
+    for d in sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=lambda d: tensor.stride(d)):
+        if tensor.stride(d) < extent:
+            return tensor.clone()
+        extent += (tensor.shape[d] - 1) * tensor.stride(d)
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+def trained(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Which tensors need gradients, and which of them are leaves."""
+    return tuple((tensor.requires_grad, tensor.is_leaf) for tensor in tensors_in(args, kwargs))
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in pytree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
 
 
 def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -161,6 +208,7 @@ class Returned:
         left_out: position -> class of the outputs that no graph computes.
         drawn: the random streams of Python that forward draws from.
         assigned: the attributes that forward sets.
+        observer: of the functions that forward runs.
         leaves: all outputs.
         told: see `passes.tracing.recurrent.recurrent_layers`.
     """
@@ -169,6 +217,7 @@ class Returned:
     left_out: dict[int, str] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
     assigned: list[str] = field(default_factory=list)
+    observer: Observer = field(default_factory=Observer)
     leaves: list[Any] = field(default_factory=list)
     told: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -191,7 +240,7 @@ class Flat(nn.Module):
         args, kwargs = pytree.unflatten(leaves, self.spec)
         held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in buffers_of(owner).items()]
         with untouched(self.model) as assigned:
-            with python_random() as drawn:
+            with python_random() as drawn, self.returned.observer.observing():
                 result = self.model(*args, **kwargs)
             for owner, name, buffer in held:  # torch.export overlooks assignments to buffers of submodules
                 value = buffers_of(owner)[name]

@@ -23,8 +23,9 @@ from ..graphs.operations import op_name
 from ..torch_private import ASSERT, ASSERT_IS_NONE, BatchNorm, InstanceNorm
 from .attributes import untouched
 from .devices import kinds
+from .outside import Observer, Outside
 from .signature import python_random, refuse_drawn
-from .watch import backward_hooks, cumulative_averages, custom_functions, refuse_custom, untraceable
+from .watch import backward_hooks, cumulative_averages, custom_functions, forward_hooks, refuse_custom, untraceable
 
 CHECKED_INPUTS = (  # their forward branches on the rank of its input, which a proxy does not have
     BatchNorm,
@@ -42,6 +43,7 @@ class Traced:
     holds: Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
     effects: tuple[str, ...]
     assigned: tuple[str, ...]
+    outside: Outside
 
 
 class _Tracer(fx.Tracer):
@@ -94,13 +96,15 @@ def symbolic_trace(model: nn.Module) -> Traced:
         for name, parameter in signature.parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
+    observer = Observer()
     with untouched(model), custom_functions() as custom:
         averages = cumulative_averages(model)
         with untouched(model) as assigned:
             try:
                 with torch.enable_grad(), no_random_numbers(), python_random() as drawn, warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="For backward hooks to be called")  # `effects` names them
-                    graph = _Tracer().trace(model, concrete_args=defaults)
+                    with observer.observing():
+                        graph = _Tracer().trace(model, concrete_args=defaults)
             except Exception as error:
                 if fatal(error):
                     raise
@@ -126,8 +130,9 @@ def symbolic_trace(model: nn.Module) -> Traced:
         arguments = signature.bind(*args, **kwargs).arguments
         return all(value is defaults[name] for name, value in arguments.items() if name in defaults)
 
-    effects = (*(f"sets {name}" for name in assigned), *averages, *backward_hooks(model))
-    return Traced(graph, root, bind, holds, effects, tuple(assigned))
+    outside, hooks = observer.outside(), (*forward_hooks(model), *backward_hooks(model))
+    effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects)
+    return Traced(graph, root, bind, holds, effects, tuple(assigned), outside)
 
 
 @contextmanager

@@ -16,7 +16,16 @@ from torch import nn
 
 from ..errors import UntraceableError, first_line
 from ..registration import OWN_FOLDER
-from ..torch_private import BACKWARD_HOOKS, LOGGERS, OWN_FUNCTIONS, CheckpointFunction, NormBase, function_apply
+from ..torch_private import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    LOGGERS,
+    OWN_FUNCTIONS,
+    CheckpointFunction,
+    NormBase,
+    function_apply,
+)
+from .settings import is_torchs
 from .substitutes import checkpoints_off
 
 # Words of torch's errors about branches on values of tensors.
@@ -104,6 +113,15 @@ def backward_hooks(model: nn.Module) -> list[str]:
         f"calls the backward hooks of {path or type(model).__name__}"
         for path, module in model.named_modules()
         if any(module.__dict__[name] for name in BACKWARD_HOOKS)
+    ]
+
+
+def forward_hooks(model: nn.Module) -> list[str]:
+    """The effects of the user's forward hooks. What they compute is in the graph; what else they do is not."""
+    return [
+        f"calls the forward hooks of {path or type(model).__name__}"
+        for path, module in model.named_modules()
+        if any(not is_torchs(hook) for name in FORWARD_HOOKS for hook in module.__dict__[name].values())
     ]
 
 

@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.divided.captured import CapturedSubmodule, captured_reads, key_of, left_to_python, under
+from kfac_fx.passes.divided.captured import CapturedSubmodule, captured_reads, left_to_python, under
 from kfac_fx.passes.divided.following import ObservedRead, read_outside
 from kfac_fx.passes.ir import Options, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.trace import capture
 from kfac_fx.passes.tracing.calls import Call
+from kfac_fx.passes.tracing.signature import call_key
 
 X = torch.randn(5, 4)
 
@@ -32,15 +33,16 @@ def observed(model: nn.Module, *inputs: Tensor) -> list[ObservedRead]:
 
 def captured(model: nn.Module, *inputs: Tensor) -> CapturedSubmodule:
     traced = capture(model, inputs, options=Options(loss_given=True), layers=LAYERS)
-    return CapturedSubmodule(Submodule("inner", 1), model, traced, key_of(model, inputs, {}))
+    return CapturedSubmodule(Submodule("inner", 1), model, traced, call_key(inputs, {}), (), traced.settings(model))
 
 
 def test_a_capture_serves_other_sizes_and_no_other_dtype_or_mode() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout())
     one = captured(model, X)
-    assert one.serves((X[:3],), {}, key_of(model, (X[:3],), {}))
-    assert not one.serves((X.double(),), {}, key_of(model, (X.double(),), {}))
-    assert not one.serves((X,), {}, key_of(model.eval(), (X,), {}))
+    assert one.serves((X[:3],), {}, call_key((X[:3],), {}))
+    assert not one.serves((X.double(),), {}, call_key((X.double(),), {}))
+    model.eval()
+    assert not one.serves((X,), {}, call_key((X,), {}))
 
 
 def test_a_capture_without_a_key_serves_all_that_it_holds_for() -> None:

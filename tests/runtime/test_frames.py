@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx.divided.frames import Frames, LossWatch, UncapturedCall, one_call, reached, refuse_read
-from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of
+from kfac_fx.passes.divided.captured import CapturedSubmodule
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Options, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import capture
 from kfac_fx.passes.tracing.calls import Lent
+from kfac_fx.passes.tracing.signature import call_key
 
 X = torch.randn(5, 4)
 
@@ -35,7 +36,9 @@ def frames(model: nn.Module, **changes: Any) -> Frames:
         half = nn.Linear(4, 4)
         half.load_state_dict(module.state_dict())
         traced = capture(half, (X,), options=Options(loss_given=True), layers=LAYERS)
-        captured.append(CapturedSubmodule(Submodule(path, 1), module, traced, key_of(module, (X,), {})))
+        captured.append(
+            CapturedSubmodule(Submodule(path, 1), module, traced, call_key((X,), {}), (), traced.settings(module))
+        )
         graph = rewrite(traced.program, lambda registration, use: nn.Identity())
         functions.append(lambda held, values, probes, graph=graph: (one_call(graph)(held, values, [])[0], ()))
         held.append(dict(module.named_parameters()))

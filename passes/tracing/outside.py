@@ -1,0 +1,237 @@
+"""What forward reads from outside of the model and of its inputs: globals, closure cells, attributes of classes.
+
+A graph keeps the values that these had while it was traced. `Observer` notes every Python function that runs in a
+trace. The bytecode of a function names the globals that it loads and the attributes that it reads; the values that they
+lead to are the `Point`s of an `Outside`. A forward whose points have the values of the trace takes the same way again,
+because every branch and every number of it comes from its inputs, from the model or from such a point.
+
+torch's own functions and those of Python are not followed. A point in them is what a name is bound to, so that a
+function which somebody replaced is noticed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import gc
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from ..registration import OWN_FOLDER
+from .summary import LIBRARIES, MISSING, Attributes, Entries, Same, Walk, getattr_or_missing, of_library
+
+TORCH, PYTHON = f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+FOLLOWED = (f"{TORCH}nn{os.sep}", f"{PYTHON}os.py")  # in the folders of libraries
+TOOLS_OF_TORCH = ("sympy", "mpmath", "numpy", "networkx", "optree", "typing_extensions")
+GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
+LAYOUT = frozenset({"is_contiguous", "stride", "as_strided", "dim_order", "storage_offset", "data_ptr"})
+TRAINED = frozenset({"requires_grad", "is_leaf", "grad_fn"})
+
+
+@dataclass(frozen=True)
+class Point:
+    """A name outside of the model.
+
+    Attributes:
+        label: for texts, as "the global SCALE of layers.py".
+        holder: the dictionary or the cell that holds the value.
+        name: in the dictionary; "cell_contents" of a cell.
+        shallow: whether only the object that the name is bound to counts.
+    """
+
+    label: str
+    holder: Any
+    name: str
+    shallow: bool = False
+
+    @property
+    def value(self) -> Any:
+        if isinstance(self.holder, CellType):
+            return getattr_or_missing(self.holder, self.name)
+        return self.holder.get(self.name, MISSING)
+
+    def summary(self, walk: Walk) -> Any:
+        """The summary of its value. Notes the holder in the walk."""
+        if isinstance(self.holder, CellType):
+            walk.holders.append(Attributes(self.holder, (self.name,)))
+        else:
+            walk.holders.append(Entries(self.holder, (self.name,), None))
+        return Same(self.value) if self.shallow or self.value is MISSING else walk.of(self.value, named=True)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a traced forward reads from outside.
+
+    Attributes:
+        points: where it reads.
+        names: all attributes and strings that its functions name; of the model's attributes, it reads no others.
+        effects: what its functions do beside computing, as in "prints (layers.py:12)".
+    """
+
+    points: tuple[Point, ...] = ()
+    names: frozenset[str] = frozenset()
+    effects: tuple[str, ...] = ()
+
+    @property
+    def reads_layout(self) -> bool:
+        """Whether forward may ask how a tensor lies in memory."""
+        return not LAYOUT.isdisjoint(self.names)
+
+    @property
+    def reads_trained(self) -> bool:
+        """Whether forward may ask whether a tensor needs a gradient."""
+        return not TRAINED.isdisjoint(self.names)
+
+
+@dataclass
+class Observer:
+    """Collects the functions that run while it observes, and puts back afterwards what they changed outside."""
+
+    codes: dict[CodeType, dict[str, Any] | None] = field(default_factory=dict)  # None: of a library
+    variables: dict[CodeType, dict[str, Any]] = field(default_factory=dict)  # the free ones, at the first call
+    effects: dict[str, None] = field(default_factory=dict)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        profiler, self.before = sys.getprofile(), Walk()
+        sys.setprofile(self.on_event)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            enable: Callable[[], None] | None = getattr(profiler, "enable", None)  # of cProfile, which is no function
+            sys.setprofile(profiler) if enable is None else enable()
+            for holder in self.before.holders:
+                if not holder.same():
+                    holder.put_back()
+
+    def on_event(self, frame: FrameType, event: str, called: Any) -> None:
+        code = frame.f_code
+        if called is print and self.codes.get(code) is not None:
+            self.effects[f"prints ({Path(code.co_filename).name}:{frame.f_lineno})"] = None
+        if event != "call" or code in self.codes:
+            return
+        namespace = frame.f_globals
+        self.codes[code] = namespace if followed(code.co_filename, namespace.get("__name__", "")) else None
+        if self.codes[code] is None or in_torch(code.co_filename):
+            return
+        for point in Reads.of(code).points(code, namespace):
+            point.summary(self.before)
+        if any(name != "__class__" for name in code.co_freevars):
+            values = frame.f_locals
+            self.variables[code] = {name: values.get(name, MISSING) for name in code.co_freevars}
+
+    def outside(self) -> Outside:
+        """What the observed functions read."""
+        points: dict[tuple[int, str], Point] = {}
+        names: set[str] = set()
+        for code, namespace in self.codes.items():
+            if namespace is None:
+                continue
+            reads = Reads.of(code)
+            if not in_torch(code.co_filename):
+                names |= reads.attributes | reads.strings
+            for point in reads.points(code, namespace):
+                points.setdefault((id(point.holder), point.name), point)
+        for point in self.cells():
+            points.setdefault((id(point.holder), point.name), point)
+        return Outside(tuple(points.values()), frozenset(names), tuple(self.effects))
+
+    def cells(self) -> Iterator[Point]:
+        """The closure cells of the functions that ran. A frame does not know its function, which its code leads to."""
+        for function in gc.get_referrers(*self.variables) if self.variables else ():
+            if not isinstance(function, FunctionType) or not function.__closure__:
+                continue
+            code, values = function.__code__, self.variables.get(function.__code__, {})
+            cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+            same = [getattr_or_missing(cell, "cell_contents") is values.get(name) for name, cell in cells.items()]
+            if all(same):
+                for name, cell in cells.items():
+                    if name != "__class__":
+                        where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                        yield Point(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The names in a function's bytecode."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    imported: frozenset[str]
+    strings: frozenset[str]
+
+    @staticmethod
+    @cache
+    def of(code: CodeType) -> Reads:
+        by_kind: dict[str, set[str]] = {"globals": set(), "attributes": set(), "imported": set()}
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in GLOBALS:
+                by_kind["globals"].add(instruction.argval)
+            elif instruction.opname in ATTRIBUTES:
+                by_kind["attributes"].add(instruction.argval)
+            elif instruction.opname == "IMPORT_NAME":
+                by_kind["imported"].add(instruction.argval)
+        strings = {constant for constant in code.co_consts if isinstance(constant, str)}
+        return Reads(**{kind: frozenset(names) for kind, names in by_kind.items()}, strings=frozenset(strings))
+
+    def points(self, code: CodeType, namespace: dict[str, Any]) -> Iterator[Point]:
+        """The globals and what is read from modules and classes among them."""
+        file, shallow = Path(code.co_filename).name, in_torch(code.co_filename)
+        seen: set[int] = set()
+        for name in sorted(self.globals):
+            value = namespace.get(name, MISSING)
+            if (value is not MISSING or not hasattr(builtins, name)) and (not shallow or callable(value)):
+                yield Point(f"the global {name} of {file}", namespace, name, shallow)
+            yield from self.within(name, value, seen)
+        for name in sorted(self.imported):
+            yield from self.within(name, sys.modules.get(name), seen)
+
+    def within(self, label: str, value: Any, seen: set[int]) -> Iterator[Point]:
+        """What is read from a module or a class: the entries that have a name of an attribute in the bytecode."""
+        if id(value) in seen or not isinstance(value, (ModuleType, type)):
+            return
+        seen.add(id(value))
+        holders: list[Mapping[str, Any]]
+        if isinstance(value, ModuleType):
+            file = getattr(value, "__file__", None) or ""
+            holders, shallow = [vars(value)], in_torch(file) or not followed(file, value.__name__)
+        else:
+            holders, shallow = [vars(base) for base in value.__mro__], of_library(value)
+        for holder in holders:
+            for name in sorted(self.attributes & holder.keys()):
+                entry = holder[name]
+                if not isinstance(entry, ModuleType) and (not shallow or callable(entry)):
+                    yield Point(f"{label}.{name}", holder, name, shallow)
+                yield from self.within(f"{label}.{name}", entry, seen)
+
+
+@cache
+def followed(file: str, module: str) -> bool:
+    """Whether the functions of a file can be part of a forward."""
+    if file.startswith(FOLLOWED):
+        return True
+    root = module.partition(".")[0]
+    if not file or file.startswith("<frozen") or root in TOOLS_OF_TORCH:
+        return False
+    if file.startswith("<"):  # code that was made from a string, as the methods of dataclasses
+        return root not in LIBRARIES and root not in sys.stdlib_module_names
+    of_python = file.startswith(PYTHON) and not file.startswith(str(Path(PYTHON, "site-packages")))
+    return not of_python and not in_torch(file) and not file.startswith(OWN_FOLDER)
+
+
+@cache
+def in_torch(file: str) -> bool:
+    return file.startswith(TORCH)

@@ -1,0 +1,354 @@
+"""Summaries of values that a capture depends on, and holders that tell at little cost whether they may have changed.
+
+A summary is hashable, and equal to a later one as long as nothing in the value changed. It follows containers, arrays,
+objects with a `__dict__` or `__slots__`, bound methods and functools.partial. Tensors, modules and functions are told
+by identity: a graph reads the tensors themselves, and the functions that forward runs are watched by `outside`.
+
+While a value is summarized, every dictionary, list, object and array in it is noted as a holder, with a shallow copy.
+If every holder still holds the same objects, the summary is the same; that takes one comparison of identities for each.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from numbers import Number
+from operator import is_
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+CONTAINERS = (dict, list, set, deque)
+PLAIN = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
+ATOMS = frozenset({bool, int, float, str, type(None), FunctionType})  # the most frequent of PLAIN, for speed
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+CALLS = (ModuleType, MethodType, partial)
+NO_OBJECTS = (nn.Module, Tensor, fx.Proxy, random.Random, *CALLS, *SYMBOLS, *PLAIN, *CONTAINERS)
+FEW = 64  # longer containers that forward does not name are compared by their length
+DEPTH = 2  # objects inside of objects down to this depth are compared whole, deeper ones by what forward names
+LIBRARIES = ("torch", "numpy", "kfac_fx", "passes")
+OF_PYTHON = ("types", "argparse", "collections", "os")  # modules of Python whose objects are configurations
+MISSING = object()  # stands for a name that is bound to nothing
+
+
+class Same:
+    """Equal to a `Same` of the same object only. It keeps the object alive, so that no other object gets its id."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+# --- holders ----------------------------------------------------------------------------------------------------------
+
+
+class Holder(Protocol):
+    """Something that can be changed in place."""
+
+    def same(self) -> bool:
+        """Whether it still holds the same objects."""
+
+    def put_back(self) -> None:
+        """Let it hold what it held."""
+
+
+class Entries:
+    """Some entries of a dictionary.
+
+    size: the number of all its entries, if another one would be a change. without: a key that does not count.
+    owner: the class that the dictionary belongs to.
+    """
+
+    def __init__(
+        self,
+        mapping: Any,
+        keys: Collection[Any],
+        size: int | None,
+        *,
+        without: str | None = None,
+        owner: type | None = None,
+    ) -> None:
+        self.mapping, self.keys, self.without, self.owner = mapping, tuple(keys), without, owner
+        self.size = None if size is None else size - (without in mapping)
+        self.values = [mapping.get(key, MISSING) for key in self.keys]
+        self.whole = owner is None and size == len(self.keys)
+
+    def same(self) -> bool:
+        mapping = self.mapping
+        if self.whole:
+            return tuple(mapping) == self.keys and all(map(is_, mapping.values(), self.values))
+        if self.size is not None and len(mapping) != self.size + (self.without in mapping):
+            return False
+        return all(map(is_, [mapping.get(key, MISSING) for key in self.keys], self.values))
+
+    def put_back(self) -> None:
+        if self.whole:  # its class may refuse changes, as frozen configurations do
+            kind = OrderedDict if isinstance(self.mapping, OrderedDict) else dict
+            kind.clear(self.mapping)
+            kind.update(self.mapping, zip(self.keys, self.values, strict=True))
+            return
+        now = [self.mapping.get(key, MISSING) for key in self.keys]
+        for key, value, before in zip(self.keys, now, self.values, strict=True):
+            if value is not before:
+                self.write(key, before)
+
+    def write(self, key: Any, value: Any) -> None:
+        if self.owner is not None:
+            delattr(self.owner, key) if value is MISSING else setattr(self.owner, key, value)
+        elif isinstance(self.mapping, dict):
+            dict.pop(self.mapping, key, None) if value is MISSING else dict.__setitem__(self.mapping, key, value)
+
+
+class Elements:
+    """The elements of a list or deque."""
+
+    def __init__(self, elements: list[Any] | deque[Any]) -> None:
+        self.elements, self.copy = elements, list(elements)
+
+    def same(self) -> bool:
+        return len(self.elements) == len(self.copy) and all(map(is_, self.elements, self.copy))
+
+    def put_back(self) -> None:
+        self.elements.clear()
+        self.elements.extend(self.copy)
+
+
+class Members:
+    """The members of a set."""
+
+    def __init__(self, members: set[Any]) -> None:
+        self.members, self.copy = members, set(members)
+
+    def same(self) -> bool:
+        return self.members == self.copy
+
+    def put_back(self) -> None:
+        self.members.clear()
+        self.members.update(self.copy)
+
+
+class Length:
+    """The length of a container whose elements are not compared."""
+
+    def __init__(self, container: Any) -> None:
+        self.container, self.length = container, len(container)
+
+    def same(self) -> bool:
+        return len(self.container) == self.length
+
+    def put_back(self) -> None:
+        pass
+
+
+class Attributes:
+    """Attributes of an object that are not in a dictionary: slots, and the content of a cell."""
+
+    def __init__(self, value: Any, names: Collection[str]) -> None:
+        self.value, self.names = value, tuple(names)
+        self.values = self.now()
+
+    def now(self) -> list[Any]:
+        return [getattr_or_missing(self.value, name) for name in self.names]
+
+    def same(self) -> bool:
+        return all(map(is_, self.now(), self.values))
+
+    def put_back(self) -> None:
+        for name, now, before in zip(self.names, self.now(), self.values, strict=True):
+            if now is not before:
+                delattr(self.value, name) if before is MISSING else setattr(self.value, name, before)
+
+
+class ArrayNumbers:
+    """The numbers of an array of numpy."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.copy = array, array.copy()
+
+    def same(self) -> bool:
+        now, before = self.array, self.copy
+        alike = now.shape == before.shape and now.dtype == before.dtype
+        return alike and bool(now.tobytes() == before.tobytes())
+
+    def put_back(self) -> None:
+        if self.array.shape == self.copy.shape:
+            self.array[...] = self.copy
+
+
+class Version:
+    """How often a tensor was written into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, version(tensor)
+
+    def same(self) -> bool:
+        return version(self.tensor) == self.version
+
+    def put_back(self) -> None:
+        pass
+
+
+def getattr_or_missing(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except (AttributeError, ValueError):  # a slot, or a cell, that is empty
+        return MISSING
+
+
+def version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# --- summaries --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Walk:
+    """Summarizes values, each object once.
+
+    Attributes:
+        names: the attributes that forward names anywhere. Deep in a value only these are compared.
+        live: ids of tensors whose values a graph reads. Of others that are named, writes are changes.
+        identity: whether an object is another one where an equal one replaces it.
+        holders: of all that was summarized. empty: dictionaries that hold nothing, which are many and cheaply checked.
+    """
+
+    names: Collection[str] = ()
+    live: Collection[int] = ()
+    identity: bool = True
+
+    def __post_init__(self) -> None:
+        self.holders: list[Holder] = []
+        self.empty: list[Any] = []
+        self.seen: dict[tuple[int, bool, int], Any] = {}
+
+    def of(self, value: Any, named: bool = False, depth: int = DEPTH) -> Any:
+        """named: whether forward names the attribute or the variable that the value is in."""
+        kind = type(value)
+        if kind in ATOMS or isinstance(value, PLAIN):
+            return kind, value
+        if isinstance(value, Tensor):
+            if not named or id(value) in self.live or isinstance(value, nn.Parameter):
+                return Tensor, Same(value)
+            self.holders.append(Version(value))
+            return Tensor, Same(value), version(value)
+        key = id(value), named, max(depth, 0)
+        if key in self.seen:
+            return kind, Same(value) if self.identity else self.seen[key]
+        self.seen[key] = len(self.seen)
+        if isinstance(value, (tuple, frozenset, *CONTAINERS)):
+            return kind, len(value), self.of_container(value, named, depth)
+        if isinstance(value, MethodType):
+            return kind, value.__func__, self.of(value.__self__, named, depth)
+        if isinstance(value, partial):
+            self.holders.append(Attributes(value, ("func", "args", "keywords")))
+            return kind, *(self.of(part, named, depth) for part in (value.func, value.args, value.keywords))
+        if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.ndarray):
+            return self.of_array(value, named)
+        return self.of_object(value, named, depth)
+
+    def of_container(self, value: Any, named: bool, depth: int) -> Any:
+        if len(value) > FEW and not named:
+            self.holders.append(Length(value))
+            return ()
+        if isinstance(value, dict):
+            self.holders.append(Entries(value, value, len(value)))
+            return tuple((self.of(key, named, 0), self.of(entry, named, depth)) for key, entry in value.items())
+        if isinstance(value, set):
+            self.holders.append(Members(value))
+        elif isinstance(value, (list, deque)):
+            self.holders.append(Elements(value))
+        summaries = (self.of(element, named, depth) for element in value)
+        return frozenset(summaries) if isinstance(value, (set, frozenset)) else tuple(summaries)
+
+    def of_array(self, value: Any, named: bool) -> Any:
+        if value.size > FEW and not named:
+            return type(value), Same(value)
+        if value.dtype.hasobject:
+            return type(value), value.shape, tuple(self.of(element, named) for element in value.flat)
+        self.holders.append(ArrayNumbers(value))
+        return type(value), value.shape, value.dtype.str, value.tobytes()
+
+    def of_object(self, value: Any, named: bool, depth: int) -> Any:
+        kind = type(value)
+        module = isinstance(value, nn.Module) and named
+        own, slots_of = value.__dict__ if module else fields(value), tuple(slots(value)) if has_fields(value) else ()
+        whole = depth > 0 and not module
+        if (own is None and not slots_of) or not (whole or named):
+            return kind, Same(value)
+        parts: list[Any] = []
+        if own is not None:
+            keys = [name for name in own if whole or self.is_named(name)]
+            self.holders.append(Entries(own, keys, len(own)))
+            parts += [(name, self.of(own[name], named, depth - 1)) for name in keys]
+        if slots_of:
+            self.holders.append(Attributes(value, slots_of))
+            parts += [(name, self.of(getattr_or_missing(value, name), named, depth - 1)) for name in slots_of]
+        for base in kind.__mro__:
+            if not of_library(base):
+                parts.append(self.of_class(base, named, depth))
+        return kind, Same(value) if self.identity else None, tuple(parts)
+
+    def of_class(self, base: type, named: bool, depth: int) -> Any:
+        """The values that a class holds for its instances."""
+        data = {name: entry for name, entry in vars(base).items() if is_data(name, entry)}
+        keys = [name for name in data if depth > 0 or self.is_named(name)]
+        self.holders.append(Entries(vars(base), keys, None, owner=base))
+        return tuple((name, self.of(data[name], named, depth - 1)) for name in keys)
+
+    def is_named(self, name: str) -> bool:
+        return name in self.names
+
+
+def plain(value: Any) -> Any:
+    """The summary of a value of which it is not known what forward names."""
+    return Walk().of(value)
+
+
+def fields(value: Any) -> dict[str, Any] | None:
+    """The attributes of a user's object, such as a configuration; None for values of other kinds."""
+    return getattr(value, "__dict__", None) if has_fields(value) else None
+
+
+def has_fields(value: Any) -> bool:
+    """Whether a value is an object of the user's."""
+    if type(value) in ATOMS or isinstance(value, NO_OBJECTS):
+        return False
+    return not of_library(type(value)) or type(value).__module__.partition(".")[0] in OF_PYTHON
+
+
+def slots(value: Any) -> list[str]:
+    """The names in `__slots__` of the value's class and its bases, under which they are attributes."""
+    names = []
+    for kind in type(value).__mro__:
+        declared = kind.__dict__.get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{kind.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def of_library(kind: type) -> bool:
+    """Whether a class is Python's, torch's or numpy's, and not the user's."""
+    root = kind.__module__.partition(".")[0]
+    return root in LIBRARIES or root in sys.stdlib_module_names
+
+
+def is_data(name: str, value: Any) -> bool:
+    """Whether an entry of a class is a value, and neither a function nor a descriptor."""
+    dunder = name.startswith("__") and name.endswith("__")
+    return not dunder and not hasattr(type(value), "__get__") and not isinstance(value, (type, CellType))

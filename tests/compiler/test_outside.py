@@ -1,0 +1,138 @@
+"""What forward reads from outside, as the functions that run in it name it."""
+
+from __future__ import annotations
+
+import cProfile
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kfac_fx.passes.tracing.outside import Observer, Outside
+
+SCALE = 1.0
+TABLE = {"scale": 1.0}
+CALLS: list[int] = []
+CONFIG = SimpleNamespace(scale=1.0)
+
+
+class Constants:
+    scale = 1.0
+
+
+def observed(function: Callable[[], Any]) -> Outside:
+    observer = Observer()
+    with observer.observing():
+        function()
+    return observer.outside()
+
+
+def labels(function: Callable[[], Any]) -> list[str]:
+    return [point.label for point in observed(function).points]
+
+
+def inner() -> float:
+    return SCALE
+
+
+def test_globals_are_read_by_every_function_that_runs() -> None:
+    assert "the global SCALE of test_outside.py" in labels(lambda: inner())
+    assert "the global SCALE of test_outside.py" not in labels(lambda: None)
+
+
+def test_values_of_classes_and_modules_are_read() -> None:
+    assert "Constants.scale" in labels(lambda: Constants.scale)
+    assert "torch.tanh" in labels(lambda: torch.tanh)
+
+
+def test_a_module_that_a_function_imports_is_read() -> None:
+    def function() -> Any:
+        from tests.whole import stale_library
+
+        return stale_library.SCALE
+
+    assert any(label.endswith("stale_library.SCALE") for label in labels(function))
+
+
+def test_the_environment_is_read_through_functions_of_python() -> None:
+    points = observed(lambda: os.getenv("HOME")).points
+    assert any(point.value is os.environ for point in points)
+
+
+def test_the_cells_of_a_closure_are_those_of_the_function_that_ran() -> None:
+    def make(factor: float) -> Callable[[], float]:
+        return lambda: factor
+
+    first, other = make(1.5), make(2.5)
+    (point,) = [point for point in observed(first).points if "factor" in point.label]
+    assert point.value == 1.5 and other() == 2.5
+
+
+def test_functions_of_torch_are_followed_in_its_modules_only() -> None:
+    points = labels(lambda: nn.Linear(2, 2)(torch.ones(1, 2)))
+    assert "F.linear" in points and not any("_C" in label and "global" in label for label in points)
+
+
+def test_names_are_attributes_and_strings() -> None:
+    assert {"shape", "width"} <= observed(lambda: getattr(torch.ones(2).shape, "width", None)).names
+
+
+def test_what_is_changed_is_put_back() -> None:
+    def function() -> None:
+        global SCALE, LATER
+        SCALE, LATER = 5.0, 1
+        CALLS.append(1)
+        TABLE["new"] = 2.0
+        CONFIG.scale = 3.0
+
+    observed(function)
+    assert (SCALE, CALLS, TABLE, CONFIG.scale) == (1.0, [], {"scale": 1.0}, 1.0)
+    assert "LATER" not in globals()
+
+
+def test_a_function_that_prints_has_an_effect() -> None:
+    (effect,) = observed(lambda: print("a line")).effects
+    assert effect.startswith("prints (test_outside.py:")
+    assert observed(lambda: str(print)).effects == ()
+
+
+@pytest.mark.parametrize("read", ["is_contiguous", "stride", "as_strided"])
+def test_a_forward_that_asks_for_the_layout_is_told(read: str) -> None:
+    functions: dict[str, Callable[[], Any]] = {
+        "is_contiguous": lambda: torch.ones(2).is_contiguous(),
+        "stride": lambda: torch.ones(2).stride(),
+        "as_strided": lambda: torch.ones(2).as_strided((1,), (1,)),
+    }
+    assert observed(functions[read]).reads_layout
+    assert not observed(lambda: torch.ones(2).contiguous()).reads_layout
+    assert observed(lambda: torch.ones(2).requires_grad).reads_trained
+
+
+def test_a_profiler_goes_on_afterwards() -> None:
+    calls: list[str] = []
+
+    def profiler(frame: Any, event: str, argument: Any) -> None:
+        calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        observed(lambda: None)
+        calls.clear()
+        inner()
+    finally:
+        sys.setprofile(before)
+    assert "inner" in calls
+
+
+def test_cprofile_goes_on_afterwards() -> None:
+    with cProfile.Profile() as profile:
+        observed(lambda: None)
+        inner()
+    profile.create_stats()
+    assert any(name == "inner" for _, _, name in profile.stats)  # type: ignore[attr-defined]

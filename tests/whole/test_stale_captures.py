@@ -1,0 +1,410 @@
+"""What forward reads changes after compile: the capture is replaced, and no statistics are those of another function.
+
+Every reader is a function of the hidden activations that reads something from outside of the model and of its inputs'
+tensors, and a change of what it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kfac_fx
+from tests.whole import stale_library
+
+NUMBER = 1.0
+TABLE = {"scale": 1.0}
+TENSOR = torch.tensor(1.0)
+ARRAY = np.ones(3)
+SETTINGS = SimpleNamespace(block=SimpleNamespace(attention=SimpleNamespace(head=SimpleNamespace(scale=1.0))))
+PARTIAL = functools.partial(torch.mul, other=1.0)
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class OfClass:
+    scale = 1.0
+
+
+SLOTS, OBJECT = Slots(), OfClass()
+
+
+def scaling(factor: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    """A function with a closure, and one that writes into it."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor
+
+    def write(value: float) -> None:
+        nonlocal factor
+        factor = value
+
+    return scaled, write
+
+
+SCALED, WRITE = scaling(1.0)
+
+
+def set_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+class Model(nn.Module):
+    """Reads what the test chooses."""
+
+    on_class: list[float] = [1.0] * 3  # noqa: RUF012
+
+    def __init__(self, read: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.read = read
+        self.long = [1.0] * 100
+        self.numbers = np.ones(100)
+        self.entries = dict.fromkeys(range(100), 1.0)
+        self.config = SimpleNamespace(model=SimpleNamespace(block=SimpleNamespace(norm=SimpleNamespace(scale=1.0))))
+        self.slots, self.scaled = Slots(), functools.partial(torch.mul, other=1.0)
+
+    @property
+    def environment(self) -> float:
+        return float(os.environ.get("KFAC_FX_TEST_SCALE", "1.0"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.read(self, torch.tanh(self.first(x))))  # type: ignore[no-any-return]
+
+
+Reader = tuple[Callable[[Model, Tensor], Tensor], Callable[[Model, float], Any]]
+READERS: dict[str, Reader] = {
+    "a global number": (lambda model, x: x * NUMBER, lambda model, value: set_global("NUMBER", value)),
+    "a global dictionary": (lambda model, x: x * TABLE["scale"], lambda model, value: TABLE.update(scale=value)),
+    "a tensor bound to a global name": (
+        lambda model, x: x * TENSOR, lambda model, value: set_global("TENSOR", torch.tensor(value))),
+    "a global tensor that is written into": (
+        lambda model, x: x * float(TENSOR), lambda model, value: TENSOR.fill_(value)),
+    "a global configuration": (
+        lambda model, x: x * SETTINGS.block.attention.head.scale,
+        lambda model, value: setattr(SETTINGS.block.attention.head, "scale", value)),
+    "a global object with slots": (
+        lambda model, x: x * SLOTS.scale, lambda model, value: setattr(SLOTS, "scale", value)),
+    "a value of a global object's class": (
+        lambda model, x: x * OBJECT.scale, lambda model, value: setattr(OfClass, "scale", value)),
+    "a value of a class": (lambda model, x: x * OfClass.scale, lambda model, value: setattr(OfClass, "scale", value)),
+    "a closure cell": (lambda model, x: SCALED(x), lambda model, value: WRITE(value)),
+    "a number of another module": (
+        lambda model, x: x * stale_library.SCALE, lambda model, value: setattr(stale_library, "SCALE", value)),
+    "a patched function of a library": (
+        lambda model, x: stale_library.activation(x),
+        lambda model, value: setattr(stale_library, "activation", lambda x: x * value)),
+    "a patched function of torch": (
+        lambda model, x: F.hardtanh(x), lambda model, value: setattr(F, "hardtanh", lambda x: x * value)),
+    "a global array that is written into": (
+        lambda model, x: x * float(ARRAY[1]), lambda model, value: ARRAY.__setitem__(1, value)),
+    "a global partial function": (
+        lambda model, x: PARTIAL(x), lambda model, value: PARTIAL.keywords.update(other=value)),
+    "a deep configuration": (
+        lambda model, x: x * model.config.model.block.norm.scale,
+        lambda model, value: setattr(model.config.model.block.norm, "scale", value)),
+    "a configuration with slots": (
+        lambda model, x: x * model.slots.scale, lambda model, value: setattr(model.slots, "scale", value)),
+    "an element of a long list": (
+        lambda model, x: x * model.long[80], lambda model, value: model.long.__setitem__(80, value)),
+    "an entry of a long dictionary": (
+        lambda model, x: x * model.entries[80], lambda model, value: model.entries.update({80: value})),
+    "an array that is written into": (
+        lambda model, x: x * float(model.numbers[80]), lambda model, value: model.numbers.__setitem__(80, value)),
+    "a list on the class": (
+        lambda model, x: x * model.on_class[1], lambda model, value: model.on_class.__setitem__(1, value)),
+    "a keyword of a partial attribute": (
+        lambda model, x: model.scaled(x), lambda model, value: model.scaled.keywords.update(other=value)),
+    "a property that reads the environment": (
+        lambda model, x: x * model.environment,
+        lambda model, value: os.environ.__setitem__("KFAC_FX_TEST_SCALE", str(value))),
+}  # fmt: skip
+
+X, Y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """What the readers read has its first values."""
+    activation, hardtanh = stale_library.activation, F.hardtanh
+    Model.on_class = [1.0] * 3
+    yield
+    for write in (change for _, change in READERS.values()):
+        write(Model(lambda model, x: x), 1.0)
+    os.environ.pop("KFAC_FX_TEST_SCALE", None)
+    stale_library.activation, F.hardtanh = activation, hardtanh
+    TENSOR.fill_(1.0)
+
+
+def model_of(read: Callable[[Model, Tensor], Tensor]) -> Model:
+    torch.manual_seed(0)
+    return Model(read).double()
+
+
+def sums(net: Any) -> dict[Any, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    statistics: dict[Any, dict[str, Tensor]] = net.record((X,), {}, mode="exact", generator=generator).statistics
+    return statistics
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_recording_is_of_the_model_as_it_is_now(reader: str) -> None:
+    read, change = READERS[reader]
+    net = kfac_fx.compile(model_of(read), (X,), loss="categorical")
+    before = sums(net)
+    change(net.model, 3.0)
+    after, expected = sums(net), sums(kfac_fx.compile(model_of_now(net), (X,), loss="categorical"))
+    torch.testing.assert_close(after, expected)
+    assert not torch.allclose(before["last.weight", "last.bias"]["A"], after["last.weight", "last.bias"]["A"])
+    assert not net._fallbacks()
+
+
+def model_of_now(net: Any) -> Model:
+    """Another model that reads the same values."""
+    other = model_of(net.model.read)
+    names = ("long", "numbers", "entries", "config", "slots", "scaled")
+    other.__dict__.update({name: net.model.__dict__[name] for name in names})
+    return other
+
+
+@pytest.mark.parametrize("reader", ["a global number", "a closure cell", "a deep configuration", "a list on the class"])
+def test_a_ride_and_the_quadratic_model_are_of_the_model_as_it_is_now(reader: str) -> None:
+    read, change = READERS[reader]
+    net = kfac_fx.compile(model_of(read), (X,), loss="categorical")
+    change(net.model, 3.0)
+    outputs, _ = net.ride((X,), {})
+    assert torch.equal(outputs, net.model(X))
+    functional, _ = net.functional(dict(net.named_parameters()), (X,), {})
+    assert torch.equal(functional, net.model(X))
+
+
+def test_a_capture_is_kept_while_nothing_changes_that_forward_reads() -> None:
+    net = kfac_fx.compile(model_of(READERS["a global number"][0]), (X,), loss="categorical")
+    first = net.captures.first
+    set_global("LOOP_VARIABLE", 1)
+    net.model.config.model.block.norm.unread = 5
+    sums(net)
+    assert [recorder for known in net.captures.recorders.values() for recorder in known] == [first]
+
+
+class Layout(nn.Module):
+    def __init__(self, branch: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.branch, self.linear = branch, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return 3 * y if self.branch(x) else y
+
+
+BRANCHES: dict[str, tuple[Callable[[Tensor], Any], Callable[[], Tensor]]] = {
+    "is_contiguous": (lambda x: x.is_contiguous(), lambda: torch.randn(4, 5, 4).transpose(0, 2)),
+    "gaps": (lambda x: x.is_contiguous(), lambda: torch.randn(4, 5, 8)[..., ::2]),
+    "memory format": (
+        lambda x: x.is_contiguous(memory_format=torch.channels_last),
+        lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    ),
+    "stride": (lambda x: x.stride(0) == 1, lambda: torch.randn(4, 5, 4).transpose(0, 2)),
+    "requires_grad": (lambda x: x.requires_grad, lambda: torch.randn(4, 5, 4, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("first", [False, True])
+def test_branches_on_layout_and_trainability_of_an_input_are_taken(branch: str, first: bool) -> None:
+    taken, make = BRANCHES[branch]
+    special = make()
+    ordinary = torch.randn(special.shape)
+    inputs = [special, ordinary] if first else [ordinary, special]
+    net = kfac_fx.compile(Layout(taken), (inputs[0],), loss="normal")
+    for x in (*inputs, *inputs):
+        outputs, _ = net.functional(dict(net.named_parameters()), (x,), {})
+        torch.testing.assert_close(outputs, net.model(x))
+    assert len([recorder for known in net.captures.recorders.values() for recorder in known]) == 2
+
+
+def test_as_strided_sees_the_strides_of_its_input() -> None:
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.as_strided((4, 4), (4, 1)))  # type: ignore[no-any-return]
+
+    net = kfac_fx.compile(Strided(), (torch.randn(4, 4),), loss="normal")
+    x = torch.randn(4, 4).t()
+    outputs, _ = net.functional(dict(net.named_parameters()), (x,), {})
+    torch.testing.assert_close(outputs, net.model(x))
+
+
+class WithArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, argument: Any) -> Tensor:
+        scale = argument[70] if isinstance(argument, (list, np.ndarray)) else argument.block.head.scale.value
+        return self.linear(x) * float(scale)  # type: ignore[no-any-return]
+
+
+def configuration() -> SimpleNamespace:
+    scale = SimpleNamespace(value=1.0)
+    return SimpleNamespace(block=SimpleNamespace(head=SimpleNamespace(scale=scale)))
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a configuration": (configuration, lambda argument: setattr(argument.block.head.scale, "value", 3.0)),
+    "an array": (lambda: np.ones(2000), lambda argument: argument.__setitem__(70, 3.0)),
+    "a long list": (lambda: [1.0] * 2000, lambda argument: argument.__setitem__(70, 3.0)),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_an_argument_that_changes_is_another_call(kind: str) -> None:
+    make, change = ARGUMENTS[kind]
+    argument, x = make(), torch.randn(5, 4)
+    net = kfac_fx.compile(WithArgument(), (x, argument), loss="normal")
+    change(argument)
+    outputs, _ = net.functional(dict(net.named_parameters()), (x, argument), {})
+    assert torch.equal(outputs, net.model(x, argument))
+
+
+def test_an_equal_argument_is_the_same_call() -> None:
+    x = torch.randn(5, 4)
+    net = kfac_fx.compile(WithArgument(), (x, configuration()), loss="normal")
+    net.record((x, configuration()), {})
+    assert len([recorder for known in net.captures.recorders.values() for recorder in known]) == 1
+
+
+# --- effects of forward -------------------------------------------------------------------------------------------------
+
+COUNT, SEEN = 0, {"forwards": 0}
+CACHE: dict[int, Tensor] = {}
+
+
+def count(x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    SEEN["forwards"] += 1
+    return x
+
+
+def cached(x: Tensor) -> Tensor:
+    if x.dim() not in CACHE:
+        CACHE[x.dim()] = torch.ones(4, dtype=torch.float64)
+    return x * CACHE[x.dim()]
+
+
+def print_(x: Tensor) -> Tensor:
+    print("forward")
+    return x
+
+
+EFFECTS: dict[str, tuple[Callable[[Model, Tensor], Tensor], list[str]]] = {
+    "counts in a global": (
+        lambda model, x: count(x),
+        ["changes the global COUNT of test_stale_captures.py", "changes the global SEEN of test_stale_captures.py"],
+    ),
+    "prints": (lambda model, x: print_(x), ["prints (test_stale_captures.py:"]),
+}
+
+
+@pytest.mark.parametrize("kind", EFFECTS)
+def test_effects_of_forward_are_left_to_it_and_refuse_a_ride(kind: str) -> None:
+    read, effects = EFFECTS[kind]
+    before = COUNT, dict(SEEN)
+    net = kfac_fx.compile(model_of(read), (X,), loss="categorical")
+    assert before == (COUNT, SEEN)
+    sums(net)
+    assert before == (COUNT, SEEN) and len(net.captures.recorders) == 1
+    with pytest.raises(kfac_fx.UntraceableError, match="side effects that the captured graph does not have") as error:
+        net.ride((X,), {})
+    assert all(effect in str(error.value) for effect in effects)
+
+
+def test_a_hook_of_the_user_refuses_a_ride() -> None:
+    model = model_of(lambda model, x: x)
+    model.first.register_forward_hook(lambda module, args, output: None)
+    net = kfac_fx.compile(model, (X,), loss="categorical")
+    with pytest.raises(kfac_fx.UntraceableError, match="calls the forward hooks of first"):
+        net.ride((X,), {})
+
+
+def test_a_forward_that_writes_into_its_input_is_recorded_and_refuses_a_ride() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mul_(2.0))  # type: ignore[no-any-return]
+
+    x = torch.randn(5, 3)
+    before = x.clone()
+    net = kfac_fx.compile(Writing(), (x,), loss="categorical")
+    moments = net.record((x,), {})
+    assert torch.equal(x, before)
+    rows = torch.cat([2 * x, torch.ones(5, 1)], dim=1)
+    torch.testing.assert_close(moments.statistics["linear.weight", "linear.bias"]["A"], rows.T @ rows)
+    with pytest.raises(kfac_fx.UntraceableError, match="writes into its input x"):
+        net.ride((x,), {})
+
+
+def test_a_cache_that_the_first_forward_fills_is_no_effect() -> None:
+    net = kfac_fx.compile(model_of(lambda model, x: cached(x)), (X,), loss="categorical")
+    assert not CACHE
+    net.model(X)
+    outputs, _ = net.ride((X,), {})
+    assert torch.equal(outputs, net.model(X)) and len(net.captures.recorders) == 1
+    CACHE.clear()
+
+
+def test_outputs_that_depend_on_a_global_counter_are_refused() -> None:
+    with pytest.raises(kfac_fx.UntraceableError, match="outputs differ"):
+        kfac_fx.compile(model_of(lambda model, x: count(x) * COUNT), (X,), loss="categorical")
+
+
+class OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        weight.main_grad.add_(gradient.t() @ x)
+        return gradient @ weight, None
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_an_attribute_of_a_parameter_is_refused_by_name(in_backward: bool) -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.last.weight.main_grad = torch.zeros(2, 4)  # type: ignore[attr-defined]
+
+        def forward(self, x: Tensor) -> Any:
+            hidden = torch.tanh(self.first(x))
+            if in_backward:
+                return OwnGradient.apply(hidden, self.last.weight)  # type: ignore[no-untyped-call]
+            return self.last(hidden) + self.last.weight.main_grad.sum()  # type: ignore[operator, union-attr]
+
+    with pytest.raises(kfac_fx.UntraceableError, match=r"reads the attribute 'main_grad' .*\(last.weight has it\)"):
+        kfac_fx.compile(Fused(), (torch.randn(5, 3),), loss="categorical")
