@@ -31,7 +31,7 @@ from ..registration import OWN_FOLDER
 from .summary import LIBRARIES, MISSING, Attributes, Entries, Same, Walk, getattr_or_missing, of_library
 
 TORCH, PYTHON = f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_paths()['stdlib']}{os.sep}"
-FOLLOWED = (f"{TORCH}nn{os.sep}", f"{PYTHON}os.py")  # in the folders of libraries
+NN = f"{TORCH}nn{os.sep}"
 TOOLS_OF_TORCH = ("sympy", "mpmath", "numpy", "networkx", "optree", "typing_extensions")
 GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
@@ -221,7 +221,7 @@ class Reads:
 @cache
 def followed(file: str, module: str) -> bool:
     """Whether the functions of a file can be part of a forward."""
-    if file.startswith(FOLLOWED):
+    if file.startswith(NN) or module == "os":  # whose functions read the environment
         return True
     root = module.partition(".")[0]
     if not file or file.startswith("<frozen") or root in TOOLS_OF_TORCH:

@@ -37,7 +37,9 @@ def frames(model: nn.Module, **changes: Any) -> Frames:
         half.load_state_dict(module.state_dict())
         traced = capture(half, (X,), options=Options(loss_given=True), layers=LAYERS)
         captured.append(
-            CapturedSubmodule(Submodule(path, 1), module, traced, call_key((X,), {}), (), traced.settings(module))
+            CapturedSubmodule(
+                Submodule(path, 1), module, traced, call_key((X,), {}), (), traced.settings(module, inside=True)
+            )
         )
         graph = rewrite(traced.program, lambda registration, use: nn.Identity())
         functions.append(lambda held, values, probes, graph=graph: (one_call(graph)(held, values, [])[0], ()))

@@ -291,7 +291,7 @@ def test_an_equal_argument_is_the_same_call() -> None:
     assert len([recorder for known in net.captures.recorders.values() for recorder in known]) == 1
 
 
-# --- effects of forward -------------------------------------------------------------------------------------------------
+# --- effects of forward ---------------------------------------------------------------------------------------------
 
 COUNT, SEEN = 0, {"forwards": 0}
 CACHE: dict[int, Tensor] = {}
@@ -360,7 +360,7 @@ def test_a_forward_that_writes_into_its_input_is_recorded_and_refuses_a_ride() -
     moments = net.record((x,), {})
     assert torch.equal(x, before)
     rows = torch.cat([2 * x, torch.ones(5, 1)], dim=1)
-    torch.testing.assert_close(moments.statistics["linear.weight", "linear.bias"]["A"], rows.T @ rows)
+    torch.testing.assert_close(moments.statistics["linear.weight", "linear.bias"]["A"][0], rows.T @ rows)
     with pytest.raises(kfac_fx.UntraceableError, match="writes into its input x"):
         net.ride((x,), {})
 
