@@ -14,11 +14,13 @@ from __future__ import annotations
 import builtins
 import dis
 import gc
+import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,7 @@ from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..registration import OWN_FOLDER
 from .summary import LIBRARIES, MISSING, Attributes, Entries, Same, Walk, getattr_or_missing, of_library
@@ -105,23 +108,22 @@ class Observer:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        profiler, self.before = sys.getprofile(), Walk()
-        sys.setprofile(self.on_event)
+        tracer, self.before = sys.gettrace(), Walk()
+        sys.settrace(self.on_call)
         try:
-            yield
+            with redirect_stdout(Printing(sys.stdout, self)), Unobserved():
+                yield
         finally:
-            sys.setprofile(None)
-            enable: Callable[[], None] | None = getattr(profiler, "enable", None)  # of cProfile, which is no function
-            sys.setprofile(profiler) if enable is None else enable()
+            if sys.gettrace() == self.on_call:  # a debugger may have been started
+                sys.settrace(tracer)
             for holder in self.before.holders:
                 if not holder.same():
                     holder.put_back()
 
-    def on_event(self, frame: FrameType, event: str, called: Any) -> None:
+    def on_call(self, frame: FrameType, event: str, _: Any) -> None:
+        """Called by Python before a function runs; returns None, so that its lines are not traced."""
         code = frame.f_code
-        if called is print and self.codes.get(code) is not None:
-            self.effects[f"prints ({Path(code.co_filename).name}:{frame.f_lineno})"] = None
-        if event != "call" or code in self.codes:
+        if code in self.codes:
             return
         namespace = frame.f_globals
         self.codes[code] = namespace if followed(code.co_filename, namespace.get("__name__", "")) else None
@@ -132,6 +134,13 @@ class Observer:
         if any(name != "__class__" for name in code.co_freevars):
             values = frame.f_locals
             self.variables[code] = {name: values.get(name, MISSING) for name in code.co_freevars}
+
+    def on_print(self) -> None:
+        frame = inspect.currentframe()
+        while frame is not None and self.codes.get(frame.f_code) is None:
+            frame = frame.f_back
+        where = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        self.effects[f"prints{where}"] = None
 
     def outside(self) -> Outside:
         """What the observed functions read."""
@@ -162,6 +171,39 @@ class Observer:
                     if name != "__class__":
                         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                         yield Point(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
+
+
+class Unobserved(TorchFunctionMode):
+    """Nothing inside of an operation of torch is observed, unless it calls functions that it is given.
+
+    A traced operation runs thousands of functions of torch, and Python runs all of them slower while it observes calls.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(value, FunctionType) for value in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            sys.settrace(tracer)
+
+
+class Printing:
+    """Standard output, whose lines an observer is told of."""
+
+    def __init__(self, stream: Any, observer: Observer) -> None:
+        self._stream, self._observer, self._thread = stream, observer, threading.get_ident()
+
+    def write(self, text: str) -> Any:
+        if threading.get_ident() == self._thread:
+            self._observer.on_print()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @dataclass(frozen=True)

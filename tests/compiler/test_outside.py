@@ -113,26 +113,21 @@ def test_a_forward_that_asks_for_the_layout_is_told(read: str) -> None:
     assert observed(lambda: torch.ones(2).requires_grad).reads_trained
 
 
-def test_a_profiler_goes_on_afterwards() -> None:
+def test_a_tracer_and_a_profiler_go_on_afterwards() -> None:
     calls: list[str] = []
 
-    def profiler(frame: Any, event: str, argument: Any) -> None:
+    def tracer(frame: Any, event: str, argument: Any) -> None:
         calls.append(frame.f_code.co_name)
 
-    before = sys.getprofile()
-    sys.setprofile(profiler)
+    before = sys.gettrace()
+    sys.settrace(tracer)
     try:
-        observed(lambda: None)
-        calls.clear()
-        inner()
+        with cProfile.Profile() as profile:
+            observed(lambda: None)
+            calls.clear()
+            inner()
     finally:
-        sys.setprofile(before)
-    assert "inner" in calls
-
-
-def test_cprofile_goes_on_afterwards() -> None:
-    with cProfile.Profile() as profile:
-        observed(lambda: None)
-        inner()
+        sys.settrace(before)
     profile.create_stats()
+    assert "inner" in calls
     assert any(name == "inner" for _, _, name in profile.stats)  # type: ignore[attr-defined]
