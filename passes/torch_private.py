@@ -143,6 +143,12 @@ OWN_FUNCTIONS = ("GeneratedBackwardFor_", "BackwardHookFunction")
 # Two tensors have the same memory if these are equal, also for tensors without data, whose `data_ptr` raises.
 StorageWeakRef = reductions.StorageWeakRef
 
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written into. A copy of the values would be the public way to notice a write."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 # Sets the versions of tensors back at the end. Autograd refuses a tensor that it saved and that was written into since,
 # even if its values are the same again; no public function tells it so.
 versions_kept = torch.autograd.grad_mode._unsafe_preserve_version_counter

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from ..torch_private import version
+
 CONTAINERS = (dict, list, set, deque)
 PLAIN = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 ATOMS = frozenset({bool, int, float, str, type(None), FunctionType})  # the most frequent of PLAIN, for speed
@@ -207,10 +209,6 @@ def getattr_or_missing(value: Any, name: str) -> Any:
         return getattr(value, name)
     except (AttributeError, ValueError):  # a slot, or a cell, that is empty
         return MISSING
-
-
-def version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 # --- summaries --------------------------------------------------------------------------------------------------------

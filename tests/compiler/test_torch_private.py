@@ -339,6 +339,15 @@ def test_memories_are_equal_if_they_are_the_same_without_data_too() -> None:
     assert ref == view and ref != other and len({ref, view, other}) == 2
 
 
+def test_the_version_of_a_tensor_counts_what_is_written_into_it_and_its_views() -> None:
+    tensor = torch.zeros(2)
+    before = private.version(tensor)
+    tensor[0].fill_(1.0)
+    assert private.version(tensor) == before + 1
+    with torch.inference_mode():
+        assert private.version(torch.zeros(2)) == 0
+
+
 def test_a_tensor_that_is_written_into_keeps_its_version() -> None:
     x, saved = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
     loss = (x * saved).sum()

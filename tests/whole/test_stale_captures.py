@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -407,3 +409,98 @@ def test_an_attribute_of_a_parameter_is_refused_by_name(in_backward: bool) -> No
 
     with pytest.raises(kfac_fx.UntraceableError, match=r"reads the attribute 'main_grad' .*\(last.weight has it\)"):
         kfac_fx.compile(Fused(), (torch.randn(5, 3),), loss="categorical")
+
+
+# --- any place, any change --------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """An object with an attribute of any name."""
+
+
+def put_into(kind: str, value: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    """(a container of this kind, how to read what it holds, how to write it)."""
+    if kind == "object":
+        holder = Holder()
+        holder.inner = value  # type: ignore[attr-defined]
+        return holder, lambda held: held.inner, lambda held, new: setattr(held, "inner", new)
+    if kind == "slots":
+        slotted = Slots()
+        slotted.scale = value
+        return slotted, lambda held: held.scale, lambda held, new: setattr(held, "scale", new)
+    if kind == "list":
+        return [0.0] * 70 + [value], lambda held: held[70], lambda held, new: held.__setitem__(70, new)
+    if kind == "dict":
+        return {"key": value}, lambda held: held["key"], lambda held, new: held.update(key=new)
+    if kind == "array":
+        array = np.array([None, value], object)
+        return array, lambda held: held[1], lambda held, new: held.__setitem__(1, new)
+    partial = functools.partial(max, key=value)
+    return partial, lambda held: held.keywords["key"], lambda held, new: held.keywords.update(key=new)
+
+
+KINDS = ("object", "slots", "list", "dict", "array", "partial")
+ANYTHING: Any = None
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    path=st.lists(st.sampled_from(KINDS), min_size=0, max_size=5),
+    place=st.sampled_from(["global", "attribute", "closure", "class", "argument"]),
+    depth=st.integers(0, 5),
+    old=st.sampled_from([0.5, 1.0, 2]),
+    new=st.sampled_from([0.25, 3.0, 5]),
+)
+def test_no_run_ends_with_statistics_of_another_function(
+    path: list[str], place: str, depth: int, old: float, new: float
+) -> None:
+    """A number lies at the end of a path of containers; one container on the path, or the number, is replaced."""
+    reads = []
+    value: Any = old
+    for kind in reversed(path):
+        value, read, write = put_into(kind, value)
+        reads.insert(0, (kind, read, write))
+    depth = min(depth, len(path))
+
+    def scale_in(held: Any) -> float:
+        for _, read, _ in reads:
+            held = read(held)
+        return float(held)
+
+    class Reading(nn.Module):
+        held: Any = value if place == "class" else None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+            if place == "attribute":
+                self.held = value
+
+        def forward(self, x: Tensor, argument: Any = None) -> Tensor:
+            where = {"global": ANYTHING, "closure": value, "argument": argument}.get(place, self.held)
+            return self.last(torch.tanh(self.first(x)) * scale_in(where))  # type: ignore[no-any-return]
+
+    set_global("ANYTHING", value if place == "global" else None)
+    model, x = Reading(), torch.randn(5, 3)
+    net = kfac_fx.compile(model, (x, value) if place == "argument" else (x,), loss="categorical")
+    for _ in range(2):
+        args = (x, value) if place == "argument" else (x,)
+        outputs, _ = net.functional(dict(net.named_parameters()), args, {})
+        assert torch.equal(outputs, model(*args))
+        ridden, _ = net.ride(args, {})
+        assert torch.equal(ridden, model(*args))
+        replacement: Any = new
+        for kind, _, _ in reversed(reads[depth:]):
+            replacement, _, _ = put_into(kind, replacement)
+        if depth == 0:
+            value = replacement
+            set_global("ANYTHING", value)
+            if place == "attribute":
+                model.held = value
+            elif place == "class":
+                Reading.held = value
+        else:
+            holder = value
+            for _, read, _ in reads[: depth - 1]:
+                holder = read(holder)
+            reads[depth - 1][2](holder, replacement)
