@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?= 2.11.0
+TESTS ?= tests/errors tests/compiler
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow guards cuda bench format clean
+.PHONY: help demo test quick slow guards cuda bench format clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:[^#]*## /\t/' | expand -t 10
@@ -24,6 +25,12 @@ test: .venv/installed ## format, lint, types and all quick tests
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n auto -m "not slow and not cuda"
+
+quick: .venv/installed ## the same with some tests only: make quick TESTS=tests/runtime/test_step.py
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/pytest -q -n auto -m "not slow and not cuda" $(TESTS)
 
 slow: .venv/installed ## the tests that take minutes
 	$(BIN)/pytest -q -n auto -m "slow and not cuda"

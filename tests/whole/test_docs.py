@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "DESIGN.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -38,3 +41,14 @@ def test_blocks_share_one_namespace_and_report_their_line() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run_blocks(text, "page.md")
     assert caught.traceback[-1].lineno == 12  # counted from 0: the 13th line of the text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    folders = r"(?:kfac_fx|passes|tests|examples|benchmarks|docs)/"
+    named = set(re.findall(rf"`({folders}[\w/.]+)`", text))
+    linked = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text))
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    missing += sorted(link for link in linked if not (document.parent / link).exists())
+    assert not missing, f"{document.name} names files that do not exist: {', '.join(missing)}"
