@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from kfac_fx.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.checks.unchanged import unwrapped
+from kfac_fx.in_place import OUTSIDE, is_running, running, runs_the_model, with_signature_of
 from kfac_fx.layer_collection import CapturedModel, LayerCollection
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError
 from kfac_fx.passes.ir import Program, Registration
-from kfac_fx.passes.torch_private import share_state
+from kfac_fx.passes.torch_private import own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
 from kfac_fx.recording.cases import CaseRecorder, Consumer, Counts
@@ -44,7 +46,11 @@ class ForwardListener(Protocol):
 class CompiledModule(nn.Module):
     """A model that can record its Fisher statistics. Calls, parameters, buffers, state and modes are the model's own.
 
+    If it is compiled in place, the model itself records, too, as long as an optimizer is attached: a call of `model` is
+    then a call of this module.
+
     Attributes:
+        in_place: whether the model itself records.
         model: the original module, without wrappers of data parallelism and torch.compile. Forwards go through these
             wrappers.
         program: the captured graph and all that the passes found in it. Raises UntraceableError before the first
@@ -62,6 +68,7 @@ class CompiledModule(nn.Module):
         kwargs: Mapping[str, Any] | None,
         traced: Capture | None = None,
         wrapper: nn.Module | None = None,
+        in_place: bool = False,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "model", model)  # not a child: names must not gain a prefix
@@ -69,18 +76,24 @@ class CompiledModule(nn.Module):
         self.backend = arguments.backend
         self.captures = CaptureCache(model, arguments)
         self._listener: ForwardListener | None = None
+        self._replaced: Callable[..., Any] | None = None  # in place of which the model records, if not its own call
         self._collection: LayerCollection | None = None
         self._case_recorders: list[tuple[Recorder, CaseRecorder]] = []
         outer = model if wrapper is None else wrapper
         object.__setattr__(self, "_wrapper", outer)
-        plain = outer if self.backend == "eager" else compiled_model(outer, self.backend)
+        self.in_place = in_place
+        plain: Callable[..., Any] = self.call_beneath if in_place else outer
+        if self.backend != "eager":
+            plain = compiled_model(own_call(outer) if in_place else outer, self.backend)
         object.__setattr__(self, "_plain", plain)  # not a child either: it would be a child of itself
+        object.__setattr__(self, "forward", MethodType(with_signature_of(model, CompiledModule.forward), self))
         if traced is not None:
             self.captures.take(traced)
         if args is not None or kwargs:
             self.recorder((args,) if isinstance(args, Tensor) else tuple(args or ()), dict(kwargs or {}))
         elif traced is None:
-            self.captures.trace_symbolically()
+            with running(model):
+                self.captures.trace_symbolically()
         self._sealed = True
 
     # --- the capture ------------------------------------------------------------------------------------------------
@@ -126,7 +139,8 @@ class CompiledModule(nn.Module):
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=OUTSIDE)  # type: ignore[untyped-decorator]
+    @runs_the_model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, which an attached optimizer may replace by one that records.
 
@@ -144,16 +158,29 @@ class CompiledModule(nn.Module):
                 return outputs
         return self._plain(*args, **kwargs)
 
+    @torch.compiler.disable(reason=OUTSIDE)  # type: ignore[untyped-decorator]
+    def call_in_place(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the model itself while an optimizer is attached to a module that was compiled in place."""
+        return (own_call(self._wrapper) if is_running(self.model) else self.forward)(*args, **kwargs)
+
+    def call_beneath(self, *args: Any, **kwargs: Any) -> Any:
+        """The call in whose place the model records: its own, or that which torch.compile has set."""
+        return (self._replaced or own_call(self._wrapper))(*args, **kwargs)
+
+    @runs_the_model
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward, through the wrappers of data parallelism and torch.compile."""
         return self._wrapper(*args, **kwargs)
 
+    @runs_the_model
     def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The capture for these inputs, made and proved if there is none yet."""
         return self.captures.recorder(args, kwargs)
 
+    @runs_the_model
     def record(
         self,
+        /,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -175,7 +202,10 @@ class CompiledModule(nn.Module):
 
         return self.captures.run(args, kwargs, recorded)
 
-    def record_cases(self, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any) -> Counts:
+    @runs_the_model
+    def record_cases(
+        self, /, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any
+    ) -> Counts:
         """Hand the gradients of the examples of one batch to `consume`, registration by registration.
 
         Args: see `kfac_fx.recording.cases.CaseRecorder.record`; `args` and `kwargs` are those of forward.
@@ -192,6 +222,7 @@ class CompiledModule(nn.Module):
             self._case_recorders = [*self._case_recorders, (recorder, of_cases)][-MAX_CAPTURES:]
         return of_cases
 
+    @runs_the_model
     def ride(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
     ) -> tuple[Any, Ride]:
@@ -202,12 +233,14 @@ class CompiledModule(nn.Module):
         """
         return self.captures.ride(args, kwargs, generator)
 
+    @runs_the_model
     def functional(
         self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """(the model's outputs, the Fisher's outputs) as a pure function of the parameters."""
         return self.captures.run(args, kwargs, lambda recorder, values: recorder.outputs(parameters, values))
 
+    @runs_the_model
     def losses(
         self,
         outputs: Any,
@@ -237,10 +270,21 @@ class CompiledModule(nn.Module):
                 f"a {type(self._listener).__name__} is already attached to this module: every batch would be recorded "
                 "twice.\nCall net.detach() first, or compile the model again."
             )
+        if self.in_place:
+            replaced = replaced_call(self._wrapper)
+            if isinstance(getattr(replaced, "__self__", None), CompiledModule):
+                raise AlreadyAttachedError(
+                    f"this {type(self.model).__name__} was compiled in place before, and records for the optimizer of "
+                    "that module.\nCall detach() of that module first: it gives the model its own call back."
+                )
+            self._replaced = replaced
+            replace_call(self._wrapper, self.call_in_place)
         self._listener = listener
 
     def detach(self) -> None:
-        """Stop telling the attached optimizer about forwards."""
+        """Stop telling the attached optimizer about forwards. A model compiled in place gets its own call back."""
+        if self.in_place and replaced_call(self._wrapper) == self.call_in_place:
+            replace_call(self._wrapper, self._replaced)
         self._listener = None
 
     # --- the model's own behavior -----------------------------------------------------------------------------------
@@ -290,7 +334,8 @@ class CompiledModule(nn.Module):
                 "this model's graph"
             )
         wrapper = copy.deepcopy(self._wrapper, memo)
-        return CompiledModule(unwrapped(wrapper), self.captures.arguments, None, None, wrapper=wrapper)
+        model, arguments = unwrapped(wrapper), self.captures.arguments
+        return CompiledModule(model, arguments, None, None, wrapper=wrapper, in_place=self.in_place)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -40,6 +40,7 @@ def compile(
     sub_sample_inputs: bool | float = False,
     sub_sample_patches: bool | float = False,
     variables: Iterable[Any] | None = None,
+    in_place: bool = False,
 ) -> CompiledModule:
     """Capture `model` and register every use of every parameter.
 
@@ -77,6 +78,10 @@ def compile(
         variables: the parameters of a LayerCollection that must be registered, and no others; the rest follows KFAC's
             first-order rule. None: all that its losses depend on.
 
+        in_place: the model itself records, too: while an optimizer is attached, a call of `model` is a call of the
+            module that is returned. For trainers, which inspect, wrap and save the object that they call. Copies and
+            pickles of the model do not record.
+
     Returns a module with the calls, parameters, buffers, state and modes of `model`.
 
     Raises:
@@ -110,7 +115,7 @@ def compile(
             raise RegistrationError(
                 f"with a LayerCollection, do not pass {names}: set them on the collection or in kfac_fx.capture(...)"
             )
-        return compiled_collection(model, variables, verify=verify, backend=backend)
+        return compiled_collection(model, variables, verify=verify, backend=backend, in_place=in_place)
     if variables is not None:
         raise RegistrationError(
             "variables are for a LayerCollection; of a model, every parameter is registered that is not frozen with "
@@ -149,7 +154,7 @@ def compile(
         backend,
         padding_mask=padding_mask,
     )
-    return CompiledModule(model, arguments, example_inputs, example_kwargs, wrapper=wrapper)
+    return CompiledModule(model, arguments, example_inputs, example_kwargs, wrapper=wrapper, in_place=in_place)
 
 
 def read_batch_dim(dim: Any) -> int | None:
@@ -168,6 +173,7 @@ def compiled_collection(
     *,
     verify: bool = True,
     backend: str = "eager",
+    in_place: bool = False,
 ) -> CompiledModule:
     """A module with the registrations and the losses of a collection, which becomes final if no error is raised.
 
@@ -180,6 +186,6 @@ def compiled_collection(
     arguments = CompileArguments(
         captured.program.options, collection.layers, collection.registered_losses, verify, backend, collection.on
     )
-    net = CompiledModule(captured.model, arguments, captured.args, captured.kwargs, captured.capture)
+    net = CompiledModule(captured.model, arguments, captured.args, captured.kwargs, captured.capture, in_place=in_place)
     net._collection, collection.finalized = collection, True
     return net

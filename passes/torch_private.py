@@ -7,6 +7,7 @@ another version of torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -51,6 +52,30 @@ def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def share_state(module: nn.Module, other: nn.Module) -> None:
     """`module` holds the parameters, buffers and submodules of `other`, also those that `other` is given later."""
     module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
+
+
+# The attribute that nn.Module.compile sets: what runs in the place of the module's own call, its hooks and its forward.
+# Copies and pickles of a module drop it. Public hooks cannot replace a forward, and another `forward` would be copied.
+CALL = "_compiled_call_impl"
+
+
+def replaced_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What runs in the place of the module's own call; None if nothing does."""
+    return module._compiled_call_impl
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Run `call` in the place of the module's own call; None gives it its own call back."""
+    if call is None:
+        module.__dict__.pop(CALL, None)
+    else:
+        module.__dict__[CALL] = call
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """The module's own call: its hooks and its forward."""
+    call: Callable[..., Any] = module._call_impl
+    return call
 
 
 def compiled_from(module: nn.Module) -> Any:

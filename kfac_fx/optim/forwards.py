@@ -215,7 +215,7 @@ class Forwards:
                 RuntimeWarning(
                     "a step takes factors of earlier batches, though statistics are due: no forward was recorded "
                     "before it.\nCall the compiled module, net(x) and not the model it was made of, after net.train() "
-                    "and with gradients enabled. net.report counts such steps."
+                    "and with gradients enabled; or compile with in_place=True. net.report counts such steps."
                 )
             )
 

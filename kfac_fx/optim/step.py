@@ -43,7 +43,8 @@ from kfac_fx.recording.backends import compiled_function
 
 UNRECORDED = (
     "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "
-    "step(), call the compiled module, net(x) and not the model it was made of, in training mode with gradients enabled"
+    "step(), call the compiled module, net(x) and not the model it was made of, in training mode and with gradients "
+    "enabled. Where a trainer calls the model itself, write kfac_fx.compile(model, ..., in_place=True)"
 )
 SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
 

@@ -72,7 +72,7 @@ def lasting(result: Tensor, backend: str) -> Tensor:
     return result.clone() if backend == "cudagraphs" else result
 
 
-def compiled_model(model: nn.Module, backend: str) -> Callable[..., Any]:
+def compiled_model(model: nn.Module | Callable[..., Any], backend: str) -> Callable[..., Any]:
     """The training forward under torch.compile, with graph breaks; recordings have none."""
     if backend == "cudagraphs":
         return torch.compile(model, mode="reduce-overhead")

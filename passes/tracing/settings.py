@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_private import BACKWARD_HOOKS, FLAT_WEIGHTS, FORWARD_HOOKS, parameters_of
+from ..torch_private import BACKWARD_HOOKS, CALL, FLAT_WEIGHTS, FORWARD_HOOKS, parameters_of
 from .outside import Outside
 from .summary import ATOMS, CONTAINERS, Entries, Same, Walk, has_fields, is_data
 
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
-TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS  # attributes that torch itself sets
+TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS | {CALL}  # attributes that torch itself sets
 WEIGHT_NORMS = ("_g", "_orig")  # suffixes of parameters from which hooks of torch.nn.utils compute a weight
 
 

@@ -6,6 +6,7 @@ These tests use nothing else of the library, so that they run with any version o
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import logging
 import sys
@@ -95,6 +96,19 @@ def test_shared_state_goes_on_being_shared() -> None:
     private.share_state(module, other)
     other.added = nn.Parameter(torch.ones(1))
     assert dict(module.named_parameters()).keys() == {"weight", "bias", "added"}
+
+
+def test_a_call_is_replaced_as_torch_compile_replaces_it_and_copies_have_their_own() -> None:
+    module, x = nn.Linear(2, 3), torch.ones(1, 2)
+    private.replace_call(module, lambda x: private.own_call(module)(x) + 1)
+    assert torch.equal(module(x), module.forward(x) + 1)
+    assert torch.equal(copy.deepcopy(module)(x), module.forward(x))
+    assert private.CALL in module.__dict__ and private.replaced_call(module) is module.__dict__[private.CALL]
+    private.replace_call(module, None)
+    private.replace_call(module, None)
+    assert private.replaced_call(module) is None and torch.equal(module(x), module.forward(x))
+    module.compile(backend="eager")
+    assert private.replaced_call(module) is not None
 
 
 @LOADS

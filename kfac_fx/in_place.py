@@ -1,0 +1,74 @@
+"""The calls of a model, and those that a compiled module takes in their place.
+
+A module that is compiled in place takes the calls of its model, as `nn.Module.compile` does: the model stays the object
+that users and trainers call, and copies of it have the plain call. kfac_fx calls the model itself, too, to capture it,
+to compare it with its graph and to compute its outputs; those calls must run as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+from torch import nn
+
+RUNNING: ContextVar[frozenset[int]] = ContextVar("RUNNING", default=frozenset())  # the models that kfac_fx runs itself
+OUTSIDE = "kfac_fx records outside of compiled code; kfac_fx.compile(model, backend=...) compiles what can be compiled"
+
+
+class HasModel(Protocol):
+    @property
+    def model(self) -> nn.Module: ...
+
+
+HasModelT = TypeVar("HasModelT", bound=HasModel)
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+@contextmanager
+def running(model: nn.Module) -> Iterator[None]:
+    """Calls of the model inside are no calls of the user."""
+    token = RUNNING.set(RUNNING.get() | {id(model)})
+    try:
+        yield
+    finally:
+        RUNNING.reset(token)
+
+
+def is_running(model: nn.Module) -> bool:
+    return id(model) in RUNNING.get()
+
+
+def runs_the_model(
+    method: Callable[Concatenate[HasModelT, P], ResultT],
+) -> Callable[Concatenate[HasModelT, P], ResultT]:
+    """Decorate a method that calls the model itself; see `running`."""
+
+    @functools.wraps(method)
+    def inside(self: HasModelT, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        with running(self.model):
+            return method(self, *args, **kwargs)
+
+    return inside
+
+
+def with_signature_of(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function `forward(self, ...)` with the signature of the model's forward, which tells trainers the inputs."""
+
+    @functools.wraps(forward)
+    def with_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # of a forward that is no Python function
+        return forward
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    arguments = [argument for name, argument in signature.parameters.items() if name != "self"]
+    cast(Any, with_signature).__signature__ = signature.replace(parameters=[own, *arguments])
+    return with_signature
