@@ -323,8 +323,8 @@ class CompiledModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the model are set on the model."""
-        own = name in self.__dict__ or hasattr(type(self), name) or "_sealed" not in self.__dict__
-        super().__setattr__(name, value) if own else setattr(self.model, name, value)
+        of_wrapper = name in self.__dict__ or hasattr(type(self), name) or "_sealed" not in self.__dict__
+        super().__setattr__(name, value) if of_wrapper else setattr(self.model, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         """A copy of the model, compiled anew with the same arguments; without an optimizer."""

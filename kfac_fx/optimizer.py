@@ -142,8 +142,8 @@ class KFAC(Optimizer):
         if closure is not None:
             check_closure(self._step_state)
             measures = self._step_state.schedule.adapting and evaluate is None
-            found = self._forwards.train(closure, measures)
-            loss = loss if found is None else found
+            measured = self._forwards.train(closure, measures)
+            loss = loss if measured is None else measured
         try:
             take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
         finally:

@@ -20,38 +20,40 @@ Edges = Mapping[str, Collection[Edge]]  # of a parameter; empty if it has none
 def check(program: Program) -> Program:
     """Demote what misses a use; raise for everything generic under `strict`."""
     edges = entries(program)
-    found, registered = uses_found(edges), uses_registered(program, edges)
-    kept: list[Registration] = []
+    used, registered = uses_in_graph(edges), uses_registered(program, edges)
+    registrations: list[Registration] = []
     for registration in program.registrations:
         wrong = [
-            name for name in registration.parameters if not registration.generic and missing(name, found, registered)
+            name for name in registration.parameters if not registration.generic and missing(name, used, registered)
         ]
-        reason = "; ".join(too_few(name, found, registered) for name in wrong)
-        kept += [program.generic(name, reason) for name in registration.parameters] if wrong else [registration]
-    program = program.but(registrations=tuple(kept))
+        reason = "; ".join(too_few(name, used, registered) for name in wrong)
+        registrations += (
+            [program.generic(name, reason) for name in registration.parameters] if wrong else [registration]
+        )
+    program = program.but(registrations=tuple(registrations))
     if program.options.strict:
         refuse_generic(program)
-    refuse(culprits(program, None, found, registered))
+    refuse(culprits(program, None, used, registered))
     return program
 
 
-def missing(name: str, found: Edges, registered: Edges) -> list[Edge]:
-    return [edge for edge in found[name] if edge not in registered[name]]
+def missing(name: str, used: Edges, registered: Edges) -> list[Edge]:
+    return [edge for edge in used[name] if edge not in registered[name]]
 
 
-def too_few(name: str, found: Edges, registered: Edges) -> str:
-    places = ", ".join(where(act) for act in dict.fromkeys(act for _, act in missing(name, found, registered)))
-    return f"{name} has {len(found[name])} uses, {len(registered[name])} of them matched; missing {places}"
+def too_few(name: str, used: Edges, registered: Edges) -> str:
+    places = ", ".join(where(act) for act in dict.fromkeys(act for _, act in missing(name, used, registered)))
+    return f"{name} has {len(used[name])} uses, {len(registered[name])} of them matched; missing {places}"
 
 
-def uses_found(edges: Mapping[Edge, set[str]]) -> Edges:
+def uses_in_graph(edges: Mapping[Edge, set[str]]) -> Edges:
     """Every edge over which a parameter enters the graph behind the losses, in graph order; counted without the
     matcher."""
-    found: dict[str, list[Edge]] = defaultdict(list)
+    used: dict[str, list[Edge]] = defaultdict(list)
     for edge, names in edges.items():
         for name in names:
-            found[name].append(edge)
-    return found
+            used[name].append(edge)
+    return used
 
 
 def uses_registered(program: Program, edges: Mapping[Edge, set[str]]) -> Edges:
@@ -80,14 +82,14 @@ def check_registration(program: Program, variables: Iterable[str] | None = None)
     among `variables`, or an unknown name.
     """
     edges = entries(program)
-    refuse(culprits(program, variables, uses_found(edges), uses_registered(program, edges)))
+    refuse(culprits(program, variables, uses_in_graph(edges), uses_registered(program, edges)))
 
 
-def culprits(program: Program, variables: Iterable[str] | None, found: Edges, registered: Edges) -> list[str]:
-    by_name = {name: one for one in program.registrations for name in one.parameters}
-    in_use = {name for name in program.parameters if any(found.get(one) for one in program.parts(name))}
-    own = [name for name in program.parameters if name in in_use or name in program.python]
-    wanted = list(variables) if variables is not None else own
+def culprits(program: Program, variables: Iterable[str] | None, used: Edges, registered: Edges) -> list[str]:
+    by_name = {name: registration for registration in program.registrations for name in registration.parameters}
+    in_use = {name for name in program.parameters if any(map(used.get, program.parts(name)))}
+    needed = [name for name in program.parameters if name in in_use or name in program.python]
+    wanted = list(variables) if variables is not None else needed
     errors: list[str] = []
     for name in wanted:
         if name not in program.aliases and name in program.pieces:
@@ -98,11 +100,11 @@ def culprits(program: Program, variables: Iterable[str] | None, found: Edges, re
             continue
         parts = program.parts(program.aliases[name])
         read = program.owner(parts[0]) in program.python
-        for name in parts if len(parts) == 1 or read else [part for part in parts if found[part]]:
+        for name in parts if len(parts) == 1 or read else [part for part in parts if used[part]]:
             if name not in by_name:
-                errors.append(f"{name} is not registered{used_in(found[name])}")
-            elif not by_name[name].generic and missing(name, found, registered):
-                errors.append(wrong_count(name, by_name[name], found, registered))
+                errors.append(f"{name} is not registered{used_in(used[name])}")
+            elif not by_name[name].generic and missing(name, used, registered):
+                errors.append(wrong_count(name, by_name[name], used, registered))
     asked = {part for name in wanted for part in program.parts(program.aliases.get(name, name))}
     extra = [name for name in by_name if name not in asked]
     if extra:
@@ -126,11 +128,11 @@ def used_in(edges: Collection[Edge]) -> str:
     return f"; it is used in {places}" if places else "; the losses do not depend on it"
 
 
-def wrong_count(name: str, registration: Registration, found: Edges, registered: Edges) -> str:
-    absent = missing(name, found, registered)
-    counts = f"{len(found[name])} uses in the graph but {len(registered[name])}"
+def wrong_count(name: str, registration: Registration, used: Edges, registered: Edges) -> str:
+    absent = missing(name, used, registered)
+    counts = f"{len(used[name])} uses in the graph but {len(registered[name])}"
     lines = [f"{name} has {counts} in its registration {registration}:"]
-    lines += [f"  registered   {where(edge[1])}" for edge in found[name] if edge in registered[name]]
+    lines += [f"  registered   {where(edge[1])}" for edge in used[name] if edge in registered[name]]
     lines += [f"  missing      {where(act)}: it enters {op_name(act)}" for _, act in absent]
     return "\n".join(lines)
 

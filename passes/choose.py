@@ -214,11 +214,11 @@ def check_requests(program: Program, groups: Iterable[tuple[str, Iterable[str]]]
     for layer, names in groups:
         parameters = tuple(names)
         asked = sorted(requested(program, parameters, layer))
-        known = (*program.layers[layer].approximations, GENERIC)
+        available = (*program.layers[layer].approximations, GENERIC)
         if len(asked) > 1:
             rows.append((", ".join(parameters), f"is asked to be {' and '.join(asked)}"))
-        elif asked and asked[0] not in known:
-            rows.append((", ".join(parameters), f"{layer} has no {asked[0]!r}, but {', '.join(known)}"))
+        elif asked and asked[0] not in available:
+            rows.append((", ".join(parameters), f"{layer} has no {asked[0]!r}, but {', '.join(available)}"))
     if rows:
         raise ApproximationError(f"approximations that cannot be honored:\n{table(rows)}")
 
@@ -232,8 +232,8 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
     options, asked = program.options, program.options.approximations
     if not asked and not options.linked:
         return set()
-    own = frozenset(parameters)
-    canonical = frozenset(program.owner(name) for name in own)
+    in_pieces = frozenset(parameters)
+    canonical = frozenset(program.owner(name) for name in in_pieces)
     names = [name for parameter in sorted(canonical) for name in program.names.get(parameter, ())]
     paths = sorted({path for name in names for path in owners(name)}, key=lambda path: -path.count("."))
     classes = [options.modules.get(path, object) for name in names for path in owners(name)[:1]]
@@ -242,11 +242,11 @@ def requested(program: Program, parameters: Iterable[str], layer: str) -> set[st
         {asked[name] for name in names if name in asked},
         *({asked[path]} for path in paths if path in asked),
         {asked[key] for key in wild},
-        {value for value in map(options.linked.get, (canonical, own)) if value},
+        {value for value in map(options.linked.get, (canonical, in_pieces)) if value},
         {asked[key] for key in options.classes if any(issubclass(kind, key) for kind in classes)},
         {asked[layer]} if layer in asked else set(),
     ]
-    return next((found for found in levels if found), set())
+    return next(filter(None, levels), set())
 
 
 def declared_generic(program: Program, use: Use) -> bool:

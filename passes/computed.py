@@ -48,18 +48,18 @@ def nodes_of(value: Value) -> list[fx.Node]:
 def moved(value: T, nodes: Mapping[fx.Node, fx.Node]) -> T:
     """Plain data with other nodes in the place of its own, as in a copy of the graph. Data without nodes is returned
     as it is."""
-    found: Any = value
+    result: Any = value
     if isinstance(value, fx.Node):
-        found = nodes[value]
+        result = nodes[value]
     elif isinstance(value, (tuple, frozenset)):
         items = [moved(item, nodes) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            found = type(value)(items)
+            result = type(value)(items)
     elif isinstance(value, Mapping):
-        found = {moved(key, nodes): moved(item, nodes) for key, item in value.items()}
+        result = {moved(key, nodes): moved(item, nodes) for key, item in value.items()}
     elif is_dataclass(value) and not isinstance(value, (type, Layout)):
         old = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         new = {name: moved(item, nodes) for name, item in old.items()}
         if any(new[name] is not old[name] for name in old):
-            found = replace(value, **new)
-    return found  # type: ignore[no-any-return]
+            result = replace(value, **new)
+    return result  # type: ignore[no-any-return]

@@ -95,9 +95,11 @@ class Cutter:
                 if role == "weight" and not self.program.layers[use.layer].parts:
                     groups[bound.parameter].add(bound.layout.result[0])
         for number, uses in self.entire.items():
-            kept = [use for use in uses if not is_factor(use) or all(len(groups[n]) == 1 for n in use.parameter_set)]
-            if len(kept) < len(uses):
-                self.entire[number] = kept
+            consistent = [
+                use for use in uses if not is_factor(use) or all(len(groups[n]) == 1 for n in use.parameter_set)
+            ]
+            if len(consistent) < len(uses):
+                self.entire[number] = consistent
                 reason = "a factor of its weight has a use of another form"
                 self.notes.append(Note(f"{uses[0].layer} at {where(uses[0].output)}", reason))
 
@@ -174,10 +176,10 @@ class Cutter:
         for part in chain.from_iterable(parts or () for parts in self.parts.values()):
             shape = self.shapes[part.parameter]
             if partial(part.view, shape):
-                found = ranges(part.view, shape)
-                if not found:
+                along = ranges(part.view, shape)
+                if not along:
                     raise Uncuttable(part.parameter)
-                ((dim, ends),) = found.items()
+                ((dim, ends),) = along.items()
                 for place in ends:
                     plan.cut(part.parameter, dim, place)
 
@@ -223,10 +225,10 @@ def is_factor(use: Use) -> bool:
 
 def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -> dict[fx.Node, frozenset[str]]:
     """The pieces and parameters behind every node that is an expression or is cut."""
-    found: dict[fx.Node, frozenset[str]] = {}
+    behind: dict[fx.Node, frozenset[str]] = {}
     for node in program.graph.nodes:
         if node.op == "get_attr" and (pieces := plan.pieces(str(node.target))):
-            found[node] = frozenset(piece.name for piece in pieces)
+            behind[node] = frozenset(piece.name for piece in pieces)
     for node, expr in program.parameter_exprs.items():
         steps = [step for slice_ in expr.slices for step in slice_.through]
         factors = [
@@ -234,8 +236,8 @@ def behind_nodes(program: Program, plan: Plan, label: Mapping[fx.Node, Label]) -
         ]
         factors += [node] if expr.products else []
         names = {name for slice_ in expr.slices for name in names_in(slice_, plan)}
-        found[node] = frozenset(names.union(*(parameters_behind(factor, label, found) for factor in factors)))
-    return found
+        behind[node] = frozenset(names.union(*(parameters_behind(factor, label, behind) for factor in factors)))
+    return behind
 
 
 def names_in(slice_: Slice, plan: Plan) -> list[str]:
@@ -264,13 +266,13 @@ class Plan:
 
     def cut(self, parameter: str, dim: int, place: int) -> bool:
         """Returns whether there was need to. Raises Uncuttable."""
-        known = self.places.setdefault(parameter, [0, self.shapes[parameter][dim]])
+        cuts = self.places.setdefault(parameter, [0, self.shapes[parameter][dim]])
         if self.dims.setdefault(parameter, dim) != dim:
             raise Uncuttable(parameter)
-        at = bisect_left(known, place)
-        if at < len(known) and known[at] == place:
+        at = bisect_left(cuts, place)
+        if at < len(cuts) and cuts[at] == place:
             return False
-        known.insert(at, place)
+        cuts.insert(at, place)
         return True
 
     def cuts(self, parameter: str) -> bool:

@@ -190,12 +190,12 @@ class Program:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """The shapes of parameters, and of pieces instead of the parameters that are used in pieces."""
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for name, parameter in self.parameters.items():
             whole = tuple(parameter.shape)
             for part in self.parts(name):
-                found[part] = self.pieces[part].shape(whole) if part in self.pieces else whole
-        return found
+                shapes[part] = self.pieces[part].shape(whole) if part in self.pieces else whole
+        return shapes
 
     @cached_property
     def case_dims(self) -> tuple[int, ...]:
@@ -214,10 +214,10 @@ class Program:
     @cached_property
     def pieces_of(self) -> Mapping[str, list[str]]:
         """Parameter that is used in pieces -> their names in their order."""
-        found: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for name, piece in self.pieces.items():
-            found.setdefault(piece.parameter, []).append(name)
-        return found
+            names.setdefault(piece.parameter, []).append(name)
+        return names
 
     def generic(self, name: str, reason: str | None, approximation: str = "diagonal") -> Registration:
         return Registration("generic", None, (name,), (), approximation, reason, self.pieces_among([name]))

@@ -30,8 +30,8 @@ def link(program: Program) -> Program:
 
 
 def check_linked_names(program: Program) -> None:
-    known = {*program.aliases, *(piece.name for piece in program.options.pieces)}
-    unknown = sorted({name for group in program.options.linked for name in group if name not in known})
+    names = {*program.aliases, *(piece.name for piece in program.options.pieces)}
+    unknown = sorted({name for group in program.options.linked for name in group if name not in names})
     rows = [(repr(name), what_is(name, program)) for name in unknown]
     if len(rows) == 1:
         raise LinkError(f"linked parameter {' '.join(rows[0])}")

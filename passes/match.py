@@ -51,7 +51,7 @@ def match(program: Program) -> Program:
     shapes = held_shapes(program)
     behind = ancestors(program.outputs)
     patterns = patterns_by_target(program.layers)
-    found: list[Use] = []
+    matches: list[Use] = []
     for node in program.graph.nodes:
         if not label[node].activation or node not in behind:
             continue
@@ -61,8 +61,8 @@ def match(program: Program) -> Program:
             if gathered and not pattern.layer.parts:
                 uses.append(lay_over_gathered(pattern, node, label, shapes, program))
             for use in filter(None, uses):
-                found.append(with_mask(use if program.cases is None else with_batch_dim(use, program.cases)))
-    return program.but(matches=tuple(found))
+                matches.append(with_mask(use if program.cases is None else with_batch_dim(use, program.cases)))
+    return program.but(matches=tuple(matches))
 
 
 def held_shapes(program: Program) -> dict[str, Shape]:
@@ -121,8 +121,8 @@ def lay_over(
 ) -> Use | None:
     """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; neither is
     one that is computed in another way. Which parameters of an expression are registered, `cut` decides."""
-    form, known = pattern.form, {} if pattern.layer.parts else expressions or {}
-    binding = binding or Binding(expressions=known, batch_independent=label[root] is Label.FREE)
+    form, usable = pattern.form, {} if pattern.layer.parts else expressions or {}
+    binding = binding or Binding(expressions=usable, batch_independent=label[root] is Label.FREE)
     if not fits(pattern.root, root, form, binding, label, shapes):
         return None
     inside = set(binding.nodes.values())
@@ -185,10 +185,10 @@ def lay_over_gathered(
     if use is None or binding.numbers is None:
         return None
     bound = use.parameters["weight"]
-    found = gathered_weight(binding.numbers, bound.layout, shapes[bound.parameter], program.root, label)
-    if found is None:
+    whole_table = gathered_weight(binding.numbers, bound.layout, shapes[bound.parameter], program.root, label)
+    if whole_table is None:
         return None
-    canonical, gathered = found
+    canonical, gathered = whole_table
     weight = Bound(bound.parameter, Layout(shapes[bound.parameter]), canonical)
     return replace(use, parameters={"weight": weight}, through=(gathered,))
 
@@ -243,7 +243,7 @@ class Mismatch(Enum):
 
 
 def fits(
-    wanted: Any, given: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
+    wanted: Any, actual: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
 ) -> bool:
     """Lay the pattern's `wanted` over the graph's `given`, extending `binding`."""
     fitted = lies_over(wanted, given, form, binding, label, shapes)
@@ -257,34 +257,34 @@ def lies_over(
 ) -> bool:
     if isinstance(wanted, (list, tuple)):
         return (
-            isinstance(given, (list, tuple))
-            and len(wanted) == len(given)
-            and all(fits(w, g, form, binding, label, shapes) for w, g in zip(wanted, given, strict=True))
+            isinstance(actual, (list, tuple))
+            and len(wanted) == len(actual)
+            and all(fits(w, g, form, binding, label, shapes) for w, g in zip(wanted, actual, strict=True))
         )
     if not isinstance(wanted, fx.Node):
-        return not isinstance(given, fx.Node) and wanted == given
+        return not isinstance(actual, fx.Node) and wanted == actual
     if wanted.op == "placeholder":
-        return binds(wanted, given, form, binding, label, shapes)
-    given = uncast(given, binding, label)
-    if not isinstance(given, fx.Node) or (wanted.op, wanted.target) != (given.op, given.target):
+        return binds(wanted, actual, form, binding, label, shapes)
+    actual = uncast(actual, binding, label)
+    if not isinstance(actual, fx.Node) or (wanted.op, wanted.target) != (actual.op, actual.target):
         return False
-    if binding.nodes.setdefault(wanted, given) is not given or set(wanted.kwargs) != set(given.kwargs):
+    if binding.nodes.setdefault(wanted, actual) is not actual or set(wanted.kwargs) != set(actual.kwargs):
         return False
-    pairs = [(wanted.args, given.args), *((value, given.kwargs[key]) for key, value in wanted.kwargs.items())]
+    pairs = [(wanted.args, actual.args), *((value, actual.kwargs[key]) for key, value in wanted.kwargs.items())]
     return all(fits(w, g, form, binding, label, shapes) for w, g in pairs)
 
 
-def uncast(given: Any, binding: Binding, label: Mapping[fx.Node, Label]) -> Any:
+def uncast(actual: Any, binding: Binding, label: Mapping[fx.Node, Label]) -> Any:
     """Skip casts and copies of what is computed from parameters alone, such as position embeddings: same rows."""
-    while isinstance(given, fx.Node) and label[given] is Label.PURE and op_name(given) in CASTS:
-        binding.nodes[given] = given
-        given = given.args[0]
-    return given
+    while isinstance(actual, fx.Node) and label[actual] is Label.PURE and op_name(actual) in CASTS:
+        binding.nodes[actual] = actual
+        actual = actual.args[0]
+    return actual
 
 
 def binds(
     wanted: fx.Node,
-    given: Any,
+    actual: Any,
     form: Form,
     binding: Binding,
     label: Mapping[fx.Node, Label],
@@ -293,28 +293,28 @@ def binds(
     """Bind a placeholder of the form: a role to a parameter or to None, another name to a node or a literal."""
     name = str(wanted.target)
     if name in binding.names:
-        return bool(binding.names[name] is given)
-    binding.names[name] = given
+        return bool(binding.names[name] is actual)
+    binding.names[name] = actual
     if name not in form.roles:
-        return not isinstance(given, fx.Node) or label[given] is not Label.PURE or binding.batch_independent
-    if given is None:
+        return not isinstance(actual, fx.Node) or label[actual] is not Label.PURE or binding.batch_independent
+    if actual is None:
         return bool(wanted.args)  # optional: the form gives it a default
-    if not isinstance(given, fx.Node) or label[given].activation:
+    if not isinstance(actual, fx.Node) or label[actual].activation:
         return False
     if binding.gathers is not None:
-        return binds_gathered(name, given, binding, label)
-    parameter = bound_parameter(given, shapes)
+        return binds_gathered(name, actual, binding, label)
+    parameter = bound_parameter(actual, shapes)
     if name == "weight" and "value" in form.inputs:
-        binding.names["value"] = given
-    if parameter is None and given in binding.expressions:
-        binding.exprs[name] = binding.expressions[given]
+        binding.names["value"] = actual
+    if parameter is None and actual in binding.expressions:
+        binding.exprs[name] = binding.expressions[actual]
         return True
-    if parameter is None and "elements" in form.inputs and ELEMENTS in given.meta:
-        elements = given.meta[ELEMENTS]
+    if parameter is None and "elements" in form.inputs and ELEMENTS in actual.meta:
+        elements = actual.meta[ELEMENTS]
         binding.names["elements"], binding.map = elements.numbers, elements.map
         parameter = elements.parameter, Layout(shapes[elements.parameter])
-    if parameter is None and len(form.roles) > 1 and static_shape(given) is not None:
-        binding.foreign[name] = given  # the rows of the other roles do not depend on its values
+    if parameter is None and len(form.roles) > 1 and static_shape(actual) is not None:
+        binding.foreign[name] = actual  # the rows of the other roles do not depend on its values
         return True
     if parameter is None or any(parameter[0] == other for other, _ in binding.parameters.values()):
         return False
@@ -322,17 +322,17 @@ def binds(
     return True
 
 
-def binds_gathered(name: str, given: fx.Node, binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
+def binds_gathered(name: str, actual: fx.Node, binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
     """Bind a role where one weight was gathered: as a parameter of its own shape, for now."""
     if name != "weight":
-        binding.foreign[name] = given
-        return static_shape(given) is not None
-    if ELEMENTS not in given.meta or given in binding.expressions:
+        binding.foreign[name] = actual
+        return static_shape(actual) is not None
+    if ELEMENTS not in actual.meta or actual in binding.expressions:
         return False
-    elements = given.meta[ELEMENTS]
+    elements = actual.meta[ELEMENTS]
     if elements.map is not None:
         return False
-    shape = static_shape(given)
+    shape = static_shape(actual)
     if shape is None:
         value = constant(elements.numbers, binding.gathers, label)
         if value is None:

@@ -103,8 +103,8 @@ class Layout:
 @lru_cache(maxsize=1000)
 def named_axes(side: str) -> tuple[tuple[str, ...], ...]:
     """`"(g o) c 1"` -> `(("g", "o"), ("c",), ())`."""
-    found = re.findall(r"\(([^)]*)\)|(\S+)", side)
-    return tuple(tuple(name for name in (merged or single).split() if name != "1") for merged, single in found)
+    axes = re.findall(r"\(([^)]*)\)|(\S+)", side)
+    return tuple(tuple(name for name in (merged or single).split() if name != "1") for merged, single in axes)
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class MatrixForm:
 
 def alike(forms: Sequence[object]) -> tuple[MatrixForm, ...]:
     """The forms if `pack_all` and `unpack_all` take them: of matrices, all with a bias or all without; else ()."""
-    found = [form for form in forms if isinstance(form, MatrixForm)]
-    kinds = {(form.weight is None, form.bias is None) for form in found}
-    return tuple(found) if len(found) == len(forms) and len(kinds) == 1 else ()
+    matrices = [form for form in forms if isinstance(form, MatrixForm)]
+    kinds = {(form.weight is None, form.bias is None) for form in matrices}
+    return tuple(matrices) if len(matrices) == len(forms) and len(kinds) == 1 else ()
 
 
 def pack_all(forms: Sequence[MatrixForm], tensors: Mapping[str, Tensor]) -> Tensor:
@@ -182,7 +182,7 @@ def unpack_all(forms: Sequence[MatrixForm], matrices: Tensor) -> dict[str, Tenso
     bodies = (matrices[..., :-1] if biases else matrices).unbind() if weights else ()
     columns = matrices[..., -1].unbind() if biases else ()
     pairs = [*zip(weights, bodies, strict=True), *zip(biases, columns, strict=True)]
-    return {name: layout.invert(one) for (name, layout), one in pairs}
+    return {name: layout.invert(matrix) for (name, layout), matrix in pairs}
 
 
 def entries(forms: Sequence[MatrixForm]) -> tuple[list[tuple[str, Layout]], list[tuple[str, Layout]]]:

@@ -43,9 +43,9 @@ def padding(program: Program) -> Program:
     for registration in program.registrations:
         uses = list(registration.uses)
         for tower in range(registration.towers):
-            own = [n for n, use in enumerate(uses) if use.tower == tower and KEPT not in use.attrs]
-            found = places.of_tower(registration, [uses[n] for n in own])
-            for n, (fitting, reason) in zip(own, found, strict=True):
+            numbers = [n for n, use in enumerate(uses) if use.tower == tower and KEPT not in use.attrs]
+            fittings = places.of_tower(registration, [uses[n] for n in numbers])
+            for n, (fitting, reason) in zip(numbers, fittings, strict=True):
                 if fitting is None:
                     notes.append(Note(f"{registration} at {where(uses[n].output)}", reason))
                 else:
@@ -99,13 +99,13 @@ class Places:
 
     def of_tower(self, registration: Registration, uses: Sequence[Use]) -> list[tuple[Fitting | None, str]]:
         """The masks of the uses in one tower: one per use, or None, and the reason."""
-        found = [self.of_use(registration, use, self.layers[use.layer]) for use in uses]
+        fittings = [self.of_use(registration, use, self.layers[use.layer]) for use in uses]
         if not uses or any(self.candidates(use.output) for use in uses):
-            return found
+            return fittings
         places, reason = self.time.steps(uses)
         if places is None:
             unclear = reason != UNCLEAR or self.time.number == len(uses) > 1
-            return [(None, reason) if unclear else old for old in found]
+            return [(None, reason) if unclear else old for old in fittings]
         return [self.of_step(use, place) for use, place in zip(uses, places, strict=True)]
 
     def of_step(self, use: Use, place: int) -> tuple[Fitting | None, str]:
@@ -124,14 +124,14 @@ class Places:
             return None, reason
         if use.output in self.moved:
             return None, f"positions are moved by {where(self.moved[use.output])}"
-        found = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]
-        if len(found) == 1:
-            turned = len(set(found[0])) == 1 and self.merged[use.output]
-            return (Computed(torch.t, (self.mask,)) if turned else self.mask, found[0]), ""
-        said = ", ".join(sizes_of(use.output))
-        if found:
-            return None, f"which dimension of its output [{said}] counts positions is not clear"
-        return None, f"its output [{said}] has no rows of [{self.cases}, {self.positions}] cases and positions"
+        fitting = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]
+        if len(fitting) == 1:
+            turned = len(set(fitting[0])) == 1 and self.merged[use.output]
+            return (Computed(torch.t, (self.mask,)) if turned else self.mask, fitting[0]), ""
+        shown = ", ".join(sizes_of(use.output))
+        if fitting:
+            return None, f"which dimension of its output [{shown}] counts positions is not clear"
+        return None, f"its output [{shown}] has no rows of [{self.cases}, {self.positions}] cases and positions"
 
     def of_output(self, node: fx.Node) -> Dims | None:
         """The dimensions of an output of the Fisher; the first ones, if several have these sizes."""
@@ -139,7 +139,9 @@ class Places:
 
     def candidates(self, node: fx.Node) -> list[Dims]:
         sizes = sizes_of(node)
-        pairs = product(*([i for i, size in enumerate(sizes) if size == own] for own in (self.cases, self.positions)))
+        pairs = product(
+            *([i for i, size in enumerate(sizes) if size == wanted] for wanted in (self.cases, self.positions))
+        )
         apart: list[Dims] = [(i, j) for i, j in pairs if i != j]
         return apart or ([(0, 0)] if node in self.merged else [])
 
@@ -154,12 +156,12 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     outputs = [use.output for registration in program.registrations for use in registration.uses]
     elsewhere = {str(size) for node in (*others, *outputs) for size in shape_of(node)}
 
-    def same(own: Any, first: str | None) -> Any:
-        if str(own) in elsewhere:
-            return own
-        alike = {str(size): size for size in inputs if in_example(size) == in_example(own)}
+    def same(of_mask: Any, first: str | None) -> Any:
+        if str(of_mask) in elsewhere:
+            return of_mask
+        alike = {str(size): size for size in inputs if in_example(size) == in_example(of_mask)}
         chosen = first if first in alike else next(iter(alike)) if len(alike) == 1 else None
-        return own if chosen is None else alike[chosen]
+        return of_mask if chosen is None else alike[chosen]
 
     return same(cases, program.cases), same(positions, None)
 
@@ -199,8 +201,8 @@ def spread_rows(use: Use, layer: Layer) -> Callable[[Tensor, Tensor], Tensor]:
 
     def rows(output: Tensor, mask: Tensor) -> Tensor:
         over = spread(mask, dims, output.shape)
-        found = grad_rows(over.movedim(batch_dim, 0) if batch_dim else over, literals)
-        return found.flatten(1, 2) if merged and found.dim() == 4 else found
+        masked = grad_rows(over.movedim(batch_dim, 0) if batch_dim else over, literals)
+        return masked.flatten(1, 2) if merged and masked.dim() == 4 else masked
 
     return rows
 
@@ -211,8 +213,8 @@ def spread(mask: Tensor, dims: Iterable[int], shape: Sequence[int]) -> Tensor:
     if len(set(dims)) < len(dims):
         mask, dims = mask.reshape(-1), dims[:1]
     mask = mask.permute(sorted(range(len(dims)), key=dims.__getitem__))
-    own = sorted(dims)
-    view = [mask.shape[own.index(dim)] if dim in own else 1 for dim in range(len(shape))]
+    ordered = sorted(dims)
+    view = [mask.shape[ordered.index(dim)] if dim in ordered else 1 for dim in range(len(shape))]
     return mask.reshape(view).expand(shape)
 
 

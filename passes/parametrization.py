@@ -48,12 +48,12 @@ class Parametrization(ABC):
     @property
     def nodes(self) -> dict[str, Value]:
         """The tensors that `step` and `remainder` need beside the rows."""
-        found: dict[str, Value] = {}
+        nodes: dict[str, Value] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             several = enumerate(value) if isinstance(value, tuple) else [("", value)]
-            found |= {f"{field.name}{n}": item for n, item in several if isinstance(item, Value)}
-        return found
+            nodes |= {f"{field.name}{n}": item for n, item in several if isinstance(item, Value)}
+        return nodes
 
     def remainder(self, gradient: Tensor, tensors: NodeValues) -> Tensor | None:
         """The part of the parameter's gradient that the rows omit, for the numeric proof; None if they are exact.

@@ -154,16 +154,16 @@ def viewed(layout: Layout, tensor: Tensor) -> Tensor | None:
 
 def ranges(view: Tensor, shape: Shape) -> dict[int, tuple[int, int]]:
     """The dimensions along which a view of a parameter of `shape` shows a slice, every element once: (start, stop)."""
-    found: dict[int, tuple[int, int]] = {}
+    along: dict[int, tuple[int, int]] = {}
     for dim, size in enumerate(shape):
         before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-        kept, rest = divmod(view.numel(), before * after)
+        length, rest = divmod(view.numel(), before * after)
         start, inside = divmod(int(view.storage_offset()), after)
-        if not rest and not inside and kept and start + kept <= size:
-            piece = Piece("", dim, start, start + kept)
+        if not rest and not inside and length and start + length <= size:
+            piece = Piece("", dim, start, start + length)
             if layout_in(piece, shape, view) is not None:
-                found[dim] = (start, start + kept)
-    return found
+                along[dim] = (start, start + length)
+    return along
 
 
 def layout_in(piece: Piece, shape: Shape, view: Tensor) -> Layout | None:

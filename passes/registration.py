@@ -32,12 +32,12 @@ def where(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str | None:
     """`"model.py:33"`, the innermost frame outside torch; None when the capture kept no stack."""
     frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    found = None
+    place = None
     for frame in frames:
         if frame.startswith('File "') and "/torch/" not in frame and OWN_FOLDER not in frame:
             path, _, rest = frame.removeprefix('File "').partition('", line ')
-            found = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
-    return found
+            place = f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
+    return place
 
 
 # --- uses -------------------------------------------------------------------------------------------------------------

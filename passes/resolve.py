@@ -54,17 +54,17 @@ FREE = "free of the batch: one gradient for all cases, right in expectation over
 
 def resolve(program: Program) -> Program:
     """See the module's docstring. Raises AmbiguousRegistrationError and LinkError with all culprits."""
-    kept, notes = claims(program)
-    kept, more = without_functions(kept)
+    claimed, notes = claims(program)
+    claimed, more = without_functions(claimed)
     notes += more
-    matches, reasons = split_shared(program, kept)
+    matches, reasons = split_shared(program, claimed)
     groups = grouped(matches)
     check_requests(program, [(uses[0].layer, sorted(uses[0].parameter_set)) for uses in groups])
     registrations = [registration(program, uses, reasons) for uses in groups]
-    taken = {name for one in registrations for name in one.parameters}
+    taken = {name for registered in registrations for name in registered.parameters}
     generics, unused = leftovers(program, taken)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    registrations.sort(key=lambda one: order[one.uses[0].output])
+    registrations.sort(key=lambda registered: order[registered.uses[0].output])
     return program.but(
         registrations=(*registrations, *generics), unused=unused, dropped=(*program.dropped, *notes), matches=()
     )
@@ -78,14 +78,14 @@ def without_functions(matches: list[Use]) -> tuple[list[Use], list[Note]]:
         for role, bound in use.parameters.items()
         if not by_cases(use) and as_per_case(replace(use, parameters={role: bound})) is None
     }
-    kept: list[Use] = []
+    remaining: list[Use] = []
     notes: list[Note] = []
     for use in matches:
         if by_cases(use) and use.parameter_set & matrices:
             notes.append(Note(str(use), "a function of a parameter that is a matrix elsewhere"))
         else:
-            kept.append(use)
-    return kept, notes
+            remaining.append(use)
+    return remaining, notes
 
 
 def by_cases(use: Use) -> bool:
@@ -147,23 +147,23 @@ def align(uses: list[Use]) -> list[Use] | None:
 def aligned_per_case(uses: list[Use]) -> list[Use] | None:
     if any(len(use.parameters) > 1 for use in uses):
         return None
-    found = [aligned for aligned in map(as_per_case, uses) if aligned is not None]
-    return found if len(found) == len(uses) else None
+    per_case = [aligned for aligned in map(as_per_case, uses) if aligned is not None]
+    return per_case if len(per_case) == len(uses) else None
 
 
 def aligned(uses: list[Use]) -> list[Use] | None:
     first = next((use for use in uses if reads_ids(use)), uses[0])  # ids have no transposed rows
-    found: list[Use] = []
+    turned: list[Use] = []
     for use in uses:
         if set(use.parameters) != set(first.parameters):
             return None
         if same_matrix(first, use):
-            found.append(use)
+            turned.append(use)
         elif set(use.parameters) == {"weight"} and same_matrix(first, use, transposed=True):
-            found.append(use if use.transposed else replace(use, through=(*use.through, Transposed())))
+            turned.append(use if use.transposed else replace(use, through=(*use.through, Transposed())))
         else:
             return None
-    return found
+    return turned
 
 
 def same_matrix(first: Use, other: Use, transposed: bool = False) -> bool:
@@ -175,14 +175,14 @@ def same_matrix(first: Use, other: Use, transposed: bool = False) -> bool:
     return True
 
 
-def same_elements(one: Layout, other: Layout, transposed: bool) -> bool:
+def same_elements(first: Layout, other: Layout, transposed: bool) -> bool:
     """Whether both have the same elements of the parameter in the same places, those of `other` transposed."""
-    if one == other and not transposed:
+    if first == other and not transposed:
         return True
-    mine, its = viewed(one, unallocated(one.shape)), viewed(other, unallocated(other.shape))
+    mine, its = viewed(first, unallocated(first.shape)), viewed(other, unallocated(other.shape))
     if mine is None or its is None:  # some elements are copied on the way: compare their numbers
-        numbers = torch.arange(prod(one.shape)).reshape(one.shape)
-        mine, its = one.apply(numbers), other.apply(numbers)
+        numbers = torch.arange(prod(first.shape)).reshape(first.shape)
+        mine, its = first.apply(numbers), other.apply(numbers)
         return torch.equal(mine, its.mT if transposed else its)
     its = its.mT if transposed else its
     sides = zip(mine.shape, mine.stride(), its.stride(), strict=True)
@@ -201,7 +201,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
         reason = "tied: some uses are transposed, their inputs and output gradients change sides"
     chosen, why = choose(program, first.layer, matrix, uses)
     free = FREE if any(use.batch_independent for use in uses) else None
-    said = "; ".join(text for text in (reason, free, why) if text) or None
+    words = "; ".join(text for text in (reason, free, why) if text) or None
     pieces = program.pieces_among(matrix.parameters)
     return Registration(
         first.layer,
@@ -209,7 +209,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
         matrix.parameters,
         tuple(uses),
         chosen.name,
-        said,
+        words,
         pieces,
         sampling=program.options.sampling,
         blocks=side_blocks(program, first.layer, chosen, matrix),
@@ -231,17 +231,17 @@ def claims(program: Program) -> tuple[list[Use], list[Note]]:
 
 
 def drop_generic(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
-    kept: list[Use] = []
+    remaining: list[Use] = []
     for use in matches:
         if declared_generic(program, use):
             notes.append(Note(str(use), WANTED))
         else:
-            kept.append(use)
-    return kept
+            remaining.append(use)
+    return remaining
 
 
 def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
-    kept: list[Use] = []
+    remaining: list[Use] = []
     for use in matches:
         names, owners = use.parameter_set, {program.owner(name) for name in use.parameter_set}
         groups = (program.options.groups.get(name) for name in sorted(owners | names))
@@ -249,27 +249,27 @@ def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note
         if split and not program.layers[use.layer].parts:
             notes.append(Note(str(use), f"splits the linked group ({', '.join(sorted(split[0]))})"))
         else:
-            kept.append(use)
-    return kept
+            remaining.append(use)
+    return remaining
 
 
 def drop_ours(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
     owned: dict[fx.Node, list[int]] = defaultdict(list)  # the user's matches that a node is in
     for number, use in enumerate(matches):
-        for node in use.nodes if own(program, use) else ():
+        for node in use.nodes if declared_by_user(program, use) else ():
             owned[node].append(number)
-    kept: list[Use] = []
+    remaining: list[Use] = []
     for use in matches:
-        near = set() if own(program, use) else {n for node in use.nodes for n in owned.get(node, ())}
+        near = set() if declared_by_user(program, use) else {n for node in use.nodes for n in owned.get(node, ())}
         rival = next((matches[n] for n in sorted(near) if rivals(use, matches[n])), None)
         if rival is None:
-            kept.append(use)
+            remaining.append(use)
         else:
             notes.append(Note(str(use), f"{rival} is of a layer of your own, which wins"))
-    return kept
+    return remaining
 
 
-def own(program: Program, use: Use) -> bool:
+def declared_by_user(program: Program, use: Use) -> bool:
     """Whether its layer is declared by the user."""
     return program.layers[use.layer] is not LAYERS.get(use.layer)
 
@@ -289,7 +289,7 @@ def drop_joined(program: Program, matches: Sequence[Use], notes: list[Note]) -> 
             by_node[node].append(use)
         if len(use.parameter_set) == 1:
             alone[use.layer, use.parameter_set].append(use)
-    kept: list[Use] = []
+    remaining: list[Use] = []
     for use in matches:
         inside = {id(inner): inner for node in use.nodes for inner in by_node[node] if inner.nodes < use.nodes}.values()
         sets = {inner.parameter_set for inner in inside}
@@ -302,12 +302,12 @@ def drop_joined(program: Program, matches: Sequence[Use], notes: list[Note]) -> 
             for other in alone[inner.layer, inner.parameter_set]
             if not any(other.nodes < joined.nodes for joined in by_node[other.output])
         )
-        found = next(elsewhere, None) if not program.layers[use.layer].parts else None
-        if found is None:
-            kept.append(use)
+        separate = next(elsewhere, None) if not program.layers[use.layer].parts else None
+        if separate is None:
+            remaining.append(use)
         else:
-            notes.append(Note(str(use), f"{found[0]} by itself, as {found[1]} at {where(found[1].output)}"))
-    return kept
+            notes.append(Note(str(use), f"{separate[0]} by itself, as {separate[1]} at {where(separate[1].output)}"))
+    return remaining
 
 
 def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
@@ -315,7 +315,7 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
     for use in matches:
         for node in use.nodes:
             by_node[node].append(use)
-    kept: list[Use] = []
+    remaining: list[Use] = []
     for use in matches:
         parts = program.layers[use.layer].parts
         if parts:
@@ -331,13 +331,13 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
         if whole is not None and use.layer in program.layers[whole.layer].parts:
             others = [other for other in larger if not program.layers[other.layer].parts]
             if not others:
-                kept.append(replace(use, part_of=str(whole)))
+                remaining.append(replace(use, part_of=str(whole)))
                 continue
         if larger:
             notes.append(Note(str(use), f"part of {larger[0]}"))
         else:
-            kept.append(use)
-    return kept
+            remaining.append(use)
+    return remaining
 
 
 def parts_of_one(use: Use, other: Use) -> bool:
@@ -354,8 +354,8 @@ def refuse_claimed_twice(program: Program, matches: Sequence[Use]) -> None:
                 shared = sorted(use.parameter_set & other.parameter_set)
                 if shared and not parts_of_one(use, other):
                     layers = (program.layers[claim.layer] for claim in (other, use))
-                    said = " and ".join(f"{layer.name} ({layer.location})" for layer in layers)
-                    rows[", ".join(shared), f"at {where(use.output)}: {said}"] = None
+                    declared = " and ".join(f"{layer.name} ({layer.location})" for layer in layers)
+                    rows[", ".join(shared), f"at {where(use.output)}: {declared}"] = None
             by_node[node].append(use)
     if rows:
         many = "1 use is" if len(rows) == 1 else f"{len(rows)} uses are"
@@ -405,8 +405,8 @@ def own_backward(edges: list[Edge], parameter: str) -> str | None:
     """The first autograd.Function of a user's that the parameter enters, if it does."""
     for pure, act in edges:
         between = [act, *ancestors([pure])]
-        for node in (one for one in between if op_name(one) == OWN_BACKWARD):
-            if any(one.op == "get_attr" and one.target == parameter for one in ancestors([node])):
+        for node in (node for node in between if op_name(node) == OWN_BACKWARD):
+            if any(behind.op == "get_attr" and behind.target == parameter for behind in ancestors([node])):
                 name, more = node.target.function.__name__, len(edges) - 1  # type: ignore[union-attr]  # see `own_backwards`
                 others = f", and has {more} more use{'s' if more > 1 else ''}" if more else ""
                 return f"enters {name} at {source_line(node) or node.name}, whose backward is its own{others}"

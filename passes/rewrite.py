@@ -155,8 +155,8 @@ class Emission:
         graph.lint()
         targets = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
-        held |= {f"taps.{name}": one for name, one in self.taps.items()}
-        held |= {f"links.{name}": one for name, one in self.links.items()}
+        held |= {f"taps.{name}": tap for name, tap in self.taps.items()}
+        held |= {f"links.{name}": link for name, link in self.links.items()}
         return fx.GraphModule({**held, **self.modules}, graph, "Emitted")
 
 
@@ -189,7 +189,7 @@ def protect(graph: fx.Graph) -> None:
         source = owner
         while source.op == "call_module":
             source = source.args[0]  # type: ignore[assignment]  # a tap's first argument is a node
-        readers = [user for one in (owner, source) for user in one.users if order[user] > order[owner]]
+        readers = [user for node in (owner, source) for user in node.users if order[user] > order[owner]]
         with graph.inserting_after(owner):
             copy = graph.call_function(torch.clone, (owner,))
         copy.meta = dict(owner.meta)
@@ -212,6 +212,6 @@ class Numbered(dict[str, nn.Module]):
         self.tried: Counter[str] = Counter()
 
     def fresh(self, name: str) -> str:
-        while (found := f"{name}_{self.tried[name]}" if self.tried[name] else name) in self:
+        while (free := f"{name}_{self.tried[name]}" if self.tried[name] else name) in self:
             self.tried[name] += 1
-        return found
+        return free

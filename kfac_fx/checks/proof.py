@@ -288,9 +288,11 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         dims = prover.emitted.case_dims or [0] * len(fisher)
         learned_dims = [dim for out, dim in zip(fisher, dims, strict=True) if out.requires_grad]
         mixing = meeting_cases(taps, asked, outputs, learned_dims, cotangents, leaves[len(names) :]) if asked else set()
-    found = [torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)]
-    by_name = dict(zip(names, found, strict=False))
-    statistics = iter(found[len(names) :])
+    gradients = [
+        torch.zeros_like(leaf) if grad is None else dense(grad) for leaf, grad in zip(leaves, grads, strict=True)
+    ]
+    by_name = dict(zip(names, gradients, strict=False))
+    statistics = iter(gradients[len(names) :])
 
     def pairs() -> Iterator[tuple[Registration, Tensor, Tensor, Tensor]]:
         for registration in registrations:

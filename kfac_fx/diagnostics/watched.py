@@ -185,7 +185,7 @@ def factors(watched: Watched, value: float | None) -> list[Factor]:
     """The factors of the registered losses, as far as they can be told. value: of the user's whole loss, if known."""
     arrived, spec = watched.arrived(), watched.recorder.loss
     leaves, weighted = watched.losses()
-    known: list[Factor] = []
+    factors: list[Factor] = []
     taken: set[int] = set()
     for registered, weight, loss in weighted:
         gradient = gradient_behind(loss.inputs, leaves, arrived)
@@ -196,7 +196,7 @@ def factors(watched: Watched, value: float | None) -> list[Factor]:
             if targets is None:
                 alone = len(weighted) == 1 and watched.part == 1
                 multiple = factor_of_value(weight, loss, gradient, value) if alone else None
-                known += [] if multiple is None else [Factor(multiple, loss, registered, loss.cases, 1.0, spec)]
+                factors += [] if multiple is None else [Factor(multiple, loss, registered, loss.cases, 1.0, spec)]
                 continue
             loss.with_targets(targets)
         expected = torch.autograd.grad(
@@ -207,8 +207,8 @@ def factors(watched: Watched, value: float | None) -> list[Factor]:
         taken |= {*reached}
         if multiple is not None:
             cases = round(loss.cases / watched.part)
-            known.append(Factor(multiple / watched.part, loss, registered, cases, part_with_targets(loss), spec))
-    return known
+            factors.append(Factor(multiple / watched.part, loss, registered, cases, part_with_targets(loss), spec))
+    return factors
 
 
 def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor | None:

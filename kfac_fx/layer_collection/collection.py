@@ -24,7 +24,7 @@ from kfac_fx.layer_collection.methods import RegisterMethods
 from kfac_fx.layer_collection.names import CapturedModel, Key, LayerParametersDict, ParameterNames, on_another_capture
 from kfac_fx.layer_collection.scan import Scan, block_of, misplaced
 from kfac_fx.losses.registered import LossSpec, RegisteredLoss, RegisteredLosses
-from kfac_fx.passes.check import check_registration, uses_found
+from kfac_fx.passes.check import check_registration, uses_in_graph
 from kfac_fx.passes.errors import ApproximationError, LinkError, LossError, RegistrationError
 from kfac_fx.passes.graphs.labels import ancestors, entries, everything_behind
 from kfac_fx.passes.ir import Program, Registration, Sampling, Use, where
@@ -327,7 +327,7 @@ class LayerCollection(RegisterMethods):
         bare, asked = self.bare_program, self.asked_pieces()
         if asked and not bare.pieces:
             bare = self.finder.in_pieces(bare, self.scope(), {piece.parameter for piece in asked})
-        used, taken = uses_found(entries(bare)), set(self.registered_variables)
+        used, taken = uses_in_graph(entries(bare)), set(self.registered_variables)
         unused = tuple(name for name in bare.shapes if name not in taken and name not in used)
         whole = bare.but(registrations=self.registrations, unused=unused, mask=self.padding_mask)
         return verify(padding(whole), after="LayerCollection")

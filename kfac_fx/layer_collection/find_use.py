@@ -26,7 +26,7 @@ from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import MATCHED, run
-from kfac_fx.passes.resolve import own
+from kfac_fx.passes.resolve import declared_by_user
 
 Nodes = Any  # a node, its name, or a list of them, one per use
 
@@ -168,7 +168,7 @@ class Finder:
         self, layers: Sequence[str], params: Key, read: fx.Node | None, output: fx.Node, scope: Program
     ) -> list[Use]:
         def rank(use: Use) -> tuple[int, int, bool]:
-            return len(use.parameters), -len(use.nodes), not own(self.program, use)
+            return len(use.parameters), -len(use.nodes), not declared_by_user(self.program, use)
 
         def fitting(uses: Sequence[Use]) -> list[Use]:
             fits = [

@@ -150,13 +150,13 @@ class Scan:
     def linked_approximation(self, registration: Registration, kinds: Sequence[str]) -> str:
         """Our name. Raises ApproximationError if parameters of no layer do not have it."""
         asked = self.asked(registration) or ""
-        own = next((own for kind in kinds if (own := KINDS[kind].ours(asked))), None)
-        if registration.generic and own is None:
+        ours = next((ours for kind in kinds if (ours := KINDS[kind].ours(asked))), None)
+        if registration.generic and ours is None:
             there = " and ".join(map(repr, KINDS["generic"].approximations))
             raise ApproximationError(
                 f"Bad value {asked!r} for the linked {registration}, which no layer has: there are {there}"
             )
-        return registration.approximation if own is None or own == asked else own
+        return registration.approximation if ours is None or ours == asked else ours
 
     def folded(self, registration: Registration) -> int | None:
         """How many uses the rows of an output hold, one after another, if batch_size tells."""

@@ -134,16 +134,16 @@ class LossSpec:
 
     def __call__(self, outputs: Any, targets: Any = None) -> WeightedLosses:
         """`targets`: one tensor, or a sequence of one a loss where there are several losses."""
-        made = self.make(outputs)
-        single = not isinstance(made, list | tuple) or _is_pair(made)
-        losses = [_pair(each, self.name) for each in ([made] if single else made)]
+        result = self.make(outputs)
+        single = not isinstance(result, list | tuple) or _is_pair(result)
+        losses = [_pair(each, self.name) for each in ([result] if single else result)]
         if targets is None:
             return losses
         each_targets = [targets] if len(losses) == 1 and isinstance(targets, Tensor) else targets
         if not isinstance(each_targets, Sequence) or len(each_targets) != len(losses):
             raise LossError(f"{self.name} gives {len(losses)} losses: pass as many targets, in a tuple")
-        for (_, loss), own in zip(losses, each_targets, strict=True):
-            loss.with_targets(own)
+        for (_, loss), target in zip(losses, each_targets, strict=True):
+            loss.with_targets(target)
         return losses
 
 
@@ -160,8 +160,8 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
     """
     if isinstance(spec, str):
         if spec not in DISTRIBUTIONS:
-            known = ", ".join(repr(name) for name in DISTRIBUTIONS)
-            raise LossError(f"loss {spec!r} is none of {known}.{nearest(spec, DISTRIBUTIONS)}")
+            names = ", ".join(map(repr, DISTRIBUTIONS))
+            raise LossError(f"loss {spec!r} is none of {names}.{nearest(spec, DISTRIBUTIONS)}")
         return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
     if isinstance(spec, type) and issubclass(spec, LossFunction):
         return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
@@ -171,10 +171,10 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             "such as lambda logits: kfac_fx.losses.Categorical(logits)"
         )
     if trained := of_torch(spec):
-        known = OF_TORCH.get(trained, "")
+        distribution = OF_TORCH.get(trained, "")
         raise LossError(
             f"loss={trained} needs targets, and K-FAC draws its own: name the distribution of the model's outputs, "
-            + (f"loss={known!r}" if known else f"one of {', '.join(repr(name) for name in DISTRIBUTIONS)}")
+            + (f"loss={distribution!r}" if distribution else f"one of {', '.join(map(repr, DISTRIBUTIONS))}")
         )
     return LossSpec(spec, "the function given as loss")
 
@@ -194,10 +194,10 @@ def _of_one_tensor(kind: Callable[[Tensor], LossFunction], name: str) -> Callabl
         if isinstance(outputs, list | tuple) and len(outputs) == 1:
             (outputs,) = outputs
         if not isinstance(outputs, Tensor):
-            one = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
+            key = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
             raise LossError(
                 f"loss={name!r} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
-                f"as in loss=lambda outputs: kfac_fx.losses.{getattr(kind, '__name__', 'Normal')}(outputs[{one!r}])"
+                f"as in loss=lambda outputs: kfac_fx.losses.{getattr(kind, '__name__', 'Normal')}(outputs[{key!r}])"
             )
         if kind is Categorical and outputs.ndim < 2:
             shape = list(outputs.shape)
@@ -207,12 +207,12 @@ def _of_one_tensor(kind: Callable[[Tensor], LossFunction], name: str) -> Callabl
     return make
 
 
-def _is_pair(made: Any) -> bool:
-    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], int | float)
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], int | float)
 
 
-def _pair(made: Any, name: str) -> tuple[float, LossFunction]:
-    coefficient, loss = made if _is_pair(made) else (1.0, made)
+def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
+    coefficient, loss = value if _is_pair(value) else (1.0, value)
     if not isinstance(loss, LossFunction):
         raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses")
     if not coefficient > 0:

@@ -58,8 +58,8 @@ def steps(least: int) -> Callable[[str, Any], None]:
 
 def a_momentum_type(name: str, value: Any) -> None:
     if value.lower() not in MOMENTUM_TYPES:
-        known = ", ".join(map(repr, MOMENTUM_TYPES))
-        raise ValueError(f"{name} {value!r} is none of {known}.{nearest(value.lower(), MOMENTUM_TYPES)}")
+        names = ", ".join(map(repr, MOMENTUM_TYPES))
+        raise ValueError(f"{name} {value!r} is none of {names}.{nearest(value.lower(), MOMENTUM_TYPES)}")
 
 
 def mean_or_sum(name: str, value: Any) -> None:
@@ -261,9 +261,9 @@ def takes(
             init(self, options(*args, **kwargs))
 
         written, types, public = inspect.signature(options), get_type_hints(options), cast(Any, __init__)
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         arguments = [argument.replace(annotation=types[name]) for name, argument in written.parameters.items()]
-        public.__signature__ = written.replace(parameters=[own, *arguments], return_annotation=None)
+        public.__signature__ = written.replace(parameters=[itself, *arguments], return_annotation=None)
         public.__doc__ = options.__doc__
         return __init__
 

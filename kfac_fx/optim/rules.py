@@ -90,10 +90,10 @@ class FirstOrder:
     @classmethod
     def read(cls, options: Mapping[str, Any] | None) -> FirstOrder:
         """From KFAC's `first_order=dict(...)`. Raises ValueError for an unknown option."""
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for name in options or {}:
-            if name not in known:
-                raise ValueError(f"first_order has no option {name!r}, only {', '.join(known)}.{nearest(name, known)}")
+            if name not in names:
+                raise ValueError(f"first_order has no option {name!r}, only {', '.join(names)}.{nearest(name, names)}")
         return cls(**(options or {}))
 
     def __call__(self, g: Tensor, state: Mapping[str, Tensor], flat: Flat) -> tuple[Tensor, Tensors]:

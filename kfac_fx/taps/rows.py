@@ -33,10 +33,10 @@ def both_rows(registration: Registration, use: Use, layer: Layer) -> BothRows:
     def both(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> RowPair:
         attrs = {**literals, **dict(zip(names, tensors, strict=True))}
         input, output_grad = (cases_first(tensor, batch_dim) for tensor in (input, output_grad))
-        found = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
+        pair = make_rows(input, attrs), make_grad_rows(output_grad, attrs)
         for step in steps:
-            found = step(found, attrs)
-        return found
+            pair = step(pair, attrs)
+        return pair
 
     return both
 
@@ -71,14 +71,14 @@ def moment_and_grad_rows(registration: Registration, use: Use, layer: Layer) -> 
     find, make_grad_rows, attrs = form.second_moment, form.grad_rows, dict(use.attrs)
     bias = registration.rows[1]
 
-    def found(output_grad: Tensor, input: Tensor) -> RowPair:
+    def moment_and_rows(output_grad: Tensor, input: Tensor) -> RowPair:
         grad_rows = make_grad_rows(output_grad, attrs)
         with torch.autocast(input.device.type, enabled=False):
             body, total = find(input.to(torch.promote_types(input.dtype, torch.float32)), attrs)
             count = body.new_full((len(body),), grad_rows.shape[0] * grad_rows.shape[1])
             return bordered(body, total, count) if bias else body, grad_rows * grad_by if grad_by != 1.0 else grad_rows
 
-    return found
+    return moment_and_rows
 
 
 def cases_first(tensor: Tensor, batch_dim: int) -> Tensor:

@@ -107,10 +107,10 @@ def maps_constant(node: fx.Node, label: Mapping[fx.Node, Label]) -> bool:
     equation, *operands = node.args
     if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
         return False
-    terms, _, made = equation.replace(" ", "").partition("->")
+    terms, _, result = equation.replace(" ", "").partition("->")
     sides = dict(zip((label[operand] for operand in node.all_input_nodes), terms.split(","), strict=False))
     data, weight = (set(sides.get(kind, "")) for kind in (Label.CONST, Label.PURE))
-    return bool(data & weight - set(made)) and bool(data & set(made) - weight)
+    return bool(data & weight - set(result)) and bool(data & set(result) - weight)
 
 
 def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Container[str | None]) -> bool:
@@ -118,13 +118,13 @@ def has_row_a_case(node: fx.Node, label: Label, cases: str | None, first: Contai
 
     first: the first sizes of the inputs. torch.export does not tie all of them to the cases.
     """
-    known = cases is not None or SIZED_BY_CASES in node.meta
+    cases_known = cases is not None or SIZED_BY_CASES in node.meta
     of_cases = node.meta.get(SIZED_BY_CASES, False) or (
         cases is not None and any(size and re.search(rf"\b{cases}\b", size) for size in symbolic_sizes(node))
     )
     if label is Label.CONST or op_name(node) not in EXPANDS:
         return of_cases and label is Label.CONST
-    if known:
+    if cases_known:
         return of_cases or (cases is not None and next(iter(symbolic_sizes(node)), None) in first)
     if "val" in node.meta:  # captured with a single case
         sizes = node.args[1] if len(node.args) > 1 else ()
@@ -181,12 +181,12 @@ def ancestors(roots: Iterable[fx.Node], last: Container[fx.Node] = ()) -> set[fx
 
 def everything_behind(roots: Iterable[fx.Node]) -> set[fx.Node]:
     """`roots` and all that they are computed from, sizes and what stops gradients among it."""
-    found, stack = set[fx.Node](), list(roots)
+    seen, stack = set[fx.Node](), list(roots)
     while stack:
-        if (node := stack.pop()) not in found:
-            found.add(node)
+        if (node := stack.pop()) not in seen:
+            seen.add(node)
             stack += node.all_input_nodes
-    return found
+    return seen
 
 
 def use_edges(graph: fx.Graph, label: Mapping[fx.Node, Label], outputs: Iterable[fx.Node]) -> list[Edge]:

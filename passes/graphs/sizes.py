@@ -63,10 +63,12 @@ def number_of_cases(output: fx.Node, cases: str | None) -> Computed:
     A use that does not depend on the batch has the same Fisher with any number of cases: `count` grows with the number,
     and G falls.
     """
-    own = output.meta.get(NUMBER)
-    inputs = [node for node in output.graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == own]
-    found = [(node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases]
-    return Computed(size, found[0] if found else (inputs[0], 0))
+    submodule = output.meta.get(NUMBER)
+    inputs = [node for node in output.graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == submodule]
+    candidates = [
+        (node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases
+    ]
+    return Computed(size, candidates[0] if candidates else (inputs[0], 0))
 
 
 def size(value: Any, dim: int) -> int:
@@ -77,7 +79,7 @@ def size(value: Any, dim: int) -> int:
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-def counted(output: Tensor, kept: Tensor) -> Tensor:
+def counted(output: Tensor, mask: Tensor) -> Tensor:
     """`output`; of its rows [N, S] only those count where `kept` is true, whatever the others hold."""
     return output
 

@@ -135,11 +135,11 @@ def placed(
     steps: Iterable[Parametrization], matrix: Layout, side: str | None, piece: Piece | None = None
 ) -> tuple[Parametrization, ...]:
     """The functions in a use whose parameter, or piece, has this layout in the matrix."""
-    found: list[Parametrization] = []
+    functions: list[Parametrization] = []
     for step in steps:
         assert isinstance(step, Diagonal) and side is not None, f"bug in kfac_fx: {step} has no side"
-        found.append(step.placed(matrix, side, piece))
-    return tuple(found)
+        functions.append(step.placed(matrix, side, piece))
+    return tuple(functions)
 
 
 @dataclass(frozen=True)

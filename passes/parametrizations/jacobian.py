@@ -153,7 +153,7 @@ def small_functions(
 ) -> dict[fx.Node, ParameterExpr]:
     """Those of the nodes that are functions of parameters and constants alone, and small, as expressions: a slice for
     every parameter, all of it. A parameter that another use has in pieces is none of them."""
-    found: dict[fx.Node, ParameterExpr] = {}
+    exprs: dict[fx.Node, ParameterExpr] = {}
     for node in nodes:
         shape = static_shape(node)
         sizes = {name: tuple(program.parameters[name].shape) for name in sorted(parameters_behind(node, label))}
@@ -161,8 +161,8 @@ def small_functions(
             continue
         if in_pieces.isdisjoint(sizes) and node.meta["val"].is_floating_point() and is_function(node):
             slices = tuple(slice_of(name, unallocated(size)) for name, size in sizes.items())
-            found[node] = ParameterExpr(shape, slices, function=node)
-    return found
+            exprs[node] = ParameterExpr(shape, slices, function=node)
+    return exprs
 
 
 def static_shape(node: fx.Node) -> Shape | None:
@@ -225,8 +225,8 @@ class Jacobian(nn.Module):
             return self.function(*fixed[: self.number], changed, *fixed[self.number + 1 :]).reshape(-1)
 
         if torch.compiler.is_compiling():  # autograd's own function cannot be compiled
-            found: Tensor = torch.func.jacrev(value)(at).flatten(1)
-            return found.detach()
+            elements: Tensor = torch.func.jacrev(value)(at).flatten(1)
+            return elements.detach()
         with torch.enable_grad():  # torch.func refuses to run where hooks look at what is saved for a backward
             result = value(at.requires_grad_())
             rows = torch.eye(result.numel(), dtype=result.dtype, device=result.device)

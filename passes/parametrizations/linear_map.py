@@ -117,14 +117,14 @@ class LinearMaps:
         """Compute the matrix and read it beside the node."""
         value: Tensor = attribute(self.root, str(parameter.target))
         try:
-            found = matrix_of(lambda table: value_from(node, {parameter: table}), tuple(value.shape), value.dtype)
+            linear = matrix_of(lambda table: value_from(node, {parameter: table}), tuple(value.shape), value.dtype)
         except (RuntimeError, TypeError, ValueError) as error:
             if fatal(error):
                 raise
             return None
-        if found is None:
+        if linear is None:
             return None
-        columns, matrix = found
+        columns, matrix = linear
         name = f"_map_of_{node.name}"
         self.root.register_buffer(name, matrix.to(value.device), persistent=False)
         with self.graph.inserting_after(node):

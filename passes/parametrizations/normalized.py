@@ -131,11 +131,11 @@ class Normalized(BySlice):
 
 @dataclass(frozen=True)
 class OwnNumber(Normalized):
-    """`v / σ` or `v * σ`, with σ a function of v: one number, or one for every slice. own: the node of σ."""
+    """`v / σ` or `v * σ`, with σ a function of v: one number, or one for every slice. sigma: its node."""
 
     left_out = CHANGE
 
-    own: fx.Node
+    sigma: fx.Node
     divides: bool
 
     @property
@@ -144,10 +144,10 @@ class OwnNumber(Normalized):
 
     def derivative(self) -> Derivative:
         divides = self.divides
-        return lambda tensors: by_number(tensors["operand"], tensors["own"], divides)
+        return lambda tensors: by_number(tensors["operand"], tensors["sigma"], divides)
 
     def number(self, tensors: NodeValues) -> Tensor:
-        return tensors["own"]
+        return tensors["sigma"]
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ class WeightNorm(Normalized):
 def length(value: Tensor, dim: int | None) -> Tensor:
     """|v| of every slice along `dim`."""
     others = [other for other in range(value.dim()) if other != dim]
-    found: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True)
-    return found
+    norms: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True)
+    return norms
 
 
 @dataclass(frozen=True)

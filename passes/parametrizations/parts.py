@@ -53,21 +53,21 @@ def parts_of(use: Use, program: Program) -> list[Part] | None:
     whole parameter is copied on the way, and for a composite layer."""
     if program.layers[use.layer].parts or any(isinstance(step, PerCase) for step in use.through):
         return None
-    found: list[Part] = []
+    parts: list[Part] = []
     for role, bound in use.parameters.items():
         view = viewed(bound.layout, unallocated(bound.used.shape))
         if view is None:
             return None
-        found.append(Part(role, bound.parameter, as_matrix(view), everywhere(as_matrix(view)), bound.scale))
+        parts.append(Part(role, bound.parameter, as_matrix(view), everywhere(as_matrix(view)), bound.scale))
     for role in use.exprs:
-        found += parts_of_expr(use, role, program) or []
-    return found or None
+        parts += parts_of_expr(use, role, program) or []
+    return parts or None
 
 
 def parts_of_expr(use: Use, role: str, program: Program) -> list[Part] | None:
     form, (expr, canonical) = program.layers[use.layer].forms[use.form], use.exprs[role]
     matrix = viewed(canonical, unallocated(expr.shape))
-    found: list[Part] = []
+    parts: list[Part] = []
     for slice_ in expr.slices:
         try:
             layout = form.layout(role, Layout(slice_.shape), use.attrs)
@@ -83,8 +83,8 @@ def parts_of_expr(use: Use, role: str, program: Program) -> list[Part] | None:
         part = Part(role, slice_.parameter, as_matrix(view), region, slice_.scale, None, slice_.through)
         if slice_.through and sides_of(part, tuple(program.parameters[slice_.parameter].shape)) is None:
             return None
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def taken_apart(use: Use, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Iterator[Use]:
@@ -111,7 +111,7 @@ def share_elements(part: Part, other: Part) -> bool:
 def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
     """The uses that a use is taken apart into if its expressions are products, or all of a parameter each in any order;
     None if one is not. The matrix of a transposed convolution, which is no view of its weight, has such uses only."""
-    found: dict[str, Bound] = dict(use.parameters)
+    whole: dict[str, Bound] = dict(use.parameters)
     apart: list[Use] = []
     for role, (expr, canonical) in use.exprs.items():
         for slice_ in expr.slices:
@@ -120,9 +120,9 @@ def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
             if slice_.shape != expr.shape or used is None:
                 return None
             bound = Bound(slice_.parameter, used, canonical, slice_.scale)
-            elsewhere = any(other.parameter == slice_.parameter for other in found.values())
-            if role not in found and not slice_.through and not elsewhere:
-                found[role] = bound
+            elsewhere = any(other.parameter == slice_.parameter for other in whole.values())
+            if role not in whole and not slice_.through and not elsewhere:
+                whole[role] = bound
                 continue
             if slice_.through and role != "weight":
                 return None
@@ -134,7 +134,7 @@ def whole_uses(use: Use, shapes: Mapping[str, Shape]) -> list[Use] | None:
             apart += [alone, *gains_of(alone, shapes)]
         if expr.products and role == "weight":
             apart += uses_of_factors(use, expr, canonical, reads_ids(use))
-    return [*apart, *([replace(use, parameters=found, exprs={})] if found else [])]
+    return [*apart, *([replace(use, parameters=whole, exprs={})] if whole else [])]
 
 
 def use_of(use: Use, region: Region, parts: Sequence[Part], shapes: Mapping[str, Shape]) -> Use:

@@ -142,12 +142,12 @@ def product_of(node: fx.Node, operands: Sequence[ParameterExpr], root: nn.Module
         shape, of_a, of_b = a.shape, TIMES, TIMES
     else:
         return None
-    found = [
+    terms = [
         replace(factor, shape=matrix(shape), partners=(Partner(kind, other, matrix(its)), *factor.partners))
         for value, kind, other, its in ((a, of_a, right, b.shape), (b, of_b, left, a.shape))
         for factor in factors_in(value, root)
     ]
-    return ParameterExpr(shape, (), tuple(found)) if found else None
+    return ParameterExpr(shape, (), tuple(terms)) if terms else None
 
 
 def matrix(shape: Shape) -> Shape:
@@ -156,14 +156,14 @@ def matrix(shape: Shape) -> Shape:
 
 
 def factors_in(value: ParameterExpr, root: nn.Module) -> list[ProductTerm]:
-    found = list(value.products)
+    terms = list(value.products)
     for slice_ in value.slices:
         whole_shape = tuple(attribute(root, slice_.parameter).shape)
         layout = layout_in(Piece(slice_.parameter, 0, 0, *whole_shape[:1] or (1,)), whole_shape, view_of(slice_))
         if layout is not None and slice_.shape == value.shape and not slice_.through:
             shape = matrix(value.shape)
-            found.append(ProductTerm(slice_.parameter, layout.reshape(shape), shape, (), slice_.scale))
-    return found
+            terms.append(ProductTerm(slice_.parameter, layout.reshape(shape), shape, (), slice_.scale))
+    return terms
 
 
 def reshaped(node: fx.Node, value: ParameterExpr, values: Mapping[fx.Node, Any]) -> ParameterExpr | None:
@@ -204,10 +204,10 @@ def sum_of(node: fx.Node, first: ParameterExpr, second: Any) -> ParameterExpr | 
 def complete(value: ParameterExpr, node: fx.Node) -> ParameterExpr | None:
     """A value without the products of parameters that also reach the node in another way. None if no product is left,
     or if there are slices, which would hide such a parameter."""
-    found = Counter(slice_.parameter for slice_ in value.slices)
-    found += Counter(product.parameter for product in value.products)
+    counts = Counter(slice_.parameter for slice_ in value.slices)
+    counts += Counter(product.parameter for product in value.products)
     ways = ways_to(node, {})
-    lost = {name for name, number in found.items() if ways[name] != number}
+    lost = {name for name, number in counts.items() if ways[name] != number}
     products = tuple(product for product in value.products if product.parameter not in lost)
     if (lost and value.slices) or not products:
         return None
@@ -229,12 +229,14 @@ def ways_to(node: fx.Node, ways: dict[fx.Node, Counter[str]]) -> Counter[str]:
 
 def uses_of_factors(use: Use, value: ParameterExpr, canonical: Layout, ids: bool) -> list[Use]:
     """The uses of all parameters of which every product has rows and gradient rows, in one form of matrix."""
-    found = [(product.parameter, use_of_factor(use, value, product, canonical, ids)) for product in value.products]
+    factor_uses = [
+        (product.parameter, use_of_factor(use, value, product, canonical, ids)) for product in value.products
+    ]
     forms: dict[str, set[Any]] = {}
-    for name, factor_use in found:
+    for name, factor_use in factor_uses:
         forms.setdefault(name, set()).add(factor_use and groups_in(factor_use))
     alike = {name for name, groups in forms.items() if None not in groups and len(groups) == 1}
-    return [factor_use for name, factor_use in found if factor_use is not None and name in alike]
+    return [factor_use for name, factor_use in factor_uses if factor_use is not None and name in alike]
 
 
 def groups_in(use: Use) -> int:

@@ -93,27 +93,27 @@ def expr_of(view: Tensor, slice_: Slice) -> ParameterExpr:
 def seen_part(value: ParameterExpr, view: Tensor) -> ParameterExpr | None:
     """The part of a value that a view of `unallocated(value.shape)` shows; None if it is no box of it."""
     rest, box = int(view.storage_offset()), list[tuple[int, int]]()
-    kept: list[int] = []
+    dims: list[int] = []
     for dim, step in enumerate(unallocated(value.shape).stride()):
         start, rest = divmod(rest, step)
-        shown = len(kept) < view.dim() and view.stride(len(kept)) == step
-        box.append((start, start + int(view.shape[len(kept)]) if shown else start + 1))
-        kept += [dim] if shown else []
-    if len(kept) < view.dim() or any(stop > size for (_, stop), size in zip(box, value.shape, strict=True)):
+        shown = len(dims) < view.dim() and view.stride(len(dims)) == step
+        box.append((start, start + int(view.shape[len(dims)]) if shown else start + 1))
+        dims += [dim] if shown else []
+    if len(dims) < view.dim() or any(stop > size for (_, stop), size in zip(box, value.shape, strict=True)):
         return None
-    slices = (cropped(slice_, tuple(box), kept) for slice_ in value.slices)
+    slices = (cropped(slice_, tuple(box), dims) for slice_ in value.slices)
     return ParameterExpr(tuple(view.shape), tuple(slice_ for slice_ in slices if slice_ is not None))
 
 
-def cropped(slice_: Slice, box: Box, kept: list[int]) -> Slice | None:
+def cropped(slice_: Slice, box: Box, dims: list[int]) -> Slice | None:
     """The elements of a slice in a box, in coordinates of the box's dimensions `kept`; None if there are none."""
     for dim, (start, stop) in enumerate(box):
         first, last = max(start, slice_.box[dim][0]), min(stop, slice_.box[dim][1])
         if first >= last:
             return None
         slice_ = narrowed(slice_, dim, first, last)
-    inside = tuple((slice_.box[dim][0] - box[dim][0], slice_.box[dim][1] - box[dim][0]) for dim in kept)
-    return replace(slice_, box=inside, strides=tuple(slice_.strides[dim] for dim in kept))
+    inside = tuple((slice_.box[dim][0] - box[dim][0], slice_.box[dim][1] - box[dim][0]) for dim in dims)
+    return replace(slice_, box=inside, strides=tuple(slice_.strides[dim] for dim in dims))
 
 
 def multiple_of(value: ParameterExpr | None, by: float | None) -> ParameterExpr | None:

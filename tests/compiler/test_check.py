@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx import RegistrationError
-from kfac_fx.passes.check import check, check_registration, uses_found, uses_registered
+from kfac_fx.passes.check import check, check_registration, uses_in_graph, uses_registered
 from kfac_fx.passes.graphs.labels import entries
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.resolve import resolve
@@ -34,7 +34,7 @@ def program(**options: Any) -> Program:
 
 def test_uses_are_counted_without_the_matcher() -> None:
     given = program()
-    assert {name: len(edges) for name, edges in uses_found(entries(given)).items()} == {"w": 3, "b": 2, "v": 1}
+    assert {name: len(edges) for name, edges in uses_in_graph(entries(given)).items()} == {"w": 3, "b": 2, "v": 1}
     assert {name: len(edges) for name, edges in uses_registered(given, entries(given)).items()} == {
         "w": 2,
         "b": 2,

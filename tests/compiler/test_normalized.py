@@ -58,8 +58,8 @@ def test_the_gradient_through_a_number_of_its_own(divides: bool) -> None:
     number = v.square().sum(1, keepdim=True)
     (wanted,) = torch.autograd.grad(((v / number if divides else v * number) * outer).sum(), v, retain_graph=True)
     step = OwnNumber(OPERAND, Layout((4, 6)), 0, FACTOR, divides)
-    kept = step.derivative()({"operand": v.detach(), "own": number.detach()}) * outer
-    torch.testing.assert_close(with_remainder(step, kept, v, own=number), wanted)
+    kept = step.derivative()({"operand": v.detach(), "sigma": number.detach()}) * outer
+    torch.testing.assert_close(with_remainder(step, kept, v, sigma=number), wanted)
 
 
 def test_a_gain_multiplies_the_filters() -> None:
@@ -76,7 +76,7 @@ def test_a_gain_multiplies_the_filters() -> None:
 @pytest.mark.parametrize("make", [OwnNumber, Scaled])
 def test_what_is_divided_is_divided_on_the_way_back(shape: tuple[int, ...], make: Any) -> None:
     v, number = torch.randn(4, 6), torch.rand(shape) + 0.5
-    tensors = {"operand": v, "factor": number, "own": number}
+    tensors = {"operand": v, "factor": number, "sigma": number}
     for divides, wanted in ((True, 1 / number), (False, number)):
         derivative = make(OPERAND, Layout((4, 6)), 0, FACTOR, divides).derivative()
         torch.testing.assert_close(derivative(tensors), torch.ones(4, 6) * wanted)
