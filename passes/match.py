@@ -246,14 +246,14 @@ def fits(
     wanted: Any, actual: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
 ) -> bool:
     """Lay the pattern's `wanted` over the graph's `given`, extending `binding`."""
-    fitted = lies_over(wanted, given, form, binding, label, shapes)
+    fitted = lies_over(wanted, actual, form, binding, label, shapes)
     if not fitted:
-        binding.refuse(Mismatch.FORM, given, wanted)
+        binding.refuse(Mismatch.FORM, actual, wanted)
     return fitted
 
 
 def lies_over(
-    wanted: Any, given: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
+    wanted: Any, actual: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
 ) -> bool:
     if isinstance(wanted, (list, tuple)):
         return (
