@@ -25,7 +25,7 @@ from kfac_fx.checks.equivalence import check_equivalence
 from kfac_fx.checks.proof import proof_gradients, with_proof_taps
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 
@@ -81,7 +81,7 @@ def measure(name: str) -> dict[str, Any]:
         return result
 
     timed("forward", lambda: model(*inputs))
-    captured = timed("capture", lambda: capture(model, inputs, layers=LAYERS, every_size=False))
+    captured = timed("capture", lambda: trace_model(model, inputs, layers=LAYERS, every_size=False))
     program = timed("passes", lambda: run(captured.program))
     recorder = timed("emission", lambda: Recorder(EmittedGraph(captured, program, model)))
     timed("likeness", lambda: check_equivalence(recorder, inputs, {}))

@@ -25,7 +25,7 @@ from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.rewrite import rewrite
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 
 OUT = Path(__file__).parent / "results" / "scale.json"
 NODES_A_BLOCK = 24
@@ -75,7 +75,8 @@ def measure(nodes: int) -> dict[str, float]:
         seconds[name] = time.process_time() - start
         return result
 
-    program = timed("capture", lambda: capture(model, None, options=Options(loss_given=True), layers=LAYERS)).program
+    options = Options(loss_given=True)
+    program = timed("capture", lambda: trace_model(model, None, options=options, layers=LAYERS)).program
     seconds["nodes"] = len(program.graph.nodes)
     for step in PIPELINE:
         program = timed(step.__name__, partial(run, program, [step]))

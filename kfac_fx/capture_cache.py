@@ -29,7 +29,7 @@ from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
-from kfac_fx.passes.trace import Capture, capture, named_parameters
+from kfac_fx.passes.trace import Capture, named_parameters, trace_model
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.recording.agreement import agreeing, check_trained, with_generic
 from kfac_fx.recording.emitted import EmittedGraph
@@ -85,7 +85,7 @@ class CaptureCache:
             self.refusal = "batch_dim needs the sizes of a batch, to know which of them counts the cases."
             return
         try:
-            traced = capture(self.model, options=self.arguments.options, layers=self.arguments.layers)
+            traced = trace_model(self.model, options=self.arguments.options, layers=self.arguments.layers)
         except UntraceableError as error:
             self.refusal = str(error)
             return
@@ -221,7 +221,7 @@ class CaptureCache:
         """
         arguments = self.arguments
         try:
-            traced = capture(
+            traced = trace_model(
                 self.model, args, kwargs, options=arguments.options, layers=arguments.layers, every_size=every_size
             )
             parts = self.around_autocast(traced.program, args, kwargs)

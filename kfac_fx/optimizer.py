@@ -15,8 +15,8 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import split_group
-from kfac_fx.optim.options import Options, Schedule, takes
-from kfac_fx.optim.state import check, publish, restore
+from kfac_fx.optim.options import KFACOptions, Schedule, takes
+from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, StepState, check_closure, take_step
 from kfac_fx.passes.tracing.devices import accelerators
 
@@ -57,8 +57,8 @@ class KFAC(Optimizer):
         AlreadyAttachedError: for a second optimizer on one net.
     """
 
-    @takes(Options)
-    def __init__(self, options: Options) -> None:
+    @takes(KFACOptions)
+    def __init__(self, options: KFACOptions) -> None:
         self.net: CompiledModule = options.net
         refuse_without_blocks(self.net.registrations, self.net.named_parameters())
         self.options = options
@@ -245,7 +245,7 @@ class KFAC(Optimizer):
         Raises:
             ValueError: the state does not fit; nothing of it is loaded then.
         """
-        checkpoint = check(self._step_state, self.param_groups, state_dict)
+        checkpoint = check_state(self._step_state, self.param_groups, state_dict)
         # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         restore(self._step_state, self.param_groups, self.state, checkpoint)

@@ -24,7 +24,9 @@ def check(program: Program) -> Program:
     registrations: list[Registration] = []
     for registration in program.registrations:
         wrong = [
-            name for name in registration.parameters if not registration.generic and missing(name, used, registered)
+            name
+            for name in registration.parameters
+            if not registration.generic and unregistered(name, used, registered)
         ]
         reason = "; ".join(too_few(name, used, registered) for name in wrong)
         registrations += (
@@ -37,12 +39,12 @@ def check(program: Program) -> Program:
     return program
 
 
-def missing(name: str, used: Edges, registered: Edges) -> list[Edge]:
+def unregistered(name: str, used: Edges, registered: Edges) -> list[Edge]:
     return [edge for edge in used[name] if edge not in registered[name]]
 
 
 def too_few(name: str, used: Edges, registered: Edges) -> str:
-    places = ", ".join(where(act) for act in dict.fromkeys(act for _, act in missing(name, used, registered)))
+    places = ", ".join(where(act) for act in dict.fromkeys(act for _, act in unregistered(name, used, registered)))
     return f"{name} has {len(used[name])} uses, {len(registered[name])} of them matched; missing {places}"
 
 
@@ -103,7 +105,7 @@ def culprits(program: Program, variables: Iterable[str] | None, used: Edges, reg
         for name in parts if len(parts) == 1 or read else [part for part in parts if used[part]]:
             if name not in by_name:
                 errors.append(f"{name} is not registered{used_in(used[name])}")
-            elif not by_name[name].generic and missing(name, used, registered):
+            elif not by_name[name].generic and unregistered(name, used, registered):
                 errors.append(wrong_count(name, by_name[name], used, registered))
     asked = {part for name in wanted for part in program.parts(program.aliases.get(name, name))}
     extra = [name for name in by_name if name not in asked]
@@ -129,7 +131,7 @@ def used_in(edges: Collection[Edge]) -> str:
 
 
 def wrong_count(name: str, registration: Registration, used: Edges, registered: Edges) -> str:
-    absent = missing(name, used, registered)
+    absent = unregistered(name, used, registered)
     counts = f"{len(used[name])} uses in the graph but {len(registered[name])}"
     lines = [f"{name} has {counts} in its registration {registration}:"]
     lines += [f"  registered   {where(edge[1])}" for edge in used[name] if edge in registered[name]]

@@ -53,7 +53,7 @@ def choose(
     timeless = chosen.series and program.submodules  # `leave_python` looks at the order of uses there
     if reason and chosen.needs_exact_rows:
         reason, chosen = f"{reason}, so not {chosen.name!r}", KRON
-    elif not timeless and (obstacle := missing(chosen, program.layers, uses)):
+    elif not timeless and (obstacle := lacking(chosen, program.layers, uses)):
         obstacle = f"{obstacle}, so not {chosen.name!r}"
         reason = f"{reason}; {obstacle}" if reason else obstacle
         plain = [product for product in BY_DIAGONAL_SIDES.values() if product.name == default and chosen.kronecker]
@@ -74,7 +74,7 @@ def choose(
     return chosen, reason
 
 
-def missing(
+def lacking(
     approximation: Approximation, layers: Mapping[str, Layer], uses: Sequence[Use], but: Collection[str] = ()
 ) -> str | None:
     """The words for the first of its needs, `but` some, that these uses lack; None if they lack none."""

@@ -258,5 +258,5 @@ RULES: dict[
     **dict.fromkeys(("add", "sub"), Expressions.summed),
     **dict.fromkeys(("mul", "div", "neg"), Expressions.multiple),
     **dict.fromkeys(FUNCTIONS, Expressions.function),
-    "written": Expressions.overwritten,
+    "overwritten": Expressions.overwritten,
 }

@@ -56,11 +56,14 @@ def loss_sites(program: Program, returned: list[fx.Node]) -> tuple[LossSite, ...
     return tuple(
         loss_site(node)
         for node in program.graph.nodes
-        if node in behind and op_name(node) in BY_NAME and label[node] is Label.ACT and learned(node.args[0], label)
+        if node in behind
+        and op_name(node) in BY_NAME
+        and label[node] is Label.ACT
+        and of_parameters(node.args[0], label)
     )
 
 
-def learned(inputs: Any, label: Mapping[fx.Node, Label]) -> bool:
+def of_parameters(inputs: Any, label: Mapping[fx.Node, Label]) -> bool:
     return isinstance(inputs, fx.Node) and any(label[node] is Label.PURE for node in ancestors([inputs]))
 
 

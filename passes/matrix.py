@@ -169,7 +169,7 @@ def alike(forms: Sequence[object]) -> tuple[MatrixForm, ...]:
 def pack_all(forms: Sequence[MatrixForm], tensors: Mapping[str, Tensor]) -> Tensor:
     """`pack` of forms that are alike and have one shape: [forms, g, o, i]. A parameter costs a view; what is copied, is
     copied for all at once."""
-    weights, biases = entries(forms)
+    weights, biases = weights_and_biases(forms)
     parts = [stacked([layout.apply(tensors[name]) for name, layout in weights])] if weights else []
     if biases:
         parts.append(stacked([layout.apply(tensors[name]) for name, layout in biases]).unsqueeze(-1))
@@ -178,14 +178,14 @@ def pack_all(forms: Sequence[MatrixForm], tensors: Mapping[str, Tensor]) -> Tens
 
 def unpack_all(forms: Sequence[MatrixForm], matrices: Tensor) -> dict[str, Tensor]:
     """The inverse of `pack_all`, in views."""
-    weights, biases = entries(forms)
+    weights, biases = weights_and_biases(forms)
     bodies = (matrices[..., :-1] if biases else matrices).unbind() if weights else ()
     columns = matrices[..., -1].unbind() if biases else ()
     pairs = [*zip(weights, bodies, strict=True), *zip(biases, columns, strict=True)]
     return {name: layout.invert(matrix) for (name, layout), matrix in pairs}
 
 
-def entries(forms: Sequence[MatrixForm]) -> tuple[list[tuple[str, Layout]], list[tuple[str, Layout]]]:
+def weights_and_biases(forms: Sequence[MatrixForm]) -> tuple[list[tuple[str, Layout]], list[tuple[str, Layout]]]:
     return [form.weight for form in forms if form.weight], [form.bias for form in forms if form.bias]
 
 

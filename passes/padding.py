@@ -26,9 +26,9 @@ from .ir import KEPT, Dims, Note, Program, Registration, Use, literal_attrs, whe
 from .layers import Layer
 from .timeline import UNCLEAR, Timeline
 
-MOVES = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions in the place of positions
+REORDERS = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other positions in the place of positions
 PICKS = {"index", "index_select", "gather", "take_along_dim"}
-VIEWS = {"view", "reshape", "flatten", "unsafe_view", "contiguous"}
+MERGES = {"view", "reshape", "flatten", "unsafe_view", "contiguous"}
 Fitting = tuple[Value, Dims]  # a mask, and where its dimensions are in an output
 LENGTH = 3  # of a dimension whose size only the batch knows, for trying a layer's rows
 
@@ -81,12 +81,12 @@ class Places:
         elif (
             operands
             and self.positions in sizes
-            and (op_name(node) in MOVES or (op_name(node) in PICKS and sizes_of(operands[0])[:2] == sizes[:2]))
+            and (op_name(node) in REORDERS or (op_name(node) in PICKS and sizes_of(operands[0])[:2] == sizes[:2]))
         ):
             self.moved[node] = node
         if sizes[:1] != [self.both]:
             return
-        if op_name(node) in VIEWS and (shape := sizes_of(operands[0])[:2]) in (
+        if op_name(node) in MERGES and (shape := sizes_of(operands[0])[:2]) in (
             [self.cases, self.positions],
             [self.positions, self.cases],
         ):
@@ -94,7 +94,7 @@ class Places:
             return
         along = [operand for operand in operands if sizes_of(operand)[:1] == [self.both]]
         orders = {self.merged.get(operand) for operand in along}
-        if len(orders) == 1 and None not in orders and op_name(node) not in MOVES | PICKS:
+        if len(orders) == 1 and None not in orders and op_name(node) not in REORDERS | PICKS:
             self.merged[node] = self.merged[along[0]]
 
     def of_tower(self, registration: Registration, uses: Sequence[Use]) -> list[tuple[Fitting | None, str]]:
@@ -112,7 +112,7 @@ class Places:
         """With one position of the mask, [N, 1]."""
         cases = use.batch_dim or 0
         other = next((dim for dim in range(len(sizes_of(use.output))) if dim != cases), None)
-        if other is None or not fits((cases, other), use, self.layers[use.layer], (self.shape[0], 1)):
+        if other is None or not fits_mask((cases, other), use, self.layers[use.layer], (self.shape[0], 1)):
             return None, f"its output [{', '.join(sizes_of(use.output))}] has no rows of [{self.cases}] cases"
         return (Computed(torch.narrow, (self.mask, 1, place, 1)), (cases, other)), ""
 
@@ -124,7 +124,7 @@ class Places:
             return None, reason
         if use.output in self.moved:
             return None, f"positions are moved by {where(self.moved[use.output])}"
-        fitting = [dims for dims in self.candidates(use.output) if fits(dims, use, layer, self.shape)]
+        fitting = [dims for dims in self.candidates(use.output) if fits_mask(dims, use, layer, self.shape)]
         if len(fitting) == 1:
             turned = len(set(fitting[0])) == 1 and self.merged[use.output]
             return (Computed(torch.t, (self.mask,)) if turned else self.mask, fitting[0]), ""
@@ -166,7 +166,7 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     return same(cases, program.cases), same(positions, None)
 
 
-def fits(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:
+def fits_mask(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:
     """Whether a row of the layer belongs to one position, tried on a mask of different numbers."""
     sizes, shape = ([number(size) or LENGTH for size in all_] for all_ in (mask, use.output.meta["val"].shape))
     if len(set(dims)) == 1:

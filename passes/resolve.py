@@ -391,7 +391,7 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
         if GENERIC in requested(program, (name,), "generic"):
             wanted[name] = WANTED
         approximation, _ = choose(program, "generic", None, (), name)
-        unknown = own_backward(edges[name], owner) or f"no layer has the form of {enters(edges[name])}"
+        unknown = function_entered(edges[name], owner) or f"no layer has the form of {enters(edges[name])}"
         generics.append(program.generic(name, wanted.get(name, unknown), approximation.name))
     if unmatched:
         raise LinkError(
@@ -401,7 +401,7 @@ def leftovers(program: Program, taken: set[str]) -> tuple[list[Registration], tu
     return generics, tuple(name for name in program.shapes if name not in taken and name not in edges)
 
 
-def own_backward(edges: list[Edge], parameter: str) -> str | None:
+def function_entered(edges: list[Edge], parameter: str) -> str | None:
     """The first autograd.Function of a user's that the parameter enters, if it does."""
     for pure, act in edges:
         between = [act, *ancestors([pure])]

@@ -23,13 +23,13 @@ from .graphs.operations import op_name
 from .ir import Options, Program
 from .torch_private import FORWARD_MODE, GUARDS
 from .tracing.attributes import untouched
-from .tracing.derivatives import differentiated, forward_mode, takes_derivatives
+from .tracing.derivatives import forward_mode, takes_derivatives, traced_below_autograd
 from .tracing.functions import own_backwards
 from .tracing.outside import Outside
 from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
 from .tracing.settings import Settings
 from .tracing.signature import (
-    Flat,
+    FlatModel,
     Returned,
     constants,
     flat_graph,
@@ -88,7 +88,7 @@ class Capture:
         return Settings(model, self.outside, self.assigned, tensors, inside)
 
 
-def capture(
+def trace_model(
     model: nn.Module,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -159,7 +159,7 @@ def exported(
     refuse_nested(name, leaves)
     refuse_hidden_tensors(name, leaves)
     refuse_no_tensors(name, "takes", leaves)
-    flat = Flat(model, leaves, spec)
+    flat = FlatModel(model, leaves, spec)
     flat.training = model.training  # of this module only: submodules may be in other modes
     # For a view torch.export would guard its base; the next batch need not be a view.
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -225,7 +225,7 @@ def read_facts(outside: Outside) -> list[Callable[[tuple[Any, ...], Mapping[str,
 
 
 def graph_module(
-    flat: Flat, tensors: tuple[Tensor, ...], every_size: bool, longest: Sequence[int]
+    flat: FlatModel, tensors: tuple[Tensor, ...], every_size: bool, longest: Sequence[int]
 ) -> tuple[fx.GraphModule, Callable[..., None] | None]:
     """The traced module, and a function of the inputs that raises AssertionError if it is not valid for them."""
     try:
@@ -246,7 +246,7 @@ def graph_module(
     flat.returned = Returned()
     with custom_functions() as custom, recurrent_layers(longest):
         try:
-            traced = differentiated(flat, tensors)
+            traced = traced_below_autograd(flat, tensors)
         except Exception:
             refuse_custom(flat.model, custom)
             raise

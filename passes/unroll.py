@@ -28,16 +28,16 @@ from .graphs.operations import op_name
 from .graphs.sizes import counted
 from .ir import STEP, UNROLLED, Program
 
-Value = Any  # an fx.Proxy, on which operations become nodes; or a tensor
-State = list[Value]
-Cell = Callable[[Value, Value, State], State]
+Stepped = Any  # an fx.Proxy, on which operations become nodes; or a tensor
+State = list[Stepped]
+Cell = Callable[[Stepped, Stepped, State], State]
 
 # --- cells ------------------------------------------------------------------------------------------------------------
 # A cell computes the new state from the products of the input and of the state, each with its bias, and from the state.
 # The order of operations is torch's. The first element of a state is the output.
 
 
-def lstm(x: Value, h: Value, state: State) -> State:
+def lstm(x: Stepped, h: Stepped, state: State) -> State:
     """Hochreiter & Schmidhuber 1997, with forget gates."""
     gates = torch.chunk(h + x, 4, -1)
     i, f, g, o = (gates[n] for n in range(4))
@@ -45,7 +45,7 @@ def lstm(x: Value, h: Value, state: State) -> State:
     return [torch.sigmoid(o) * torch.tanh(c), c]
 
 
-def gru(x: Value, h: Value, state: State) -> State:
+def gru(x: Stepped, h: Stepped, state: State) -> State:
     """Cho et al. 2014. As in torch, the reset gate multiplies the product of the state, not the state."""
     of_x, of_h = torch.chunk(x, 3, -1), torch.chunk(h, 3, -1)
     r = torch.sigmoid(of_h[0] + of_x[0])
@@ -54,11 +54,11 @@ def gru(x: Value, h: Value, state: State) -> State:
     return [(state[0] - n) * z + n]
 
 
-def rnn_tanh(x: Value, h: Value, state: State) -> State:
+def rnn_tanh(x: Stepped, h: Stepped, state: State) -> State:
     return [torch.tanh(h + x)]
 
 
-def rnn_relu(x: Value, h: Value, state: State) -> State:
+def rnn_relu(x: Stepped, h: Stepped, state: State) -> State:
     return [torch.relu(h + x)]
 
 
@@ -95,10 +95,10 @@ class Unroller(Writer):
     def __init__(self, label: Mapping[fx.Node, Label]) -> None:
         super().__init__()
         self.label = label
-        self.padded: dict[fx.Node, Value] = {}  # packed data -> its padded form [steps, N, ...]
-        self.masks: dict[tuple[fx.Node, int], Value] = {}
+        self.padded: dict[fx.Node, Stepped] = {}  # packed data -> its padded form [steps, N, ...]
+        self.masks: dict[tuple[fx.Node, int], Stepped] = {}
 
-    def first(self, state: fx.Node, number: int | None, product: Value) -> Value:
+    def first(self, state: fx.Node, number: int | None, product: Stepped) -> Stepped:
         """A first state with one row for each case; see the module's docstring.
 
         Args:
@@ -111,21 +111,21 @@ class Unroller(Writer):
             return first
         return first.expand_as(product[..., : first.node.meta["val"].shape[-1]])
 
-    def reached(self, lengths: Value, steps: int, like: Value) -> Value:
+    def reached(self, lengths: Stepped, steps: int, like: Stepped) -> Stepped:
         """[steps, N]: whether the sequence has the step."""
         key = (lengths.node, steps)
         if key not in self.masks:
             device = like.node.meta["val"].device
-            step: Value = self.create_proxy("call_function", torch.arange, (steps,), {"device": device})
+            step: Stepped = self.create_proxy("call_function", torch.arange, (steps,), {"device": device})
             self.masks[key] = torch.lt(step.unsqueeze(-1), lengths.to(device))
         return self.masks[key]
 
-    def linear(self, x: Value, weight: Value, bias: Value | None, reached: Value | None) -> Value:
+    def linear(self, x: Stepped, weight: Stepped, bias: Stepped | None, reached: Stepped | None) -> Stepped:
         """A linear layer of one step. reached: [N, 1], whether the sequence has the step."""
         y = F.linear(x, weight, bias)
         return y if reached is None else self.create_proxy("call_function", counted, (y, reached), {})
 
-    def pack(self, y: Value, mask: Value, rows: Any) -> Value:
+    def pack(self, y: Stepped, mask: Stepped, rows: Any) -> Stepped:
         """[steps, N, ...] -> [rows, ...]. The number of rows is data."""
         value = y.node.meta["val"]
         with self.valued(value.new_empty(rows, *value.shape[2:])):
@@ -133,7 +133,7 @@ class Unroller(Writer):
         self.padded[data.node] = y
         return data
 
-    def unpack(self, data: Value, mask: Value) -> Value:
+    def unpack(self, data: Stepped, mask: Stepped) -> Stepped:
         """[rows, ...] -> [steps, N, ...], with arbitrary values beyond the lengths."""
         if data.node in self.padded:
             return self.padded[data.node]
@@ -173,7 +173,7 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
     reached = None if mask is None else by_step(write, mask.unsqueeze(-1), steps)
     last: list[State] = []
     for layer in range(layers):
-        outputs: list[list[Value]] = []
+        outputs: list[list[Stepped]] = []
         for reverse in range(directions):
             number = directions * layer + reverse
             its_weights = Weights(*arranged(write(weights[number * count : (number + 1) * count]), biases))
@@ -193,14 +193,14 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
 class Weights(NamedTuple):
     """The weights of a layer and direction: w of the input, u of the state, their biases b and d, the projection r."""
 
-    w: Value
-    u: Value
-    b: Value | None
-    d: Value | None
-    r: Value | None
+    w: Stepped
+    u: Stepped
+    b: Stepped | None
+    d: Stepped | None
+    r: Stepped | None
 
 
-def arranged(weights: Sequence[Value], biases: bool) -> list[Value | None]:
+def arranged(weights: Sequence[Stepped], biases: bool) -> list[Stepped | None]:
     """torch's order w, u[, b, d][, r] -> the order of `Weights`."""
     w, u, *rest = weights
     b, d, *r = rest if biases else (None, None, *rest)
@@ -212,17 +212,17 @@ class Direction(NamedTuple):
 
     cell: Cell
     weights: Weights
-    reached: Sequence[Value] | None
+    reached: Sequence[Stepped] | None
     reverse: bool
     name: str
 
 
 def through_time(
-    write: Unroller, layer: Direction, inputs: Sequence[Value], first: Sequence[tuple[fx.Node, int]]
-) -> tuple[list[Value], State]:
+    write: Unroller, layer: Direction, inputs: Sequence[Stepped], first: Sequence[tuple[fx.Node, int]]
+) -> tuple[list[Stepped], State]:
     """All steps of a layer: (outputs in the order of the inputs, last state)."""
     (w, u, b, d, r), reached = layer.weights, layer.reached
-    outputs: list[Value] = [None] * len(inputs)
+    outputs: list[Stepped] = [None] * len(inputs)
     state: State = []
     for step in reversed(range(len(inputs))) if layer.reverse else range(len(inputs)):
         write.at(f"{layer.name}_t{step}")
@@ -239,7 +239,7 @@ def through_time(
     return outputs, state
 
 
-def dropped(write: Unroller, y: Value, chance: float, mask: Value | None, rows: Any) -> Value:
+def dropped(write: Unroller, y: Stepped, chance: float, mask: Stepped | None, rows: Any) -> Stepped:
     """Dropout between layers, with torch's random numbers, which are drawn for the packed data of packed sequences."""
     if mask is None:
         return F.dropout(y, chance, True)
@@ -249,7 +249,7 @@ def dropped(write: Unroller, y: Value, chance: float, mask: Value | None, rows: 
     return write.unpack(data, mask)
 
 
-def by_step(write: Unroller, x: Value, steps: int, dim: int = 0) -> list[Value]:
+def by_step(write: Unroller, x: Stepped, steps: int, dim: int = 0) -> list[Stepped]:
     """The steps of x along a dimension."""
     step = write.representative(x.node.meta["val"].select(dim, 0))
     with write.valued((step,) * steps):  # torch.unbind of a value would make a slice for every step

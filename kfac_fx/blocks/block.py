@@ -88,7 +88,7 @@ class Operator(ABC):
         return self._multiply(vector, "cholesky_inverse", transpose)
 
 
-class FisherBlock(Operator):
+class BlockOperator(Operator):
     """One block of a group.
 
     Attributes:
@@ -242,8 +242,8 @@ def make_block(
     device: torch.device | None = None,
     damping: float | Tensor = 0.0,
     roots: Sequence[Root] = (-1.0,),
-) -> FisherBlock:
+) -> BlockOperator:
     """A single block; see `make_groups`."""
     damping = damping if isinstance(damping, Tensor) else torch.tensor(damping, dtype=torch.float64)
     (group,) = make_groups([registration], parameters, roots=roots, damping=damping, dtype=dtype, device=device)
-    return FisherBlock(group, 0)
+    return BlockOperator(group, 0)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import FisherBlock, Operator, check_fits, leading, make_groups
+from kfac_fx.blocks.block import BlockOperator, Operator, check_fits, leading, make_groups
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.factor import Failures, NotRegisteredError
 from kfac_fx.factors.inverses import Inverter
@@ -20,10 +20,10 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 
 
-class Blocks(dict[Key, FisherBlock]):
+class Blocks(dict[Key, BlockOperator]):
     """The blocks by the names of their parameters, in the order of the registrations."""
 
-    def __missing__(self, key: object) -> FisherBlock:
+    def __missing__(self, key: object) -> BlockOperator:
         """Raises NotRegisteredError, a KeyError, with the keys that may have been meant."""
         names = {key} if isinstance(key, str) else set(key) if isinstance(key, tuple) else set()
         meant = [block for block in self if names & {*block, *(name.rpartition(".")[0] for name in block)}]
@@ -55,7 +55,7 @@ class BlockDiagonalFisher(Operator):
         """Make empty blocks for the present registrations."""
         registrations, parameters = self.wanted()
         self._groups = make_groups(registrations, parameters, roots=self.roots, damping=self._damping)
-        blocks = [FisherBlock(group, index) for group in self._groups for index in range(len(group))]
+        blocks = [BlockOperator(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in blocks}
         self._blocks = Blocks(
             (registration.parameters, by_key[registration.parameters]) for registration in registrations

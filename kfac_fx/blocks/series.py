@@ -37,7 +37,7 @@ from kfac_fx.blocks.rooted import Ingredients, RootedGroup
 from kfac_fx.factors.factor import Stack
 from kfac_fx.factors.stacks import ALL_BLOCKS, Roots
 from kfac_fx.linalg.chain import doublings, fejer, kron, resolvent, solve_transposed, symmetrized, triangle
-from kfac_fx.linalg.matrices import RESCUES, Root, cholesky, damp, eigh, is_finite, unsqueeze_like
+from kfac_fx.linalg.matrices import RESCUES, Root, are_finite, cholesky, damp, eigh, unsqueeze_like
 from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, Side
 from kfac_fx.passes.ir import Registration
 
@@ -182,7 +182,7 @@ class SeriesGroup(RootedGroup):
             turned = [basis.mT @ hat @ basis for hat, basis in zip(hats, bases, strict=True)]
             lagging = [solve_transposed(lower, hat.mT @ e) for lower, hat, e in zip(lowers, hats, bases, strict=True)]
         ingredients = self.from_operands([*forward, w.sqrt(), *turned], [*inverse, w.rsqrt(), *lagging])
-        valid += [is_finite(tensor) for tensors in ingredients.values() for tensor in tensors]
+        valid += [are_finite(tensor) for tensors in ingredients.values() for tensor in tensors]
         return ingredients, ~torch.stack(valid).all(0)
 
 

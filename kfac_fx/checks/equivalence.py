@@ -21,7 +21,7 @@ from kfac_fx.passes.errors import UntraceableError, fatal, first_line
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import UNROLLED, Program
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
-from kfac_fx.passes.tracing.calls import mapped
+from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.signature import input_names, laid_out, tensors_in
 from kfac_fx.passes.tracing.substitutes import buffers_kept, parameters_kept
 from kfac_fx.passes.tracing.watch import custom_functions
@@ -255,7 +255,7 @@ def detached(values: list[Any]) -> list[Any]:
 
 def copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with copies of all tensors."""
-    copied: tuple[tuple[Any, ...], dict[str, Any]] = mapped(laid_out, (args, dict(kwargs)))
+    copied: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(laid_out, (args, dict(kwargs)))
     return copied
 
 

@@ -213,12 +213,12 @@ def fitting_approximation(
         return KRON.name, f"its rows are ids, so not {name!r}"
     if mixing:
         return name, f"cases meet between it and the outputs, so {name!r} leaves out products of two cases"
-    if registration.structure.series and (mixed := unlike(taps)):
+    if registration.structure.series and (mixed := no_series(taps)):
         return KRON_INDEP.name, f"{mixed}, so not {name!r}"
     return None
 
 
-def unlike(taps: Sequence[ProofTap]) -> str | None:
+def no_series(taps: Sequence[ProofTap]) -> str | None:
     """Why no series can be made of the rows of these uses."""
     if any(tap.kind[0] for tap in taps):
         return "its rows are ids"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import compiled_from, parameters_of, submodules_of
-from kfac_fx.passes.tracing.substitutes import memory
+from kfac_fx.passes.tracing.substitutes import address
 
 
 class Structure:
@@ -146,7 +146,7 @@ def refuse_overlapping(model: nn.Module) -> None:
     """
     by_memory: dict[tuple[int, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, param in model.named_parameters():
-        if param.requires_grad and param.numel() and (place := memory(param)):
+        if param.requires_grad and param.numel() and (place := address(param)):
             by_memory.setdefault((place, param.dtype), []).append((name, param.detach()))
     pairs = [pair for members in by_memory.values() if len(members) > 1 for pair in overlaps(members)]
     if pairs:

@@ -25,7 +25,7 @@ from kfac_fx.report.rows import memory_text
 NEVER = 1_000_000  # steps
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # steps
 WARM = 2  # steps before the first round, which make factors, inverses and states
-STEP = 1e-6  # the learning rate: the models hardly change
+LEARNING_RATE = 1e-6  # the learning rate: the models hardly change
 PLAIN, STATISTICS, INVERSES = "K-FAC, plain", "K-FAC, with statistics", "K-FAC, with inverses"
 EVERY = {PLAIN: (NEVER, NEVER), STATISTICS: (1, NEVER), INVERSES: (NEVER, 1)}
 
@@ -57,17 +57,15 @@ class Contestant:
     def state(self) -> int:
         """The bytes of the tensors in the optimizer's state."""
         leaves, _ = pytree.flatten(self.optimizer.state_dict())
-        storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves if is_tensor(leaf)}
+        storages = {
+            leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)
+        }
         return sum(storage.nbytes() for storage in storages.values())
-
-
-def is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 def scalar_loss(outputs: object) -> Tensor:
     """The scalar that forward returns, or the mean square of its outputs. The time of a step does not depend on it."""
-    leaves = [leaf for leaf in pytree.flatten(outputs)[0] if is_tensor(leaf) and leaf.requires_grad]
+    leaves = [leaf for leaf in pytree.flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     scalars = [leaf for leaf in leaves if leaf.dim() == 0]
     if not leaves:
         raise CommandError("no output of the model has a gradient", status=1)
@@ -81,12 +79,12 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
         CommandError: the model cannot be compiled, or no output has a gradient.
     """
     problem.model.train()
-    contestants = {"SGD": plain(problem, SGD), "AdamW": plain(problem, AdamW)}
+    contestants = {"SGD": plain_contestant(problem, SGD), "AdamW": plain_contestant(problem, AdamW)}
     for name, (statistics_every, inverses_every) in EVERY.items():
         net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
         optimizer = kfac_fx.KFAC(
             net,
-            lr=STEP,
+            lr=LEARNING_RATE,
             damping=1.0,
             momentum_type="regular",
             cov_update_every=statistics_every,
@@ -106,16 +104,16 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
     return contestants
 
 
-def plain(problem: Problem, kind: type[SGD] | type[AdamW]) -> Contestant:
+def plain_contestant(problem: Problem, kind: type[SGD] | type[AdamW]) -> Contestant:
     model = copy.deepcopy(problem.model)
-    return Contestant(model, kind(model.parameters(), lr=STEP), problem)
+    return Contestant(model, kind(model.parameters(), lr=LEARNING_RATE), problem)
 
 
 # --- what the times mean ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Intervals:
     """Intervals of statistics and inverses, and the time of their mean step as a multiple of AdamW's."""
 
     statistics: int
@@ -126,7 +124,7 @@ class Schedule:
         return f"KFAC(net, ..., cov_update_every={self.statistics}, invert_every={self.inverses})"
 
 
-def schedule(seconds: Mapping[str, float], overhead: float) -> Schedule | None:
+def schedule(seconds: Mapping[str, float], overhead: float) -> Intervals | None:
     """The shortest intervals whose mean step takes at most 1 + overhead steps of AdamW; None if no interval does.
 
     The mean step takes P + (S - P) / s + (I - P) / i: P is a plain step, S one with statistics and I one with inverses,
@@ -136,7 +134,7 @@ def schedule(seconds: Mapping[str, float], overhead: float) -> Schedule | None:
     base = seconds[PLAIN]
     more = {kind: max(seconds[kind] - base, 0.0) for kind in (STATISTICS, INVERSES)}
     fitting = [
-        Schedule(s, i, ratio)
+        Intervals(s, i, ratio)
         for s in INTERVALS
         for i in INTERVALS
         if i >= s and (ratio := (base + more[STATISTICS] / s + more[INVERSES] / i) / seconds["AdamW"]) <= 1 + overhead
@@ -144,7 +142,7 @@ def schedule(seconds: Mapping[str, float], overhead: float) -> Schedule | None:
     return min(fitting, key=lambda each: (each.statistics * each.inverses, each.inverses), default=None)
 
 
-def table(contestants: Mapping[str, Contestant]) -> Table:
+def table_of_times(contestants: Mapping[str, Contestant]) -> Table:
     """A row a method: milliseconds, the multiple of AdamW's, and the memory of the optimizer's state."""
     shown = Table(title="one training step", title_justify="left")
     for column in ("method", "CPU ms", "of AdamW", "optimizer state"):
@@ -156,7 +154,7 @@ def table(contestants: Mapping[str, Contestant]) -> Table:
     return shown
 
 
-def advice(contestants: Mapping[str, Contestant], overhead: float) -> str:
+def fitting_schedule(contestants: Mapping[str, Contestant], overhead: float) -> str:
     """The schedule that fits the overhead, as a sentence."""
     seconds = {name: contestant.median for name, contestant in contestants.items()}
     fitting = schedule(seconds, overhead)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import kfac_fx
 from kfac_fx import demo
-from kfac_fx.cli.bench import advice, bench, table
+from kfac_fx.cli.bench import bench, fitting_schedule, table_of_times
 from kfac_fx.cli.explain import explain
 from kfac_fx.cli.passes import passes
 from kfac_fx.cli.problem import CommandError, add_arguments, read
@@ -133,22 +133,22 @@ def bench_command(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     contestants = bench(read(options), options.rounds)
     console = Console()
-    console.print(table(contestants))
-    console.print(advice(contestants, options.overhead), soft_wrap=True)
+    console.print(table_of_times(contestants))
+    console.print(fitting_schedule(contestants, options.overhead), soft_wrap=True)
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------
 
 
 def demo_command(options: argparse.Namespace) -> None:
-    missing = demo.missing()
+    missing = demo.missing_packages()
     if missing:
         raise CommandError(f"needs {' and '.join(missing)}: pip install 'kfac_fx[demo]'", status=1)
     for path in (options.png, options.json):
         if path is not None and not path.absolute().parent.is_dir():
             raise CommandError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
-    demo.run(
-        demo.Options(
+    demo.run_demo(
+        demo.DemoOptions(
             steps=options.steps,
             quick=options.quick,
             seed=options.seed,

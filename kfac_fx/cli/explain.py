@@ -9,7 +9,7 @@ from torch import fx
 
 from kfac_fx.cli.problem import CommandError
 from kfac_fx.passes.approximations import APPROXIMATIONS
-from kfac_fx.passes.choose import missing
+from kfac_fx.passes.choose import lacking
 from kfac_fx.passes.errors import nearest, plural
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import entries
@@ -19,7 +19,7 @@ from kfac_fx.passes.near import NearMatch, near_matches
 from kfac_fx.report.report import Report
 from kfac_fx.report.rows import factor_text
 
-WIDTH = 100
+LINE_WIDTH = 100
 NEAR = 3  # the layers that nearly match at one place; others are further away
 
 
@@ -43,13 +43,13 @@ def explain(program: Program, name: str) -> str:
         lines += [*absence(program, parameter), ""]
     lines += [f"dropped: {note.subject}: {note.reason}" for note in program.dropped if parameter in note.subject]
     lines += [*place_lines(program, parameter, registrations)]
-    lines += ["", *advice(program, parameter, registrations)]
-    return "\n".join(wrapped for line in lines for wrapped in wrap(line)).rstrip()
+    lines += ["", *ways_to_change(program, parameter, registrations)]
+    return "\n".join(wrapped for line in lines for wrapped in wrap_indented(line)).rstrip()
 
 
-def wrap(line: str) -> list[str]:
+def wrap_indented(line: str) -> list[str]:
     indent = line[: len(line) - len(line.lstrip())]
-    return textwrap.wrap(line, WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [""]
+    return textwrap.wrap(line, LINE_WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [""]
 
 
 def heading(program: Program, parameter: str) -> Iterator[str]:
@@ -97,7 +97,7 @@ def place_lines(program: Program, parameter: str, registrations: list[Registrati
             for role, bound in use.parameters.items()
             if bound.parameter in parts
         ]
-        yield f"  {described(place)}: {', '.join(layers) or 'no layer'}"
+        yield f"  {node_words(place)}: {', '.join(layers) or 'no layer'}"
         if not layers:
             yield from map(near_line, near_matches(expressed, place)[:NEAR])
 
@@ -108,17 +108,17 @@ def near_line(near: NearMatch) -> str:
     return f"    not {near.layer}: {near.condition}"
 
 
-def described(place: fx.Node) -> str:
+def node_words(place: fx.Node) -> str:
     return f"{op_name(place) if place.op != 'output' else 'the output'} at {where(place)}"
 
 
-def advice(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
+def ways_to_change(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
     """What to write to change the block."""
     structured = [each for each in registrations if not each.generic]
     for registration in structured:
         layer = program.layers[registration.layer]
         others = [name for name in layer.approximations if name != registration.approximation]
-        lacks = {name: missing(APPROXIMATIONS[name], program.layers, registration.uses) for name in others}
+        lacks = {name: lacking(APPROXIMATIONS[name], program.layers, registration.uses) for name in others}
         if possible := [name for name, lack in lacks.items() if lack is None]:
             yield f"for another block write approximations={{{parameter!r}: {possible[0]!r}}}, or one of "
             yield f"  {', '.join(possible)}"

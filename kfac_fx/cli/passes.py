@@ -10,7 +10,7 @@ from kfac_fx.passes.errors import UntraceableError, first_line, nearest
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import PIPELINE, run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 
 CAPTURE = "capture"
 CONTEXT = 2  # unchanged lines around a change
@@ -30,16 +30,16 @@ def passes(problem: Problem, only: str | None = None) -> Iterator[str]:
         raise CommandError(f"there is no pass {only!r}, only {', '.join(names)}.{nearest(only, names)}")
     options = Options(loss_given=problem.loss is not None, strict=problem.strict)
     try:
-        program = capture(problem.model, problem.args, problem.kwargs, options=options, layers=LAYERS).program
+        program = trace_model(problem.model, problem.args, problem.kwargs, options=options, layers=LAYERS).program
     except UntraceableError as error:
         text = f"the model cannot be captured whole, and the parts have passes of their own: {first_line(error)}"
         raise CommandError(text, status=1) from error
     if only is None:
         yield titled(CAPTURE, program)
-    for step in PIPELINE:
+    for number, step in enumerate(PIPELINE):
         before = program
         try:
-            program = run(program, (step,))
+            program = run(program, PIPELINE[number : number + 1])
         except ValueError as error:
             raise CommandError(f"{step.__name__}: {type(error).__name__}: {error}", status=1) from error
         if step.__name__ == only:

@@ -26,7 +26,7 @@ QUICK = 20  # --quick divides the steps by this
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """The command line. steps: of the first-order methods; None: those of each task. png, json: files to write."""
 
     steps: int | None = None
@@ -38,12 +38,12 @@ class Options:
     progress: bool = True
 
 
-def missing() -> list[str]:
+def missing_packages() -> list[str]:
     """The packages that the demo needs and that are not installed, by their names for pip."""
     return [package for module, package in NEEDED.items() if find_spec(module) is None]
 
 
-def run(options: Options, console: Console) -> dict[str, Runs]:
+def run_demo(options: DemoOptions, console: Console) -> dict[str, Runs]:
     """Train, print the results and write the files. Returns the runs by task and method."""
     from kfac_fx.demo.results import draw, results, results_table, verdict
     from kfac_fx.demo.tasks import tasks
@@ -68,7 +68,7 @@ def run(options: Options, console: Console) -> dict[str, Runs]:
     return by_task
 
 
-def compare(task: Task, options: Options, console: Console) -> Runs:
+def compare(task: Task, options: DemoOptions, console: Console) -> Runs:
     """Print the report of the task's model and train it with every method from the same start."""
     from kfac_fx.demo.training import compile_task, train
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kfac_fx.diagnostics.watched import PROPORTIONAL, Factor, Watched, factors, gradient_behind
+from kfac_fx.diagnostics.watched import PROPORTIONAL, LossFactor, Watched, factors, gradient_behind
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.registered import LossSpec
@@ -69,7 +69,7 @@ def check_scale(
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
 
 
-def factor_of_step(of_loss: Sequence[Factor], cases: int, reduction: str, loss_scale: float) -> float | None:
+def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, loss_scale: float) -> float | None:
     """The factor of one loss in all forwards of a step, relative to its mean, or sum, over all cases.
 
     None if the forwards differ.
@@ -81,7 +81,7 @@ def factor_of_step(of_loss: Sequence[Factor], cases: int, reduction: str, loss_s
     return mean if all(near(scale, mean) for scale in scales) else None
 
 
-def is_right(multiple: float, of_loss: Sequence[Factor]) -> bool:
+def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     """Cases without a target may count, or not."""
     return near(multiple, 1.0) or (len(of_loss) == 1 and near(multiple, 1.0 / of_loss[0].with_targets))
 
@@ -100,7 +100,7 @@ def is_power_of_two(multiple: float) -> bool:
     return power > 0 and abs(multiple / 2**power - 1) < PROPORTIONAL
 
 
-def advice(multiple: float, factor: Factor, cases: int, forwards: int, reduction: str) -> str:
+def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str) -> str:
     """The line of the warning: the multiple, its usual cause, and the code to write instead."""
     loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.cases
     name, weight = type(loss).__name__, factor.coefficient * multiple

@@ -170,7 +170,7 @@ def within(
 
 
 @dataclass(frozen=True)
-class Factor:
+class LossFactor:
     """The trained loss as a multiple of the mean of a registered loss."""
 
     multiple: float
@@ -181,11 +181,11 @@ class Factor:
     spec: object  # the origin of the loss
 
 
-def factors(watched: Watched, value: float | None) -> list[Factor]:
+def factors(watched: Watched, value: float | None) -> list[LossFactor]:
     """The factors of the registered losses, as far as they can be told. value: of the user's whole loss, if known."""
     arrived, spec = watched.arrived(), watched.recorder.loss
     leaves, weighted = watched.losses()
-    factors: list[Factor] = []
+    factors: list[LossFactor] = []
     taken: set[int] = set()
     for registered, weight, loss in weighted:
         gradient = gradient_behind(loss.inputs, leaves, arrived)
@@ -196,7 +196,7 @@ def factors(watched: Watched, value: float | None) -> list[Factor]:
             if targets is None:
                 alone = len(weighted) == 1 and watched.part == 1
                 multiple = factor_of_value(weight, loss, gradient, value) if alone else None
-                factors += [] if multiple is None else [Factor(multiple, loss, registered, loss.cases, 1.0, spec)]
+                factors += [] if multiple is None else [LossFactor(multiple, loss, registered, loss.cases, 1.0, spec)]
                 continue
             loss.with_targets(targets)
         expected = torch.autograd.grad(
@@ -207,7 +207,7 @@ def factors(watched: Watched, value: float | None) -> list[Factor]:
         taken |= {*reached}
         if multiple is not None:
             cases = round(loss.cases / watched.part)
-            factors.append(Factor(multiple / watched.part, loss, registered, cases, part_with_targets(loss), spec))
+            factors.append(LossFactor(multiple / watched.part, loss, registered, cases, part_with_targets(loss), spec))
     return factors
 
 

@@ -28,7 +28,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.attributes import untouched
-from kfac_fx.passes.tracing.calls import Lent, mapped
+from kfac_fx.passes.tracing.calls import Lent, map_tensors
 from kfac_fx.passes.tracing.signature import python_random
 from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.emitted import (
@@ -139,7 +139,8 @@ class EmittedSubmodules:
         }
         frames = self.frames(parameters, buffers, python, values, probes, compiled=compiled)
         with untouched(self.model):  # forward may write into its inputs, too
-            output, fisher = self.forward(frames, {**parameters, **python, **buffers}, mapped(Tensor.clone, values))
+            copies = map_tensors(Tensor.clone, values)
+            output, fisher = self.forward(frames, {**parameters, **python, **buffers}, copies)
         refuse_read(self.model, python, fisher)
         return output, fisher
 

@@ -25,7 +25,7 @@ from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS
-from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, mapped
+from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors
 from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.recording.emitted import ObservedLoss
 from kfac_fx.taps.tap import is_tapped
@@ -164,7 +164,7 @@ class Frames:
         finally:
             for watcher in self.watchers:
                 watcher.paused = False
-        return mapped(writable, capture.unflatten(output))
+        return map_tensors(writable, capture.unflatten(output))
 
 
 def writable(output: Tensor) -> Tensor:

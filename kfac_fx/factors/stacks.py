@@ -25,11 +25,11 @@ from torch import Tensor
 from kfac_fx.factors.factor import Failures, NotRegisteredError, Stack, batch_values, unknown_root
 from kfac_fx.linalg.matrices import (
     Root,
+    are_finite,
     damp,
     diagonal_root,
     exponent,
     full_precision,
-    is_finite,
     mean_eigenvalue,
     multiply_left,
     multiply_right,
@@ -180,7 +180,7 @@ class BlockGroup:
         """
         total = {name: stacked([block[name] for block in sums]).to(self.dtype) for name in sums[0]}
         batch = self.batch_values(total, cases)
-        finite = torch.stack([is_finite(value) for value in batch.values()]).all(0)
+        finite = torch.stack([are_finite(value) for value in batch.values()]).all(0)
         accepted = finite if accept is None else finite & accept
         averaged, anew = accepted, None
         if "count" in total:  # a batch without rows has no mean over rows; before the first rows the mean is zero
@@ -376,7 +376,7 @@ class BlockGroup:
                 for side, like in zip(self.sides, last, strict=True)
             ]  # fmt: skip
             new[root] = self.scaled(operators, root)
-            valid += [is_finite(operator) for operator in new[root]]
+            valid += [are_finite(operator) for operator in new[root]]
         good = torch.stack(valid).all(0)
         for root, operators in new.items():
             for last_operator, operator in zip(self.roots[root], operators, strict=True):

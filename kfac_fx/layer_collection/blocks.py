@@ -18,7 +18,6 @@ from kfac_fx.blocks import block as blocks
 from kfac_fx.checks.proof import check_shapes
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.layer_collection.find_use import Collection, Nodes, in_time
-from kfac_fx.layer_collection.names import Key
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
 from kfac_fx.passes.choose import cases_apart
@@ -28,6 +27,7 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
 from kfac_fx.statistics.lagged import LAGGED, unfolded
+from kfac_fx.statistics.moments import Key
 from kfac_fx.statistics.row_sums import Rows, canonical, named, whole
 from kfac_fx.taps.rows import both_rows
 
@@ -86,7 +86,7 @@ class FisherBlock:
         self.towers: list[tuple[Use, ...]] = []
         self._roots: tuple[Root, ...] = ()
         self._batch: tuple[dict[str, Tensor], int, float | Tensor] | None = None
-        self._operator: blocks.FisherBlock | None = None  # made of the batch
+        self._operator: blocks.BlockOperator | None = None  # made of the batch
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(self.params)}, {self.approximation}, {len(self.towers)} towers)"
@@ -236,7 +236,7 @@ class FisherBlock:
         self._batch, self._operator = (sums, cases, damping), None
 
     @property
-    def operator(self) -> blocks.FisherBlock:
+    def operator(self) -> blocks.BlockOperator:
         """The block with numbers: of the batch of `instantiate_factors`, else the estimator's.
 
         Raises FactorNotReady without both.
@@ -249,7 +249,7 @@ class FisherBlock:
                     f"{self} has no factors yet: build a FisherEstimator on its layer collection, or call "
                     "instantiate_factors with the gradients of a batch."
                 )
-            block: blocks.FisherBlock = estimator.blocks[self.registration.parameters]
+            block: blocks.BlockOperator = estimator.blocks[self.registration.parameters]
             return block
         sums, cases, damping = self._batch
         parameters, dtype = self.layer_collection.parameters, next(iter(sums.values())).dtype

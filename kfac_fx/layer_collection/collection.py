@@ -21,7 +21,7 @@ from kfac_fx.layer_collection.fisher_blocks import (
     kind_named,
 )
 from kfac_fx.layer_collection.methods import RegisterMethods
-from kfac_fx.layer_collection.names import CapturedModel, Key, LayerParametersDict, ParameterNames, on_another_capture
+from kfac_fx.layer_collection.names import CapturedModel, LayerParametersDict, ParameterNames, on_another_capture
 from kfac_fx.layer_collection.scan import Scan, block_of, misplaced
 from kfac_fx.losses.registered import LossSpec, RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.check import check_registration, uses_in_graph
@@ -33,6 +33,7 @@ from kfac_fx.passes.padding import padding
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
 from kfac_fx.recording.masks import checked_mask
+from kfac_fx.statistics.moments import Key
 from kfac_fx.taps.subsample import read_sampling
 
 

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from torch import fx, nn
 
-from kfac_fx.layer_collection.names import CapturedModel, Key, LayerParametersDict
+from kfac_fx.layer_collection.names import CapturedModel, LayerParametersDict
 from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.approximations import APPROXIMATIONS
-from kfac_fx.passes.choose import missing
+from kfac_fx.passes.choose import lacking
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
 from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
 from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim, with_mask
@@ -27,6 +27,7 @@ from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_by_tar
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import MATCHED, run
 from kfac_fx.passes.resolve import declared_by_user
+from kfac_fx.statistics.moments import Key
 
 Nodes = Any  # a node, its name, or a list of them, one per use
 
@@ -220,7 +221,7 @@ def in_time(
     if num_uses is not None:
         last = [with_steps(names, use, layers[use.layer], num_uses) for use in last]
     uses = [replace(use, tower=n) for n, tower in enumerate([*earlier, last]) for use in tower]
-    if why := missing(APPROXIMATIONS[approximation], layers, uses, but=("several uses",)):
+    if why := lacking(APPROXIMATIONS[approximation], layers, uses, but=("several uses",)):
         raise ApproximationError(f"{names}: {why}, so not {approximation!r}")
     order = {node: n for n, node in enumerate(last[0].output.graph.nodes)}
     positions = [order[use.output] for use in last]

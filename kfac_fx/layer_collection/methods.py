@@ -29,7 +29,7 @@ from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.losses.registered import RegisteredLoss
 
-Row = TypeVar("Row", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., Any])
 Approx = str | None
 Share = bool | float | None
 Sizes = Sequence[int] | int | None
@@ -76,7 +76,7 @@ LOSS_RAISES = """
 Returns the loss. Raises LossError if the variance is no positive float, and as `register_loss_function`."""
 
 
-def declared(function: Row, run: Callable[..., Any], raises: str, **words: str) -> Row:
+def declared(function: Method, run: Callable[..., Any], raises: str, **words: str) -> Method:
     """The method with the signature of `function` that calls `run` with the collection and all arguments by name."""
     signature = inspect.signature(function)
 
@@ -101,14 +101,14 @@ def declared(function: Row, run: Callable[..., Any], raises: str, **words: str) 
 
 def layer_row(
     kind: str, layers: tuple[str, ...] = (), run: Callable[..., Any] = register_layer
-) -> Callable[[Row], Row]:
+) -> Callable[[Method], Method]:
     """A row for a layer. kind: of KINDS; layers: the declared layers to search for, empty: those of the kind."""
     words = {"kind": kind, "approximations": ", ".join(f'"{name}"' for name in KINDS[kind].approximations)}
     bound = functools.partial(run, kind=kind, layers=layers)
     return lambda function: declared(function, bound, LAYER_RAISES, **words)
 
 
-def loss_row(distribution: type[LossFunction], base_name: str) -> Callable[[Row], Row]:
+def loss_row(distribution: type[LossFunction], base_name: str) -> Callable[[Method], Method]:
     """A row for a loss. base_name: its name in a collection, with a number if it is taken."""
     bound = functools.partial(register_distribution, distribution=distribution, base_name=base_name)
     return lambda function: declared(function, bound, LOSS_RAISES)

@@ -18,12 +18,11 @@ from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.passes.losses import size_of_cases
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import CAPTURED, run
-from kfac_fx.passes.trace import Capture
-from kfac_fx.passes.trace import capture as trace
+from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.signature import PREFIX
+from kfac_fx.statistics.moments import Key
 
-Value = TypeVar("Value")
-Key = tuple[str, ...]
+Entry = TypeVar("Entry")
 Reuse = bool | str | None
 VARIABLE_SCOPE = "VARIABLE_SCOPE"  # the `reuse` of the innermost `variable_scope`; False outside of any
 AUTO_REUSE = "AUTO_REUSE"  # add a tower if there is a registration, else make a new one
@@ -149,7 +148,7 @@ def capture(
         dense_limit=dense_limit,
     )
     try:
-        traced = trace(model, args, example_kwargs, options=options, layers=collect(*LAYERS.values(), *layers))
+        traced = trace_model(model, args, example_kwargs, options=options, layers=collect(*LAYERS.values(), *layers))
     except UntraceableError as error:
         raise UntraceableError(f"{error}\n{ONE_GRAPH}") from error
     return CapturedModel(model, traced, run(traced.program, CAPTURED), args, dict(example_kwargs or {}))
@@ -217,7 +216,7 @@ class ParameterNames:
         raise RegistrationError(f"a {type(parameter).__name__} that is not a trainable parameter of the model")
 
 
-class LayerParametersDict(MutableMapping[Any, Value], Generic[Value]):
+class LayerParametersDict(MutableMapping[Any, Entry], Generic[Entry]):
     """A mapping from parameters to values. A key is one parameter, or a tuple or list of them in any order.
 
     No parameter, and no element of one, is in two keys. Iteration gives tuples of names in the order of insertion.
@@ -229,7 +228,7 @@ class LayerParametersDict(MutableMapping[Any, Value], Generic[Value]):
 
     def __init__(self, name_of: Any = str, pieces: Mapping[str, Piece] | None = None) -> None:
         self.name_of, self.pieces = name_of, {} if pieces is None else pieces
-        self._values: dict[Key, Value] = {}
+        self._values: dict[Key, Entry] = {}
         self._keys: dict[frozenset[str], Key] = {}
         self._by_owner: dict[str, dict[Key, None]] = {}
 
@@ -258,13 +257,13 @@ class LayerParametersDict(MutableMapping[Any, Value], Generic[Value]):
         """The parameter that a piece is of; a parameter itself."""
         return self.pieces[name].parameter if name in self.pieces else name
 
-    def __getitem__(self, key: Any) -> Value:
+    def __getitem__(self, key: Any) -> Entry:
         names = self.names(key)
         if frozenset(names) not in self._keys:
             raise KeyError(f"no block of exactly ({', '.join(names)})")
         return self._values[self._keys[frozenset(names)]]
 
-    def __setitem__(self, key: Any, value: Value) -> None:
+    def __setitem__(self, key: Any, value: Entry) -> None:
         """Raises RegistrationError if another key has one of the parameters."""
         names = self.names(key)
         if taken := self.overlapping(names):

@@ -11,11 +11,12 @@ from torch import Tensor
 from kfac_fx.layer_collection.blocks import FisherBlock
 from kfac_fx.layer_collection.find_use import Collection
 from kfac_fx.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, block_class
-from kfac_fx.layer_collection.names import VARIABLE_SCOPE, Key, Reuse, resolved
+from kfac_fx.layer_collection.names import VARIABLE_SCOPE, Reuse, resolved
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import RegistrationError, ReuseError
 from kfac_fx.passes.ir import GENERIC, Sampling, Use
 from kfac_fx.passes.layers.conv import disagreement
+from kfac_fx.statistics.moments import Key
 from kfac_fx.taps.subsample import ALL_ROWS, read_sampling
 
 

@@ -163,11 +163,11 @@ def dense_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[d
         if -1.0 in roots and -1.0 not in results:
             results[-1.0] = invert_from_cholesky(lower)
     for matrix in results.values():
-        valid = valid & is_finite(matrix)
+        valid = valid & are_finite(matrix)
     return results, valid
 
 
-def is_finite(stack: Tensor) -> Tensor:
+def are_finite(stack: Tensor) -> Tensor:
     """Whether all entries of each element are finite: [m, ...] -> [m]. A sum is finite only if all its terms are."""
     return stack.reshape(stack.shape[0], -1).sum(1).isfinite()
 
@@ -176,7 +176,7 @@ def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Lower factors [m, d, d] and which are valid [m]; the others get a diagonal of ones, to divide by in solves."""
     lower, info = torch.linalg.cholesky_ex(matrix)
     diagonal = lower.diagonal(dim1=-2, dim2=-1)
-    valid = (info == 0) & is_finite(diagonal)
+    valid = (info == 0) & are_finite(diagonal)
     diagonal.copy_(torch.where(unsqueeze_like(valid, diagonal), diagonal, 1))
     return lower, valid
 
@@ -197,7 +197,7 @@ def invert_from_cholesky(lower: Tensor) -> Tensor:
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues [m, d] and eigenvectors [m, d, d]; NaN for matrices that are not finite or do not converge."""
-    finite = is_finite(matrix)
+    finite = are_finite(matrix)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     try:
         values, vectors = torch.linalg.eigh(torch.where(unsqueeze_like(finite, matrix), matrix, identity))

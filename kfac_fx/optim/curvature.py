@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.loss_function import LossFunction, precise
 from kfac_fx.passes.errors import fatal, first_line
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
-Tensors = dict[str, Tensor]
-WeightedLosses = Sequence[tuple[float, LossFunction]]
+LossTerms = Sequence[tuple[float, LossFunction]]
 
 
 def fisher_inner_products(
-    losses: Callable[[Tensors], WeightedLosses],
+    losses: Callable[[Tensors], LossTerms],
     parameters: Mapping[str, Tensor],
     vectors: Sequence[Mapping[str, Tensor]],
     *,
@@ -48,7 +48,7 @@ def fisher_inner_products(
     names = list(vectors[0])
     constant = {name: value.detach() for name, value in parameters.items() if name not in vectors[0]}
     point = tuple(parameters[name].detach() for name in names)
-    pairs: WeightedLosses = []
+    pairs: LossTerms = []
 
     def inputs_of_losses(*values: Tensor) -> tuple[Tensor, ...]:
         nonlocal pairs

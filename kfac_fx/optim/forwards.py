@@ -21,7 +21,7 @@ from kfac_fx.passes.tracing.substitutes import values_kept
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
+ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]  # returns a loss
 TrainingClosure = Callable[[], Tensor | float | None]  # computes the gradients, too; torch's need not return a loss
 
@@ -31,7 +31,7 @@ class MicroBatches:
     """The forwards since the last step."""
 
     forwards: int = 0  # how many there were
-    calls: list[Call] = field(default_factory=list)  # if the step will need them again: references, which it drops
+    calls: list[ForwardArguments] = field(default_factory=list)  # if the step needs them again, which drops them
     rides: list[Ride] = field(default_factory=list)  # statistics that wait for the user's backward
     dropped: list[Ride] = field(default_factory=list)  # rides whose gradients were zeroed
     start: RandomState | None = None  # the random streams before the first forward

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import precise
-from kfac_fx.optim.options import Options, not_negative
+from kfac_fx.optim.options import KFACOptions, not_negative
 from kfac_fx.optim.rules import FirstOrder, new_adam_state, new_velocity
 
 Group = dict[str, Any]
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its own, as numbers
 # "first_order" in a group says which rule moves it.
-OF_ALL_GROUPS = frozenset(option.name for option in fields(Options)) - {"params", "first_order"}
+OF_ALL_GROUPS = frozenset(option.name for option in fields(KFACOptions)) - {"params", "first_order"}
 
 
 def split_group(

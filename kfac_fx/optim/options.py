@@ -75,7 +75,7 @@ def of_first_order(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Options:
+class KFACOptions:
     """The arguments of `KFAC`, checked one by one and together.
 
     Args:
@@ -152,7 +152,7 @@ class Options:
     process_group: Any = None
 
     def __post_init__(self) -> None:
-        annotations = get_type_hints(Options, include_extras=True)
+        annotations = get_type_hints(KFACOptions, include_extras=True)
         for field in fields(self):
             for check in getattr(annotations[field.name], "__metadata__", ()):
                 check(field.name, getattr(self, field.name))
@@ -242,7 +242,7 @@ class Options:
         return FirstOrder.read(self.first_order)
 
 
-Options.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError about an argument that does not exist
+KFACOptions.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError about an argument that does not exist
 
 
 def takes(
@@ -277,7 +277,7 @@ def takes(
 class Schedule:
     """Which steps record, invert and adapt."""
 
-    options: Options
+    options: KFACOptions
     counter: int = 0  # steps taken
     burned_in: int = 0  # steps before them that only averaged statistics
 

@@ -125,7 +125,7 @@ def flattened(kfac: Mapping[str, Any]) -> Tensors:
     return tensors | estimator
 
 
-def check(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
+def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
     """Raises ValueError for an optimizer's state_dict that does not fit, before anything of it is loaded."""
     checkpoint = Checkpoint.of(state_dict)
     if not checkpoint.whole:

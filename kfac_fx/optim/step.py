@@ -22,10 +22,10 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.curvature import JacobianProducts, WeightedLosses, fisher_inner_products
+from kfac_fx.optim.curvature import JacobianProducts, LossTerms, fisher_inner_products
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
-from kfac_fx.optim.options import Options, Schedule
+from kfac_fx.optim.options import KFACOptions, Schedule
 from kfac_fx.optim.rules import (
     FirstOrder,
     MomentumRule,
@@ -56,7 +56,7 @@ class StepState:
     net: CompiledModule
     names: dict[nn.Parameter, str]
     registered: frozenset[str]  # the names of the parameters in Fisher blocks
-    options: Options
+    options: KFACOptions
     schedule: Schedule
     estimator: FisherEstimator
     forwards: Forwards
@@ -379,9 +379,9 @@ def exact_products(state: StepState, flat: FlatParameters) -> Products:
     def products(vectors: Sequence[Tensor]) -> Tensor:
         by_name, total, cases = [flat.flat.parts(vector) for vector in vectors], torch.zeros_like(state.damping), 0
         for args, kwargs in calls:
-            pairs: WeightedLosses = []
+            pairs: LossTerms = []
 
-            def losses(at: Tensors, args: Any = args, kwargs: Any = kwargs) -> WeightedLosses:
+            def losses(at: Tensors, args: Any = args, kwargs: Any = kwargs) -> LossTerms:
                 nonlocal pairs
                 pairs = state.net.losses(*state.net.functional(at, args, kwargs), call=(args, kwargs))
                 return pairs

@@ -17,13 +17,13 @@ from torch import fx
 
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program, source_line
-from kfac_fx.report.rows import Row
+from kfac_fx.report.rows import ReportRow
 
 if TYPE_CHECKING:
     import networkx
 
 
-def block_graph(program: Program, rows: Sequence[Row]) -> networkx.DiGraph:
+def block_graph(program: Program, rows: Sequence[ReportRow]) -> networkx.DiGraph:
     """The graph of `Report.to_networkx`."""
     import networkx
 

@@ -21,7 +21,7 @@ from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
 from kfac_fx.report.graph import block_graph, dot
 from kfac_fx.report.page import Cell, Contents, fragment, page
-from kfac_fx.report.rows import Row, factor_dtype, memory_text, rows
+from kfac_fx.report.rows import ReportRow, factor_dtype, memory_text, rows
 from kfac_fx.taps.subsample import described
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Report:
         self.program, self.counters, self.fallbacks = program, counters, fallbacks
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ReportRow, ...]:
         """One row for every registration."""
         return rows(self.program)
 

@@ -18,7 +18,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One registration.
 
     Attributes:
@@ -75,15 +75,15 @@ class Row:
         }
 
 
-def rows(program: Program) -> tuple[Row, ...]:
+def rows(program: Program) -> tuple[ReportRow, ...]:
     places = generic_places(program) if any(r.generic for r in program.registrations) else Counter()
     return tuple(row_of(registration, program, places) for registration in program.registrations)
 
 
-def row_of(registration: Registration, program: Program, places: Counter[str]) -> Row:
+def row_of(registration: Registration, program: Program, places: Counter[str]) -> ReportRow:
     shapes = factor_shapes(registration, program)
     dtype = factor_dtype(registration, program)
-    return Row(
+    return ReportRow(
         layer=registration.layer,
         parameters=registration.parameters,
         uses=uses_of(registration, places),

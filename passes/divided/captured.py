@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import UntraceableError
 from ..ir import Options, Submodule
-from ..trace import Capture, capture
+from ..trace import Capture, trace_model
 from ..tracing.calls import Call
 from ..tracing.devices import kinds
 from ..tracing.settings import Settings
@@ -95,7 +95,7 @@ def captured_reads(
         if any(other.serves(inputs, {}, key) for other in captured):
             continue
         try:
-            traced = under(observed.call, partial(capture, module, inputs, {}, options=options, layers=layers))
+            traced = under(observed.call, partial(trace_model, module, inputs, {}, options=options, layers=layers))
         except UntraceableError:
             reasons = {**left_to_python([observed]), **reasons}
             continue

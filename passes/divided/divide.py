@@ -25,12 +25,12 @@ from ..ir import GENERIC, Note, Options, Program, Submodule
 from ..pipeline import CAPTURED, run
 from ..submodules import in_model, join, of_parameters_alone
 from ..torch_losses import EVERY_NAME
-from ..trace import Capture, capture, named_parameters
+from ..trace import Capture, named_parameters, trace_model
 from ..tracing.calls import (
     IN_TRANSFORM,
     Call,
-    Watched,
-    mapped,
+    WatchedForwards,
+    map_tensors,
     refuse_users_hooks,
     watched,
     without_trace,
@@ -175,7 +175,7 @@ def why_not_captured(name: str, divider: Divider) -> str:
 class Divider:
     """Captures submodules from the outermost inwards. left: those that stay Python, and why."""
 
-    watched: Watched
+    watched: WatchedForwards
     options: Options
     layers: Mapping[str, Any]
     earlier: Division | None
@@ -244,7 +244,7 @@ class Divider:
     def traced(self, path: str, module: nn.Module, call: Call | None, every_size: bool = True) -> Capture:
         inputs = (None, None) if call is None else (call.args, call.kwargs)
         with without_users_hooks(module):
-            traced = capture(module, *inputs, options=self.options, layers=self.layers, every_size=every_size)
+            traced = trace_model(module, *inputs, options=self.options, layers=self.layers, every_size=every_size)
         refuse_attributes(path, module, {f"{path}.{name}" for name in traced.assigned})
         return traced
 
@@ -269,7 +269,7 @@ def refuse_attributes(path: str, module: nn.Module, assigned: Collection[str]) -
 def refuse_writes(path: str, module: nn.Module, call: Call) -> None:
     """Raises UntraceableError if the module writes into its parameters, because a graph would repeat that."""
     with without_trace(module) as trace:
-        under(call, lambda: module(*mapped(Tensor.clone, call.args), **mapped(Tensor.clone, call.kwargs)))
+        under(call, lambda: module(*map_tensors(Tensor.clone, call.args), **map_tensors(Tensor.clone, call.kwargs)))
     if trace.written:
         raise UntraceableError(f"it writes into parameters: {', '.join(f'{path}.{name}' for name in trace.written)}")
 

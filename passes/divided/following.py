@@ -20,7 +20,7 @@ from ..graphs import pytree
 from ..graphs.operations import NO_GRADIENT, draws, name_of
 from ..registration import OWN_FOLDER
 from ..torch_private import transforms
-from ..tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, mapped
+from ..tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
 from ..tracing.devices import autocast
 from ..tracing.substitutes import written_by
 from ..tracing.watch import Apply, Function, functions_applied
@@ -273,6 +273,6 @@ def read_outside(
     """Run one forward, and collect the reads outside of `modules`."""
     readers = Readers(model, parameters, cases)
     with readers.outside_of(modules), readers:
-        output = model(*mapped(Tensor.clone, args), **mapped(Tensor.clone, dict(kwargs)))
+        output = model(*map_tensors(Tensor.clone, args), **map_tensors(Tensor.clone, dict(kwargs)))
     readers.note(readers.names_in(output), "returned by the model, as no layer's output")
     return readers

@@ -1,7 +1,7 @@
 """Operations that write into memory: pure operations replace them, or else later reads depend on them explicitly.
 
     F.relu(x, inplace=True)              ->   torch.relu(x), and later readers of x read the result
-    w = y[:, 0].copy_(a); f(y)           ->   w = y[:, 0].copy_(a); f(written(y, w))
+    w = y[:, 0].copy_(a); f(y)           ->   w = y[:, 0].copy_(a); f(overwritten(y, w))
 
 Writes without a pure twin stay in place. The emitted module runs in the order of the model and computes the same.
 """
@@ -22,7 +22,7 @@ from .operations import CASTS, OWN_BACKWARD, RENAMED, changes_memory, op_name, r
 SHARES_MEMORY = CASTS | {  # operations that may return a view, beside those that ATen declares; dropout in evaluation
     "T", "data", "cpu", "cuda", "type_as", "getitem", "atleast_1d", "atleast_2d", "atleast_3d", UNSAFE_VIEW,
     "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "dropout", "dropout1d", "dropout2d", "dropout3d",
-    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "written", OWN_BACKWARD,
+    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "overwritten", OWN_BACKWARD,
 }  # fmt: skip
 INPLACE = {
     "add_", "sub_", "mul_", "div_", "relu_", "relu6_", "leaky_relu_", "elu_", "selu_", "celu_", "silu_", "hardswish_",
@@ -65,7 +65,7 @@ def has_twin(node: fx.Node) -> bool:
 
 def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]) -> bool:
     """Whether the write of `node` into `operand` is seen later through another view of the memory."""
-    stack = [base := memory(operand)]
+    stack = [base := memory_owner(operand)]
     others = {base}
     while stack:
         other = stack.pop()
@@ -78,7 +78,7 @@ def seen_elsewhere(node: fx.Node, operand: fx.Node, order: Mapping[fx.Node, int]
 
 
 def sequence(graph: fx.Graph) -> None:
-    """Let the readers of a memory depend on the last write into it; see `written` in the module's docstring."""
+    """Let the readers of a memory depend on the last write into it; see `overwritten` in the module's docstring."""
     place = {node: n for n, node in enumerate(graph.nodes)}
     owner: dict[fx.Node, fx.Node] = {}  # node -> the node whose memory it is a view of
     last: dict[fx.Node, fx.Node] = {}  # owner -> the last write so far
@@ -90,7 +90,7 @@ def sequence(graph: fx.Graph) -> None:
                 continue
             if operand not in current or current[operand].args[1] is not write:
                 with graph.inserting_after(write):
-                    later = graph.call_function(written, (current.get(operand, operand), write))
+                    later = graph.call_function(overwritten, (current.get(operand, operand), write))
                 later.meta = dict(operand.meta)
                 current[operand], owner[later] = later, owner[operand]
             node.replace_input_with(operand, current[operand])
@@ -99,7 +99,7 @@ def sequence(graph: fx.Graph) -> None:
             last[owner[node]] = node
 
 
-def written(tensor: torch.Tensor, write: Any) -> torch.Tensor:
+def overwritten(tensor: torch.Tensor, write: Any) -> torch.Tensor:
     """The tensor after the write into its memory."""
     return tensor
 
@@ -112,7 +112,7 @@ def memories(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return owner
 
 
-def memory(node: fx.Node) -> fx.Node:
+def memory_owner(node: fx.Node) -> fx.Node:
     """The node whose memory `node` is a view of, or the node itself."""
     while shares_memory(node):
         node = node.args[0]  # type: ignore[assignment]  # shares_memory says that it is a node

@@ -249,15 +249,17 @@ Spelled = tuple[Callable[..., Any], tuple[Any, ...]]
 NEW_STATISTICS = (3, 4)  # the results of a functional batch norm that its buffers become
 
 
-def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Spelled:
+def spelled_layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Spelled:
     return F.layer_norm, (x, shape, weight, bias, eps)
 
 
-def group_norm(x: Any, weight: Any, bias: Any, cases: Any, channels: Any, pixels: Any, groups: int, eps: float) -> Any:
+def spelled_group_norm(
+    x: Any, weight: Any, bias: Any, cases: Any, channels: Any, pixels: Any, groups: int, eps: float
+) -> Any:
     return F.group_norm, (x, groups, weight, bias, eps)
 
 
-def batch_norm(x: Any, weight: Any, bias: Any, *rest: Any) -> Spelled:
+def spelled_batch_norm(x: Any, weight: Any, bias: Any, *rest: Any) -> Spelled:
     mean, var, training, momentum, eps = rest if len(rest) == 5 else (None, None, *rest)
     return F.batch_norm, (x, mean, var, weight, bias, training, momentum, eps)
 
@@ -273,15 +275,15 @@ def by_batch(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool
 
 
 NORMS: dict[str, Callable[..., Spelled]] = {
-    "native_layer_norm": layer_norm,
-    "native_group_norm": group_norm,
-    "native_batch_norm": batch_norm,
-    torch_private.BATCH_NORM: batch_norm,
+    "native_layer_norm": spelled_layer_norm,
+    "native_group_norm": spelled_group_norm,
+    "native_batch_norm": spelled_batch_norm,
+    torch_private.BATCH_NORM: spelled_batch_norm,
     torch_private.BATCH_NORM_IN_EVALUATION: by_running,
     torch_private.BATCH_NORM_FUNCTIONAL: by_batch,
 }
-CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+CONVOLVE = (F.conv1d, F.conv2d, F.conv3d)
+CONVOLVE_TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def spell_native(graph: fx.Graph) -> None:
@@ -302,7 +304,7 @@ def spell_convolution(
     dims = len(stride)
     if not 1 <= dims <= 3 or (any(more) and not transposed):
         return
-    node.target = (TRANSPOSED if transposed else CONVOLUTIONS)[dims - 1]
+    node.target = (CONVOLVE_TRANSPOSED if transposed else CONVOLVE)[dims - 1]
     node.args = (x, w, b, stride, padding, more, g, dilation) if transposed else (x, w, b, stride, padding, dilation, g)
 
 

@@ -43,7 +43,7 @@ def view_step(node: fx.Node, before: Shape) -> Step | None:
         return None
     probe = torch.empty(before, device="meta")
     try:
-        result = run(node, probe)
+        result = applied_to_tensor(node, probe)
     except (RuntimeError, TypeError, IndexError) as error:
         if fatal(error):
             raise
@@ -53,10 +53,10 @@ def view_step(node: fx.Node, before: Shape) -> Step | None:
     if name not in PERMUTES:
         return Step(before, tuple(result.shape))
     distinct = torch.empty(tuple(range(2, len(before) + 2)), device="meta")  # every dimension has its own size
-    order = tuple(int(size) - 2 for size in run(node, distinct).shape)
+    order = tuple(int(size) - 2 for size in applied_to_tensor(node, distinct).shape)
     return Step(before, tuple(result.shape), order)
 
 
-def run(node: fx.Node, operand: Tensor) -> Any:
+def applied_to_tensor(node: fx.Node, operand: Tensor) -> Any:
     """Apply `node` to `operand` in the place of its first argument."""
     return computed(node, (operand, *node.args[1:]), node.kwargs)

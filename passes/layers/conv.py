@@ -118,7 +118,7 @@ def transposed_patches(x: Tensor, attrs: Attrs) -> Tensor:
     kernel, dilation = attrs["weight"][2:], per_axis("dilation", attrs)
     around = [d * (k - 1) - p for k, d, p in zip(kernel, dilation, per_axis("padding", attrs), strict=True)]
     ends = [(a, a + more) for a, more in zip(around, per_axis("output_padding", attrs), strict=True)]
-    apart = padded(spread(batched(x, attrs), per_axis("stride", attrs)), ends)
+    apart = padded(with_zeros_between(batched(x, attrs), per_axis("stride", attrs)), ends)
     patched = windows(apart, kernel, [1] * len(kernel), dilation)
     return merged(patched.flip([axis - len(kernel) for axis in range(len(kernel))]), attrs)
 
@@ -169,7 +169,7 @@ def padded(x: Tensor, ends: Sequence[tuple[int, int]]) -> Tensor:
     return F.pad(x, widths) if any(widths) else x
 
 
-def spread(x: Tensor, stride: Sequence[int]) -> Tensor:
+def with_zeros_between(x: Tensor, stride: Sequence[int]) -> Tensor:
     """x with stride - 1 zeros between neighbors."""
     sizes = [s * (size - 1) + 1 for s, size in zip(stride, x.shape[2:], strict=True)]
     apart = x.new_zeros(*x.shape[:2], *sizes)
@@ -185,12 +185,12 @@ def batched(x: Tensor, attrs: Attrs) -> Tensor:
 
 # --- examples ---------------------------------------------------------------------------------------------------------
 
-Function = Callable[..., Tensor]
+Convolve = Callable[..., Tensor]
 Module = type[nn.Module]
 Size = tuple[int, ...]
 Arguments = Mapping[str, Any]
 
-DENSE: tuple[Arguments, ...] = (
+DENSE_OPTIONS: tuple[Arguments, ...] = (
     {"in_channels": 1, "kernel_size": 1},
     {"stride": 2, "padding": 1},
     {"stride": 2, "dilation": 2, "padding": 2, "bias": False},
@@ -199,11 +199,11 @@ DENSE: tuple[Arguments, ...] = (
     {"groups": 2, "stride": 3, "padding": 1},
     {"kernel_size": (3, 2, 1), "stride": (1, 2, 3), "padding": (0, 1, 2), "dilation": (2, 3, 1)},
 )
-DEPTHWISE: tuple[Arguments, ...] = (
+DEPTHWISE_OPTIONS: tuple[Arguments, ...] = (
     {"groups": 4, "out_channels": 4, "stride": 2, "padding": 1},
     {"groups": 4, "out_channels": 12, "padding": "same", "bias": False},
 )
-TRANSPOSED: tuple[Arguments, ...] = (
+TRANSPOSED_OPTIONS: tuple[Arguments, ...] = (
     {},
     {"stride": 2, "padding": 1, "output_padding": 1},
     {"stride": 3, "dilation": 2, "padding": 3, "output_padding": 2, "bias": False},
@@ -237,11 +237,11 @@ def depthwise(attrs: Attrs) -> bool:
     return bool(attrs["groups"] > 1 and attrs["weight"][1] == 1)
 
 
-def dense(attrs: Attrs) -> bool:
+def not_depthwise(attrs: Attrs) -> bool:
     return not depthwise(attrs)
 
 
-def convolution(function: Function, axes: str, module: Module, size: Size) -> tuple[Layer, Layer]:
+def convolution(function: Convolve, axes: str, module: Module, size: Size) -> tuple[Layer, Layer]:
     """The dense or grouped layer, and the depthwise one."""
 
     def form(
@@ -259,8 +259,12 @@ def convolution(function: Function, axes: str, module: Module, size: Size) -> tu
     }
     name = function.__name__
     return (
-        layer(name=name, where=dense, pixels=positions, example=examples(module, size, *DENSE), **common)(form),
-        layer(name=f"depthwise_{name}", where=depthwise, example=examples(module, size, *DEPTHWISE), **common)(form),
+        layer(
+            name=name, where=not_depthwise, pixels=positions, example=examples(module, size, *DENSE_OPTIONS), **common
+        )(form),
+        layer(name=f"depthwise_{name}", where=depthwise, example=examples(module, size, *DEPTHWISE_OPTIONS), **common)(
+            form
+        ),
     )
 
 
@@ -272,7 +276,7 @@ conv3d, depthwise_conv3d = convolution(F.conv3d, "d h w", nn.Conv3d, (7, 6, 5))
 # --- transposed: rows at the output's positions, so that the bias meets every one of them ---------------------------
 
 
-def transposed(function: Function, axes: str, module: Module, size: Size) -> Layer:
+def transposed(function: Convolve, axes: str, module: Module, size: Size) -> Layer:
     def form(
         x: Tensor,
         stride: Any,
@@ -292,7 +296,7 @@ def transposed(function: Function, axes: str, module: Module, size: Size) -> Lay
         grad_rows=positions,
         layouts={"weight": f"(g c) o {axes} -> g o (c {axes})", "bias": "(g o) -> g o"},
         sizes=groups,
-        example=examples(module, size, *TRANSPOSED),
+        example=examples(module, size, *TRANSPOSED_OPTIONS),
     )(form)
 
 
@@ -311,7 +315,7 @@ def across_channels(attrs: Attrs) -> bool:
     return depthwise({"groups": attrs["groups"], "weight": attrs["depthwise"]}) and all(size == 1 for size in ones)
 
 
-def separable(function: Function, module: Module, size: Size) -> Layer:
+def separable(function: Convolve, module: Module, size: Size) -> Layer:
     def form(
         x: Tensor,
         stride: Any,

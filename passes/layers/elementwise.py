@@ -40,7 +40,7 @@ def no_inputs(x: Tensor, attrs: Attrs) -> Tensor:
     return rows if places is None else rows.new_zeros(rows.shape[0], 1, math.prod(attrs["bias"]), 0)
 
 
-def alike(attrs: Attrs) -> bool:
+def one_shape(attrs: Attrs) -> bool:
     """Whether scale and shift have one shape, if there are both."""
     return len({attrs[role] for role in ("weight", "bias") if role in attrs}) == 1
 
@@ -48,7 +48,7 @@ def alike(attrs: Attrs) -> bool:
 @layer(
     rows=elements,
     grad_rows=elements,
-    where=alike,
+    where=one_shape,
     example=(
         written(lambda x, w, b: x * w + b, (4, 7, 5), w=(5,), b=(5,)),
         written(lambda x, w, b: b + w * x, (4, 7, 2, 5), w=(7, 1, 5), b=(7, 1, 5)),
@@ -267,5 +267,5 @@ def mixed(x: Tensor, end: Tensor, *, weight: Tensor) -> Tensor:
     where=lambda attrs: len(attrs["weight"]) == 1,
     example=written(lambda x, w: torch.outer(x, w), (4,), w=(5,)),
 )
-def outer(x: Tensor, *, weight: Tensor) -> Tensor:
+def outer_scale(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.outer(x, weight)

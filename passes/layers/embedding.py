@@ -143,7 +143,7 @@ def places(ids: Tensor, attrs: Attrs) -> Tensor:
     return torch.remainder(torch.atleast_1d(ids).unsqueeze(1).flatten(1), attrs["weight"][0])
 
 
-def entries(dy: Tensor, attrs: Attrs) -> Tensor:
+def entry_rows(dy: Tensor, attrs: Attrs) -> Tensor:
     """[N, ..., *entry] -> [N, S, o]"""
     return as_rows(dy.reshape(*dy.shape[: dy.dim() + 1 - len(attrs["weight"])], -1), attrs)
 
@@ -155,7 +155,7 @@ def flat_entries(weight: Layout, attrs: Attrs) -> Layout:
 
 INDEXED: dict[str, Any] = {
     "rows": places,
-    "grad_rows": entries,
+    "grad_rows": entry_rows,
     "where": lambda attrs: len(attrs["weight"]) > 0,
     "layouts": {"weight": flat_entries},
 }
@@ -223,7 +223,7 @@ def whole_table(_output: Any, *, weight: Tensor) -> Tensor:
 # --- bags -------------------------------------------------------------------------------------------------------------
 
 
-def counts(ids: Tensor, attrs: Attrs) -> Tensor:
+def bag_rows(ids: Tensor, attrs: Attrs) -> Tensor:
     """Ids [N, S], or flat with `offsets` -> rows [N, 1, i]: the count of each id in each bag, or its share, or the sum
     of its weights."""
     size, offsets, weights = attrs["weight"][0], attrs["offsets"], attrs["per_sample_weights"]
@@ -266,7 +266,7 @@ class WeightedBag(nn.EmbeddingBag):
 
 
 @layer(
-    rows=counts,
+    rows=bag_rows,
     grad_rows=as_rows,
     layouts={"weight": "i o -> o i"},
     where=plain_bag,

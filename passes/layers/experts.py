@@ -20,7 +20,7 @@ from ..ir import Attrs
 from ..torch_private import GROUPED_MM, OpOverload, OpOverloadPacket
 from .declaration import layer
 
-NAMES = ("grouped_mm", GROUPED_MM, "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers
+GROUPED_MM_NAMES = ("grouped_mm", GROUPED_MM, "grouped_mm_fallback")  # of torch.nn.functional, of ATen, of transformers
 
 
 def route(graph: fx.Graph) -> None:
@@ -28,7 +28,7 @@ def route(graph: fx.Graph) -> None:
 
     Those with a bias, another type of result, or rows in more dimensions stay as they are.
     """
-    for node in [node for node in graph.nodes if node.op == "call_function" and op_name(node) in NAMES]:
+    for node in [node for node in graph.nodes if node.op == "call_function" and op_name(node) in GROUPED_MM_NAMES]:
         operands = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False)) | node.kwargs
         operands = {name: value for name, value in operands.items() if value is not None}
         if operands.keys() != {"x", "weight", "offs"} or len(node.args) < 2:

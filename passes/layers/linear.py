@@ -31,7 +31,7 @@ def along_rows(bias: Shape, outputs: int) -> bool:
     return bias in ((outputs,), (1, outputs))
 
 
-def single(bias: Layout, attrs: Attrs) -> Layout:
+def as_one_row(bias: Layout, attrs: Attrs) -> Layout:
     """A bias of any dimensions -> [1, o]."""
     return bias.reshape((1, math.prod(bias.result)))
 
@@ -54,7 +54,7 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @linear.form(
     where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][0]),
-    layouts={"bias": single},
+    layouts={"bias": as_one_row},
     example=(
         written(lambda x, w, b: F.linear(x, w) + b, (4, 7, 5), w=(3, 5), b=(3,)),
         written(lambda x, w, b: b + F.linear(x, w), (4, 5), w=(3, 5), b=(1, 3)),
@@ -90,7 +90,7 @@ def product(x: Tensor, *, weight: Tensor) -> Tensor:
 
 @linear.form(
     where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "i o -> o i", "bias": single},
+    layouts={"weight": "i o -> o i", "bias": as_one_row},
     example=(
         written(lambda x, w, b: x @ w + b, (4, 7, 5), w=(5, 3), b=(3,)),
         written(lambda x, w, b: b + torch.mm(x, w), (4, 5), w=(5, 3), b=(1, 3)),
@@ -102,7 +102,7 @@ def product_and_bias(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
 
 @linear.form(
     where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "i o -> o i", "bias": single},
+    layouts={"weight": "i o -> o i", "bias": as_one_row},
     example=written(lambda x, w, b: torch.addmm(b, x, w), (4, 5), w=(5, 3), b=(3,)),
 )
 def addmm(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ FROM_LEFT: dict[str, Any] = {"rows": columns_as_rows, "grad_rows": columns_as_ro
 FROM_LEFT_AND_BIAS: dict[str, Any] = {
     **FROM_LEFT,
     "where": lambda attrs: attrs["bias"] == (attrs["weight"][0], 1),
-    "layouts": {"bias": single},
+    "layouts": {"bias": as_one_row},
 }
 
 
@@ -170,7 +170,7 @@ def grad_by_matrix(dy: Tensor, attrs: Attrs) -> Tensor:
     return by_matrix(dy if dy.dim() >= len(attrs["weight"]) else dy.unsqueeze(-2), attrs)
 
 
-def stacked(weight: Layout, attrs: Attrs) -> Layout:
+def stacked_weights(weight: Layout, attrs: Attrs) -> Layout:
     *stack, i, o = weight.result
     return weight.reshape((math.prod(stack), i, o)).rearrange("g i o -> g o i")
 
@@ -184,7 +184,7 @@ def stacked_biases(bias: Layout, attrs: Attrs) -> Layout:
     rows=by_matrix,
     grad_rows=grad_by_matrix,
     where=lambda attrs: len(attrs["weight"]) > 2,
-    layouts={"weight": stacked},
+    layouts={"weight": stacked_weights},
     leading=False,
     example=(
         written(lambda x, w: x @ w, (4, 2, 7, 5), w=(2, 5, 3)),
@@ -201,7 +201,7 @@ def products(x: Tensor, *, weight: Tensor) -> Tensor:
     rows=by_matrix,
     grad_rows=grad_by_matrix,
     where=lambda attrs: len(attrs["weight"]) > 2 and attrs["bias"] == (*attrs["weight"][:-2], 1, attrs["weight"][-1]),
-    layouts={"weight": stacked, "bias": stacked_biases},
+    layouts={"weight": stacked_weights, "bias": stacked_biases},
     leading=False,
     example=written(lambda x, w, b: x @ w + b, (4, 2, 7, 5), w=(2, 5, 3), b=(2, 1, 3)),
 )
@@ -213,7 +213,7 @@ def products_and_biases(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
     rows=by_matrix,
     grad_rows=by_matrix,
     where=lambda attrs: attrs["bias"] == (attrs["weight"][0], 1, attrs["weight"][-1]),
-    layouts={"weight": stacked, "bias": stacked_biases},
+    layouts={"weight": stacked_weights, "bias": stacked_biases},
     leading=False,
     example=written(lambda x, w, b: torch.baddbmm(b.unsqueeze(1), x, w), (2, 4, 5), w=(2, 5, 3), b=(2, 3)),
 )
@@ -288,7 +288,7 @@ def tensordot(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor) -> Tens
 @linear.form(
     where=lambda attrs: len(attrs["weight"]) == 2, example=written(lambda x, w: torch.inner(x, w), (4, 7, 5), w=(3, 5))
 )
-def inner(x: Tensor, *, weight: Tensor) -> Tensor:
+def inner_product(x: Tensor, *, weight: Tensor) -> Tensor:
     return torch.inner(x, weight)
 
 
@@ -347,7 +347,7 @@ def product_of_repeated(x: Tensor, _sizes: Any, *, weight: Tensor) -> Tensor:
     rows=lambda x, attrs: x.transpose(0, 1).flatten(1).unsqueeze(1),
     grad_rows=lambda dy, attrs: dy.unsqueeze(1),
     where=lambda attrs: along_rows(attrs["bias"], attrs["weight"][-1]),
-    layouts={"weight": "b i o -> o (b i)", "bias": single},
+    layouts={"weight": "b i o -> o (b i)", "bias": as_one_row},
     leading=False,
     example=written(lambda x, w, b: torch.addbmm(b, x, w), (2, 4, 5), w=(2, 5, 3), b=(3,)),
 )

@@ -268,7 +268,7 @@ def constant(node: fx.Node, root: Any, label: Mapping[fx.Node, Label]) -> Any:
 
 
 def of_constants(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    if is_random(node) or op_name(node) == "written":
+    if is_random(node) or op_name(node) == "overwritten":
         return None
     arguments: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     args, kwargs = arguments

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..computed import Computed, Value
-from ..graphs.inplace import memory
+from ..graphs.inplace import memory_owner
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import KEPT, Program
@@ -181,7 +181,7 @@ def is_function(node: fx.Node) -> bool:
     return plain and not any(
         is_random(operation)
         or op_name(operation).startswith((REGION, ADD_BATCH_DIM))
-        or (changes_memory(operation) and memory(operation).op == "get_attr")
+        or (changes_memory(operation) and memory_owner(operation).op == "get_attr")
         for operation in inside
     )
 

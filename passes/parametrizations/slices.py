@@ -176,11 +176,8 @@ def dims_after(node: fx.Node, dims: int, rest: Any) -> Shape:
 
 def basic(index: Any) -> bool:
     """Whether an index makes a view."""
-    return all(item is None or item is ... or isinstance(item, (int, slice, fx.Node)) for item in as_tuple(index))
-
-
-def as_tuple(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
+    items = index if isinstance(index, tuple) else (index,)
+    return all(item is None or item is ... or isinstance(item, (int, slice, fx.Node)) for item in items)
 
 
 EXAMPLES = {

@@ -128,13 +128,13 @@ def calls_of(
         submodules that are called themselves, and whose children are also called from outside of them.
     """
     calls: dict[int, list[Call]] = {}
-    lent, above, active, around = Lent(model), ancestors(model), list[int](), transforms()
+    lent, above, active, around = Lent(model), modules_around(model), list[int](), transforms()
     idle: set[tuple[frozenset[int], ...]] = set()  # for every call and path, the ancestors that are not running
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and not lent.others(module):
             inside = transforms() > around
-            detached_args, detached_kwargs = ((), {}) if inside else mapped(Tensor.detach, (args, kwargs))
+            detached_args, detached_kwargs = ((), {}) if inside else map_tensors(Tensor.detach, (args, kwargs))
             calls.setdefault(id(module), []).append(Call(detached_args, detached_kwargs, autocast(), inside))
             idle.add(tuple(path.difference(active) for path in above[id(module)]))
         active.append(id(module))
@@ -147,7 +147,7 @@ def calls_of(
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
     try:
-        model(*mapped(Tensor.clone, args), **mapped(Tensor.clone, dict(kwargs)))
+        model(*map_tensors(Tensor.clone, args), **map_tensors(Tensor.clone, dict(kwargs)))
     finally:
         for handle in handles:
             handle.remove()
@@ -155,7 +155,7 @@ def calls_of(
     return calls, {module for paths in passed if all(paths) for path in paths[:1] for module in path}
 
 
-def ancestors(model: nn.Module) -> dict[int, list[frozenset[int]]]:
+def modules_around(model: nn.Module) -> dict[int, list[frozenset[int]]]:
     """For every submodule and each of its paths, the submodules that it is in."""
     named = dict(model.named_modules(remove_duplicate=False))
     above: dict[int, list[frozenset[int]]] = {}
@@ -185,13 +185,13 @@ class Lent:
         return len(before) != len(now) or any(old is not new for old, new in zip(before, now, strict=True))
 
 
-def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with `function` applied to every tensor in it."""
     return pytree.mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedForwards:
     """Several forwards of a model. Modules are told by their ids.
 
     Attributes:
@@ -209,7 +209,7 @@ class Watched:
     opened: frozenset[int] = frozenset()
 
 
-def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Watched:
+def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WatchedForwards:
     """Run forwards with other random numbers each, until all modules with parameters are called or `IN_VAIN` tells."""
     with without_trace(model) as trace:
         first, opened = calls_of(model, args, kwargs)
@@ -229,4 +229,4 @@ def watched(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         in_vain = 0 if more.keys() - calls.keys() else in_vain + 1
         for module, its_calls in more.items():
             calls.setdefault(module, []).extend(its_calls)
-    return Watched(calls, first, frozenset(assigned), frozenset(written), frozenset(opened))
+    return WatchedForwards(calls, first, frozenset(assigned), frozenset(written), frozenset(opened))

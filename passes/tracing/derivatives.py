@@ -30,7 +30,7 @@ from ..graphs import pytree
 from ..graphs.edit import attribute, holder
 from ..graphs.operations import SIZED_BY_CASES, op_name
 from ..torch_private import UNSAFE_VIEW, differentiates, make_fx
-from .calls import mapped, without_trace
+from .calls import map_tensors, without_trace
 
 DETACH, MARKED = torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default
 RESHAPED = {"view", UNSAFE_VIEW, "reshape", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "alias"}
@@ -52,7 +52,7 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     try:
         with without_trace(model), forward_mode():
             sys.setprofile(look)
-            model(*mapped(Tensor.clone, tuple(tensors)))
+            model(*map_tensors(Tensor.clone, tuple(tensors)))
     except Exception as error:
         if fatal(error):
             raise
@@ -77,14 +77,14 @@ class Marked(TorchFunctionMode):
         stops = func in STOPS or not torch.is_grad_enabled()
         stops |= func is torch.autograd.grad and not (kwargs or {}).get("create_graph", False)
         result = func(*args, **(kwargs or {}))
-        return mapped(marked, result) if stops else result
+        return map_tensors(marked, result) if stops else result
 
 
 def marked(value: Tensor) -> Tensor:
     return torch.detach_copy(value.detach()) if value.is_floating_point() or value.is_complex() else value
 
 
-def differentiated(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, Callable[..., None]]:
+def traced_below_autograd(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, Callable[..., None]]:
     """Trace a model below autograd.
 
     Returns:

@@ -96,14 +96,14 @@ class FunctionCall:
         apply: Callable[..., Any] = partial(applied, function) if overridden(function) else function.apply
 
         def target(*tensors: Any, inside: Sequence[Any] = (), sizes: Sequence[Any] = ()) -> Any:
-            return apply(*[value_of(source, tensors, inside, sizes) for source in arguments])
+            return apply(*[argument_of(source, tensors, inside, sizes) for source in arguments])
 
         target.__name__ = target.__qualname__ = OWN_BACKWARD
         target.function = function  # type: ignore[attr-defined]
         return target
 
 
-def value_of(source: Source, tensors: Sequence[Any], inside: Sequence[Any], sizes: Sequence[Any]) -> Any:
+def argument_of(source: Source, tensors: Sequence[Any], inside: Sequence[Any], sizes: Sequence[Any]) -> Any:
     """The argument that `FunctionCall.source` described."""
     kind, content = source
     if kind == "tensor":
@@ -113,11 +113,11 @@ def value_of(source: Source, tensors: Sequence[Any], inside: Sequence[Any], size
     if kind == "size":
         return sizes[content]
     if kind == "list":
-        return [value_of(element, tensors, inside, sizes) for element in content]
+        return [argument_of(element, tensors, inside, sizes) for element in content]
     if kind == "tuple":
-        return tuple([value_of(element, tensors, inside, sizes) for element in content])
+        return tuple([argument_of(element, tensors, inside, sizes) for element in content])
     if kind == "dict":
-        return {key: value_of(element, tensors, inside, sizes) for key, element in content}
+        return {key: argument_of(element, tensors, inside, sizes) for key, element in content}
     return content
 
 
@@ -181,11 +181,11 @@ def plain_backward(function: AnyFunction) -> AnyFunction:
     Returns:
         The Function itself.
     """
-    PLAIN_BACKWARDS.add(name_of(function))
+    PLAIN_BACKWARDS.add(qualified_name(function))
     return function
 
 
-def name_of(function: Function) -> str:
+def qualified_name(function: Function) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
@@ -255,7 +255,7 @@ class OwnBackwards:
         """Stands for a Function's `apply`."""
         arguments = bound(function, args, kwargs)
         call = FunctionCall(function)
-        if name_of(function) in PLAIN_BACKWARDS:
+        if qualified_name(function) in PLAIN_BACKWARDS:
             return self.traced(call, arguments)
         try:
             call.take(arguments)
@@ -286,7 +286,7 @@ class OwnBackwards:
     ) -> list[Tensor]:
         """Run the forward on tensors without data. Returns empty tensors like its results, and completes `call`."""
         count = len(call.tensors)
-        arguments = [value_of(source, tensors[:count], tensors[count:], sizes) for source in call.arguments]
+        arguments = [argument_of(source, tensors[:count], tensors[count:], sizes) for source in call.arguments]
         effects = SideEffects(tensors, names)
         with effects, torch.no_grad():
             result = self.forward(call, arguments)

@@ -222,7 +222,7 @@ class Returned:
     told: list[tuple[str, Any]] = field(default_factory=list)
 
 
-class Flat(nn.Module):
+class FlatModel(nn.Module):
     """The model with tensors as its only inputs; all other arguments are constants."""
 
     def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:

@@ -36,7 +36,7 @@ from ..errors import fatal
 from ..torch_private import CHECKPOINT_GENERATORS, buffers_of, debug_unwrap, versions_kept
 
 DRAWS = {"rand", "rand_like"}
-NAMES = {
+COMPARISONS = {
     "__lt__": "lt", "__le__": "le", "__gt__": "gt", "__ge__": "ge",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
     "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
@@ -60,8 +60,8 @@ class CertainDraws(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if name in DRAWS:
             self.draws[id(result)] = result
-        elif name in NAMES and len(args) == 2 and not kwargs and id(args[0]) in self.draws:
-            truth = outcome(NAMES[name], args[1], draw=self.draws[id(args[0])])
+        elif name in COMPARISONS and len(args) == 2 and not kwargs and id(args[0]) in self.draws:
+            truth = outcome(COMPARISONS[name], args[1], draw=self.draws[id(args[0])])
             if truth is not None:
                 self.outcomes[id(result)] = result, truth
         return result
@@ -218,13 +218,13 @@ class Writes(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.owners = {memory(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+        self.owners = {address(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         self.before: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written_by(func, args, kwargs or {}):
-            owner = self.owners.get(memory(tensor))
-            if owner is not None and memory(owner[1]) and owner[0] not in self.before:
+            owner = self.owners.get(address(tensor))
+            if owner is not None and address(owner[1]) and owner[0] not in self.before:
                 self.before[owner[0]] = owner[1], owner[1].detach().clone()
         return func(*args, **(kwargs or {}))
 
@@ -238,7 +238,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     return [value for value in flat if isinstance(value, Tensor)]
 
 
-def memory(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
     """The address of the tensor's values; 0 if it has none, as the tensors of a trace."""
     inner = debug_unwrap(tensor)
     if inner.layout != torch.strided or inner.device.type == "meta":

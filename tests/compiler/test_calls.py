@@ -12,7 +12,7 @@ from torch.func import functional_call, functionalize, grad, jvp, vmap
 
 from kfac_fx.optim.curvature import load_forward_mode
 from kfac_fx.passes.torch_private import transforms
-from kfac_fx.passes.tracing.calls import Lent, calls_of, mapped, watched, without_trace
+from kfac_fx.passes.tracing.calls import Lent, calls_of, map_tensors, watched, without_trace
 
 X = torch.ones(2, 3)
 load_forward_mode()
@@ -171,5 +171,5 @@ def test_forwards_are_repeated_until_all_is_reached() -> None:
 
 @pytest.mark.parametrize("tree", [[X], {"x": (X, 1)}, X, None])
 def test_mapped_changes_tensors_only(tree: Any) -> None:
-    doubled = mapped(lambda leaf: 2 * leaf, tree)
+    doubled = map_tensors(lambda leaf: 2 * leaf, tree)
     assert str(doubled) == str(tree).replace("1., 1., 1.", "2., 2., 2.")

@@ -10,7 +10,7 @@ from kfac_fx.passes.divided.captured import CapturedSubmodule, captured_reads, l
 from kfac_fx.passes.divided.following import ObservedRead, read_outside
 from kfac_fx.passes.ir import Options, Submodule
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.calls import Call
 from kfac_fx.passes.tracing.signature import call_key
 
@@ -32,7 +32,7 @@ def observed(model: nn.Module, *inputs: Tensor) -> list[ObservedRead]:
 
 
 def captured(model: nn.Module, *inputs: Tensor) -> CapturedSubmodule:
-    traced = capture(model, inputs, options=Options(loss_given=True), layers=LAYERS)
+    traced = trace_model(model, inputs, options=Options(loss_given=True), layers=LAYERS)
     return CapturedSubmodule(Submodule("inner", 1), model, traced, call_key(inputs, {}), (), traced.settings(model))
 
 
@@ -46,7 +46,7 @@ def test_a_capture_serves_other_sizes_and_no_other_dtype_or_mode() -> None:
 
 
 def test_a_capture_without_a_key_serves_all_that_it_holds_for() -> None:
-    traced = capture(nn.Linear(4, 3), options=Options(loss_given=True), layers=LAYERS)
+    traced = trace_model(nn.Linear(4, 3), options=Options(loss_given=True), layers=LAYERS)
     assert CapturedSubmodule(Submodule("inner", 0), nn.Linear(4, 3), traced, None).serves((X,), {}, "any key")
 
 

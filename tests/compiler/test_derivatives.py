@@ -14,7 +14,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.optim.curvature import load_forward_mode
-from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.derivatives import takes_derivatives
 from tests.compiler.toy import Toy
 
@@ -78,7 +78,7 @@ def run(captured: Capture, *args: Any) -> Any:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_graph_has_the_values_and_the_gradients(way: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = Toy(way, w=(3, 2))
-    captured = capture(model, (X,))
+    captured = trace_model(model, (X,))
     for got, wanted in zip(results(lambda *x: run(captured, *x), model.w, X), results(model, model.w, X), strict=True):
         torch.testing.assert_close(got, wanted)
     assert captured.holds((torch.randn(5, 3),), {}) and not captured.holds((torch.randn(4, 3),), {})
@@ -203,4 +203,4 @@ def test_derivatives_of_a_forward_that_cannot_be_captured_are_refused() -> None:
         return y if y.sum() > 0 else 2 * y
 
     with pytest.raises(UntraceableError, match=r"Replace what depends on the values of tensors"):
-        capture(Toy(branch, w=(3, 2)), (X,))
+        trace_model(Toy(branch, w=(3, 2)), (X,))

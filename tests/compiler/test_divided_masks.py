@@ -15,7 +15,7 @@ from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_model, join
-from kfac_fx.passes.trace import capture, named_parameters
+from kfac_fx.passes.trace import named_parameters, trace_model
 
 X, FLAT = torch.randn(5, 7, 3), torch.randn(11, 3)
 
@@ -31,7 +31,7 @@ def program(*inputs: Tensor) -> Program:
     parameters, aliases = named_parameters(model)
     parts = []
     for (path, module), one in zip(model.named_children(), inputs, strict=True):
-        traced = capture(module, (one,), options=Options(loss_given=True), layers=LAYERS).program
+        traced = trace_model(module, (one,), options=Options(loss_given=True), layers=LAYERS).program
         parts.append((Submodule(path, 1), normalize(in_model(traced, path, parameters, aliases))))
     return run(join(parts[0][1], parts), SUBMODULES)
 

@@ -61,7 +61,7 @@ def test_an_entry_of_several_dimensions_is_one_column_of_the_matrix() -> None:
     attrs = {"weight": (5, 2, 3)}
     matrix = forms.flat_entries(Layout((5, 2, 3)), attrs).apply(weight)
     assert matrix.shape == (1, 6, 5)
-    assert torch.equal(forms.entries(weight[ids], attrs), matrix[0].mT[ids])
+    assert torch.equal(forms.entry_rows(weight[ids], attrs), matrix[0].mT[ids])
 
 
 def test_a_whole_table_has_a_row_for_every_entry() -> None:
@@ -72,13 +72,13 @@ def test_a_whole_table_has_a_row_for_every_entry() -> None:
 
 
 def test_a_bag_counts_every_id() -> None:
-    rows = forms.counts(torch.tensor([[0, 3, 3], [2, 1, 2]]), {**BAG, "mode": "sum"})
+    rows = forms.bag_rows(torch.tensor([[0, 3, 3], [2, 1, 2]]), {**BAG, "mode": "sum"})
     assert rows.tolist() == [[[1, 0, 0, 2, 0]], [[0, 1, 2, 0, 0]]]
 
 
 def test_the_mean_of_a_bag_has_the_shares_of_its_ids_without_padding() -> None:
     attrs = {**BAG, "mode": "mean", "padding_idx": 3}
-    rows = forms.counts(torch.tensor([[0, 3, 3, 1], [3, 3, 3, 3]]), attrs)
+    rows = forms.bag_rows(torch.tensor([[0, 3, 3, 1], [3, 3, 3, 3]]), attrs)
     assert rows.tolist() == [[[0.5, 0.5, 0, 0, 0]], [[0, 0, 0, 0, 0]]]
 
 
@@ -88,11 +88,11 @@ def test_flat_bags_end_where_the_next_ones_begin(mode: str, last: bool) -> None:
     ids, offsets, weight = torch.tensor([0, 3, 3, 1, 4]), torch.tensor([0, 2, 2, 5][: 3 + last]), torch.randn(5, 3)
     attrs = {**BAG, "mode": mode, "offsets": offsets, "include_last_offset": last}
     wanted = F.embedding_bag(ids, weight, offsets, mode=mode, include_last_offset=last)
-    torch.testing.assert_close(forms.counts(ids, attrs)[:, 0] @ weight, wanted)
+    torch.testing.assert_close(forms.bag_rows(ids, attrs)[:, 0] @ weight, wanted)
 
 
 def test_weights_of_ids_add_up() -> None:
-    rows = forms.counts(
+    rows = forms.bag_rows(
         torch.tensor([[0, 3, 3]]), {**BAG, "mode": "sum", "per_sample_weights": torch.tensor([[0.5, 2.0, 3.0]])}
     )
     assert rows.tolist() == [[[0.5, 0, 0, 5, 0]]]

@@ -210,7 +210,7 @@ def scattered(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 def test_a_copy_with_other_parameters_written_into_it_has_no_expression() -> None:
     program = expressed(scattered, w=(6, 4), b=(6,))
-    assert all(node.name != "written" for node in program.parameter_exprs)
+    assert all(node.name != "overwritten" for node in program.parameter_exprs)
 
 
 def test_slices_as_long_as_the_batch_says_have_no_expression() -> None:

@@ -16,7 +16,7 @@ from kfac_fx.passes.ir import ELEMENTS, Program
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.parametrizations.gathered import INPUTS, OUTPUTS, Gathered, of_table
 from kfac_fx.passes.resolve import resolve
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before, found
 
 INDEX = torch.tensor([[0, 2, 1], [2, 2, 0]])
@@ -158,7 +158,7 @@ PLACES = torch.tensor([[0, 2], [2, 1]])
 
 
 def normal(function: Callable[..., Any], *inputs: Tensor, **shapes: tuple[int, ...]) -> Program:
-    return normalize(capture(Toy(function, **shapes), inputs or None).program)
+    return normalize(trace_model(Toy(function, **shapes), inputs or None).program)
 
 
 GATHERED: dict[str, tuple[Callable[[Tensor], Tensor], list[Any]]] = {

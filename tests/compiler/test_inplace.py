@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes.graphs import pytree
-from kfac_fx.passes.graphs.inplace import memory, written
+from kfac_fx.passes.graphs.inplace import memory_owner, overwritten
 from kfac_fx.passes.graphs.labels import Label, labels
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before, code, node
 
 X = torch.randn(5, 3)
@@ -144,17 +144,17 @@ def test_a_write_into_any_view_is_a_write_into_what_it_is_of(view: Callable[[Ten
 
 def test_what_is_read_after_a_write_depends_on_it() -> None:
     program = before("find_losses", Toy(built), X)
-    lines = [line for line in code(program) if line.startswith(("written", "copy_", "tanh"))]
+    lines = [line for line in code(program) if line.startswith(("overwritten", "copy_", "tanh"))]
     assert lines == [
         "copy_ = copy_(slice_2, exp)",
-        "written = written(new_zeros, copy_)",
+        "overwritten = overwritten(new_zeros, copy_)",
         "copy__1 = copy_(select, sum_1)",
-        "written_1 = written(written, copy__1)",
-        "tanh = tanh(written_1)",
+        "overwritten_1 = overwritten(overwritten, copy__1)",
+        "tanh = tanh(overwritten_1)",
     ]
-    assert labels(program.graph, ())[node(program, "written")] is Label.ACT
-    assert memory(node(program, "written_1")) is node(program, "new_zeros")
-    assert written(X, None) is X
+    assert labels(program.graph, ())[node(program, "overwritten")] is Label.ACT
+    assert memory_owner(node(program, "overwritten_1")) is node(program, "new_zeros")
+    assert overwritten(X, None) is X
 
 
 def test_buffers_stay_updated_in_place() -> None:
@@ -167,7 +167,7 @@ def test_buffers_stay_updated_in_place() -> None:
             self.seen.mul_(0.5).add_(x.detach().mean(0))
             return x - self.seen
 
-    program = normalize(capture(Counting(), (X,)).program)
+    program = normalize(trace_model(Counting(), (X,)).program)
     assert [line.partition(" = ")[2].partition("(")[0] for line in code(program)] == [
         "mul_", "detach", "mean", "add_", "sub",
     ]  # fmt: skip

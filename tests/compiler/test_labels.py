@@ -15,12 +15,12 @@ from kfac_fx.passes.graphs import labels as module
 from kfac_fx.passes.graphs.labels import Label, ancestors, entries, labels, labels_of, parameters_behind, use_edges
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before, node
 
 
 def traced(function: Callable[..., Any], **shapes: tuple[int, ...]) -> tuple[fx.Graph, dict[fx.Node, Label]]:
-    graph = capture(Toy(function, **shapes)).program.graph
+    graph = trace_model(Toy(function, **shapes)).program.graph
     return graph, labels(graph, shapes)
 
 
@@ -152,7 +152,7 @@ def test_the_labels_of_a_program_are_computed_once_for_a_graph(monkeypatch: pyte
         module, "labels", lambda graph, *rest, **more: walks.append(graph) or real(graph, *rest, **more)
     )
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    program = capture(model, (torch.randn(5, 3),)).program.but(layers=LAYERS)
+    program = trace_model(model, (torch.randn(5, 3),)).program.but(layers=LAYERS)
     found = run(program)
     assert len(found.registrations) == 2 and not any(registration.generic for registration in found.registrations)
     assert walks.count(found.graph) == 1  # express, match, cut and check
@@ -161,7 +161,7 @@ def test_the_labels_of_a_program_are_computed_once_for_a_graph(monkeypatch: pyte
 
 
 def test_a_program_of_another_graph_has_labels_of_its_own() -> None:
-    program = run(capture(nn.Linear(3, 4), (torch.randn(5, 3),)).program)
+    program = run(trace_model(nn.Linear(3, 4), (torch.randn(5, 3),)).program)
     copied = program.copied()
     assert set(labels_of(program)) == set(program.graph.nodes)
     assert set(labels_of(copied)) == set(copied.graph.nodes)

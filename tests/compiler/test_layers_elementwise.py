@@ -73,7 +73,7 @@ def test_an_outer_product_has_one_input_for_all_outputs() -> None:
     x, w, dy = torch.randn(N), torch.randn(5, requires_grad=True), torch.randn(N, 5)
     attrs = {"weight": (5,)}
     (wanted,) = torch.autograd.grad(torch.outer(x, w), w, dy)
-    rows, grad_rows = forms.outer.rows(x, attrs), forms.outer.grad_rows(dy, attrs)
+    rows, grad_rows = forms.outer_scale.rows(x, attrs), forms.outer_scale.grad_rows(dy, attrs)
     torch.testing.assert_close((rows * grad_rows).sum((0, 1)).flatten(), wanted)
 
 
@@ -126,7 +126,7 @@ def test_which_masks_put_one_value_everywhere(mask: Tensor, bias: Shape, same: b
     ],
 )
 def test_scale_and_shift_have_one_shape(attrs: dict[str, Shape], taken: bool) -> None:
-    assert forms.alike(attrs) is taken
+    assert forms.one_shape(attrs) is taken
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before
 
 X = torch.randn(5, 3)
@@ -31,7 +31,7 @@ class WithTargets(nn.Module):
 def program(
     function: Callable[..., Any], x: Tensor, y: Tensor, loss_given: bool = False, exported: bool = True
 ) -> Program:
-    traced = capture(WithTargets(function), (x, y) if exported else None, options=Options(loss_given=loss_given))
+    traced = trace_model(WithTargets(function), (x, y) if exported else None, options=Options(loss_given=loss_given))
     return find_losses(normalize(traced.program))
 
 

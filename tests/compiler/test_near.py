@@ -10,12 +10,12 @@ from kfac_fx.passes.ir import Program
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.near import NearMatch, near_matches
 from kfac_fx.passes.pipeline import PIPELINE, run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 
 
 def expressed(model: nn.Module) -> Program:
     """The program up to the pass `express`."""
-    return run(capture(model, layers=LAYERS).program, PIPELINE[: PIPELINE.index(express) + 1])
+    return run(trace_model(model, layers=LAYERS).program, PIPELINE[: PIPELINE.index(express) + 1])
 
 
 def at(model: nn.Module, operation: str) -> dict[str, NearMatch]:

@@ -14,14 +14,14 @@ from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.resolve import resolve
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before, code, found, node
 
 X = torch.randn(4, 3)
 
 
 def both(model: nn.Module, x: Tensor) -> list[Program]:
-    return [normalize(capture(model, inputs).program) for inputs in (None, (x,))]
+    return [normalize(trace_model(model, inputs).program) for inputs in (None, (x,))]
 
 
 def result(program: Program, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def test_a_norm_that_averages_over_all_batches_is_captured_but_not_averaged() ->
     norm = nn.BatchNorm1d(3, momentum=None)
     model = nn.Sequential(norm)
     for inputs in (None, (X,)):
-        captured = capture(model, inputs)
+        captured = trace_model(model, inputs)
         assert captured.effects == ("averages over all batches in 0",)
         assert norm.momentum is None
         torch.testing.assert_close(result(normalize(captured.program), X), nn.BatchNorm1d(3)(X))
@@ -117,7 +117,7 @@ def test_differences_from_a_parameter_become_sums_of_the_same_bits(
 
 
 def normal(function: Callable[..., Any], *inputs: Tensor, **shapes: tuple[int, ...]) -> Program:
-    return normalize(capture(Toy(function, **shapes), inputs or None).program)
+    return normalize(trace_model(Toy(function, **shapes), inputs or None).program)
 
 
 def test_a_mask_of_parameters_gets_a_row_for_every_case() -> None:

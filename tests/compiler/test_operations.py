@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from kfac_fx.passes.graphs.operations import REQUIRED, SPELLED_OUT, aten_order, is_random, op_name, returns_view
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy
 
 
 def spelled(function: Callable[..., Any], *inputs: torch.Tensor) -> list[str]:
-    graph = capture(Toy(function), inputs or None).program.graph
+    graph = trace_model(Toy(function), inputs or None).program.graph
     return [op_name(one) for one in graph.nodes if one.op.startswith("call")]
 
 
@@ -42,7 +42,7 @@ def test_all_spellings_have_one_name() -> None:
     ],
 )
 def test_what_draws_from_the_random_stream(function: Callable[..., Any], random: bool, exported: bool) -> None:
-    graph = capture(Toy(function), (torch.randn(3, 3),) if exported else None).program.graph
+    graph = trace_model(Toy(function), (torch.randn(3, 3),) if exported else None).program.graph
     assert any(is_random(one) for one in graph.nodes) is random
 
 

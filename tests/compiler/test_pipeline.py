@@ -19,7 +19,7 @@ from kfac_fx.passes.match import match
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, SUMMARIES, after_registrations, run
 from kfac_fx.passes.submodules import give_lookups
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.unroll import unroll
 from tests.compiler.toy import Toy, before, node
 
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 
 def test_every_pass_leaves_a_record() -> None:
-    program = run(capture(model(), layers=LAYERS).program)
+    program = run(trace_model(model(), layers=LAYERS).program)
     assert [one.name for one in program.history] == [step.__name__ for step in PIPELINE]
     assert [(one.nodes, one.summary) for one in program.history] == [
         (8, "8 nodes"), (8, "8 nodes"), (8, "1 output"), (8, "0 groups"), (8, "0 expressions"), (8, "2 uses"),
@@ -61,7 +61,7 @@ def test_a_program_is_readable() -> None:
     lines = found.splitlines()
     assert lines[0] == "8 nodes, 4 parameters"
     assert lines[1].startswith("match         linear(0.weight, 0.bias) at linear")
-    lines = str(run(capture(model(), layers=LAYERS).program)).partition("\n\n")[2].splitlines()
+    lines = str(run(trace_model(model(), layers=LAYERS).program)).partition("\n\n")[2].splitlines()
     assert lines[1:] == [
         "registration  linear(0.weight) kron_indep, 2 uses",
         "registration  linear(0.bias) kron, 1 use",
@@ -69,7 +69,7 @@ def test_a_program_is_readable() -> None:
         "unused        spare",
     ]
     assert line not in "".join(lines)
-    dropped = run(capture(Toy(lambda x, w, b: x @ w + b, w=(3, 3), b=(3,)), layers=LAYERS).program)
+    dropped = run(trace_model(Toy(lambda x, w, b: x @ w + b, w=(3, 3), b=(3,)), layers=LAYERS).program)
     assert "dropped       linear(w): part of linear(w, b)" in str(dropped).splitlines()
 
 

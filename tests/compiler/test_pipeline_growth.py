@@ -20,7 +20,7 @@ from kfac_fx.passes.match import patterns_by_target
 from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.registration import OWN_FOLDER
 from kfac_fx.passes.rewrite import rewrite
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 
 
 class Layers(nn.Module):
@@ -128,7 +128,7 @@ def counted() -> Iterator[Counter[CodeType]]:
 
 def effort(model: type[nn.Module], options: Callable[[int], Options], number: int) -> dict[str, int]:
     """Lines of every pass and of the emitted module."""
-    program = capture(model(number), None, options=options(number), layers=LAYERS).program
+    program = trace_model(model(number), None, options=options(number), layers=LAYERS).program
     found: dict[str, int] = {}
     for step in PIPELINE:
         with counted() as lines:
@@ -177,7 +177,7 @@ def test_what_grows_faster_is_seen() -> None:
         return program
 
     def lines(number: int) -> int:
-        program = capture(Layers(number), None, layers=LAYERS).program
+        program = trace_model(Layers(number), None, layers=LAYERS).program
         with counted() as found:
             quadratic(program)
         return found.total()

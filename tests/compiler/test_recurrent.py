@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.recurrent import packs_in, recurrent_layers
 
 LENGTHS = torch.tensor([4, 2, 3])
@@ -33,19 +33,19 @@ def names(captured: Capture) -> list[str]:
 
 @pytest.mark.parametrize("layer", [nn.LSTM(2, 3, 2), nn.GRU(2, 3, bidirectional=True), nn.RNN(2, 3)])
 def test_a_layer_is_one_operation(layer: nn.Module) -> None:
-    captured = capture(layer, (torch.randn(4, 3, 2),))
+    captured = trace_model(layer, (torch.randn(4, 3, 2),))
     assert names(captured).count("recurrent") == 1
     assert not {"lstm", "gru", "rnn_tanh"} & set(names(captured))
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell(2, 3), nn.GRUCell(2, 3), nn.RNNCell(2, 3)])
 def test_a_cell_is_one_operation(cell: nn.Module) -> None:
-    assert names(capture(cell, (torch.randn(4, 2),))).count("recurrent_cell") == 1
+    assert names(trace_model(cell, (torch.randn(4, 2),))).count("recurrent_cell") == 1
 
 
 def test_packed_sequences_are_operations_that_know_the_lengths() -> None:
     x = torch.randn(3, 4, 2)
-    captured = capture(Packed(), (x, LENGTHS))
+    captured = trace_model(Packed(), (x, LENGTHS))
     assert {"packed", "recurrent", "unpacked"} <= set(names(captured))
     packs = packs_in(captured.program.graph, captured.program.root)
     assert packs is not None and packs.steps == (4,)
@@ -54,7 +54,7 @@ def test_packed_sequences_are_operations_that_know_the_lengths() -> None:
 
 
 def test_a_graph_without_packed_sequences_has_none() -> None:
-    captured = capture(nn.GRU(2, 3), (torch.randn(4, 3, 2),))
+    captured = trace_model(nn.GRU(2, 3), (torch.randn(4, 3, 2),))
     assert packs_in(captured.program.graph, captured.program.root) is None
 
 

@@ -14,7 +14,7 @@ from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.resolve import resolve
 from kfac_fx.passes.rewrite import Numbered, rewrite, tap_name
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before, code, node
 
 X = torch.randn(5, 3)
@@ -94,7 +94,7 @@ def test_the_fishers_outputs_come_second_and_tapped() -> None:
             return F.cross_entropy(self.inner(x), y)
 
     y = torch.randint(4, (5,))
-    program = run(capture(Loss(), (X, y), layers=before("match", Loss()).layers).program)
+    program = run(trace_model(Loss(), (X, y), layers=before("match", Loss()).layers).program)
     module = rewrite(program, lambda one, use: Seen())
     (loss,), (logits,) = values(module, program, X, y)
     assert logits.shape == (5, 4) and torch.equal(loss, F.cross_entropy(logits, y))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
 from kfac_fx import UntraceableError
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.signature import holds_tensor, python_random
 from tests.whole.training import differences, step
 
@@ -87,7 +87,7 @@ def test_an_argument_that_hides_tensors_is_no_constant() -> None:
             return super().forward(batch.features)
 
     with pytest.raises(UntraceableError) as failure:
-        capture(Model(3, 2), (Batch(X),))
+        trace_model(Model(3, 2), (Batch(X),))
     first, advice = str(failure.value).splitlines()
     assert (
         first
@@ -110,7 +110,7 @@ class Drawing(nn.Module):
 def test_numbers_drawn_by_python_are_no_constants(draw: Any, name: str, inputs: Any) -> None:
     stream, array = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
     with pytest.raises(UntraceableError, match=rf"Drawing draws random numbers from {name}\. .*\nDraw them with torch"):
-        capture(Drawing(draw), inputs)
+        trace_model(Drawing(draw), inputs)
     assert random.getstate() == stream and np.random.get_state()[1].tolist() == array  # type: ignore[index, union-attr]
 
 
@@ -146,7 +146,7 @@ def test_what_a_reentrant_checkpoint_wraps_is_captured() -> None:
 
 def refusal(model: nn.Module, *inputs: Any) -> list[str]:
     with pytest.raises(UntraceableError) as failure:
-        capture(model, inputs)
+        trace_model(model, inputs)
     return str(failure.value).splitlines()
 
 

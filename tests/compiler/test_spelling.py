@@ -16,7 +16,7 @@ import kfac_fx
 from kfac_fx.passes.graphs.operations import SPELLED_OUT
 from kfac_fx.passes.graphs.spelling import public, respell, spell_native
 from kfac_fx.passes.normalize import normalize
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before
 
 X, W, B, IDS = torch.randn(4, 5), torch.randn(3, 5), torch.randn(3), torch.randint(3, (4,))
@@ -95,7 +95,7 @@ def test_all_spellings_are_one(x: Tensor, functions: list[Callable[[Any], Any]])
 @pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
 def test_values_never_change(function: Callable[[Any], Any], x: Tensor, exported: bool) -> None:
     model = Toy(function)
-    traced = capture(model, (x,) if exported else None)
+    traced = trace_model(model, (x,) if exported else None)
     program = before("find_losses", model, *([x] if exported else []))
     got = traced.unflatten(fx.GraphModule(program.root, program.graph)(x))
     torch.testing.assert_close(got, function(x), rtol=0, atol=0)
@@ -193,7 +193,7 @@ def test_values_and_statistics_stay_the_same(model: nn.Module) -> None:
     x = IMAGES[:, :, 0] if "1d" in str(model) else IMAGES[:, :, None] if "3d" in str(model) else IMAGES
     training = model.training
     module = decomposed(nn.Sequential(model), x)
-    program = normalize(capture(module, (x,)).program)
+    program = normalize(trace_model(module, (x,)).program)
     assert not any("native" in str(n.target) or "convolution" in str(n.target) for n in reading(program.graph))
     alike = copy.deepcopy(model).train(training)
     (got,) = fx.GraphModule(program.root, program.graph)(x)

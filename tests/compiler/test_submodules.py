@@ -14,7 +14,7 @@ from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import find_outputs, graph_of, in_autocast, in_model, join, leave_python
-from kfac_fx.passes.trace import capture, named_parameters
+from kfac_fx.passes.trace import named_parameters, trace_model
 from tests.compiler.toy import Toy, code, found
 
 X = torch.randn(5, 3)
@@ -41,7 +41,7 @@ def joined(model: Pair, calls: tuple[int, int] = (1, 1), **options: Any) -> Prog
     given = Options(loss_given=True, **options)
     parts = []
     for (path, module), number in zip(model.named_children(), calls, strict=True):
-        traced = capture(module, (X,), options=given, layers=LAYERS).program
+        traced = trace_model(module, (X,), options=given, layers=LAYERS).program
         parts.append((Submodule(path, number), normalize(in_model(traced, path, parameters, aliases))))
     return join(parts[0][1], parts)
 
@@ -53,7 +53,7 @@ def the_one(program: Program, parameter: str) -> Registration:
 def test_a_program_of_a_submodule_has_the_names_of_the_model() -> None:
     model = pair()
     parameters, aliases = named_parameters(model)
-    program = in_model(capture(model.last, (X,)).program, "last", parameters, aliases)
+    program = in_model(trace_model(model.last, (X,)).program, "last", parameters, aliases)
     assert [str(node.target) for node in program.graph.nodes if node.op == "get_attr"] == ["last.w"]
     assert program.root.get_parameter("last.w") is model.last.w
 
@@ -157,5 +157,5 @@ def test_parameters_in_regions_of_autocast_are_told() -> None:
             low = x @ w
         return low.float() @ v
 
-    program = capture(Toy(cast, w=(3, 3), v=(3, 3)), (X,)).program
+    program = trace_model(Toy(cast, w=(3, 3), v=(3, 3)), (X,)).program
     assert in_autocast(program) == ["w"]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.substitutes import buffers_kept, checkpoints_off, parameters_kept, values_kept
 from kfac_fx.passes.tracing.watch import custom_functions
 
@@ -51,7 +51,7 @@ CERTAIN: dict[str, tuple[Callable[[float], Tensor | bool], float, bool]] = {
 def test_a_certain_branch_is_taken_and_the_stream_goes_on_as_the_models(kind: str) -> None:
     branch, rate, taken = CERTAIN[kind]
     model = Dropped(branch, rate)
-    captured = capture(model, (X,))
+    captured = trace_model(model, (X,))
     graph = captured.program.graph
     assert (sum(op_name(one) == "linear" for one in graph.nodes) == 1) is taken
     torch.manual_seed(1)
@@ -73,7 +73,7 @@ def test_a_certain_branch_is_taken_and_the_stream_goes_on_as_the_models(kind: st
 )
 def test_what_depends_on_the_draw_is_refused(branch: Callable[[float], Tensor]) -> None:
     with pytest.raises(UntraceableError, match="Dropped could not be captured as a graph"):
-        capture(Dropped(branch, 0.1), (X,))
+        trace_model(Dropped(branch, 0.1), (X,))
 
 
 def test_a_rate_that_is_set_later_is_seen() -> None:
@@ -131,7 +131,7 @@ class Beside(nn.Module):
 def test_data_is_read_without_a_gradient(inputs: tuple[Tensor] | None) -> None:
     torch.manual_seed(0)
     model, x = Beside(), torch.randn(2, 3)
-    traced = capture(model, inputs)
+    traced = trace_model(model, inputs)
     graph = fx.GraphModule(traced.program.root, traced.program.graph)
     torch.testing.assert_close(traced.unflatten(graph(x)), model(x), rtol=0, atol=0)
 

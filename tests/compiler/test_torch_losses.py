@@ -8,7 +8,7 @@ import torch
 from kfac_fx.losses.distributions import DISTRIBUTIONS
 from kfac_fx.losses.registered import loss_from
 from kfac_fx.passes.torch_losses import TORCH_LOSSES, TorchLoss
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.output_losses import graph_loss
 
 rows = pytest.mark.parametrize("loss", TORCH_LOSSES, ids=lambda loss: loss.name)
@@ -60,7 +60,7 @@ def test_aten_has_the_operation_under_the_name_of_the_row(loss: TorchLoss) -> No
     inputs = torch.randn(6, 4), TARGETS[loss.distribution]()
     targets = {
         str(node.target).split(".")[1]
-        for node in capture(Model(), inputs).program.graph.nodes
+        for node in trace_model(Model(), inputs).program.graph.nodes
         if "aten" in str(node.target)
     }
     assert loss.aten in targets

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.trace import Capture, trace_model
 from tests.compiler.test_attributes import Memory
 from tests.compiler.test_watch import Branches
 from tests.compiler.toy import Toy, code
@@ -54,13 +54,13 @@ def nested() -> tuple[Nested, dict[str, Any]]:
 )
 def test_nested_inputs_and_outputs(keywords: dict[str, Any]) -> None:
     model, batch = nested()
-    captured = capture(model, (batch,), keywords)
+    captured = trace_model(model, (batch,), keywords)
     torch.testing.assert_close(run(captured, batch, **keywords), model(batch, **keywords), rtol=0, atol=0)
 
 
 def test_inputs_are_named_after_the_arguments() -> None:
     model, batch = nested()
-    graph = capture(model, (batch,), {"mask": torch.ones(4), "extra": torch.ones(4)}).program.graph
+    graph = trace_model(model, (batch,), {"mask": torch.ones(4), "extra": torch.ones(4)}).program.graph
     assert [one.name for one in graph.nodes if one.op == "placeholder"] == ["batch", "batch_1", "mask", "extra"]
 
 
@@ -69,7 +69,7 @@ def test_positions_that_are_collected_are_numbered() -> None:
         def forward(self, *terms: Tensor) -> Tensor:
             return torch.stack(terms).sum(0)
 
-    graph = capture(Sum(), (X, X + 1)).program.graph
+    graph = trace_model(Sum(), (X, X + 1)).program.graph
     assert [one.name for one in graph.nodes if one.op == "placeholder"] == ["terms_0", "terms_1"]
 
 
@@ -78,7 +78,7 @@ def test_parameters_are_the_same_objects_under_their_first_names(inputs: Any) ->
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     model.add_module("again", model[0])
-    program = capture(model, inputs).program
+    program = trace_model(model, inputs).program
     assert list(program.parameters) == ["0.weight", "0.bias", "1.bias"]
     assert all(program.parameters[name] is model.get_parameter(name) for name in program.parameters)
     assert program.aliases["1.weight"] == program.aliases["again.weight"] == "0.weight"
@@ -89,29 +89,29 @@ def test_parameters_are_the_same_objects_under_their_first_names(inputs: Any) ->
 def test_frozen_parameters_are_constants() -> None:
     model = nn.Linear(3, 3)
     model.bias.requires_grad_(False)
-    assert list(capture(model, (X,)).program.parameters) == ["weight"]
+    assert list(trace_model(model, (X,)).program.parameters) == ["weight"]
 
 
 # --- what a capture is valid for ------------------------------------------------------------------------------------
 
 
 def test_sizes_are_free_and_a_guard_that_fails_is_noticed() -> None:
-    free = capture(Toy(lambda x, w: x @ w, w=(3, 2)), (X,))
+    free = trace_model(Toy(lambda x, w: x @ w, w=(3, 2)), (X,))
     assert free.holds((torch.randn(7, 3),), {})
-    branching = capture(Toy(lambda x, w: x @ w if x.shape[0] > 4 else x @ w.exp(), w=(3, 2)), (X,))
+    branching = trace_model(Toy(lambda x, w: x @ w if x.shape[0] > 4 else x @ w.exp(), w=(3, 2)), (X,))
     assert branching.holds((torch.randn(5, 3),), {}) and not branching.holds((torch.randn(4, 3),), {})
 
 
 @pytest.mark.parametrize(("every_size", "free"), [(True, (4, 3, 7, 9)), (False, (4, 3, 5, 6))])
 def test_sizes_of_images_are_free_if_asked_for(every_size: bool, free: tuple[int, ...]) -> None:
-    captured = capture(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 6),), every_size=every_size)
+    captured = trace_model(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 6),), every_size=every_size)
     assert captured.holds((torch.randn(free),), {})
     assert captured.holds((torch.randn(4, 3, 7, 9),), {}) == every_size
     assert not captured.holds((torch.randn(4, 2, 5, 6),), {})
 
 
 def test_a_size_of_one_is_not_free() -> None:
-    captured = capture(nn.Linear(3, 2), (torch.randn(1, 3),))
+    captured = trace_model(nn.Linear(3, 2), (torch.randn(1, 3),))
     assert captured.holds((torch.randn(1, 3),), {}) and not captured.holds((torch.randn(2, 3),), {})
 
 
@@ -127,7 +127,7 @@ class Optional(nn.Module):
 
 def test_without_inputs_arguments_have_their_defaults() -> None:
     model = Optional()
-    captured = capture(model)
+    captured = trace_model(model)
     assert code(captured.program) == ["linear = linear(x, inner_weight, inner_bias)", "mul = mul(linear, 2.0)"]
     assert torch.equal(run(captured, X), model(X))
     assert captured.holds((X,), {}) and captured.holds((X, None), {"scale": 2.0})
@@ -152,7 +152,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential], ids=["whole", "submodule"])
 def test_buffers_are_updated_in_place_or_not(wrap: Callable[[nn.Module], nn.Module]) -> None:
     counting = Counting()
-    captured = capture(wrap(counting), (X,))
+    captured = trace_model(wrap(counting), (X,))
     assert counting.seen == 0
     for _ in range(2):
         run(captured, X)
@@ -164,7 +164,7 @@ def test_buffers_are_updated_in_place_or_not(wrap: Callable[[nn.Module], nn.Modu
 def test_modes_of_submodules_decide_and_stay(inputs: Any) -> None:
     model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3), nn.Dropout())
     model[0].eval()
-    graph = capture(model, inputs).program.graph
+    graph = trace_model(model, inputs).program.graph
     assert [module.training for module in model] == [False, True, True]
     modes = [one.kwargs.get("training", one.args[-1]) for one in graph.nodes if op_name(one) == "dropout"]
     assert modes == [False, True]
@@ -179,9 +179,9 @@ def test_what_the_graph_does_not_do_is_said(inputs: Any) -> None:
 
     model = nn.Sequential(caching := Caching(), nn.Linear(3, 3))
     model[1].register_full_backward_hook(lambda module, before, after: None)
-    assert capture(model, inputs).effects == ("sets 0.last", "calls the backward hooks of 1")
+    assert trace_model(model, inputs).effects == ("sets 0.last", "calls the backward hooks of 1")
     assert not hasattr(caching, "last")
-    assert capture(nn.Linear(3, 3), inputs).effects == ()
+    assert trace_model(nn.Linear(3, 3), inputs).effects == ()
 
 
 def test_regions_without_gradients_are_no_uses() -> None:
@@ -195,24 +195,24 @@ def test_regions_without_gradients_are_no_uses() -> None:
                 y = self.inner(x)
             return y + self.inner(x)
 
-    program = capture(Region(), (X,)).program
+    program = trace_model(Region(), (X,)).program
     assert code(program)[0].startswith("linear = wrap_with_set_grad_enabled(False, submod")
     with pytest.raises(UntraceableError, match=r"torch gave up in inner \(test_trace.py:\d+\)"):
-        capture(Region())
+        trace_model(Region())
 
 
 @pytest.mark.parametrize("inputs", [None, (X,)], ids=["symbolic", "exported"])
 def test_a_capture_draws_no_random_numbers_and_keeps_no_gradient(inputs: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
     stream = torch.random.get_rng_state()
-    capture(model, inputs)
+    trace_model(model, inputs)
     assert torch.equal(torch.random.get_rng_state(), stream)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_capture_under_no_grad_is_a_capture_with_gradients() -> None:
     with torch.no_grad():
-        graph = capture(nn.Linear(3, 3), (X,)).program.graph
+        graph = trace_model(nn.Linear(3, 3), (X,)).program.graph
     assert [op_name(one) for one in graph.nodes if one.op == "call_function"] == ["linear"]
 
 
@@ -226,7 +226,7 @@ def test_an_operator_of_torch_library_is_taken() -> None:
 
     twice.register_fake(lambda x: torch.empty_like(x))
     twice.register_autograd(lambda context, grad: 2 * grad)
-    captured = capture(Toy(lambda x, w: twice(x @ w), w=(3, 2)), (X,))
+    captured = trace_model(Toy(lambda x, w: twice(x @ w), w=(3, 2)), (X,))
     assert code(captured.program)[-1] == "twice = twice(matmul)"
 
 
@@ -235,7 +235,7 @@ def test_control_flow_on_values_is_refused_with_its_place(inputs: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(Branches()))
     line = Branches.forward.__code__.co_firstlineno + 1
     with pytest.raises(UntraceableError) as failure:
-        capture(model, inputs)
+        trace_model(model, inputs)
     first, source, _, advice = str(failure.value).splitlines()
     assert first == f"Sequential could not be captured as a graph; torch gave up in 1.0 (test_watch.py:{line}):"
     assert source == "  if x.sum() > 0:"
@@ -246,39 +246,39 @@ def test_recurrent_layers_beside_what_is_refused_are_none_of_ours() -> None:
     """They only stand for operations while torch.export traces, and are not run when that fails."""
     model = nn.Sequential(nn.LSTM(3, 2), Toy(lambda found: Branches()(found[0])))
     with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_watch.py:\d+\)"):
-        capture(model, (torch.randn(4, 5, 3),))
+        trace_model(model, (torch.randn(4, 5, 3),))
 
 
 def test_inputs_that_the_model_cannot_take_are_refused() -> None:
     with pytest.raises(
         UntraceableError, match=r"the example inputs do not fit Linear.forward\(input.*: too many positional arguments"
     ):
-        capture(nn.Linear(3, 3), (X, X))
+        trace_model(nn.Linear(3, 3), (X, X))
     with pytest.raises(UntraceableError, match="See that the model runs on these inputs"):
-        capture(nn.Linear(4, 3), (X,))
+        trace_model(nn.Linear(4, 3), (X,))
 
 
 def test_a_new_tensor_as_a_buffer_needs_inputs() -> None:
     with pytest.raises(UntraceableError, match=r"assigns a new tensor to its buffer 0.mean, .*\n.*example inputs"):
-        capture(nn.Sequential(Memory()))
+        trace_model(nn.Sequential(Memory()))
 
 
 def test_random_numbers_of_no_input_need_inputs() -> None:
     model = Toy(lambda x, w: x @ w + torch.rand(2), w=(3, 2))
     with pytest.raises(UntraceableError, match="torch.fx does not see random numbers"):
-        capture(model)
-    assert "rand" in [op_name(one) for one in capture(model, (X,)).program.graph.nodes]
+        trace_model(model)
+    assert "rand" in [op_name(one) for one in trace_model(model, (X,)).program.graph.nodes]
 
 
 def test_a_mean_loss_inside_is_captured_with_its_targets() -> None:
     model = Toy(lambda x, w: F.mse_loss(x @ w, x[:, :2].detach()), w=(3, 2))
-    assert [op_name(one) for one in capture(model, (X,)).program.graph.nodes][-2] == "mse_loss"
+    assert [op_name(one) for one in trace_model(model, (X,)).program.graph.nodes][-2] == "mse_loss"
 
 
 def test_an_example_that_is_a_view_stands_for_batches_that_are_none() -> None:
     """torch.export would keep guards on what it is a view of."""
     ids = torch.randint(9, (8, 7))
-    captured = capture(nn.Embedding(9, 4), (ids[:4, :3],))
+    captured = trace_model(nn.Embedding(9, 4), (ids[:4, :3],))
     assert captured.holds((torch.randint(9, (5, 2)),), {})
     assert captured.holds((ids,), {})
 
@@ -294,4 +294,4 @@ def test_a_recurrent_layer_beside_what_no_graph_holds_is_run_as_it_is() -> None:
             return y if x.sum() > -1e9 else x
 
     with pytest.raises(UntraceableError, match=r"return y if x\.sum\(\) > -1e9 else x"):
-        capture(Model(), (torch.randn(4, 5, 3),))
+        trace_model(Model(), (torch.randn(4, 5, 3),))

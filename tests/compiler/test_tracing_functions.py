@@ -15,7 +15,7 @@ from kfac_fx import UntraceableError
 from kfac_fx.passes.check import check
 from kfac_fx.passes.graphs.labels import Label, labels
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.trace import Capture, trace_model
 from tests.compiler.toy import Toy, before, code, found, node
 
 X = torch.randn(5, 3)
@@ -141,7 +141,7 @@ def results(function: Callable[[Tensor], Any], x: Tensor, w: Tensor) -> list[Any
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_graph_computes_what_the_model_does_and_sends_back_what_it_does(kind: str) -> None:
     model = Toy(MODELS[kind], w=(3, 2))
-    captured = capture(model, (X,))
+    captured = trace_model(model, (X,))
     assert sum(op_name(one) == "own_backward" for one in captured.program.graph.nodes) == (2 if kind == "twice" else 1)
     for x in (X, torch.randn(8, 3)):  # of another size, too
         wanted = results(model, x, model.w)
@@ -294,14 +294,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_function_that_is_no_operation_is_refused_by_name_with_the_reason(kind: str) -> None:
     use, text = REFUSED[kind]
     with pytest.raises(UntraceableError, match=f"^Own {text}(.|\n)*torch.library.custom_op, register_fake and"):
-        capture(Own(use), (X,))
+        trace_model(Own(use), (X,))
 
 
 def test_without_inputs_it_is_refused_for_its_shapes_are_not_known() -> None:
     with pytest.raises(
         UntraceableError, match="Own uses Scaled, an autograd.Function (.|\n)*Give kfac_fx.compile example inputs, or"
     ):
-        capture(Own(lambda own, x: apply(Scaled, own.inner(x), 2.0)))
+        trace_model(Own(lambda own, x: apply(Scaled, own.inner(x), 2.0)))
 
 
 def test_in_a_forward_that_takes_derivatives_it_is_refused() -> None:
@@ -311,4 +311,4 @@ def test_in_a_forward_that_takes_derivatives_it_is_refused() -> None:
         return force
 
     with pytest.raises(UntraceableError, match="Own uses Scaled, (.|\n)* differently, and its forward takes derivat"):
-        capture(Own(energy), (X,))
+        trace_model(Own(energy), (X,))

@@ -12,7 +12,7 @@ from kfac_fx.passes import pipeline
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.passes.trace import Capture, capture
+from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.substitutes import packed, recurrent, unpacked
 from kfac_fx.passes.unroll import unroll
 from tests.compiler.toy import Toy, code
@@ -30,7 +30,7 @@ class Only(nn.Module):
 
 
 def unrolled(model: nn.Module, *inputs: Any) -> tuple[Capture, fx.Graph]:
-    captured = capture(model, inputs, layers=LAYERS)
+    captured = trace_model(model, inputs, layers=LAYERS)
     return captured, unroll(captured.program).graph
 
 
@@ -148,13 +148,13 @@ def test_nodes_know_their_sizes_and_the_line_of_the_layer() -> None:
 
 
 def test_the_number_of_steps_is_a_fact_of_the_capture_and_the_batch_is_not() -> None:
-    captured = capture(Only(nn.LSTM(3, 4, batch_first=True)), (torch.randn(5, 6, 3),), layers=LAYERS)
+    captured = trace_model(Only(nn.LSTM(3, 4, batch_first=True)), (torch.randn(5, 6, 3),), layers=LAYERS)
     assert captured.holds((torch.randn(9, 6, 3),), {})
     assert not captured.holds((torch.randn(5, 7, 3),), {})
 
 
 def test_other_graphs_are_left_alone() -> None:
-    program = capture(nn.Linear(3, 4), (torch.randn(5, 3),), layers=LAYERS).program
+    program = trace_model(nn.Linear(3, 4), (torch.randn(5, 3),), layers=LAYERS).program
     assert unroll(program) is program
 
 
@@ -166,16 +166,16 @@ def test_capture_and_graph_are_linear_in_the_steps() -> None:
 
 def test_torch_is_as_it_was_after_a_capture() -> None:
     before = nn.RNNBase.get_expected_hidden_size
-    capture(Only(nn.LSTM(3, 4)), (torch.randn(4, 5, 3),), layers=LAYERS)
+    trace_model(Only(nn.LSTM(3, 4)), (torch.randn(4, 5, 3),), layers=LAYERS)
     assert nn.RNNBase.get_expected_hidden_size is before
     with pytest.raises(RuntimeError, match="must be equal to input_size"):
         nn.LSTM(3, 4)(torch.randn(4, 5, 2))
 
 
 def test_the_report_says_what_the_uses_are() -> None:
-    program = pipeline.run(capture(Only(nn.LSTM(3, 4)), (torch.randn(6, 5, 3),), layers=LAYERS).program)
+    program = pipeline.run(trace_model(Only(nn.LSTM(3, 4)), (torch.randn(6, 5, 3),), layers=LAYERS).program)
     assert [one.reason for one in program.registrations] == ["a linear layer at each of 6 steps of lstm"] * 2
-    program = pipeline.run(capture(Only(nn.GRUCell(3, 4)), (torch.randn(5, 3),), layers=LAYERS).program)
+    program = pipeline.run(trace_model(Only(nn.GRUCell(3, 4)), (torch.randn(5, 3),), layers=LAYERS).program)
     assert [one.reason for one in program.registrations] == ["a linear layer in each gru_cell"] * 2
 
 

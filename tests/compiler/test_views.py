@@ -10,7 +10,7 @@ import torch
 
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.graphs.views import bound_parameter
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, node
 
 
@@ -30,7 +30,7 @@ from tests.compiler.toy import Toy, node
 @pytest.mark.parametrize("exported", [False, True])
 def test_invertible_views_are_looked_through(view: Callable[[Any], Any], exported: bool) -> None:
     model = Toy(lambda x, w: x.sum() * view(w), w=(3, 4))
-    graph = capture(model, (torch.randn(5),) if exported else None).program.graph
+    graph = trace_model(model, (torch.randn(5),) if exported else None).program.graph
     (product,) = (one for one in graph.nodes if op_name(one) == "mul")
     bound = bound_parameter(product.args[1], {"w": (3, 4)})
     assert bound is not None
@@ -53,10 +53,10 @@ def test_invertible_views_are_looked_through(view: Callable[[Any], Any], exporte
     ],
 )
 def test_other_operations_are_not(view: Callable[[Any], Any]) -> None:
-    graph = capture(Toy(lambda x, w: x.sum() * view(w), w=(3, 4))).program.graph
+    graph = trace_model(Toy(lambda x, w: x.sum() * view(w), w=(3, 4))).program.graph
     assert bound_parameter(node(graph, "mul").args[1], {"w": (3, 4)}) is None  # type: ignore[arg-type]
 
 
 def test_a_view_by_a_size_of_the_batch_is_not_looked_through() -> None:
-    graph = capture(Toy(lambda x, w: x * w.view(x.shape[1], -1), w=(3, 4))).program.graph
+    graph = trace_model(Toy(lambda x, w: x * w.view(x.shape[1], -1), w=(3, 4))).program.graph
     assert bound_parameter(node(graph, "mul").args[1], {"w": (3, 4)}) is None  # type: ignore[arg-type]

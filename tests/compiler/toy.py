@@ -12,7 +12,7 @@ from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.pipeline import PIPELINE, run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 
 NAMES = [step.__name__ for step in PIPELINE]
 
@@ -40,7 +40,7 @@ def before(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Program
     options.setdefault("loss_given", True)
     paths = model.named_modules(remove_duplicate=False)
     options.setdefault("modules", {path: type(module) for path, module in paths if path})
-    traced = capture(model, inputs or None, options=Options(**options), layers=layers)
+    traced = trace_model(model, inputs or None, options=Options(**options), layers=layers)
     return run(traced.program, PIPELINE[: NAMES.index(name)])
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import FisherBlock, make_block
+from kfac_fx.blocks.block import BlockOperator, make_block
 from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, trained
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
 POWERS = [(form, approximation, exp) for form, approximation in CASES for exp in (1, -2, -1, -0.5, 0.5)]
 
 
-def matrix(block: FisherBlock, name: str) -> Tensor:
+def matrix(block: BlockOperator, name: str) -> Tensor:
     """The value of A or G as dense matrices of every group."""
     value = block.factors[name].value
     if value.dim() == 2:
@@ -37,7 +37,7 @@ def patches_of(name: str, pixels: Tensor, kernel: int, bias: bool) -> Tensor:
     return spread + m @ m.mT
 
 
-def input_side(block: FisherBlock) -> Tensor:
+def input_side(block: BlockOperator) -> Tensor:
     """A as dense matrices [g, i, i]."""
     one, value = block.registration, block.factors["A"].value
     if not one.structure.needs_pixels:
@@ -47,7 +47,7 @@ def input_side(block: FisherBlock) -> Tensor:
     return torch.stack([patches_of(name, pixels, one.kernel, bias) for pixels in value])
 
 
-def damped(block: FisherBlock, damping: float) -> Tensor:
+def damped(block: BlockOperator, damping: float) -> Tensor:
     """F + λ I as one dense matrix, written as in the paper: c (G + √(λ/c)/π I) ⊗ (A + π √(λ/c) I), group by group; of
     series, V_0 is such a product."""
     if "F" in block.factors:
@@ -71,7 +71,7 @@ def damped(block: FisherBlock, damping: float) -> Tensor:
     return dense
 
 
-def flat(block: FisherBlock, vector: dict[str, Tensor]) -> Tensor:
+def flat(block: BlockOperator, vector: dict[str, Tensor]) -> Tensor:
     """In the order of the flattened matrix."""
     return block.group.pack(vector, block.member).flatten()
 

@@ -24,7 +24,7 @@ from kfac_fx.passes.match import match
 from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.registration import literal_attrs
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def prepared(example: Example) -> tuple[nn.Module, Tensor]:
 
 
 def matches(module: nn.Module, x: Tensor, exported: bool) -> Program:
-    program = find_losses(normalize(capture(module, (x,) if exported else None, layers=LAYERS).program))
+    program = find_losses(normalize(trace_model(module, (x,) if exported else None, layers=LAYERS).program))
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     (returned,) = [node for node in output.all_input_nodes if node.op != "placeholder"]
     return match(program.but(outputs=(returned,)))

@@ -31,7 +31,7 @@ from kfac_fx.passes.parametrizations import (
     slices,
 )
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.rows import both_rows
 
@@ -162,7 +162,7 @@ class Checked:
     """A model after the passes, with values and gradients of one batch. structured: the parameters that have rows."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
-        traced = capture(model, (x,), options=Options(loss_given=True), layers=LAYERS)
+        traced = trace_model(model, (x,), options=Options(loss_given=True), layers=LAYERS)
         self.program, self.parameters = run(traced.program), dict(model.named_parameters())
         self.values = Values(self.program)
         returned = self.values.run(x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import FisherBlock, make_block
+from kfac_fx.blocks.block import BlockOperator, make_block
 from kfac_fx.blocks.spectrum import Spectrum, System
 from tests.runtime.fisher_cases import CASES, FORMS, draw, register
 
@@ -17,7 +17,7 @@ SCALE, DAMPING = 40.0, 0.7
 
 
 @lru_cache
-def seen(form: str, approximation: str) -> tuple[FisherBlock, Spectrum, Tensor, dict[str, Tensor]]:
+def seen(form: str, approximation: str) -> tuple[BlockOperator, Spectrum, Tensor, dict[str, Tensor]]:
     """A block, its spectrum, s F + δ I written out densely, and a vector."""
     registration, parameters = register(FORMS[form], approximation), FORMS[form].parameters
     block = make_block(registration, parameters=parameters)
@@ -30,7 +30,7 @@ def seen(form: str, approximation: str) -> tuple[FisherBlock, Spectrum, Tensor, 
     return block, spectrum, SCALE * full + DAMPING * torch.eye(len(full), dtype=full.dtype), vector
 
 
-def flat(block: FisherBlock, vector: dict[str, Tensor]) -> Tensor:
+def flat(block: BlockOperator, vector: dict[str, Tensor]) -> Tensor:
     """In the order of the flattened matrix."""
     return block.group.pack(vector, block.member).flatten()
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.errors.test_floors import ROOT, SOURCES
 
-OF_MODULES = ("compiler", "runtime")  # the folders of tests whose files all bear the name of a module
+OF_MODULES = ("cli", "compiler", "runtime")  # the folders of tests whose files all bear the name of a module
 FOLDERS = (*OF_MODULES, "errors", "whole")
 
 ELSEWHERE = {"kfac_fx.divided.emitted": "test_recording_emitted.py runs both emitted models, which have one protocol"}

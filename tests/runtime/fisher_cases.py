@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.blocks.block import FisherBlock, make_block, statistics_of
+from kfac_fx.blocks.block import BlockOperator, make_block, statistics_of
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.approximations import APPROXIMATIONS, FROM_PIXELS
 from kfac_fx.passes.ir import Registration, Use
@@ -180,7 +180,7 @@ def dense_series(approximation: str, v0: Tensor, v1: Tensor, steps: int) -> Tens
 
 def trained(
     name: str, approximation: str, *, damping: float = 0.3, dtype: torch.dtype = torch.float64
-) -> tuple[FisherBlock, dict[str, Tensor]]:
+) -> tuple[BlockOperator, dict[str, Tensor]]:
     """A block that has seen twenty batches of seven cases, with all its roots; and a vector for it."""
     form = FORMS[name]
     registration = register(form, approximation)

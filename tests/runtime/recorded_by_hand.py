@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Moments
@@ -22,9 +22,9 @@ Statistics = dict[str, dict[str, Tensor]]
 
 def recorder(model: nn.Module, *inputs: Any, **options: Any) -> Recorder:
     """Of the sums of rows, whatever the blocks would need; without a proof."""
-    program = run(capture(model, inputs, layers=LAYERS).program)
+    program = run(trace_model(model, inputs, layers=LAYERS).program)
     needs = {one.parameters: KEYS for one in program.registrations if not one.generic}
-    emitted = EmittedGraph(capture(model, inputs, layers=LAYERS), program, model, **options)
+    emitted = EmittedGraph(trace_model(model, inputs, layers=LAYERS), program, model, **options)
     return Recorder(emitted, None, needs)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.blocks.block import FisherBlock
+from kfac_fx.blocks.block import BlockOperator
 
 
 def recorded(model: nn.Module, x: Tensor, **options: Any) -> kfac_fx.FisherEstimator:
@@ -19,7 +19,7 @@ def recorded(model: nn.Module, x: Tensor, **options: Any) -> kfac_fx.FisherEstim
     return estimator
 
 
-def dense_fisher(model: nn.Module, x: Tensor, block: FisherBlock) -> Tensor:
+def dense_fisher(model: nn.Module, x: Tensor, block: BlockOperator) -> Tensor:
     """Of the block's one parameter, case by case, in the order of its matrix, which may be transposed."""
     (name,) = block.parameters
     parameter, matrix = model.get_parameter(name), block.registration.matrix

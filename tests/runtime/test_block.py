@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import FisherBlock, make_block, make_groups, statistics_of
+from kfac_fx.blocks.block import BlockOperator, make_block, make_groups, statistics_of
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady
@@ -40,7 +40,7 @@ def linear(outputs: int, inputs: int) -> Registration:
 
 def kronecker(
     a: Sequence[object] | Tensor, g: Sequence[object] | Tensor, *, damping: float, positions: int = 1
-) -> FisherBlock:
+) -> BlockOperator:
     """A linear layer's block of given factors."""
     a, g = tensor(a), tensor(g)
     weight = torch.zeros(len(g), len(a), dtype=torch.float64)

@@ -13,7 +13,7 @@ from kfac_fx import UntraceableError
 from kfac_fx.checks.equivalence import check_equivalence, close, equal_up_to_rounding
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 
@@ -21,7 +21,7 @@ X = torch.randn(5, 3)
 
 
 def recorder(model: nn.Module, exported: bool = True) -> Recorder:
-    traced = capture(model, (X,) if exported else None, layers=LAYERS)
+    traced = trace_model(model, (X,) if exported else None, layers=LAYERS)
     return Recorder(EmittedGraph(traced, run(traced.program), model))
 
 
@@ -68,7 +68,7 @@ def test_a_graph_that_does_not_run_is_refused() -> None:
         def forward(self, x: Any) -> Any:
             return x * 2 if isinstance(x, Tensor) else x["a"] * 2
 
-    traced = capture(Dispatch())
+    traced = trace_model(Dispatch())
     given = Recorder(EmittedGraph(traced, run(traced.program), Dispatch()))
     with pytest.raises(
         UntraceableError, match=r"the graph of Dispatch does not run on these inputs: .*\n.*example inputs"
@@ -108,7 +108,7 @@ def test_comparing_leaves_no_trace(exported: bool) -> None:
 )
 def test_nothing_to_differentiate_and_low_precision(model: nn.Module) -> None:
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
-    traced = capture(model, (X.to(dtype),), layers=LAYERS)
+    traced = trace_model(model, (X.to(dtype),), layers=LAYERS)
     check_equivalence(Recorder(EmittedGraph(traced, run(traced.program), model)), (X.to(dtype),), {})
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.optim.forwards import Forwards, MicroBatches, checked, without_a_trace
-from kfac_fx.optim.options import Options, Schedule
+from kfac_fx.optim.options import KFACOptions, Schedule
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.statistics.moments import Moments
@@ -384,7 +384,7 @@ class Listening:
             recorder=lambda args, kwargs: None,
             ride=lambda *_, **__: (self.log.append("ride"), ("outputs", ride(False)))[1],
         )
-        self.schedule = Schedule(Options(net, **{"lr": 1.0, "damping": 1.0, **options}))
+        self.schedule = Schedule(KFACOptions(net, **{"lr": 1.0, "damping": 1.0, **options}))
         estimator = SimpleNamespace(accumulate=lambda _: self.log.append("accumulate"))
         generator = torch.Generator()
         self.forwards = Forwards(cast(Any, net), self.schedule, cast(Any, estimator), generator, ())

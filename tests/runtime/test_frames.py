@@ -15,7 +15,7 @@ from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Options, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.rewrite import rewrite
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.calls import Lent
 from kfac_fx.passes.tracing.signature import call_key
 
@@ -35,7 +35,7 @@ def frames(model: nn.Module, **changes: Any) -> Frames:
     for path, module in model.named_children():
         half = nn.Linear(4, 4)
         half.load_state_dict(module.state_dict())
-        traced = capture(half, (X,), options=Options(loss_given=True), layers=LAYERS)
+        traced = trace_model(half, (X,), options=Options(loss_given=True), layers=LAYERS)
         captured.append(
             CapturedSubmodule(
                 Submodule(path, 1), module, traced, call_key((X,), {}), (), traced.settings(module, inside=True)

@@ -14,6 +14,7 @@ import kfac_fx
 from kfac_fx.linalg import matrices as linalg
 from kfac_fx.linalg.matrices import (
     RESCUES,
+    are_finite,
     bordered,
     damp,
     dense_roots,
@@ -21,7 +22,6 @@ from kfac_fx.linalg.matrices import (
     eigh,
     full_precision,
     gram,
-    is_finite,
     mean_eigenvalue,
     pi_correction,
     rescued_roots,
@@ -207,8 +207,8 @@ def test_a_matrix_whose_eigenvalues_do_not_converge_is_done_alone(monkeypatch: p
 def test_is_finite_looks_at_every_entry() -> None:
     stack = torch.zeros(3, 4, 5)
     stack[1, 3, 4], stack[2, 0, 2] = torch.nan, -torch.inf
-    assert is_finite(stack).tolist() == [True, False, False]
-    assert is_finite(torch.tensor([1.0, torch.nan])).tolist() == [True, False]
+    assert are_finite(stack).tolist() == [True, False, False]
+    assert are_finite(torch.tensor([1.0, torch.nan])).tolist() == [True, False]
 
 
 def test_the_inverse_from_triangular_solves_is_that_of_lapack() -> None:

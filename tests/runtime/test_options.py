@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kfac_fx.compiler import compile
-from kfac_fx.optim.options import Options, Schedule
+from kfac_fx.optim.options import KFACOptions, Schedule
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import AlreadyAttachedError
 
@@ -139,7 +139,8 @@ def test_the_decay_of_the_factors_is_per_step() -> None:
 def test_the_signature_is_that_of_the_options() -> None:
     parameters = inspect.signature(KFAC).parameters
     defaults = {
-        field.name: inspect.Parameter.empty if field.default is MISSING else field.default for field in fields(Options)
+        field.name: inspect.Parameter.empty if field.default is MISSING else field.default
+        for field in fields(KFACOptions)
     }
     assert {name: parameter.default for name, parameter in parameters.items()} == defaults
     assert list(parameters) == list(defaults)
@@ -213,7 +214,7 @@ def test_every_property_of_the_optimizer_is_documented() -> None:
 
 def test_a_schedule_tells_what_is_due() -> None:
     net = compile(model(), loss="categorical")
-    options = Options(
+    options = KFACOptions(
         net,
         lr=0.1,
         damping=0.1,
@@ -238,5 +239,5 @@ def test_a_schedule_tells_what_is_due() -> None:
     [(1, [*range(130)]), (10, [0, 1, 2, 5, *range(10, 130, 10)]), (60, [0, 1, 2, 5, 10, 20, 50, 60, 120])],
 )
 def test_inverses_follow_the_first_factors_closely(every: int, inverting: list[int]) -> None:
-    options = Options(compile(model(), loss="categorical"), lr=0.1, damping=0.1, invert_every=every)
+    options = KFACOptions(compile(model(), loss="categorical"), lr=0.1, damping=0.1, invert_every=every)
     assert [counter for counter in range(130) if Schedule(options, counter).inverting] == inverting

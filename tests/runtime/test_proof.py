@@ -17,7 +17,7 @@ from kfac_fx.checks.proof import Verdict, check_shapes, prove
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, as_rows, layer
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.recorder import Recorder
 
@@ -27,7 +27,7 @@ X = torch.randn(5, 3)
 def proved(model: nn.Module, *inputs: Tensor, layers: tuple[Layer, ...] = (), **options: Any) -> Verdict:
     inputs = inputs or (X,)
     declared = {one.name: one for one in layers} or LAYERS
-    traced = capture(model, inputs, options=Options(loss_given=True, **options), layers=declared)
+    traced = trace_model(model, inputs, options=Options(loss_given=True, **options), layers=declared)
     return prove(Recorder(EmittedGraph(traced, run(traced.program), model)), inputs, {})
 
 
@@ -93,7 +93,7 @@ def test_what_is_called_unused_must_have_no_gradient(strict: bool) -> None:
             return y
 
     model = Scaled()
-    traced = capture(model, (X,), options=Options(loss_given=True), layers=LAYERS)
+    traced = trace_model(model, (X,), options=Options(loss_given=True), layers=LAYERS)
     program = run(traced.program)
     assert program.unused == ("idle",)
     missing = program.but(
@@ -167,7 +167,7 @@ def test_cases_that_turn_out_merged_are_told_apart_from_cases() -> None:
             return self.norm(x.reshape(-1, 3)).view(x.shape)
 
     model = Merged()
-    traced = capture(model, layers=LAYERS, options=Options(loss_given=True))
+    traced = trace_model(model, layers=LAYERS, options=Options(loss_given=True))
     program = run(traced.program)
     assert program.registrations[0].approximation == "full"
     (one,) = prove(Recorder(EmittedGraph(traced, program, model)), (torch.randn(5, 4, 3),), {}).program.registrations

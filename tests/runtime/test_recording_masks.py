@@ -13,7 +13,7 @@ from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.recording.masks import dims_in, mask_of_call, perturbed, program_with_mask, real_losses
 
 X, MASK = torch.randn(5, 7, 3), torch.arange(7) < torch.tensor([7, 3, 5, 2, 6])[:, None]
@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 def program(*inputs: Any) -> Program:
-    return run(capture(Model(), inputs, options=Options(loss_given=True), layers=LAYERS).program)
+    return run(trace_model(Model(), inputs, options=Options(loss_given=True), layers=LAYERS).program)
 
 
 @pytest.mark.parametrize("declared", ["mask", lambda x, mask: mask != 0], ids=["argument", "function"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kfac_fx.passes.ir import Bound, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
 from kfac_fx.report.rows import (
-    Row,
+    ReportRow,
     block_words,
     dense_shape,
     factor_dtype,
@@ -38,7 +38,7 @@ def head(program: Program, approximation: str = "kron", **changes: object) -> Re
     return replace(registration, **changes)  # type: ignore[arg-type]
 
 
-def row(program: Program, registration: Registration) -> Row:
+def row(program: Program, registration: Registration) -> ReportRow:
     return row_of(registration, program, Counter())
 
 

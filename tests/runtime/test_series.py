@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import FisherBlock, make_block
+from kfac_fx.blocks.block import BlockOperator, make_block
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
@@ -45,7 +45,7 @@ def block_of(
     positions: int = 1,
     roots: tuple[Root, ...] = ROOTS,
     dtype: torch.dtype = torch.float64,
-) -> FisherBlock:
+) -> BlockOperator:
     """A block that has seen three batches."""
     torch.manual_seed(steps)
     registration = registered(approximation, steps)
@@ -57,7 +57,7 @@ def block_of(
     return block
 
 
-def sides(block: FisherBlock, damping: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def sides(block: BlockOperator, damping: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(A_λ, G_λ, A1, G1, c) as the paper damps them: c λ_A λ_G = λ, split by π."""
     a, g, a1, g1, c = (block.factors[name].value.squeeze(0) for name in ("A", "G", "A1", "G1", "positions"))
     pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
@@ -73,7 +73,7 @@ def chain_covariance(v0: Tensor, psi: Tensor, steps: int) -> Tensor:
     )
 
 
-def dense_block(block: FisherBlock, damping: float, steps: int) -> Tensor:
+def dense_block(block: BlockOperator, damping: float, steps: int) -> Tensor:
     """F, written down as in the paper: K x K in the order of the flattened [o, i]."""
     a, g, a1, g1, c = sides(block, damping)
     name = block.registration.approximation
@@ -81,7 +81,7 @@ def dense_block(block: FisherBlock, damping: float, steps: int) -> Tensor:
     return c / steps * dense_series(name, torch.kron(g, a), v1, steps)
 
 
-def flat(block: FisherBlock, vector: dict[str, Tensor]) -> Tensor:
+def flat(block: BlockOperator, vector: dict[str, Tensor]) -> Tensor:
     return block.group.pack(vector, block.member).flatten()
 
 

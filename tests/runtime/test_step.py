@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kfac_fx.distributed import Replicas
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.forwards import MicroBatches
-from kfac_fx.optim.options import Options, Schedule
+from kfac_fx.optim.options import KFACOptions, Schedule
 from kfac_fx.optim.step import (
     Losses,
     StepState,
@@ -98,7 +98,7 @@ class Problem:
         self.log: list[str] = []
         self.w, self.free = nn.Parameter(START.clone()), nn.Parameter(torch.ones(1, dtype=torch.float64))
         net = cast(Any, SimpleNamespace(backend="eager", attach=None, registrations=()))
-        chosen = Options(net, **{"lr": LR, "damping": LAMBDA, "momentum": 0.0, **options})
+        chosen = KFACOptions(net, **{"lr": LR, "damping": LAMBDA, "momentum": 0.0, **options})
         scalar = torch.zeros((), dtype=torch.float64)
         self.forwards = FakeForwards(self.log)
         self.state = StepState(
@@ -305,12 +305,12 @@ def test_a_measured_step_that_is_not_finite_leaves_the_damping(min_damping: floa
 
 
 def test_losses_that_the_damping_rule_needs_are_asked_for_by_name() -> None:
-    options = Options(cast(Any, SimpleNamespace(attach=None, registrations=())), lr=1.0, damping=1.0, **ADAPTED)
+    options = KFACOptions(cast(Any, SimpleNamespace(attach=None, registrations=())), lr=1.0, damping=1.0, **ADAPTED)
     with pytest.raises(
         ValueError, match=r"needs the loss after the update, every 1 steps: call step\(evaluate=closure\)"
     ):
         check_losses(Schedule(options), Losses(loss=1.0))
-    late = Options(options.net, lr=1.0, damping=1.0, **ADAPTED, update_damping_immediately=False)
+    late = KFACOptions(options.net, lr=1.0, damping=1.0, **ADAPTED, update_damping_immediately=False)
     with pytest.raises(ValueError, match=r"needs the loss before the update, every 1 steps: call step\(loss=loss\)"):
         check_losses(Schedule(late), Losses())
     with pytest.raises(ValueError, match=r"measures a step in the next one, .*\(loss=loss, previous=closure\)"):

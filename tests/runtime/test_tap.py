@@ -14,7 +14,7 @@ from kfac_fx.divided.frames import writable
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.statistics.row_sums import STATISTICS
 from kfac_fx.taps.tap import Tap, is_tapped, make_probes
 from tests.compiler.toy import Toy
@@ -24,7 +24,7 @@ NAMES = ("count", "A", "G", "gradient", "per_case")
 
 
 def registered(model: nn.Module, *inputs: Any) -> Registration:
-    (one,) = run(capture(model, inputs or None, layers=LAYERS).program).registrations
+    (one,) = run(trace_model(model, inputs or None, layers=LAYERS).program).registrations
     return one
 
 
@@ -150,7 +150,7 @@ def test_a_transposed_use_changes_sides() -> None:
     ],
 )
 def test_a_bias_alone_has_rows_of_its_column_only(function: Callable[..., Tensor], shapes: dict[str, Any]) -> None:
-    registrations = run(capture(Toy(function, **shapes), layers=LAYERS).program).registrations
+    registrations = run(trace_model(Toy(function, **shapes), layers=LAYERS).program).registrations
     one = next(one for one in registrations if one.parameters == ("b",))
     weight = torch.randn(5, 3)
     found = through(one, torch.randn(5, 3, requires_grad=True), X[:, 0], weight, ("count", "A_diag", "gradient"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from kfac_fx.diagnostics import watched
 from kfac_fx.diagnostics.loss_scale import advice, axis_of_classes, factor_of_step, is_loss_scale, is_right, near
 from kfac_fx.diagnostics.watched import (
-    Factor,
+    LossFactor,
     Watched,
     enough,
     factor_of_value,
@@ -160,8 +160,8 @@ def test_cases_without_a_target_are_told() -> None:
 # --- what a factor means --------------------------------------------------------------------------------------------
 
 
-def told(multiple: float, cases: int = 8, with_targets: float = 1.0, spec: object = None) -> Factor:
-    return Factor(multiple, Categorical(torch.zeros(cases, 3)), 1.0, cases, with_targets, spec)
+def told(multiple: float, cases: int = 8, with_targets: float = 1.0, spec: object = None) -> LossFactor:
+    return LossFactor(multiple, Categorical(torch.zeros(cases, 3)), 1.0, cases, with_targets, spec)
 
 
 def test_micro_batches_have_one_factor_or_none() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 import kfac_fx
 from kfac_fx.layer_collection.losses import register_loss_function
 from kfac_fx.layer_collection.registering import check_geometry, layer_block
-from kfac_fx.optim.options import Options
+from kfac_fx.optim.options import KFACOptions
 from tests.runtime.slow_kfac import SlowKFAC, batch, loss_of, mlp
 
 
@@ -116,7 +116,7 @@ def options_read() -> set[str]:
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     reads = [node for node in nodes if isinstance(node.ctx, ast.Load)]
     names = {node.attr for node in reads if ast.unparse(node.value).split(".")[-1] in ("options", "self")}
-    return names & {field.name for field in fields(Options)}
+    return names & {field.name for field in fields(KFACOptions)}
 
 
 def names_read(function: Any) -> set[str]:

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 import kfac_fx
 from kfac_fx import losses
-from kfac_fx.blocks.block import FisherBlock
+from kfac_fx.blocks.block import BlockOperator
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.recording import exact
 
@@ -64,7 +64,7 @@ LOSSES: dict[str, Losses] = {
 }
 
 
-def dense_fisher(model: nn.Module, x: Tensor, make: Losses, blocks: dict[Any, FisherBlock]) -> dict[Any, Tensor]:
+def dense_fisher(model: nn.Module, x: Tensor, make: Losses, blocks: dict[Any, BlockOperator]) -> dict[Any, Tensor]:
     """(1/N) Σ_n J_nᵀ F_n J_n of every block, one case at a time, with F_n from the definition, E[∇ log p ∇ log pᵀ]."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     total: dict[Any, Tensor] = {}

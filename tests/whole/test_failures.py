@@ -23,7 +23,7 @@ from kfac_fx.passes.match import form_graph
 from kfac_fx.passes.padding import LENGTH
 from kfac_fx.passes.parametrizations.gathered import constant
 from kfac_fx.passes.parametrizations.linear_map import LinearMaps
-from kfac_fx.passes.trace import capture
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.derivatives import note_sizes, takes_derivatives
 from kfac_fx.recording.exact import Pullback
 
@@ -248,11 +248,11 @@ def failing_export_of_derivatives() -> object:
         (found,) = torch.autograd.grad(x.requires_grad_().square().sum(), x, create_graph=True)
         return bug() if torch.compiler.is_exporting() else found  # type: ignore[no-any-return]
 
-    return capture(Model(slope), (X,))
+    return trace_model(Model(slope), (X,))
 
 
 CAUGHT: dict[str, Callable[[], object]] = {
-    "an export": lambda: capture(Model(bug), (X,)),
+    "an export": lambda: trace_model(Model(bug), (X,)),
     "an export of derivatives": failing_export_of_derivatives,
     "whether forward takes derivatives": lambda: takes_derivatives(Model(bug), (X,)),
     "a batch of one case more": lambda: note_sizes(fx.symbolic_trace(nn.Identity()), bug, [X]),

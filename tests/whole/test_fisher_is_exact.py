@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import losses
-from kfac_fx.blocks.block import FisherBlock
+from kfac_fx.blocks.block import BlockOperator
 from kfac_fx.linalg.vectors import split
 from tests.models import ZOO, Case
 
@@ -42,7 +42,7 @@ def gradients_by_case(
     return found
 
 
-def dense_block(block: FisherBlock, gradients: list[dict[str, Tensor]], cases: int) -> Tensor:
+def dense_block(block: BlockOperator, gradients: list[dict[str, Tensor]], cases: int) -> Tensor:
     """Σ_n g_n g_nᵀ / cases over the block's matrix, flattened."""
     assert block.registration.matrix is not None
     packed = [block.registration.matrix.pack(split(one, [block.registration])) for one in gradients]
@@ -203,7 +203,7 @@ def case_jacobians(model: nn.Module, *args: Tensor) -> list[list[dict[str, Tenso
     return found
 
 
-def jacobian_fisher(block: FisherBlock, rows: list[dict[str, Tensor]]) -> Tensor:
+def jacobian_fisher(block: BlockOperator, rows: list[dict[str, Tensor]]) -> Tensor:
     """Jᵀ F_out J of one case; the Fisher of a normal with variance ½ is 2 I."""
     assert block.registration.matrix is not None
     flat = torch.stack([block.registration.matrix.pack(one).flatten() for one in rows])

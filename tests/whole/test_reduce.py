@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection
-from kfac_fx.blocks.block import FisherBlock
+from kfac_fx.blocks.block import BlockOperator
 from tests.runtime.collections_of_toys import collection
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -92,7 +92,7 @@ def estimated(model: Any, args: tuple[Any, ...], y: Tensor | None, **options: An
     return estimator
 
 
-def block_of(estimator: FisherEstimator, name: str) -> FisherBlock:
+def block_of(estimator: FisherEstimator, name: str) -> BlockOperator:
     (block,) = (block for key, block in estimator.blocks.items() if any(one.startswith(name) for one in key))
     return block
 
