@@ -36,7 +36,7 @@ def without_padding(rows: Tensor, attrs: Attrs) -> Tensor:
     return rows if padding is None else rows.masked_fill(rows == padding % attrs["weight"][0], -1)
 
 
-def plain(attrs: Attrs) -> bool:
+def leaves_weight_alone(attrs: Attrs) -> bool:
     """Whether forward leaves the weight as it is, and the gradient is the loss's: no max_norm, no scaled gradients."""
     return attrs["max_norm"] is None and not attrs["scale_grad_by_freq"]
 
@@ -49,7 +49,7 @@ def ids(*shape: int) -> Tensor:
     rows=ids_as_rows,
     grad_rows=as_rows,
     layouts={"weight": "i o -> o i"},
-    where=plain,
+    where=leaves_weight_alone,
     leading=True,
     default="kron_in_diag",
     approximations=EVERY_LAYER,
@@ -116,7 +116,9 @@ def trained_tokens(x: Tensor, w: Tensor) -> Tensor:
 
 @embedding.form(
     rows=replaced_ids,
-    where=lambda attrs: plain(attrs) and (attrs["padding_idx"] or 0) >= 0,  # -1 is the last of an unknown number
+    where=lambda attrs: (
+        leaves_weight_alone(attrs) and (attrs["padding_idx"] or 0) >= 0
+    ),  # -1 is the last of an unknown number
     example=lambda: (Written(trained_tokens, {"w": (2, 3)}), ids(4, 7)),
 )
 def embedding_replaced(

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from ..torch_private import buffers_of
 from .settings import TORCHS
-from .summary import ATOMS, CONTAINERS, FEW, SYMBOLS, fields, snapshot
+from .summary import ATOMS, CONTAINERS, FEW, SYMBOLS, fields, plain
 
 
 def attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -82,7 +82,7 @@ class Held:
                 seen.add(id(value))
             if (state := stream(value)) is not None:
                 held.streams[name] = value, state
-            held.plain[name] = snapshot(value) if first else SHARED
+            held.plain[name] = plain(value) if first else SHARED
         return held
 
     def changed(self) -> list[str]:
@@ -101,7 +101,7 @@ class Held:
             return value is not self.attributes[name]
         if name in self.streams and not same_stream(stream(value), self.streams[name][1]):
             return True
-        return holds_symbol(value) or bool(snapshot(value) != self.plain[name])
+        return holds_symbol(value) or bool(plain(value) != self.plain[name])
 
     def put_back(self) -> None:
         self.module.__dict__.clear()

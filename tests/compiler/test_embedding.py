@@ -113,4 +113,4 @@ def test_which_bags_are_linear(changed: dict[str, Any], taken: bool) -> None:
 def test_an_embedding_that_changes_its_weight_or_gradient_is_none(
     max_norm: float | None, by_frequency: bool, taken: bool
 ) -> None:
-    assert forms.plain({"max_norm": max_norm, "scale_grad_by_freq": by_frequency}) is taken
+    assert forms.leaves_weight_alone({"max_norm": max_norm, "scale_grad_by_freq": by_frequency}) is taken
