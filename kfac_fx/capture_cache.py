@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from kfac_fx.checks.proof import prove
-from kfac_fx.checks.unchanged import Structure, refuse_without_values
+from kfac_fx.checks.trained import Trained
+from kfac_fx.checks.unchanged import Structure, refuse_unfit, refuse_without_values
 from kfac_fx.divided.emitted import EmittedSubmodules, emitted_division
 from kfac_fx.divided.frames import UncapturedCall
 from kfac_fx.divided.inputs import number_of_examples
@@ -20,18 +21,19 @@ from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import (
     AmbiguousRegistrationError,
+    ModelChangedError,
     RegistrationError,
     UntraceableError,
     fatal,
     first_line,
 )
-from kfac_fx.passes.ir import Options, Program
+from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
-from kfac_fx.passes.trace import Capture, named_parameters, trace_model
+from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.signature import capture_key
-from kfac_fx.recording.agreement import agreeing, check_trained, with_generic
+from kfac_fx.recording.agreement import agreeing, continuing, with_generic
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.masks import PaddingMask, program_with_mask
 from kfac_fx.recording.recorder import Recorder
@@ -64,7 +66,11 @@ class CaptureCache:
     """The captures of one model.
 
     Attributes:
-        first: the capture that the blocks are made for; None as long as there is none.
+        first: the capture that the blocks are made for; None as long as there is none. Another one takes its place when
+            a parameter is unfrozen that was never trained before.
+        registrations: those of which there are blocks: of `first`, and of parameters that are frozen and that `first`
+            does not use.
+        trained: the parameters that were trained at any time.
         refusal: the error of torch.fx, if it could not trace the whole model.
         recorders: by kind of call, the least recently used first.
     """
@@ -72,9 +78,12 @@ class CaptureCache:
     def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
         self.model, self.arguments = model, arguments
         self.structure = Structure(model)
+        self.trained = Trained(model)
         self.first: Recorder | None = None
+        self.registrations: tuple[Registration, ...] = ()
         self.refusal = ""
         self.recorders: OrderedDict[Any, list[Recorder]] = OrderedDict()
+        self.outdated = False  # parameters were unfrozen since the first capture
 
     def trace_symbolically(self) -> None:
         """Capture without inputs. If torch.fx cannot trace the whole model, the first training forward decides."""
@@ -93,7 +102,11 @@ class CaptureCache:
 
     def take(self, traced: Capture) -> None:
         """Take over a first capture."""
-        self.first = self.emitted(traced, self.arguments.passes(traced.program))
+        self.make_first(self.emitted(traced, self.arguments.passes(traced.program)))
+
+    def make_first(self, recorder: Recorder) -> None:
+        rest = (registration for registration in self.registrations if recorder.absent.issuperset(registration.owners))
+        self.first, self.registrations = recorder, (*recorder.registrations, *rest)
 
     @property
     def program(self) -> Program:
@@ -113,6 +126,8 @@ class CaptureCache:
         Raises ModelChangedError, UntraceableError, RegistrationError and its kinds.
         """
         self.structure.check()
+        if self.trained.unfrozen:
+            self.register_unfrozen()
         key = capture_key(self.model, args, kwargs)
         cached = self.recorders.get(key, [])
         for place, recorder in enumerate(cached):
@@ -120,21 +135,48 @@ class CaptureCache:
                 self.recorders.move_to_end(key)
                 cached.append(cached.pop(place))
                 if not recorder.proven:  # its first batch was empty, or not finite
-                    cached[-1] = self.proved(recorder, args, kwargs)
-                    self.first = cached[-1] if self.first is recorder else self.first
+                    with self.trained.in_captures():
+                        cached[-1] = self.proved(recorder, args, kwargs)
+                    if self.first is recorder:
+                        self.make_first(cached[-1])
+                if not recorder.absent <= recorder.frozen:
+                    cached[-1] = agreeing(cached[-1], self.registrations, masked=self.masked)
                 return cached[-1]
         refuse_without_values(self.model, self.arguments.verify)
-        recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.exported(
-            args, kwargs, every_size=any(map(self.has_settings_of, cached))
-        )
-        if self.first is None or not self.recorders:
-            self.first = recorder
-        recorder = agreeing(recorder, self.first)
+        with self.trained.in_captures():
+            recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.exported(
+                args, kwargs, every_size=any(map(self.has_settings_of, cached))
+            )
+        if self.recorders:
+            recorder = agreeing(recorder, self.registrations, masked=self.masked)
+        else:
+            if self.outdated:
+                recorder = continuing(recorder, self.registrations)
+            self.make_first(recorder)
+            self.outdated = False
         self.recorders[key] = [*cached, recorder][-MAX_CAPTURES:]
         self.recorders.move_to_end(key)
         if len(self.recorders) > MAX_KINDS:
             self.recorders.popitem(last=False)
         return recorder
+
+    @property
+    def masked(self) -> bool:
+        """Whether the first capture has a padding mask."""
+        return self.first is not None and self.first.program.mask is not None
+
+    def register_unfrozen(self) -> None:
+        """Capture anew: parameters are trained that no capture has registered. Raises ModelChangedError if that is
+        impossible, because the registrations were made by hand."""
+        names = self.trained.take_unfrozen()
+        if self.arguments.passes is not run:
+            raise ModelChangedError(
+                f"parameters were unfrozen after a LayerCollection was compiled: {', '.join(names)}.\n"
+                "Its registrations were made without them. Register them in a new LayerCollection."
+            )
+        refuse_unfit(self.model)
+        self.recorders.clear()
+        self.outdated = True
 
     def has_settings_of(self, recorder: Recorder) -> bool:
         """Whether everything that the capture is specialized to still has the values that it had; see `Settings`."""
@@ -183,14 +225,15 @@ class CaptureCache:
         assert isinstance(emitted, EmittedSubmodules), (
             "bug in kfac_fx: an uncaptured call in a graph of the whole model"
         )
-        if uncaptured.captured:
-            emitted.checked = None
-            extended = self.proved(recorder, args, kwargs)
-        else:
-            error = UntraceableError("it was divided on earlier inputs")
-            extended = self.divided(args, kwargs, error, emitted)
+        with self.trained.in_captures():
+            if uncaptured.captured:
+                emitted.checked = None
+                extended = self.proved(recorder, args, kwargs)
+            else:
+                error = UntraceableError("it was divided on earlier inputs")
+                extended = self.divided(args, kwargs, error, emitted)
         assert self.first is not None, "bug in kfac_fx: an uncaptured call before the first capture"
-        extended = agreeing(extended, self.first)
+        extended = agreeing(extended, self.registrations, masked=self.masked)
         for cached in self.recorders.values():
             cached[:] = [extended if other is recorder else other for other in cached]
 
@@ -204,9 +247,8 @@ class CaptureCache:
 
     def first_symbolic(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
         """The capture without inputs, if it holds for these; None: torch.export has to capture the model."""
-        if self.first is None:
+        if self.first is None or self.outdated:
             return None
-        check_trained(self.first.program.parameters, named_parameters(self.model)[0])
         if not self.first.capture.holds(args, kwargs) or not self.has_settings_of(self.first):
             return None
         try:

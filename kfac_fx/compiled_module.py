@@ -108,8 +108,8 @@ class CompiledModule(nn.Module):
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
-        """One a Fisher block."""
-        return self.program.registrations
+        """One a Fisher block; also of parameters that are frozen at present, if they were trained before."""
+        return self.captures.registrations or self.program.registrations
 
     @property
     def report(self) -> Report:
@@ -146,9 +146,10 @@ class CompiledModule(nn.Module):
 
         A torch.compile of this module does not enter it; `compile(..., backend=...)` compiles what can be compiled.
         """
-        if self.model.training and torch.is_grad_enabled():
-            self.captures.structure.check()
-            if not self.captures.recorders:
+        captures = self.captures
+        if self.model.training and torch.is_grad_enabled() and captures.trained.any_now:
+            captures.structure.check()
+            if not captures.recorders or captures.trained.unfrozen:
                 self.recorder(args, kwargs)
             if self._listener is not None:
                 outputs = self._listener.on_forward(args, kwargs)

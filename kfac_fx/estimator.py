@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ class FisherEstimator(BlockDiagonalFisher):
     Attributes:
         net: the compiled module.
         damping: λ of F + λ I, a 0-d tensor. Writing into it changes the damping.
+        newcomers: the registrations to which the last `fold` gave their first factors.
         params_stats: with `compute_params_stats`, by parameter the gradient of the mean loss of the last batch
             ("empirical"); with the other modes, the gradient of what they send back, summed over sources.
     """
@@ -128,6 +129,10 @@ class FisherEstimator(BlockDiagonalFisher):
         self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
         self._options |= {} if memory is None else {"memory": memory}
         self._pending_gradients: dict[str, Tensor] = {}
+        self._paused: set[Key] = set()  # the registrations that were frozen in a pending batch
+        self._recorded: set[Key] = set()  # the registrations that have factors
+        self.newcomers: frozenset[Key] = frozenset()
+        self._followed: tuple[Registration, ...] | None = None  # those of the net when the blocks were compared with it
         self.cov_ema_decay = cov_ema_decay
         self.estimation_mode = estimation_mode
         self.fraction = fraction
@@ -190,11 +195,15 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError if registrations are missing in them.
         """
         self.follow_registrations()
-        if missing := [key for key in self.blocks if key not in moments.statistics]:
+        due = {key: block for key, block in self.blocks.items() if moments.only is None or key in moments.only}
+        lacking = {key: block for key, block in due.items() if key not in moments.statistics}
+        paused = {key for key, block in lacking.items() if moments.frozen.issuperset(block.registration.owners)}
+        if missing := [key for key in lacking if key not in paused]:
             raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
+        self._paused |= paused
         with full_precision():
-            for key, block in self.blocks.items():
-                sums = additive(block.registration.structure, moments.statistics[key])
+            for key in (key for key in due if key not in lacking):
+                sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
                 before = self._pending.get(key)
                 self._pending[key] = sums if before is None else {n: before[n] + sums[n] for n in sums}
             for name, gradient in moments.gradients.items():
@@ -204,31 +213,49 @@ class FisherEstimator(BlockDiagonalFisher):
     @contextmanager
     def forgetting_on_error(self) -> Iterator[None]:
         """Moments that are accumulated inside are forgotten if an exception leaves the block."""
-        before = dict(self._pending), dict(self._pending_gradients), self._pending_cases
+        before = dict(self._pending), dict(self._pending_gradients), self._pending_cases, set(self._paused)
         with ExitStack() as on_error:
             on_error.callback(self._restore_pending, *before)
             yield
             on_error.pop_all()
 
-    def _restore_pending(self, sums: dict[Key, dict[str, Tensor]], gradients: dict[str, Tensor], cases: int) -> None:
-        self._pending, self._pending_gradients, self._pending_cases = sums, gradients, cases
+    def _restore_pending(
+        self, sums: dict[Key, dict[str, Tensor]], gradients: dict[str, Tensor], cases: int, paused: set[Key]
+    ) -> None:
+        self._pending, self._pending_gradients, self._pending_cases, self._paused = sums, gradients, cases, paused
 
     def follow_registrations(self) -> None:
-        """Rebuild the blocks if the proof on the first batch changed registrations.
+        """Build the blocks anew if the proof on the first batch changed registrations, and extend them if parameters
+        were unfrozen.
 
-        Raises ModelChangedError if they change later.
+        Raises ModelChangedError if registrations of the same parameters change after the first batch.
         """
-        if self._registrations is None:
+        if self._registrations is None or self.net.registrations is self._followed:
             return
-        then, now = (
-            {(registration.parameters, registration.approximation) for registration in registrations}
-            for registrations in (self._registrations, self.wanted()[0])
+        self._followed, now = self.net.registrations, self.wanted()[0]
+        before, after = (
+            {registration.parameters: registration.approximation for registration in registrations}
+            for registrations in (self._registrations, now)
         )
-        if then != now and (self._pending or any(group.updated for group in self.groups)):
-            names = ", ".join(sorted({name for key, _ in then ^ now for name in key}))
-            raise ModelChangedError(f"registrations changed after the first batch was recorded: {names}.")
-        if then != now:
+        if before == after:
+            return
+        if not self._pending and not any(group.updated for group in self.groups):
             self.build()
+            return
+        owners = [{n for registration in rs for n in registration.owners} for rs in (self._registrations, now)]
+        if owners[0] >= owners[1]:
+            names = ", ".join(sorted({name for key, _ in before.items() ^ after.items() for name in key}))
+            raise ModelChangedError(f"registrations changed after the first batch was recorded: {names}.")
+        self._pending = {key: sums for key, sums in self._pending.items() if before.get(key) == after.get(key)}
+        self.extend()
+
+    def unrecorded(self) -> frozenset[Key]:
+        """The registrations that have no factors yet and are trained at present."""
+        self.follow_registrations()
+        if not (waiting := self.blocks.keys() - self._recorded):
+            return frozenset()
+        trained = {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
+        return frozenset(key for key in waiting if not trained.isdisjoint(self.blocks[key].registration.owners))
 
     @torch.no_grad()
     def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> bool:
@@ -240,21 +267,25 @@ class FisherEstimator(BlockDiagonalFisher):
 
         Raises ValueError for a batch that is not of `batch_size` cases.
         """
-        if not self._pending:
+        if not self._pending and not self._paused:
             return True
         if self.batch_size is not None and self._pending_cases != self.batch_size:
             many = "1 case" if self._pending_cases == 1 else f"{self._pending_cases} cases"
             raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
+        self._pending = {key: sums for key, sums in self._pending.items() if key not in self._paused}
         cases = self._total()  # a tensor of several processes, whose empty batch counts as one that is not finite
         empty = isinstance(cases, int) and cases == 0
         if not empty:
             with full_precision():
                 for group in self.groups:
-                    sums = [self._pending[registration.parameters] for registration in group.registrations]
-                    group.update(sums, cases, decay=decay, accept=accept)
+                    for members in runs([r.parameters in self._pending for r in group.registrations]):
+                        sums = [self._pending[r.parameters] for r in group.registrations[members]]
+                        group.update(sums, cases, decay=decay, accept=accept, members=members)
+            self.newcomers = frozenset(self._pending.keys() - self._recorded)
+            self._recorded |= self.newcomers
             self.params_stats = {name: gradient / cases for name, gradient in self._pending_gradients.items()}
-        self._pending, self._pending_gradients, self._pending_cases = {}, {}, 0
+        self._pending, self._pending_gradients, self._pending_cases, self._paused = {}, {}, 0, set()
         return not empty
 
     def _total(self) -> int | Tensor:
@@ -285,6 +316,8 @@ class FisherEstimator(BlockDiagonalFisher):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a `state_dict()` of an estimator with the same blocks."""
         super().load_state_dict(state)
+        weights = {key: [f.total_weight for f in block.factors.values()] for key, block in self.blocks.items()}
+        self._recorded = {key for key, of_factors in weights.items() if any(map(bool, of_factors))}
         if self._generator is not None:
             self._generator.set_state(state["generator"])
 
@@ -293,6 +326,12 @@ class FisherEstimator(BlockDiagonalFisher):
             "FisherEstimator objects cannot be copied or pickled. Create one for the other net and call "
             "load_state_dict(est.state_dict())."
         )
+
+
+def runs(flags: Sequence[bool]) -> list[slice]:
+    """The runs of true flags."""
+    ends = [n for n in range(len(flags) + 1) if (n and flags[n - 1]) != (n < len(flags) and flags[n])]
+    return [slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
 
 
 def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:

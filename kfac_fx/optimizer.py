@@ -63,8 +63,8 @@ class KFAC(Optimizer):
         refuse_without_blocks(self.net.registrations, self.net.named_parameters())
         self.options = options
         names = {parameter: name for name, parameter in self.net.named_parameters()}
-        owners = frozenset(name for registration in self.net.registrations for name in registration.owners)
-        self.names, self.registered = names, owners
+        self.names = names
+        self._read_registrations()
         super().__init__([{"params": list(names)}] if options.params is None else options.params, options.of_groups)
         example = next(iter(names))
         precision = torch.promote_types(example.dtype.to_real(), torch.float32)
@@ -83,7 +83,7 @@ class KFAC(Optimizer):
         self._step_state = StepState(
             net=self.net,
             names=names,
-            registered=owners,
+            registered=self.registered,
             options=options,
             schedule=schedule,
             estimator=self.estimator,
@@ -104,8 +104,27 @@ class KFAC(Optimizer):
             ValueError: for parameters that are not the compiled module's.
         """
         first_order = self.options.first_order_rule
-        for part in split_group(param_group, self.names, self.registered, first_order, self.defaults):
+        for part in split_group(param_group, self.names, self._unregistered, first_order, self.defaults):
             super().add_param_group(part)
+
+    def _read_registrations(self) -> None:
+        self._registrations = self.net.registrations
+        self.registered = frozenset(name for registration in self._registrations for name in registration.owners)
+        self._unregistered = self.net.program.parameters.keys() - self.registered
+
+    def _follow_registrations(self) -> None:
+        """After parameters were unfrozen: those in no Fisher block move to a group for the first-order rule."""
+        if self.net.registrations is self._registrations:
+            return
+        self._read_registrations()
+        self._step_state.registered, self._step_state.grouped = self.registered, None
+        for group in [group for group in self.param_groups if not group["first_order"]]:
+            by_rule: tuple[list[Tensor], list[Tensor]] = [], []
+            for parameter in group["params"]:
+                by_rule[self.names[parameter] in self._unregistered].append(parameter)
+            if by_rule[True]:
+                group["params"] = by_rule[False]
+                self.add_param_group({**{name: group[name] for name in self.defaults}, "params": by_rule[True]})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -144,6 +163,7 @@ class KFAC(Optimizer):
             measures = self._step_state.schedule.adapting and evaluate is None
             measured = self._forwards.train(closure, measures)
             loss = loss if measured is None else measured
+        self._follow_registrations()
         try:
             take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,47 @@ class BlockDiagonalFisher(Operator):
     def build(self) -> None:
         """Make empty blocks for the present registrations."""
         registrations, parameters = self.wanted()
-        self._groups = make_groups(registrations, parameters, roots=self.roots, damping=self._damping)
+        trained = [r for r in registrations if any(parameters[name].requires_grad for name in r.owners)]
+        frozen = [registration for registration in registrations if registration not in trained]
+        self._make_blocks([trained, frozen], registrations, parameters)
+
+    @torch.no_grad()
+    def extend(self) -> None:
+        """Make blocks for registrations that are new. The others keep their blocks, with everything in them.
+
+        New blocks have groups of their own, so that they may be decomposed at other times.
+        """
+        registrations, parameters = self.wanted()
+        before = self._blocks
+        kept = {
+            registration.parameters: registration
+            for registration in registrations
+            if registration.parameters in before
+            and before[registration.parameters].registration.approximation == registration.approximation
+        }
+        cohorts = [[kept[key] for key in cohort if key in kept] for cohort in self._cohorts]
+        new = [registration for registration in registrations if registration.parameters not in kept]
+        self._make_blocks([*cohorts, new], registrations, parameters)
+        for key in kept:
+            block, earlier = self._blocks[key], before[key]
+            state = earlier.state()
+            for name, tensor in block.state().items():
+                tensor.copy_(state[name])
+            block.group.updated, block.group.inverted = earlier.group.updated, earlier.group.inverted
+
+    def _make_blocks(
+        self,
+        cohorts: Sequence[Sequence[Registration]],
+        registrations: tuple[Registration, ...],
+        parameters: Mapping[str, Tensor],
+    ) -> None:
+        """cohorts: registrations that are recorded and decomposed at the same times, so that they may be stacked."""
+        self._cohorts = [[registration.parameters for registration in cohort] for cohort in cohorts]
+        self._groups = [
+            group
+            for cohort in cohorts
+            for group in make_groups(cohort, parameters, roots=self.roots, damping=self._damping)
+        ]
         blocks = [BlockOperator(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in blocks}
         self._blocks = Blocks(
@@ -96,11 +136,27 @@ class BlockDiagonalFisher(Operator):
         else:
             self._damping.fill_(value)
 
-    def update_inverses(self) -> None:
-        """Decompose the damped factors. Raises FactorNotReady before the first update of the factors."""
-        for group in self.groups:
-            group.check_updated()
-        self._inverter.update()
+    def update_inverses(self, keys: Collection[Key] | None = None) -> None:
+        """Decompose the damped factors. Raises FactorNotReady before the first update of the factors.
+
+        Blocks that were frozen in all batches so far have no factors, and wait.
+
+        keys: decompose the blocks of these registrations only, and others that are stacked with them; None: all.
+        """
+        ready = [group for group in self.groups if group.updated]
+        if not ready:
+            self.groups[0].check_updated()
+        if keys is not None:
+            ready = [group for group in ready if any(r.parameters in keys for r in group.registrations)]
+        inverter = self._inverter if len(ready) == len(self.groups) else Inverter(ready, self.roots)
+        inverter.update()
+
+    def idle(self, names: Container[str]) -> frozenset[str]:
+        """The parameters, none of them among `names`, whose blocks have no factors or no inverses yet, because they
+        were frozen in all batches so far."""
+        waiting = (group for group in self.groups if not (group.updated and (group.inverted or not group.roots)))
+        owners = ({name for r in group.registrations for name in r.owners} for group in waiting)
+        return frozenset(n for of_group in owners if not any(name in names for name in of_group) for n in of_group)
 
     @torch.no_grad()
     def spectrum(self, *, scale: float | Tensor = 1.0, damping: Damping | None = None) -> Spectrum:
@@ -128,8 +184,11 @@ class BlockDiagonalFisher(Operator):
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
-        groups, lead = self.groups, leading(vector, self._shapes)
-        check_fits(vector, {name: (*lead, *shape) for name, shape in self._shapes.items()}, alone=True)
+        groups, shapes, lead = self.groups, self._shapes, leading(vector, self._shapes)
+        if (idle := self.idle(vector)) and idle != shapes.keys():
+            groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
+            shapes = {name: shape for name, shape in shapes.items() if name not in idle}
+        check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
         vector = {name: dense(tensor) for name, tensor in vector.items()}
         if lead:
             many = {name: tensor.reshape(math.prod(lead), *self._shapes[name]) for name, tensor in vector.items()}

@@ -269,7 +269,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         outputs = [out for out in fisher if out.requires_grad]
         cotangents = random_cotangents(outputs)
         names = list(dict.fromkeys(name for registration in (*registrations, *idle) for name in registration.owners))
-        leaves = [live[name] for name in names] + [probe for by_name in probes for probe in by_name.values()]
+        leaves = [live[name] for name in names] + [probe for by_name in probes if by_name for probe in by_name.values()]
         inexact = [
             registration
             for registration in registrations

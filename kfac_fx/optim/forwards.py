@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.passes.tracing.substitutes import values_kept
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.statistics.moments import Moments, Ride, power_of_gradient
+from kfac_fx.statistics.moments import Key, Moments, Ride, power_of_gradient
 
 ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]  # returns a loss
@@ -85,7 +85,7 @@ def scaled(moments: Moments, scale: float) -> Moments:
         key: {name: total * scale ** power_of_gradient(name) for name, total in sums.items()}
         for key, sums in moments.statistics.items()
     }
-    return Moments(statistics, moments.cases)
+    return replace(moments, statistics=statistics)
 
 
 @dataclass(eq=False)
@@ -123,21 +123,26 @@ class Forwards:
         seen.forwards += 1
         if options.quadratic and not schedule.burning_in:
             seen.calls.append((args, kwargs))
-        outputs = self.record(args, kwargs) if schedule.recording else None
+        due = None if schedule.recording else self.estimator.unrecorded()
+        outputs = self.record(args, kwargs, due) if due is None or due else None
         if not self.checked:  # now, because the model's own forward may change what a capture depends on
             self.recorder = self.net.recorder(args, kwargs)
         return outputs
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the batch. Returns the outputs if that ran the forward itself, else None."""
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], only: frozenset[Key] | None = None) -> Any:
+        """Record the batch. Returns the outputs if that ran the forward itself, else None.
+
+        only: the registrations whose statistics are due; None: all.
+        """
         options = self.schedule.options
         if options.riding:
             outputs, ride = self.net.ride(args, kwargs, generator=self.generator)
+            ride.only = only
             self.seen.rides.append(ride)
             return outputs
         mode, fraction = options.estimation_mode, options.fraction
         moments = self.net.record(args, kwargs, mode=mode, targets=None, fraction=fraction, generator=self.generator)
-        self.estimator.accumulate(moments)
+        self.estimator.accumulate(moments if only is None else replace(moments, only=only))
         return None
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:

@@ -24,13 +24,15 @@ OF_ALL_GROUPS = frozenset(option.name for option in fields(KFACOptions)) - {"par
 def split_group(
     group: Mapping[str, Any],
     names: Mapping[nn.Parameter, str],
-    registered: Collection[str],
+    unregistered: Collection[str],
     first_order: FirstOrder,
     of_groups: Collection[str],
 ) -> list[Group]:
     """Split a user's group into that of the parameters in Fisher blocks and that of the others.
 
     Args:
+        unregistered: the names of the trained parameters in no Fisher block. A parameter that is frozen gets a block
+            when it is unfrozen.
         of_groups: the options that a group may set.
 
     Raises:
@@ -54,8 +56,8 @@ def split_group(
             "the model again with them in it"
         )
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    inside = [parameter for parameter in members if names[parameter] in registered]
-    outside = [parameter for parameter in members if names[parameter] not in registered]
+    outside = [parameter for parameter in members if names[parameter] in unregistered]
+    inside = [parameter for parameter in members if names[parameter] not in unregistered]
     parts: list[Group] = []
     if inside or not outside:
         parts.append({**options, "params": inside, "first_order": False})

@@ -292,8 +292,11 @@ class Schedule:
     @property
     def inverting(self) -> bool:
         """Every `invert_every` steps; and before that after 1, 2, 5, 10, 20, 50, ... steps."""
-        early = self.counter < self.options.invert_every and str(self.counter).rstrip("0") in ("1", "2", "5")
-        return early or self.counter % self.options.invert_every == 0
+        return self.early(self.counter) or self.counter % self.options.invert_every == 0
+
+    def early(self, steps: int) -> bool:
+        """Whether the inverses of blocks are due that got their first factors so many steps ago."""
+        return steps < self.options.invert_every and str(steps).rstrip("0") in ("", "1", "2", "5")
 
     @property
     def adapting(self) -> bool:

@@ -68,6 +68,8 @@ def whole(state: StepState) -> Tensors:
     schedule, late = state.schedule, state.late
     values = {name: getattr(state, name) for name in ("damping", *SCALARS, "skipped")}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
+    first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
+    values |= {"first_recorded": torch.tensor(first)}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
     tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
     options = state.options
@@ -116,7 +118,8 @@ def flattened(kfac: Mapping[str, Any]) -> Tensors:
     """The "kfac" entry of earlier versions, in the present names."""
     estimator = dict(kfac.get("estimator", {}))
     tensors = {f"{WHOLE}estimator.damping": estimator.pop("damping")} if "damping" in estimator else {}
-    others = {name: value for name, value in kfac.items() if name not in ("estimator", "late")}
+    others = {"first_recorded": [], **kfac} if kfac else {}
+    others = {name: value for name, value in others.items() if name not in ("estimator", "late")}
     tensors |= {f"{WHOLE}{name}": torch.as_tensor(value) for name, value in others.items()}
     if kfac.get("late") is not None:
         cpu, devices = kfac["late"]
@@ -176,6 +179,8 @@ def restore(
     for name in ("damping", *SCALARS, "skipped"):
         getattr(state, name).copy_(values[name])
     state.schedule.counter, state.schedule.burned_in = int(values["counter"]), int(values["burned_in"])
+    first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=False)
+    state.first_recorded = {key: step for key, step in first if step}
     state.estimator.load_state_dict({"damping": values["estimator.damping"], **checkpoint.blocks})
     state.forwards.generator.set_state(values["generator"].cpu())
     state.late = checkpoint.late

@@ -11,7 +11,7 @@ take_step
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ from kfac_fx.optim.rules import (
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.recording.backends import compiled_function
+from kfac_fx.statistics.moments import Key
 
 UNRECORDED = (
     "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: before "
@@ -71,6 +72,7 @@ class StepState:
     loss_before: Tensor = field(init=False)
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
+    first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
     grouped: GroupedParameters | None = None  # None to read the parameter groups anew
 
     def __post_init__(self) -> None:
@@ -137,8 +139,12 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         assert losses.previous is not None, "bug in kfac_fx: a loss that is due, and was not asked for"
         adapt_damping(state, measured(state, losses.previous, False, state.late))
         state.late = None
+    if schedule.counter > 0:
+        state.first_recorded |= dict.fromkeys(estimator.newcomers, schedule.counter)
     if schedule.inverting:
         update_inverses(state)
+    elif young := [key for key, n in state.first_recorded.items() if schedule.early(schedule.counter - n)]:
+        update_inverses(state, young)
     if schedule.counter == 0:
         parts = [flat.flat.parts(flat.g) for flat in vectors if flat is not None]
         forwards.check_coverage({name: gradient for by_name in parts for name, gradient in by_name.items()})
@@ -201,10 +207,11 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     return scale
 
 
-def update_inverses(state: StepState) -> None:
+def update_inverses(state: StepState, keys: Collection[Key] | None = None) -> None:
+    """keys: the registrations whose blocks are due; None: all."""
     set_estimator_damping(state)
     try:
-        state.estimator.update_inverses()
+        state.estimator.update_inverses(keys)
     except FactorNotReady as error:
         raise FactorNotReady(UNRECORDED) from error
 
@@ -357,10 +364,11 @@ def predicted_change(state: StepState, flat: FlatParameters, move: Tensor) -> Te
 
 def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[Tensors], Tensors]) -> Preconditioner:
     """`multiply` as a product with vectors: the parameters in Fisher blocks that have no gradient count as zero."""
+    idle = state.estimator.idle(flat.parameters)
     absent = {
         name: torch.zeros_like(parameter, dtype=state.scalar.dtype)
         for parameter, name in state.names.items()
-        if name in state.registered and name not in flat.parameters
+        if name in state.registered and name not in flat.parameters and name not in idle
     }
     return Preconditioner(multiply, flat.flat, absent)
 

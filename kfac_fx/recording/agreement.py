@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from kfac_fx.blocks.block import statistics_of
 from kfac_fx.blocks.series import longest
 from kfac_fx.passes.errors import ModelChangedError, table
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.recording.recorder import Recorder
+from kfac_fx.statistics.moments import Key
 
 
 def with_generic(program: Program, earlier: Program) -> Program:
@@ -30,40 +30,59 @@ def with_generic(program: Program, earlier: Program) -> Program:
     return program.but(registrations=tuple(registrations))
 
 
-def agreeing(recorder: Recorder, first: Recorder) -> Recorder:
-    """`recorder` with the approximations of the first capture of the model.
+def agreeing(recorder: Recorder, known: Sequence[Registration], masked: bool = False) -> Recorder:
+    """`recorder` with the approximations of the known registrations, and without those that differ from them.
 
-    Raises ModelChangedError if its registrations are others.
+    Only registrations of which all parameters are frozen may differ: adapters that are switched off.
+
+    known: the registrations of which there are blocks. masked: whether these were captured with a padding mask.
+
+    Raises ModelChangedError if other registrations differ.
     """
-    if recorder is first:
-        return recorder
-    check_trained(first.program.parameters, recorder.program.parameters)
-    before = {registration.parameters: registration for registration in first.registrations}
+    frozen = recorder.frozen
+    before = {registration.parameters: registration for registration in known}
     now = {registration.parameters: registration for registration in recorder.registrations}
-    rows = [(", ".join(key), other_path(before.get(key), now.get(key))) for key in dict.fromkeys((*before, *now))]
-    if recorder.program.mask is not None and first.program.mask is not None:
-        rows += [(", ".join(key), other_masks(before[key], now[key])) for key in before if key in now]
-    if differing := [row for row in rows if row[1]]:
+    rows = {key: other_path(before.get(key), now.get(key)) for key in dict.fromkeys((*before, *now))}
+    if recorder.program.mask is not None and masked:
+        rows |= {key: rows[key] or other_masks(before[key], now[key]) for key in before if key in now}
+    owners = {key: set((before.get(key) or now[key]).owners) for key in rows}
+    if differing := [(", ".join(key), text) for key, text in rows.items() if text and not owners[key] <= frozen]:
         name = type(recorder.model).__name__
         raise ModelChangedError(
             f"with these inputs {name} uses its parameters differently than with the first inputs:\n"
             f"{table(differing)}\nCompile the model once per control-flow path."
         )
+    recorder = with_approximations(recorder, {key: before[key] for key in before if key in now and not rows[key]})
+    recorder.absent = frozenset(name for key, text in rows.items() if text for name in owners[key])
+    return recorder
+
+
+def continuing(recorder: Recorder, known: Sequence[Registration]) -> Recorder:
+    """A first capture in which more parameters are trained than in those that `known` comes from, with the
+    approximations of the blocks that go on."""
+    before = {registration.parameters: registration for registration in known}
+    same = {
+        registration.parameters: before[registration.parameters]
+        for registration in recorder.registrations
+        if registration.parameters in before and not other_path(before[registration.parameters], registration)
+    }
+    recorder = with_approximations(recorder, same)
+    used = {name for registration in recorder.registrations for name in registration.owners}
+    recorder.absent = frozenset(name for registration in known for name in registration.owners) - used
+    return recorder
+
+
+def with_approximations(recorder: Recorder, known: Mapping[Key, Registration]) -> Recorder:
+    """The recorder with the approximations of `known`, by the parameters of its registrations."""
     adopted = tuple(
-        replace(registration, approximation=before[registration.parameters].approximation)
+        replace(registration, approximation=known[registration.parameters].approximation)
+        if registration.parameters in known
+        else registration
         for registration in recorder.registrations
     )
     if adopted == recorder.registrations:
         return recorder
     return recorder.with_program(recorder.program.but(registrations=adopted))
-
-
-def check_trained(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ModelChangedError with the names of parameters that are trained in only one of the two."""
-    if changed := [name for name in dict.fromkeys((*before, *now)) if (name in before) != (name in now)]:
-        raise ModelChangedError(
-            f"requires_grad was changed after kfac_fx.compile: {', '.join(changed)}.\nCompile again."
-        )
 
 
 def other_path(first: Registration | None, other: Registration | None) -> str:

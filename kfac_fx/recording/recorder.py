@@ -6,7 +6,7 @@ random stream. `Recorder.ride` returns the outputs of the model, and the user's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,6 +44,7 @@ class Recorder:
         statistics: the names of the statistics by registration (its parameters); None: those that its block needs.
         proven: whether the registration proof was conclusive.
         settings: what the capture is specialized to beside its inputs; None: nothing.
+        absent: parameters that have a block which this capture cannot record; all of them are frozen.
         loop_reason: why the last exact pass sent its sources back one by one; see `Pullback`.
         recordings: the number of samples of rows so far.
     """
@@ -53,6 +54,7 @@ class Recorder:
     statistics: Mapping[Key, tuple[str, ...]] | None = None
     proven: bool = False
     settings: Settings | None = None
+    absent: frozenset[str] = frozenset()
     loop_reason: str | None = field(default=None, init=False)
     recordings: int = field(default=0, init=False)
 
@@ -86,6 +88,11 @@ class Recorder:
         """The same capture with other registrations."""
         return replace(self, emitted=self.emitted.but(program=program))
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The registered parameters that are frozen at present."""
+        return frozenset(name for name, parameter in self.program.parameters.items() if not parameter.requires_grad)
+
     # --- what a run is given ----------------------------------------------------------------------------------------
 
     def live_parameters(self) -> dict[str, Tensor]:
@@ -97,19 +104,24 @@ class Recorder:
     def copied_buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self.live_buffers().items()}
 
-    def make_probes(self, values: Any, parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Zeros for the statistics of one batch, on the device of `parameters`."""
+    def make_probes(self, values: Any, parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor] | None]:
+        """Zeros for the statistics of one batch, on the device of `parameters`; None for registrations that pause."""
         examples, like = self.emitted.examples(values), next(iter(parameters.values()), torch.empty(()))
+        frozen = self.frozen
         return [
-            {} if registration.generic else make_probes(registration, self.names_of(registration), examples, like)
+            None if pauses(registration, frozen)
+            else {} if registration.generic
+            else make_probes(registration, self.names_of(registration), examples, like)
             for registration in self.registrations
-        ]
+        ]  # fmt: skip
 
     def names_of(self, registration: Registration) -> tuple[str, ...]:
         return statistics_of(registration) if self.statistics is None else self.statistics[registration.parameters]
 
     def generic_parameters(self) -> list[str]:
-        return [name for registration in self.registrations if registration.generic for name in registration.owners]
+        """The parameters that are in generic blocks, and not frozen."""
+        generic = [name for registration in self.registrations if registration.generic for name in registration.owners]
+        return [name for name in generic if name not in self.frozen] if self.frozen else generic
 
     @property
     def sampled(self) -> list[Tap]:
@@ -178,20 +190,19 @@ class Recorder:
             live = {name: value.detach() for name, value in self.live_parameters().items()}
             summed_over = self.program.parameters if params_stats else self.generic_parameters()
             learned = {name: live[name].requires_grad_() for name in summed_over}
-            probes = self.make_probes(values, live)
+            probes_or_none = self.make_probes(values, live)
+            registrations, probes = recorded(self.registrations, probes_or_none)
             with saved.watched() if is_exact(mode) else nullcontext():
                 output, fisher = self.emitted.run(
-                    live | learned, self.copied_buffers(), values, probes, compiled=not is_exact(mode)
+                    live | learned, self.copied_buffers(), values, probes_or_none, compiled=not is_exact(mode)
                 )
             constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
             cases, sums = losses_of.cases(losses), losses_of.summed(losses)
             if is_exact(mode):
-                exact = ExactPass(
-                    mode, self.registrations, fisher, constants, sums, probes, learned, saved.total, memory
-                )
+                exact = ExactPass(mode, registrations, fisher, constants, sums, probes, learned, saved.total, memory)
                 statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
                 self.loop_reason = exact.loop_reason
-                return Moments(statistics, cases, gradients)
+                return Moments(statistics, cases, gradients, self.frozen)
             cotangents = one_source(mode, sums, constants, generator)
             leaves = [*(probe for by_name in probes for probe in by_name.values()), *learned.values()]
             pairs = [(o, c) for o, c in zip(fisher, cotangents, strict=True) if c is not None and o.requires_grad]
@@ -201,21 +212,15 @@ class Recorder:
             for leaf, grad in zip(leaves, grads, strict=True)
         ]
         gradients = dict(zip(learned, grads_or_zeros[len(leaves) - len(learned) :], strict=True))
-        statistics = self.by_registration(probes, iter(grads_or_zeros), gradients)
-        return Moments(statistics, cases, gradients if params_stats else {})
-
-    def by_registration(
-        self, probes: list[dict[str, Tensor]], sums: Iterator[Tensor], gradients: Mapping[str, Tensor]
-    ) -> dict[Key, dict[str, Tensor]]:
-        """Statistics by registration. sums: of all probes in their order; gradients: of generic parameters."""
-        statistics: dict[Key, dict[str, Tensor]] = {}
-        for registration, names in zip(self.registrations, probes, strict=True):
+        statistics = {}
+        of_probes = iter(grads_or_zeros)
+        for registration, names in zip(registrations, probes, strict=True):
             if registration.generic:
                 gradient = flat(list(split(gradients, [registration]).values()))
                 statistics[registration.parameters] = {"gradient": gradient}
             else:
-                statistics[registration.parameters] = {name: next(sums) for name in names}
-        return statistics
+                statistics[registration.parameters] = {name: next(of_probes) for name in names}
+        return Moments(statistics, cases, gradients if params_stats else {}, self.frozen)
 
     def ride(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, Ride]:
         """Run the emitted model in the place of the model's own forward; the user's backward fills the probes.
@@ -239,16 +244,17 @@ class Recorder:
         for view in views.values():
             view.retain_grad()  # the part of this forward in the parameter's gradient, whatever happens to `.grad`
         live |= views
-        probes = self.make_probes(values, live)
+        probes_or_none = self.make_probes(values, live)
+        registrations, probes = recorded(self.registrations, probes_or_none)
         if self.emitted.backend == "cudagraphs":
             for leaf in (*views.values(), *(probe for by_name in probes for probe in by_name.values())):
                 leaf.register_hook(partial(lasting, backend="cudagraphs"))
-        output, fisher = self.emitted.run_in_training(live, self.live_buffers(), values, probes)
+        output, fisher = self.emitted.run_in_training(live, self.live_buffers(), values, probes_or_none)
         cases = self.emitted.examples(values)
         if self.losses.are_known:
             losses = self.losses.real(lambda outputs: self.losses.rebuilt(output, fisher, outputs), fisher, values)
             cases = self.losses.cases(losses)
-        return self.capture.unflatten(output), Ride(probes, self.registrations, views, cases)
+        return self.capture.unflatten(output), Ride(probes, registrations, views, cases, self.frozen)
 
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)
@@ -259,6 +265,19 @@ class Recorder:
         with self.emitted.isolated():
             output, fisher = self.run_without_taps(live, self.copied_buffers(), values)
         return self.capture.unflatten(output), fisher
+
+
+def pauses(registration: Registration, frozen: Collection[str]) -> bool:
+    """Whether the statistics of a registration pause: all its parameters are frozen."""
+    return bool(frozen) and all(name in frozen for name in registration.owners)
+
+
+def recorded(
+    registrations: Sequence[Registration], probes: Sequence[dict[str, Tensor] | None]
+) -> tuple[tuple[Registration, ...], list[dict[str, Tensor]]]:
+    """The registrations that do not pause, and their probes."""
+    pairs = [(r, of_r) for r, of_r in zip(registrations, probes, strict=True) if of_r is not None]
+    return tuple(registration for registration, _ in pairs), [of_registration for _, of_registration in pairs]
 
 
 def pulled_to(leaves: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Sequence[Tensor | None]:

@@ -37,11 +37,15 @@ class Moments:
             of the losses}.
         cases: the number of terms in the mean of the loss; the statistics will be divided by it.
         gradients: of the parameters by name, summed over sources, if they were requested.
+        frozen: the parameters that were frozen. Registrations that have no others have no statistics.
+        only: the registrations whose statistics are due; None: all.
     """
 
     statistics: dict[Key, dict[str, Tensor]]
     cases: int
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    only: frozenset[Key] | None = None
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Ride:
         probes: of every registration, by the name of the statistic.
         generic: views of the generic parameters, which hold the gradient of this forward alone.
         cases: the number of cases of this forward.
+        frozen, only: see `Moments`.
         backwards: how often a backward reached the probes of a registration.
     """
 
@@ -59,6 +64,8 @@ class Ride:
     registrations: tuple[Registration, ...]
     generic: Mapping[str, Tensor]
     cases: int
+    frozen: frozenset[str] = frozenset()
+    only: frozenset[Key] | None = None
     backwards: Counter[Key] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -99,7 +106,7 @@ class Ride:
                 name: value * scale**power if (power := power_of_gradient(name)) else value
                 for name, value in sums.items()
             }
-        return Moments(statistics, self.cases)
+        return Moments(statistics, self.cases, frozen=self.frozen, only=self.only)
 
     def gradient(self, name: str) -> Tensor:
         view = self.generic[name]

@@ -157,8 +157,8 @@ def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]
 
 
 def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`call_key`, and the facts about the model: modes, trainability, dtypes and devices."""
-    parameters = tuple((p.requires_grad, p.dtype, p.device) for p in model.parameters())
+    """`call_key`, and the facts about the model: modes, dtypes and devices."""
+    parameters = tuple((p.dtype, p.device) for p in model.parameters())
     modes = tuple(module.training for module in model.modules())
     return hash((modes, parameters)), *call_key(args, kwargs)
 

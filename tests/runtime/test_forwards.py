@@ -385,7 +385,10 @@ class Listening:
             ride=lambda *_, **__: (self.log.append("ride"), ("outputs", ride(False)))[1],
         )
         self.schedule = Schedule(KFACOptions(net, **{"lr": 1.0, "damping": 1.0, **options}))
-        estimator = SimpleNamespace(accumulate=lambda _: self.log.append("accumulate"))
+        estimator = SimpleNamespace(
+            accumulate=lambda _: self.log.append("accumulate"), unrecorded=lambda: frozenset(self.unrecorded)
+        )
+        self.unrecorded: list[tuple[str, ...]] = []
         generator = torch.Generator()
         self.forwards = Forwards(cast(Any, net), self.schedule, cast(Any, estimator), generator, ())
 
@@ -398,6 +401,16 @@ def test_a_forward_records_where_statistics_are_due() -> None:
     for listening.schedule.counter in range(3):
         assert listening.forward() is None
     assert listening.log == ["record gradients of 0.5", "accumulate"] * 2 and listening.forwards.seen.forwards == 3
+
+
+def test_a_registration_without_factors_is_recorded_at_once() -> None:
+    listening = Listening(cov_update_every=2)
+    listening.schedule.counter, listening.unrecorded = 1, [("w",)]
+    only: list[Any] = []
+    listening.forwards.estimator.accumulate = lambda moments: only.append(moments.only)  # type: ignore[method-assign]
+    listening.forwards.net.record = lambda *_, **__: Moments({}, 2)  # type: ignore[method-assign]
+    listening.forward()
+    assert only == [{("w",)}]
 
 
 def test_a_ride_takes_over_the_forward() -> None:

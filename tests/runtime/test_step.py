@@ -56,7 +56,12 @@ class FakeEstimator:
         self.log.append("fold" if decay is None else f"fold with decay {decay}")
         return self.recorded
 
-    def update_inverses(self) -> None:
+    newcomers: frozenset[Any] = frozenset()
+
+    def idle(self, names: Any) -> frozenset[str]:
+        return frozenset()
+
+    def update_inverses(self, keys: Any = None) -> None:
         if not self.ready:
             raise FactorNotReady("A")
         self.log.append(f"invert at {self.damping.item():g}")
