@@ -24,7 +24,7 @@ class Flops:
     inverses: float
 
     def floor(self, every: tuple[int, int], symmetric: bool) -> float:
-        """A step over the training step, with statistics, that ride, and inverses every so many steps."""
+        """A step over the training step, with statistics recorded in it, and inverses every so many steps."""
         statistics = (1 if symmetric else 2) * self.statistics / every[0]
         return 1 + (statistics + self.preconditioning + self.inverses / every[1]) / self.training
 

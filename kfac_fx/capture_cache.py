@@ -37,7 +37,7 @@ from kfac_fx.recording.agreement import agreeing, continuing, with_generic
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.masks import PaddingMask, program_with_mask
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.statistics.moments import Ride
+from kfac_fx.statistics.moments import PendingMoments
 
 MAX_KINDS = 8  # of calls in the cache: modes, dtypes, devices, structures; the least recently used goes first
 MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, as with lengths of sequences
@@ -204,18 +204,18 @@ class CaptureCache:
                 path = uncaptured.path
         raise self.unstable(path)
 
-    def ride(
+    def record_in_training(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], generator: torch.Generator | None
-    ) -> tuple[Any, Ride]:
-        """See `Recorder.ride`. A call that no graph serves is captured afterwards, and nothing was recorded then."""
+    ) -> tuple[Any, PendingMoments]:
+        """See `Recorder`. A call that no graph serves is captured afterwards, and nothing was recorded then."""
         recorder = self.recorder(args, kwargs)
-        outputs, ride = recorder.ride(recorder.capture.flatten(args, kwargs), generator)
+        outputs, pending = recorder.record_in_training(recorder.capture.flatten(args, kwargs), generator)
         emitted = recorder.emitted
         if isinstance(emitted, EmittedSubmodules) and emitted.uncaptured is not None:
             self.capture_call(recorder, args, kwargs, emitted.uncaptured)
-            unfilled = [{name: probe.detach().clone() for name, probe in probes.items()} for probes in ride.probes]
-            ride = replace(ride, probes=unfilled)
-        return outputs, ride
+            unfilled = [{name: probe.detach().clone() for name, probe in probes.items()} for probes in pending.probes]
+            pending = replace(pending, probes=unfilled)
+        return outputs, pending
 
     def capture_call(
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any], uncaptured: UncapturedCall

@@ -24,7 +24,7 @@ from kfac_fx.recording.cases import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.output_losses import replaced
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.report import Report
-from kfac_fx.statistics.moments import Moments, Ride
+from kfac_fx.statistics.moments import Moments, PendingMoments
 
 
 class ForwardListener(Protocol):
@@ -224,15 +224,15 @@ class CompiledModule(nn.Module):
         return of_cases
 
     @runs_the_model
-    def ride(
+    def record_in_training(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None = None
-    ) -> tuple[Any, Ride]:
+    ) -> tuple[Any, PendingMoments]:
         """Run forward with taps, which record during the user's own backward (the empirical Fisher).
 
         Returns (the model's outputs, the statistics to come). Raises UntraceableError if forward has side effects that
         the captured graph does not have.
         """
-        return self.captures.ride(args, kwargs, generator)
+        return self.captures.record_in_training(args, kwargs, generator)
 
     @runs_the_model
     def functional(

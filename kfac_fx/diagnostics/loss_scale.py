@@ -41,7 +41,7 @@ class LossScaleWarning(UserWarning):
 
 
 def check_scale(
-    watched: Sequence[Watched], *, reduction: str, loss_scale: float, value: float | None, riding: bool
+    watched: Sequence[Watched], *, reduction: str, loss_scale: float, value: float | None, in_training: bool
 ) -> None:
     """Warn of a trained loss that is a multiple of the registered one, or has its classes on another axis.
 
@@ -50,7 +50,7 @@ def check_scale(
         reduction: "mean" or "sum", as the user declared the loss.
         loss_scale: the factor of the loss in the backward, if the optimizer was told of it.
         value: of the whole loss, if known.
-        riding: the statistics come from the gradients of that backward, as they are.
+        in_training: the statistics come from the gradients of that backward, as they are.
     """
     used = [forward for forward in watched if forward.gradients]
     with torch.enable_grad():
@@ -62,7 +62,7 @@ def check_scale(
         multiple = factor_of_step(of_loss, cases, reduction, loss_scale)
         if multiple is None or is_right(multiple, of_loss):
             continue
-        divided = not riding and is_loss_scale(multiple, any(forward.autocast for forward in used))
+        divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
         if not divided or near(multiple, cases):
             lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
     if lines:

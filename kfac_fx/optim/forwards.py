@@ -19,7 +19,7 @@ from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.passes.tracing.substitutes import values_kept
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.statistics.moments import Key, Moments, Ride, power_of_gradient
+from kfac_fx.statistics.moments import Key, Moments, PendingMoments, power_of_gradient
 
 ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]  # returns a loss
@@ -32,13 +32,13 @@ class MicroBatches:
 
     forwards: int = 0  # how many there were
     calls: list[ForwardArguments] = field(default_factory=list)  # if the step needs them again, which drops them
-    rides: list[Ride] = field(default_factory=list)  # statistics that wait for the user's backward
-    dropped: list[Ride] = field(default_factory=list)  # rides whose gradients were zeroed
+    pending: list[PendingMoments] = field(default_factory=list)  # statistics that wait for the user's backward
+    dropped: list[PendingMoments] = field(default_factory=list)  # those whose gradients were zeroed
     start: RandomState | None = None  # the random streams before the first forward
     watched: list[Watched] = field(default_factory=list)  # the gradients of the outputs, until the first step
 
     def moments(self, reduction: str, loss_scale: float) -> list[Moments]:
-        """The statistics of the rides whose backward happened, for gradients of the loss summed over cases.
+        """The statistics of the forwards whose backward happened, for gradients of the loss summed over cases.
 
         Args:
             reduction: "mean" if the step's gradient is that of a mean over the cases of all micro-batches.
@@ -47,33 +47,33 @@ class MicroBatches:
         Raises:
             RuntimeError: for a forward with two backwards.
         """
-        for ride in self.dropped:
-            ride.check_backwards()
-        done = [ride for ride in self.rides if backward_happened(ride)]
-        cases = sum(ride.cases for ride in done)
-        return [scaled(ride.moments(reduction, cases), 1 / loss_scale) for ride in done]
+        for batch in self.dropped:
+            batch.check_backwards()
+        done = [batch for batch in self.pending if backward_happened(batch)]
+        cases = sum(batch.cases for batch in done)
+        return [scaled(batch.moments(reduction, cases), 1 / loss_scale) for batch in done]
 
     def gradients_zeroed(self) -> None:
         """The backwards so far are no part of the step's gradient."""
-        self.dropped += [ride for ride in self.rides if backward_happened(ride)]
-        self.rides = [ride for ride in self.rides if not backward_happened(ride)]
+        self.dropped += [batch for batch in self.pending if backward_happened(batch)]
+        self.pending = [batch for batch in self.pending if not backward_happened(batch)]
         self.watched = [watched for watched in self.watched if not watched.gradients]
 
     def copy(self) -> MicroBatches:
-        return MicroBatches(self.forwards, [*self.calls], [*self.rides], [*self.dropped], self.start, [*self.watched])
+        return MicroBatches(self.forwards, [*self.calls], [*self.pending], [*self.dropped], self.start, [*self.watched])
 
     def forget_after(self, before: MicroBatches) -> None:
         """Forget the forwards since the copy `before`, and keep that gradients of earlier ones were zeroed since."""
         self.forwards, self.start = before.forwards, before.start
         del self.calls[len(before.calls) :]
-        self.rides = [ride for ride in self.rides if any(ride is earlier for earlier in before.rides)]
-        self.dropped = [ride for ride in self.dropped if any(ride is e for e in (*before.rides, *before.dropped))]
+        self.pending = [batch for batch in self.pending if any(batch is earlier for earlier in before.pending)]
+        self.dropped = [batch for batch in self.dropped if any(batch is e for e in (*before.pending, *before.dropped))]
         self.watched = [watched for watched in self.watched if any(watched is earlier for earlier in before.watched)]
 
 
-def backward_happened(ride: Ride) -> bool:
+def backward_happened(batch: PendingMoments) -> bool:
     """False for a forward without a backward, as one that measures the accuracy."""
-    receivers = [*(probe for probes in ride.probes for probe in probes.values()), *ride.generic.values()]
+    receivers = [*(probe for probes in batch.probes for probe in probes.values()), *batch.generic.values()]
     return not receivers or any(receiver.grad is not None for receiver in receivers)
 
 
@@ -115,7 +115,9 @@ class Forwards:
         if self.paused:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
-        if (seen.rides or seen.watched) and all(parameter.grad is None for _, parameter in self.net.named_parameters()):
+        if (seen.pending or seen.watched) and all(
+            parameter.grad is None for _, parameter in self.net.named_parameters()
+        ):
             self.gradients_zeroed()  # by hand, or by the model that the net was compiled from
         if (schedule.adapting and not seen.forwards) or not self.checked:
             self.before = RandomState.now(self.devices)
@@ -135,10 +137,10 @@ class Forwards:
         only: the registrations whose statistics are due; None: all.
         """
         options = self.schedule.options
-        if options.riding:
-            outputs, ride = self.net.ride(args, kwargs, generator=self.generator)
-            ride.only = only
-            self.seen.rides.append(ride)
+        if options.recording_in_training:
+            outputs, batch = self.net.record_in_training(args, kwargs, generator=self.generator)
+            batch.only = only
+            self.seen.pending.append(batch)
             return outputs
         mode, fraction = options.estimation_mode, options.fraction
         moments = self.net.record(args, kwargs, mode=mode, targets=None, fraction=fraction, generator=self.generator)
@@ -203,7 +205,11 @@ class Forwards:
         self.unwatched, options = not self.seen.watched, self.schedule.options
         value = None if loss is None else float(loss)
         check_scale(
-            self.seen.watched, reduction=options.reduction, loss_scale=loss_scale, value=value, riding=options.riding
+            self.seen.watched,
+            reduction=options.reduction,
+            loss_scale=loss_scale,
+            value=value,
+            in_training=options.recording_in_training,
         )
         self.checked, self.before, self.recorder = True, None, None
 

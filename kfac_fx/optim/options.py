@@ -162,8 +162,10 @@ class KFACOptions:
                 "the quadratic model is that of the mean loss: with momentum_type='qmodel' or adapt_damping=True, "
                 "divide the loss by the number of cases and write reduction='mean'"
             )
-        if self.riding and self.fraction != 1.0:
-            raise ValueError("estimation_mode='empirical' rides on the whole training backward: leave fraction at 1.0")
+        if self.recording_in_training and self.fraction != 1.0:
+            raise ValueError(
+                "estimation_mode='empirical' records in the whole training backward: leave fraction at 1.0"
+            )
         if self.damping_increase_rho_threshold > self.damping_decrease_rho_threshold:
             raise ValueError(
                 f"damping_increase_rho_threshold={self.damping_increase_rho_threshold} is above "
@@ -210,7 +212,7 @@ class KFACOptions:
         return self.kind.startswith("qmodel")
 
     @property
-    def riding(self) -> bool:
+    def recording_in_training(self) -> bool:
         """Whether the statistics come from the user's own backward."""
         return self.estimation_mode == "empirical"
 

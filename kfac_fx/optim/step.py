@@ -200,7 +200,7 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     forwards, scaler = state.forwards, state.options.grad_scaler
     first = bool(gradients) and not forwards.checked
     # The host waits for the scale, so it is read only if it is needed.
-    scale = scaler.get_scale() if scaler is not None and (first or forwards.seen.rides) else 1.0
+    scale = scaler.get_scale() if scaler is not None and (first or forwards.seen.pending) else 1.0
     if first:
         forwards.check_loss(loss, scale)
         state.replicas.check_gradients(gradients)

@@ -1,7 +1,7 @@
 """Recording: an emitted model run on a batch of its own or in the user's training step, and its statistics.
 
 Recording never changes training. `Recorder.record` works on detached parameters, copies of the buffers and a forked
-random stream. `Recorder.ride` returns the outputs of the model, and the user's own backward fills the probes.
+random stream. `Recorder.record_in_training` returns the outputs of the model, and the user's backward fills the probes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes
 from kfac_fx.recording.output_losses import OutputLosses
-from kfac_fx.statistics.moments import Key, Moments, Ride, flat
+from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat
 from kfac_fx.taps.subsample import PHASES
 from kfac_fx.taps.tap import Tap, make_probes
 
@@ -222,7 +222,7 @@ class Recorder:
                 statistics[registration.parameters] = {name: next(of_probes) for name in names}
         return Moments(statistics, cases, gradients if params_stats else {}, self.frozen)
 
-    def ride(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, Ride]:
+    def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:
         """Run the emitted model in the place of the model's own forward; the user's backward fills the probes.
 
         generator: of the sampled rows of input factors; None: torch's own.
@@ -254,7 +254,7 @@ class Recorder:
         if self.losses.are_known:
             losses = self.losses.real(lambda outputs: self.losses.rebuilt(output, fisher, outputs), fisher, values)
             cases = self.losses.cases(losses)
-        return self.capture.unflatten(output), Ride(probes, registrations, views, cases, self.frozen)
+        return self.capture.unflatten(output), PendingMoments(probes, registrations, views, cases, self.frozen)
 
     def run_without_taps(self, parameters: Tensors, buffers: Tensors, values: Any) -> RunOutputs:
         return self.emitted.run(parameters, buffers, values, [None] * len(self.registrations), compiled=False)

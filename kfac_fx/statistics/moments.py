@@ -1,4 +1,4 @@
-"""The statistics of one batch: `Moments`, or a `Ride` while the user's backward is still to come."""
+"""The statistics of one batch: `Moments`, or a `PendingMoments` while the user's backward is still to come."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Moments:
 
 
 @dataclass
-class Ride:
+class PendingMoments:
     """The statistics that the user's own backward will leave in the `.grad` of probes.
 
     Attributes:

@@ -59,7 +59,7 @@ def test_a_returned_cache_is_left_out_of_the_graph() -> None:
         UntraceableError,
         match="statistics cannot be recorded during training, because the forward of Attention(.|\n)*returns a Cache",
     ):
-        net.ride((X,), {})
+        net.record_in_training((X,), {})
 
 
 @dataclass
@@ -141,7 +141,7 @@ def test_what_a_reentrant_checkpoint_wraps_is_captured() -> None:
     assert [one.parameters[0] for one in net.registrations] == ["first.weight", "inner.weight", "last.weight"]
     net.record((X,), {})
     assert differences(step(twin, lambda: twin(X)), step(model, lambda: net(X))) == []
-    assert differences(step(twin, lambda: twin(X)), step(model, lambda: net.ride((X,), {})[0])) == []
+    assert differences(step(twin, lambda: twin(X)), step(model, lambda: net.record_in_training((X,), {})[0])) == []
 
 
 def refusal(model: nn.Module, *inputs: Any) -> list[str]:

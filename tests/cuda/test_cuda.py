@@ -75,7 +75,7 @@ def compare_with_the_cpu(case: Case) -> None:
             torch.testing.assert_close(found.cpu() / scale, value / scale, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", ["record", "ride"])
+@pytest.mark.parametrize("way", ["record", "record_in_training"])
 def test_factors_are_computed_without_tf32(way: str) -> None:
     """Whatever the user allows for training; the statistics of a wide layer show ten bits of mantissa."""
     previous = torch.get_float32_matmul_precision()
@@ -88,9 +88,9 @@ def test_factors_are_computed_without_tf32(way: str) -> None:
         if way == "record":
             moments = net.record((x,), {})
         else:
-            outputs, ride = net.ride((x,), {})
+            outputs, pending = net.record_in_training((x,), {})
             nn.functional.cross_entropy(outputs, torch.zeros(4096, dtype=torch.int64, device="cuda")).backward()
-            moments = ride.moments()
+            moments = pending.moments()
         found = moments.statistics[("weight", "bias")]["A"][0, :-1, :-1]
         expected = (x.double().mT @ x.double()).float()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-2)

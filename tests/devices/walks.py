@@ -81,10 +81,12 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
         moments = net.record(inputs, {}, mode=mode, targets=given if mode == "empirical" else None)
         all_on_device(moments.statistics)
     waits.only(purpose)
-    outputs, ride = net.ride(inputs, {}) if not net.captures.first.capture.effects else (net(*inputs), None)
+    outputs, pending = (
+        net.record_in_training(inputs, {}) if not net.captures.first.capture.effects else (net(*inputs), None)
+    )
     outputs.float().square().sum().backward()
-    if ride is not None:
-        all_on_device(ride.moments().statistics)
+    if pending is not None:
+        all_on_device(pending.moments().statistics)
     roots = ("kron_series_2",)
     series = any(one.approximation in roots for one in net.registrations)
     waits.only(purpose)

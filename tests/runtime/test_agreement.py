@@ -44,7 +44,7 @@ def test_a_changed_model_is_noticed_by_name(change: Callable[[nn.Module], None],
     net = net_of(mlp(), X)
     net(X)
     change(net.model)
-    for call in (lambda: net(X), lambda: net.record((X,), {}), lambda: net.ride((X,), {})):
+    for call in (lambda: net(X), lambda: net.record((X,), {}), lambda: net.record_in_training((X,), {})):
         with pytest.raises(ModelChangedError, match=rf"{names}\.\n.*Compile again, or change values in place"):
             call()
     net.eval()(X)

@@ -51,12 +51,12 @@ def test_compiled_equals_eager(backend: str) -> None:
 def test_a_compiled_ride_equals_an_eager_one(backend: str) -> None:
     eager, other = mixed("eager"), mixed(backend)
     args = (torch.randn(6, 1, 6, 6), torch.randint(7, (6, 3)))
-    rides = []
+    recorded = []
     for net in (eager, other):
-        outputs, ride = net.ride(args, {})
+        outputs, pending = net.record_in_training(args, {})
         F.cross_entropy(outputs, torch.arange(6) % 3).backward()
-        rides.append(ride.moments())
-    torch.testing.assert_close(rides[0].statistics, rides[1].statistics, rtol=1e-5, atol=1e-5)
+        recorded.append(pending.moments())
+    torch.testing.assert_close(recorded[0].statistics, recorded[1].statistics, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(eager.model.parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(eager.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-5)

@@ -332,10 +332,10 @@ def test_a_closure_may_return_a_number() -> None:
     assert opt.rho.isfinite()
 
 
-# --- micro-batches, on fake rides -----------------------------------------------------------------------------------
+# --- micro-batches, on fake records -----------------------------------------------------------------------------------
 
 
-def ride(backward: bool, cases: int = 2) -> Any:
+def pending(backward: bool, cases: int = 2) -> Any:
     """A forward whose statistic G is 4, and whose backward happened or not."""
     probe = torch.zeros((), requires_grad=True)
     probe.grad = torch.ones(()) if backward else None
@@ -349,22 +349,22 @@ def ride(backward: bool, cases: int = 2) -> Any:
 
 
 def test_only_forwards_with_a_backward_are_micro_batches() -> None:
-    seen = MicroBatches(rides=[ride(True), ride(False), ride(True, cases=3)])
+    seen = MicroBatches(pending=[pending(True), pending(False), pending(True, cases=3)])
     moments = seen.moments("mean", loss_scale=1.0)
     assert [one.cases for one in moments] == [2, 3]
     assert all(one.statistics[("w",)]["count"] == 5 for one in moments)  # the mean is over the cases of both
 
 
 def test_a_loss_scale_is_taken_out_by_the_power_of_the_gradient() -> None:
-    (moments,) = MicroBatches(rides=[ride(True)]).moments("mean", loss_scale=8.0)
+    (moments,) = MicroBatches(pending=[pending(True)]).moments("mean", loss_scale=8.0)
     assert moments.statistics[("w",)] == {"G": torch.tensor(4.0 / 64), "count": torch.tensor(2.0)}
 
 
 def test_zeroed_gradients_drop_the_rides_that_made_them() -> None:
-    waiting, done = ride(False), ride(True)
-    seen = MicroBatches(rides=[waiting, done], watched=[cast(Any, SimpleNamespace(gradients={0: torch.ones(1)}))])
+    waiting, done = pending(False), pending(True)
+    seen = MicroBatches(pending=[waiting, done], watched=[cast(Any, SimpleNamespace(gradients={0: torch.ones(1)}))])
     seen.gradients_zeroed()
-    assert seen.rides == [waiting] and seen.dropped == [done] and seen.watched == []
+    assert seen.pending == [waiting] and seen.dropped == [done] and seen.watched == []
 
 
 # --- the listener, on fakes -----------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ class Listening:
             buffers=lambda: iter(()),
             record=lambda *_, mode, fraction, **__: self.log.append(f"record {mode} of {fraction}"),
             recorder=lambda args, kwargs: None,
-            ride=lambda *_, **__: (self.log.append("ride"), ("outputs", ride(False)))[1],
+            record_in_training=lambda *_, **__: (self.log.append("ride"), ("outputs", pending(False)))[1],
         )
         self.schedule = Schedule(KFACOptions(net, **{"lr": 1.0, "damping": 1.0, **options}))
         estimator = SimpleNamespace(
@@ -415,7 +415,7 @@ def test_a_registration_without_factors_is_recorded_at_once() -> None:
 
 def test_a_ride_takes_over_the_forward() -> None:
     listening = Listening(estimation_mode="empirical")
-    assert listening.forward() == "outputs" and len(listening.forwards.seen.rides) == 1
+    assert listening.forward() == "outputs" and len(listening.forwards.seen.pending) == 1
 
 
 @pytest.mark.parametrize(("momentum_type", "kept"), [("qmodel", 1), ("regular", 0)])

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.fisher_blocks import (
+import kfac_fx
+from kfac_fx import layer_collection
+from kfac_fx.layer_collection.fisher_blocks import (
     DiagonalFB,
     FullFB,
     FullyConnectedKFACBasicFB,
@@ -149,3 +151,9 @@ def test_what_tf_kfac_has_no_class_for_gets_one_of_its_kind() -> None:
     assert block_class("embedding", "diagonal", False) is DiagonalFB
     assert block_class("layer_norm", "kron", False) is KroneckerProductFB
     assert block_class("a user's", "kron_indep", True) is KroneckerProductFB
+
+
+def test_the_public_module_has_every_class_and_nothing_else() -> None:
+    public = {name for name in vars(kfac_fx.fisher_blocks) if not name.startswith("_")}
+    classes = {name for name in vars(layer_collection.fisher_blocks) if name.endswith("FB")}
+    assert public == set(kfac_fx.fisher_blocks.__all__) == classes | {"FisherBlock", "FisherFactor"}

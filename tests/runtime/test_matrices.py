@@ -300,9 +300,9 @@ def test_without_cudnn_nothing_else_changes(convolutions: Any) -> None:
     assert CUDNN.enabled and chosen() == before
 
 
-@pytest.mark.parametrize("way", ["ride", "record"])
+@pytest.mark.parametrize("way", ["record_in_training", "record"])
 def test_factors_are_products_in_full_precision(way: str, user_precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a ride, too, whose backward is the user's."""
+    """Also when it is recorded during training, whose backward is the user's."""
     x = torch.randn(6, 4)
     net = kfac_fx.compile(nn.Linear(4, 3), (x,), loss="categorical")
     seen: list[str] = []
@@ -317,7 +317,7 @@ def test_factors_are_products_in_full_precision(way: str, user_precision: Any, m
     if way == "record":
         net.record((x,), {})
     else:
-        outputs, _ = net.ride((x,), {})
+        outputs, _ = net.record_in_training((x,), {})
         F.cross_entropy(outputs, torch.zeros(6, dtype=torch.int64)).backward()
     assert seen == ["ieee", "ieee"]
     assert user_precision.fp32_precision == "tf32"

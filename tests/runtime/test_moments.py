@@ -1,4 +1,4 @@
-"""The statistics of one batch: scales of a ride, and one backward of a forward."""
+"""The statistics of one batch: scales of pending moments, and one backward of a forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.statistics.lagged import LAGGED
-from kfac_fx.statistics.moments import POWER_OF_GRADIENT, Ride, flat, power_of_gradient
+from kfac_fx.statistics.moments import POWER_OF_GRADIENT, PendingMoments, flat, power_of_gradient
 from kfac_fx.statistics.row_sums import STATISTICS
 from tests.runtime.fisher_cases import FORMS, register
 
@@ -17,13 +17,13 @@ PIECE = Piece("w", 0, 1, 3)
 GENERIC = Registration("generic", None, (PIECE.name, "b"), (), "diagonal", pieces=(PIECE,))
 
 
-def ride() -> Ride:
+def pending() -> PendingMoments:
     probes = {name: torch.zeros(2, requires_grad=True) for name in ("count", "A", "G", "per_case")}
     generic = {"w": torch.ones(4, 2, requires_grad=True), "b": torch.ones(3, requires_grad=True)}
-    return Ride([probes, {}], (REGISTRATION, GENERIC), generic, cases=5)
+    return PendingMoments([probes, {}], (REGISTRATION, GENERIC), generic, cases=5)
 
 
-def backward(of: Ride) -> None:
+def backward(of: PendingMoments) -> None:
     total = sum(probe.sum() for probe in of.probes[0].values()) + (2 * of.generic["w"]).sum()
     assert isinstance(total, torch.Tensor)
     total.backward()
@@ -36,7 +36,7 @@ def test_every_statistic_has_a_power_of_the_gradient() -> None:
 
 @pytest.mark.parametrize(("reduction", "cases", "scale"), [("sum", None, 1), ("mean", None, 5), ("mean", 20, 20)])
 def test_statistics_are_those_of_the_sum_over_cases(reduction: str, cases: int | None, scale: int) -> None:
-    of = ride()
+    of = pending()
     backward(of)
     moments = of.moments(reduction, cases)
     sums = moments.statistics[REGISTRATION.parameters]
@@ -45,19 +45,19 @@ def test_statistics_are_those_of_the_sum_over_cases(reduction: str, cases: int |
 
 
 def test_generic_gradients_are_flat_by_piece_and_zero_where_the_backward_did_not_come() -> None:
-    of = ride()
+    of = pending()
     backward(of)
     gradient = of.moments("sum").statistics[GENERIC.parameters]["gradient"]
     assert gradient.tolist() == [2] * 4 + [0] * 3
 
 
 def test_without_a_backward_all_sums_are_zero() -> None:
-    sums = ride().moments().statistics[REGISTRATION.parameters]
+    sums = pending().moments().statistics[REGISTRATION.parameters]
     assert not any(value.any() for value in sums.values())
 
 
 def test_a_second_backward_of_a_forward_is_refused() -> None:
-    of = ride()
+    of = pending()
     for _ in range(2):
         backward(of)
     with pytest.raises(RuntimeError, match=r"there were 2 of this one. They reached weight"):

@@ -65,7 +65,7 @@ def test_a_grad_scaler_hands_a_closure_on(options: dict[str, Any]) -> None:
 def test_a_step_that_is_left_out_leaves_no_statistics_of_the_backward(
     zeroed_by: str, approximations: dict[str, str] | None
 ) -> None:
-    """Its ride is no micro-batch of the next step, whose statistics would be those of a gradient twice as long."""
+    """Its record is no micro-batch of the next step, whose statistics would be those of a gradient twice as long."""
     found = []
     for numbers in ([0, 1], [1]):
         net = compile(mlp(), loss="categorical", approximations=approximations)

@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a part of the user's own backward": (
         {"estimation_mode": "empirical", "fraction": 0.5},
-        r"'empirical' rides on the whole training backward: leave fraction at 1\.0",
+        r"'empirical' records in the whole training backward: leave fraction at 1\.0",
     ),
     "unknown mode": ({"estimation_mode": "gradient"}, r"unknown estimation_mode 'gradient'; known are 'gradients', "),
     "part of a step": (

@@ -119,9 +119,9 @@ def test_the_exact_fisher_of_a_generic_piece(net: kfac_fx.CompiledModule) -> Non
 def test_a_ride_records_the_pieces_gradients(net: kfac_fx.CompiledModule) -> None:
     x, y = batch()
     wanted = net.record((x,), {}, mode="empirical", targets=y)
-    output, ride = net.ride((x,), {})
+    output, pending = net.record_in_training((x,), {})
     ((output - y) ** 2).sum().backward()
-    for key, statistics in ride.moments("sum").statistics.items():
+    for key, statistics in pending.moments("sum").statistics.items():
         torch.testing.assert_close(statistics, wanted.statistics[key])
 
 

@@ -70,7 +70,7 @@ def test_empirical_statistics_are_those_of_the_true_targets(net: Any, kind: str)
     same(given.record((x,), mode="empirical", targets=targets), by_hand(model, (x,), loss))
 
 
-# --- rides ----------------------------------------------------------------------------------------------------------
+# --- during training ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -79,11 +79,11 @@ def test_a_ride_equals_an_empirical_recording(net: Any, reduction: str) -> None:
     given = recorder(model, x)
     given.loss = loss_from("categorical")
     targets = torch.randint(3, model(x).shape[:-1])
-    outputs, ride = given.ride((x,))
+    outputs, pending = given.record_in_training((x,))
     F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction=reduction).backward()
-    rode, recorded = ride.moments(reduction), given.record((x,), mode="empirical", targets=targets)
-    assert rode.cases == recorded.cases
-    torch.testing.assert_close(rode.statistics, recorded.statistics, rtol=1e-5, atol=1e-6)
+    trained, recorded = pending.moments(reduction), given.record((x,), mode="empirical", targets=targets)
+    assert trained.cases == recorded.cases
+    torch.testing.assert_close(trained.statistics, recorded.statistics, rtol=1e-5, atol=1e-6)
 
 
 def test_a_ride_keeps_the_gradient_of_generic_parameters_apart() -> None:
@@ -99,9 +99,9 @@ def test_a_ride_keeps_the_gradient_of_generic_parameters_apart() -> None:
     given = recorder(model, x)
     given.loss = loss_from("categorical")
     model.t.grad = torch.ones(3)
-    outputs, ride = given.ride((x,))
+    outputs, pending = given.record_in_training((x,))
     F.cross_entropy(outputs, y).backward()
-    moments = ride.moments()
+    moments = pending.moments()
     (grad,) = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum"), model.t)
     torch.testing.assert_close(moments.statistics[("t",)]["gradient"], grad)
     torch.testing.assert_close(model.t.grad, 1 + grad / 6)
@@ -118,7 +118,7 @@ def test_a_ride_that_would_lose_what_forward_does_is_refused() -> None:
     x = torch.randn(6, 4)
     given = recorder(Caching(*mlp()), x)
     with pytest.raises(UntraceableError) as failure:
-        given.ride((x,))
+        given.record_in_training((x,))
     assert str(failure.value).splitlines() == [
         "statistics cannot be recorded during training, because the forward of Caching has side effects that the "
         "captured graph does not have:",

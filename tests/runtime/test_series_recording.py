@@ -64,9 +64,9 @@ def test_parts_of_a_batch_add_up() -> None:
 def test_a_ride_on_the_training_backward_records_the_same() -> None:
     net, x = compiled("kron_series_1")
     y = torch.randn(N, O)
-    output, ride = net.ride((x,), {})
+    output, pending = net.record_in_training((x,), {})
     (0.5 * (output - y) ** 2).sum(1).mean().backward()
-    found, wanted = ride.moments().statistics[KEY], net.record((x,), {}, mode="empirical", targets=y).statistics[KEY]
+    found, wanted = pending.moments().statistics[KEY], net.record((x,), {}, mode="empirical", targets=y).statistics[KEY]
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name])
 

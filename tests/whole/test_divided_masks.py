@@ -109,9 +109,9 @@ def test_submodules_that_go_step_by_step_are_masked_as_in_the_whole_graph() -> N
 def test_a_ride_leaves_padding_out_too() -> None:
     net, (ids, mask) = compiled(Tagger()), FIRST
     targets = torch.where(mask != 0, ids % 3, -100)
-    output, ride = net.ride(FIRST, {})
+    output, pending = net.record_in_training(FIRST, {})
     torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
-    found, wanted = ride.moments(), net.record(FIRST, {}, mode="empirical", targets=targets)
+    found, wanted = pending.moments(), net.record(FIRST, {}, mode="empirical", targets=targets)
     assert found.cases == wanted.cases == 23
     torch.testing.assert_close(found.statistics, wanted.statistics)
 

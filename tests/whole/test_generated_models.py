@@ -2,7 +2,7 @@
 
 The emitted graph has no operation in place. Such an operation leaves a part of a tensor where it is, `x[:, 0].relu_()`,
 and out of place the result has memory of its own: the same values with other strides, of which a matrix product may add
-up the terms in another order. So rides of models that do this are compared in double precision, up to rounding.
+up the terms in another order. So recorded of models that do this are compared in double precision, up to rounding.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def a_ride_is_the_original(net: kfac_fx.CompiledModule, twin: torch.nn.Module, x
 
     rounded: up to rounding in double precision only.
     """
-    theirs, ours = step(twin, lambda: twin(x)), step(net.model, lambda: net.ride((x,), {})[0])
+    theirs, ours = step(twin, lambda: twin(x)), step(net.model, lambda: net.record_in_training((x,), {})[0])
     generic = {f"gradient of {name}" for one in net.registrations if one.generic for name in one.parameters}
     apart = set(differences(theirs, ours))
     assert rounded or apart <= generic

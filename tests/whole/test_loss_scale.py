@@ -122,7 +122,7 @@ ELEMENTS = "it is a mean over the 4 elements of a case, too: sum over them, or "
 SUM = "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')."
 SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a scaler that nobody told a ride of": (
+    "a scaler that nobody told a pending of": (
         {"loss": "categorical", "targets": CLASSES, "trained": ce(2.0**16), "estimation_mode": "empirical"},
         times("6.554e+04", "Categorical") + SCALER + REGISTER.format("6.554e+04", "Categorical", ""),
     ),

@@ -94,12 +94,12 @@ def test_without_a_mask_padding_is_in_the_factors() -> None:
 def test_a_ride_leaves_padding_out() -> None:
     (net, plain), (ids, kwargs) = nets(Translator), batch()
     targets = torch.randint(5, (3, 5))
-    outputs, ride = net.ride((ids,), kwargs)
+    outputs, pending = net.record_in_training((ids,), kwargs)
     F.cross_entropy(outputs.flatten(0, 1), torch.where(MASK, targets, -100).flatten()).backward()
     net.zero_grad()
     expected, cases = one_by_one(plain, ids, targets)
-    assert ride.cases == cases == 10
-    same(sums(ride.moments()), expected)
+    assert pending.cases == cases == 10
+    same(sums(pending.moments()), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo, of any tap

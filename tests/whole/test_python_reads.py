@@ -107,7 +107,7 @@ def test_rides_are_the_models_own_steps(kind: str) -> None:
     model = copy.deepcopy(CASES[kind][0])
     twin = copy.deepcopy(model)
     net = compiled(model, S)
-    assert differences(step(twin, lambda: twin(S)), step(model, lambda: net.ride((S,), {})[0])) == []
+    assert differences(step(twin, lambda: twin(S)), step(model, lambda: net.record_in_training((S,), {})[0])) == []
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CASES if kind != "positions"])
@@ -171,9 +171,9 @@ def test_a_read_of_another_kind_is_captured_when_it_is_met() -> None:
     many = len(submodules_of(net).captured)
     assert net.record((torch.randn(6, 3, 4),), {}).statistics["gain",]
     assert len(submodules_of(net, S).captured) == many + 1
-    output, ride = net.ride((torch.randn(6, 4, 4),), {})  # which is met behind it
+    output, pending = net.record_in_training((torch.randn(6, 4, 4),), {})  # which is met behind it
     output.sum().backward()
-    assert float(sum(one.abs().sum() for one in ride.moments().statistics["gain",].values())) == 0.0
+    assert float(sum(one.abs().sum() for one in pending.moments().statistics["gain",].values())) == 0.0
     assert len(submodules_of(net, S).captured) == many + 2
 
 

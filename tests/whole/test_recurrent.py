@@ -235,7 +235,7 @@ def test_packed_sequences_are_captured_exactly(kind: Any, returns: str) -> None:
     twin, x = copy.deepcopy(net.model), torch.randn(3, 6, 3)
     lengths = torch.tensor([3, 6, 5])
     theirs = step(twin, lambda: twin(x, lengths))
-    assert apart(theirs, step(net.model, lambda: net.ride((x, lengths), {})[0])) == []
+    assert apart(theirs, step(net.model, lambda: net.record_in_training((x, lengths), {})[0])) == []
     assert len(net.captures.recorders) == 1
 
 
@@ -296,7 +296,7 @@ def test_a_longest_sequence_of_another_length_is_another_capture() -> None:
 def test_outputs_may_be_padded_beyond_the_longest_sequence() -> None:
     net = packed(Packed(nn.GRU(3, 4, batch_first=True), "total"), LENGTHS.clamp(max=4))
     x = torch.randn(5, 6, 3)
-    outputs, _ = net.ride((x, LENGTHS.clamp(max=4)), {})
+    outputs, _ = net.record_in_training((x, LENGTHS.clamp(max=4)), {})
     torch.testing.assert_close(outputs, net.model(x, LENGTHS.clamp(max=4)))
     assert outputs.shape[1] == 6 and len(net.registrations[0].uses) == 4
 

@@ -187,7 +187,7 @@ def test_a_ride_and_the_quadratic_model_are_of_the_model_as_it_is_now(reader: st
     read, change = READERS[reader]
     net = kfac_fx.compile(model_of(read), (X,), loss="categorical")
     change(net.model, 3.0)
-    outputs, _ = net.ride((X,), {})
+    outputs, _ = net.record_in_training((X,), {})
     assert torch.equal(outputs, net.model(X))
     functional, _ = net.functional(dict(net.named_parameters()), (X,), {})
     assert torch.equal(functional, net.model(X))
@@ -334,7 +334,7 @@ def test_effects_of_forward_are_left_to_it_and_refuse_a_ride(kind: str) -> None:
     net.record((X,), {})
     assert before == (COUNT, SEEN) and len(net.captures.recorders) == 1
     with pytest.raises(kfac_fx.UntraceableError, match="side effects that the captured graph does not have") as error:
-        net.ride((X,), {})
+        net.record_in_training((X,), {})
     assert all(effect in str(error.value) for effect in effects)
 
 
@@ -343,7 +343,7 @@ def test_a_hook_of_the_user_refuses_a_ride() -> None:
     model.first.register_forward_hook(lambda module, args, output: None)
     net = kfac_fx.compile(model, (X,), loss="categorical")
     with pytest.raises(kfac_fx.UntraceableError, match="calls the forward hooks of first"):
-        net.ride((X,), {})
+        net.record_in_training((X,), {})
 
 
 def test_a_forward_that_writes_into_its_input_is_recorded_and_refuses_a_ride() -> None:
@@ -363,14 +363,14 @@ def test_a_forward_that_writes_into_its_input_is_recorded_and_refuses_a_ride() -
     rows = torch.cat([2 * x, torch.ones(5, 1)], dim=1)
     torch.testing.assert_close(moments.statistics["linear.weight", "linear.bias"]["A"][0], rows.T @ rows)
     with pytest.raises(kfac_fx.UntraceableError, match="writes into its input x"):
-        net.ride((x,), {})
+        net.record_in_training((x,), {})
 
 
 def test_a_cache_that_the_first_forward_fills_is_no_effect() -> None:
     net = kfac_fx.compile(model_of(lambda model, x: cached(x)), (X,), loss="categorical")
     assert not CACHE
     net.model(X)
-    outputs, _ = net.ride((X,), {})
+    outputs, _ = net.record_in_training((X,), {})
     assert torch.equal(outputs, net.model(X)) and len(net.captures.recorders) == 1
     CACHE.clear()
 
@@ -487,8 +487,8 @@ def test_no_run_ends_with_statistics_of_another_function(
         args = (x, value) if place == "argument" else (x,)
         outputs, _ = net.functional(dict(net.named_parameters()), args, {})
         assert torch.equal(outputs, model(*args))
-        ridden, _ = net.ride(args, {})
-        assert torch.equal(ridden, model(*args))
+        trained, _ = net.record_in_training(args, {})
+        assert torch.equal(trained, model(*args))
         replacement: Any = new
         for kind, _, _ in reversed(reads[depth:]):
             replacement, _, _ = put_into(kind, replacement)

@@ -129,7 +129,7 @@ def trained(mode: str, **options: Any) -> tuple[list[Tensor], Tensor, CompiledMo
 
 @pytest.mark.parametrize("mode", ["gradients", "empirical"])
 def test_training_draws_the_same_random_numbers(mode: str) -> None:
-    """Bit for bit: dropout is that of a training without samples, in passes of our own and in rides."""
+    """Bit for bit: dropout is that of a training without samples, in passes of our own and during training."""
     whole, stream, _ = trained(mode)
     part, sampled_stream, one = trained(mode, sub_sample_inputs=True, sub_sample_patches=True)
     assert one.captures.first is not None and one.captures.first.sampled

@@ -145,12 +145,12 @@ def test_the_mean_loss_of_several_is_what_a_ride_records() -> None:
     model, x = Tagger(), torch.randn(5, 3, 2)
     tags, values = torch.randint(4, (5, 3)), torch.randn(5, 2)
     net = kfac_fx.compile(model, (x,), loss=of_positions_and_sequences)
-    (tag_scores, found), ride = net.ride((x,), {})
+    (tag_scores, found), pending = net.record_in_training((x,), {})
     first = nn.functional.cross_entropy(tag_scores.flatten(0, 1), tags.flatten())
     (0.5 * first + 2.0 * (found - values).square().sum(-1).mean()).backward()
     recorded = net.record((x,), {}, mode="empirical", targets=(tags, values))
-    ridden = ride.moments()
-    assert ridden.cases == recorded.cases == 15
+    trained = pending.moments()
+    assert trained.cases == recorded.cases == 15
     for key, sums in recorded.statistics.items():
         for name, value in sums.items():
-            torch.testing.assert_close(ridden.statistics[key][name], value)
+            torch.testing.assert_close(trained.statistics[key][name], value)

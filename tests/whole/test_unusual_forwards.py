@@ -182,7 +182,7 @@ def test_the_rewritten_model_is_the_original(middle: Function, inputs: bool) -> 
     for _ in range(2):
         net.record((x,), {})
         assert differences(step(twin, lambda: twin(x)), step(model, lambda: net(x))) == []
-    assert differences(step(twin, lambda: twin(x)), step(model, lambda: net.ride((x,), {})[0])) == []
+    assert differences(step(twin, lambda: twin(x)), step(model, lambda: net.record_in_training((x,), {})[0])) == []
     assert [one.reason for one in net.registrations if one.generic] == []
 
 

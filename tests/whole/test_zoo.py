@@ -90,30 +90,30 @@ def test_standard_models_are_structured_to_the_last_element(name: str) -> None:
     assert "100 %" not in str(once(name).report).splitlines()[0]  # said only where something is generic
 
 
-@pytest.mark.parametrize("way", ["quiet", "recording", "riding"])
+@pytest.mark.parametrize("way", ["quiet", "recording", "in training"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_training_step_is_the_original_bit_for_bit(case: Case, way: str) -> None:
     """Twice in a row: without recording, with one before each step, with the emitted module in the model's place."""
     net = once(case.name)
     twin = copy.deepcopy(net.model)
     args, kwargs = case.inputs(), dict(case.keywords())
-    rides: list[Any] = []
+    recorded: list[Any] = []
 
     def forward() -> Any:
-        if way != "riding":
+        if way != "in training":
             return net(*args, **kwargs)
-        outputs, ride = net.ride(args, kwargs)
-        rides.append(ride)
+        outputs, pending = net.record_in_training(args, kwargs)
+        recorded.append(pending)
         return outputs
 
     for _ in range(2):
         if way == "recording":
             all_finite(net, net.record(args, kwargs))
         theirs = step(twin, lambda: twin(*args, **kwargs))
-        compare = apart if case.rounded and way == "riding" else differences
+        compare = apart if case.rounded and way == "in training" else differences
         assert compare(theirs, step(net.model, forward)) == []
-    for ride in rides[-1:]:
-        all_finite(net, ride.moments())
+    for pending in recorded[-1:]:
+        all_finite(net, pending.moments())
 
 
 def all_finite(net: CompiledModule, moments: Moments) -> None:
@@ -154,7 +154,9 @@ def test_every_precision_keeps_the_blocks_and_the_bits(name: str, precision: str
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
         net = kfac_fx.compile(model, args, loss=case.loss)
         moments = net.record(args, {})
-        assert differences(step(twin, lambda: twin(*args)), step(model, lambda: net.ride(args, {})[0])) == []
+        assert (
+            differences(step(twin, lambda: twin(*args)), step(model, lambda: net.record_in_training(args, {})[0])) == []
+        )
     assert {(one.layer, one.parameters, len(one.uses)) for one in net.registrations} == set(case.expected)
     dtypes = {value.dtype for statistics in moments.statistics.values() for value in statistics.values()}
     assert dtypes == {torch.float64 if precision == "float64" else torch.float32}

@@ -1,4 +1,4 @@
-"""Rides on divided models: the model's own forward, its submodules as graphs with taps, and the user's backward."""
+"""Recording during training on divided models: their forward with graphs for submodules, and the user's backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_ride_is_the_models_own_training_step_bit_for_bit(build: Build) -> Non
     twin = copy.deepcopy(model)
     net = compiled(model)
     for _ in range(2):
-        assert differences(step(twin, lambda: twin(X)), step(model, lambda: net.ride((X,), {})[0])) == []
+        assert differences(step(twin, lambda: twin(X)), step(model, lambda: net.record_in_training((X,), {})[0])) == []
     assert model.__dict__.keys() == twin.__dict__.keys()
     assert all("forward" not in module.__dict__ for module in model.modules())
 
@@ -44,9 +44,9 @@ def test_a_ride_records_what_a_pass_with_the_true_targets_does(build: Build) -> 
     x, targets = torch.randn(9, 4).double(), torch.randn(9, 3).double()
     net = compiled(model, X.double())
     wanted = net.record((x,), {}, mode="empirical", targets=targets)
-    output, ride = net.ride((x,), {})
+    output, pending = net.record_in_training((x,), {})
     loss_of(output, targets).backward()
-    found = ride.moments()
+    found = pending.moments()
     assert found.cases == wanted.cases
     assert found.statistics.keys() == wanted.statistics.keys()
     for key, sums in wanted.statistics.items():
@@ -56,11 +56,11 @@ def test_a_ride_records_what_a_pass_with_the_true_targets_does(build: Build) -> 
 def test_two_rides_before_one_backward_are_kept_apart() -> None:
     model, targets = Repeated().double(), torch.zeros(6, 3).double()
     net, x = compiled(model, X.double()), X.double()
-    (one, first), (other, second) = (net.ride((batch,), {}) for batch in (x, 3 * x))
+    (one, first), (other, second) = (net.record_in_training((batch,), {}) for batch in (x, 3 * x))
     (loss_of(one, targets) + loss_of(other, targets)).backward()
-    for ride, batch in ((first, x), (second, 3 * x)):
+    for pending, batch in ((first, x), (second, 3 * x)):
         wanted = net.record((batch,), {}, mode="empirical", targets=targets).statistics
-        torch.testing.assert_close(ride.moments().statistics, wanted)
+        torch.testing.assert_close(pending.moments().statistics, wanted)
 
 
 def test_a_call_that_is_new_rides_for_nothing_once() -> None:
@@ -71,10 +71,10 @@ def test_a_call_that_is_new_rides_for_nothing_once() -> None:
     key = "inner.linear.weight", "inner.linear.bias"
     counts = []
     for _ in range(2):
-        output, ride = net.ride((longer,), {})
+        output, pending = net.record_in_training((longer,), {})
         assert torch.equal(output, twin(longer))
         output.sum().backward()
-        counts.append(float(ride.moments().statistics[key]["count"]))
+        counts.append(float(pending.moments().statistics[key]["count"]))
     assert counts == [0.0, 10.0]
 
 
@@ -107,7 +107,7 @@ def test_the_empirical_fisher_trains_a_divided_model() -> None:
 def test_a_parameter_that_python_reads_in_a_ride_is_an_error() -> None:
     net = compiled(Rare(wrong=True))
     with pytest.raises(ModelChangedError, match="reads middle.weight outside of its captured"):
-        net.ride((1e4 * X,), {})
+        net.record_in_training((1e4 * X,), {})
 
 
 def test_what_a_submodule_does_beside_its_graph_is_refused_with_its_name() -> None:
@@ -118,7 +118,7 @@ def test_what_a_submodule_does_beside_its_graph_is_refused_with_its_name() -> No
 
     net = compiled(Looking())
     with pytest.raises(UntraceableError) as failure:
-        net.ride((X,), {})
+        net.record_in_training((X,), {})
     said = str(failure.value).splitlines()
     assert said[1] == "  calls the backward hooks of Linear, in middle"
     assert said[2].startswith('Record in a separate pass, with estimation_mode="gradients" or net.record(...)')
@@ -137,6 +137,6 @@ def test_the_model_is_itself_again_after_an_error() -> None:
     net = compiled(model)
     Failing.fails = True
     with pytest.raises(KeyError, match="of the user"):
-        net.ride((X,), {})
+        net.record_in_training((X,), {})
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert all(isinstance(one, nn.Parameter) for module in model.modules() for one in module._parameters.values())
