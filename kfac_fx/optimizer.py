@@ -30,6 +30,9 @@ class KFAC(Optimizer):
     2. The inverses are computed anew, if they are due.
     3. Momentum and the preconditioner P give an update Δ, and θ <- θ - lr (Δ + weight_decay θ). The momentum type says
        what Δ is:
+       "adaptive": Δ = α P m, with m the averaged gradient. Every few steps the exact Fisher of the batch gives α, and
+       the change of the batch's loss adapts the damping. A step, or the steps since the last check, that made this loss
+       rise by more than half of it are undone. It needs no number and no closure (see `kfac_fx.optim.adaptive`);
        "regular": v <- momentum v + P g, Δ = v;
        "adam": v <- momentum v + g, Δ = P v;
        "qmodel": Δ is the step along P g and the previous Δ that minimizes the exact quadratic model of the batch
@@ -72,7 +75,7 @@ class KFAC(Optimizer):
         self.estimator = FisherEstimator(
             self.net,
             cov_ema_decay=options.decay,
-            damping=scalar + options.damping,
+            damping=scalar + options.first_damping,
             estimation_mode=options.estimation_mode,
             fraction=options.fraction,
         )
@@ -90,7 +93,7 @@ class KFAC(Optimizer):
             forwards=self._forwards,
             replicas=replicas,
             scalar=scalar,
-            damping=scalar + options.damping,
+            damping=scalar + options.first_damping,
         )
         self._published: object = None  # the groups of blocks whose tensors are in `state`
         self.net.attach(self)

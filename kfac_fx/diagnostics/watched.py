@@ -80,21 +80,15 @@ def watch(
     start: the random streams before the forward.
     """
     leaves, spec = pytree.flatten(outputs)
-    (end,) = (node for node in recorder.program.graph.nodes if node.op == "output")
-    nodes = pytree.leaves(recorder.capture.unflatten(end.args[0]))
-    wanted, values = recorder.program.outputs, recorder.capture.flatten(args, kwargs)
-    if not wanted or len(nodes) != len(leaves):
+    values = recorder.capture.flatten(args, kwargs)
+    hooked, at_outputs = hooked_leaves(recorder, leaves)
+    if not hooked:
         return None
-    place = {node: number for number, node in enumerate(nodes) if isinstance(node, fx.Node)}
     inner: dict[int, list[Tensor]] = {}
-    places = [place[node] for node in wanted] if all(node in place for node in wanted) else []
+    places = hooked if at_outputs else []
     if places:
-        hooked, fisher = places, [leaves[n].detach() for n in places]
+        fisher = [leaves[n].detach() for n in places]
     else:
-        tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
-        hooked = [n for n, leaf in tensors.items() if leaf.numel() == 1]
-        if not hooked:
-            return None
         try:
             fisher, inner = within(recorder, values, hooked, start)
         except RuntimeError as error:
@@ -120,6 +114,23 @@ def watch(
         if leaves[leaf].requires_grad:
             leaves[leaf].register_hook(partial(watched.take, leaf))
     return watched
+
+
+def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int], bool]:
+    """(numbers of the returned leaves through which the loss is trained, whether they are the Fisher's outputs).
+
+    Otherwise they are the numbers that forward returns, such as the loss; none if the structure tells nothing.
+    """
+    (end,) = (node for node in recorder.program.graph.nodes if node.op == "output")
+    nodes = pytree.leaves(recorder.capture.unflatten(end.args[0]))
+    wanted = recorder.program.outputs
+    if not wanted or len(nodes) != len(leaves):
+        return [], False
+    place = {node: number for number, node in enumerate(nodes) if isinstance(node, fx.Node)}
+    if all(node in place for node in wanted):
+        return [place[node] for node in wanted], True
+    tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    return [n for n, leaf in tensors.items() if leaf.numel() == 1], False
 
 
 def enough(fisher: Sequence[Tensor]) -> tuple[int | None, float]:

@@ -52,6 +52,14 @@ class Categorical(LossFunction):
         p = precise(self.inputs).softmax(-1)
         return (p.sqrt() * (vector - (p * vector).sum(-1, keepdim=True))).to(vector.dtype)
 
+    def divergence_from(self, inputs: Tensor) -> Tensor:
+        before, now = precise(inputs).log_softmax(-1), precise(self.inputs).log_softmax(-1)
+        return (before.exp() * (before - now)).sum()
+
+    def entropy(self) -> Tensor | None:
+        logarithms = precise(self.inputs).log_softmax(-1)
+        return -(logarithms.exp() * logarithms).sum()
+
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
         """The only class whose logit should grow, since the gradient is s (p - e); -100 where the gradient is zero."""
         return torch.where(gradient.any(-1), gradient.argmin(-1), -100)
@@ -195,6 +203,14 @@ class MultiBernoulli(LossFunction):
         return ((p * (1 - p)).sqrt() * vector).to(vector.dtype)
 
     multiply_fisher_factor_transpose = multiply_fisher_factor
+
+    def divergence_from(self, inputs: Tensor) -> Tensor:
+        before, now = precise(inputs), precise(self.inputs)
+        return (F.softplus(now) - F.softplus(before) - before.sigmoid() * (now - before)).sum()
+
+    def entropy(self) -> Tensor | None:
+        logits = precise(self.inputs)
+        return (F.softplus(logits) - logits.sigmoid() * logits).sum()
 
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
         """The gradient is s (p - t) with t zero or one: t was one where the logit should grow."""

@@ -10,6 +10,7 @@ Everything is computed in float32 at least. Products have the dtype of the vecto
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -67,6 +68,12 @@ class LossFunction(ABC):
             self.targets = None if self.targets is None else self.targets.movedim(axis, 0)
         return self
 
+    def at(self, inputs: Tensor) -> Self:
+        """The same loss at other inputs."""
+        other = copy.copy(self)
+        other.inputs = inputs
+        return other
+
     def evaluate(self) -> Tensor:
         """The loss of the true targets, [].
 
@@ -104,6 +111,22 @@ class LossFunction(ABC):
         """Targets for which `gradient`, of the shape of `inputs`, may be a multiple of the gradient of the loss.
 
         None: for every gradient there are such targets.
+        """
+        return None
+
+    def divergence_from(self, inputs: Tensor) -> Tensor:
+        """The Kullback-Leibler divergence KL(p(inputs) || p(self.inputs)), summed over cases, [].
+
+        In the base class to second order: ½ <d, F d> with d = self.inputs - inputs and F at self.inputs. For natural
+        parameters it is the Bregman divergence of the log-partition function: a loss h whose gradient at `inputs` is g
+        changes by <g, d> plus this divergence (Wainwright & Jordan 2008, section 5.2.2).
+        """
+        return 0.5 * self.multiply_fisher_factor_transpose(precise(self.inputs - inputs)).square().sum()
+
+    def entropy(self) -> Tensor | None:
+        """The entropy of the predictive distribution, summed over cases, []; None if it is not discrete.
+
+        A loss of natural parameters z with the gradient g has the value <g, z> + entropy.
         """
         return None
 

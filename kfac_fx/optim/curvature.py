@@ -8,7 +8,6 @@ product with the Jacobian for each of a few vectors, and no backward.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -64,8 +63,7 @@ def fisher_inner_products(
     inputs, tangents = multiply_jacobian(inputs_of_losses, point, stacked)
     total = torch.zeros((), device=inputs[0].device)
     for (coefficient, loss), at, tangent in zip(pairs, inputs, tangents, strict=True):
-        here = copy.copy(loss)
-        here.inputs = at  # the loss was built on a tensor of the differentiation, which is over
+        here = loss.at(at)  # it was built on a tensor of the differentiation, which is over
         multiply = here.multiply_ggn_factor_transpose if ggn else here.multiply_fisher_factor_transpose
         rows = multiply(precise(tangent)).flatten(1)
         total = total + coefficient / max(1, here.cases) * torch.stack([(rows * row).sum(1) for row in rows])
@@ -129,6 +127,9 @@ def in_forward_mode(
         values, pushed = torch.func.jvp(function, point, tangent)[:2]
         return values, pushed
 
+    if tangents[0].shape[0] == 1:
+        values, pushed = push(*(tangent[0] for tangent in tangents))
+        return values, tuple(product.unsqueeze(0) for product in pushed)
     # The values do not depend on the direction, so vmap computes them once; noise is the same for all directions.
     value_and_direction: Any = (None, 0)
     result: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]

@@ -14,6 +14,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
 from kfac_fx.diagnostics.watched import Watched, watch
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.options import Schedule
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.tracing.devices import RandomState, same_random
@@ -36,6 +37,7 @@ class MicroBatches:
     dropped: list[PendingMoments] = field(default_factory=list)  # those whose gradients were zeroed
     start: RandomState | None = None  # the random streams before the first forward
     watched: list[Watched] = field(default_factory=list)  # the gradients of the outputs, until the first step
+    observed: list[ObservedForward] = field(default_factory=list)  # those whose loss is measured by a check
 
     def moments(self, reduction: str, loss_scale: float) -> list[Moments]:
         """The statistics of the forwards whose backward happened, for gradients of the loss summed over cases.
@@ -58,9 +60,18 @@ class MicroBatches:
         self.dropped += [batch for batch in self.pending if backward_happened(batch)]
         self.pending = [batch for batch in self.pending if not backward_happened(batch)]
         self.watched = [watched for watched in self.watched if not watched.gradients]
+        self.observed = [forward for forward in self.observed if not forward.gradients]
 
     def copy(self) -> MicroBatches:
-        return MicroBatches(self.forwards, [*self.calls], [*self.pending], [*self.dropped], self.start, [*self.watched])
+        return MicroBatches(
+            self.forwards,
+            [*self.calls],
+            [*self.pending],
+            [*self.dropped],
+            self.start,
+            [*self.watched],
+            [*self.observed],
+        )
 
     def forget_after(self, before: MicroBatches) -> None:
         """Forget the forwards since the copy `before`, and keep that gradients of earlier ones were zeroed since."""
@@ -69,6 +80,7 @@ class MicroBatches:
         self.pending = [batch for batch in self.pending if any(batch is earlier for earlier in before.pending)]
         self.dropped = [batch for batch in self.dropped if any(batch is e for e in (*before.pending, *before.dropped))]
         self.watched = [watched for watched in self.watched if any(watched is earlier for earlier in before.watched)]
+        self.observed = [forward for forward in self.observed if any(forward is e for e in before.observed)]
 
 
 def backward_happened(batch: PendingMoments) -> bool:
@@ -106,7 +118,7 @@ class Forwards:
     zeroed: bool = False  # gradients were zeroed since the last closure was called
     unrecorded: int = 0  # the number of steps with statistics due and no forward before them
     before: RandomState | None = None  # before the last forward, until the comparison
-    recorder: Recorder | None = None  # of the last forward, from before it, until the comparison
+    recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
 
     # --- what the net and the user report ---------------------------------------------------------------------------
 
@@ -115,11 +127,12 @@ class Forwards:
         if self.paused:
             return None
         options, seen, schedule = self.schedule.options, self.seen, self.schedule
-        if (seen.pending or seen.watched) and all(
+        if (seen.pending or seen.watched or seen.observed) and all(
             parameter.grad is None for _, parameter in self.net.named_parameters()
         ):
             self.gradients_zeroed()  # by hand, or by the model that the net was compiled from
-        if (schedule.adapting and not seen.forwards) or not self.checked:
+        measured = schedule.adapting or schedule.checking
+        if (measured and not seen.forwards) or not self.checked:
             self.before = RandomState.now(self.devices)
             seen.start = seen.start or self.before
         seen.forwards += 1
@@ -127,7 +140,8 @@ class Forwards:
             seen.calls.append((args, kwargs))
         due = None if schedule.recording else self.estimator.unrecorded()
         outputs = self.record(args, kwargs, due) if due is None or due else None
-        if not self.checked:  # now, because the model's own forward may change what a capture depends on
+        # Now, because the model's own forward may change what a capture depends on.
+        if schedule.checking or not self.checked:
             self.recorder = self.net.recorder(args, kwargs)
         return outputs
 
@@ -148,8 +162,13 @@ class Forwards:
         return None
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Until the first step, watch the gradients that the user's backward sends into the outputs."""
-        if self.checked or self.paused or self.before is None or self.recorder is None:
+        """In the first step, and where a check is due, watch the gradients that the user's backward sends into the
+        outputs."""
+        if self.paused or self.recorder is None:
+            return
+        if self.schedule.checking:
+            self.seen.observed.append(ObservedForward.of(self.recorder, args, kwargs, outputs))
+        if self.checked or self.before is None:
             return
         watched = watch(self.recorder, args, kwargs, outputs, self.before)
         self.seen.watched += [] if watched is None else [watched]
@@ -162,6 +181,7 @@ class Forwards:
     def forget(self) -> None:
         """Ignore the forwards since the last step."""
         self.seen = MicroBatches()
+        self.recorder = None
 
     # --- the closure that trains ------------------------------------------------------------------------------------
 
@@ -211,7 +231,7 @@ class Forwards:
             value=value,
             in_training=options.recording_in_training,
         )
-        self.checked, self.before, self.recorder = True, None, None
+        self.checked, self.before = True, None
 
     def check_coverage(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn of parameters that have a gradient and no curvature; the host waits. gradients: by parameter."""

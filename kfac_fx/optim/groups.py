@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,9 +13,10 @@ from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import precise
 from kfac_fx.optim.options import KFACOptions, not_negative
-from kfac_fx.optim.rules import FirstOrder, new_adam_state, new_velocity
+from kfac_fx.optim.rules import FirstOrder, new_adam_state
 
 Group = dict[str, Any]
+NewState = Callable[[Tensor], Tensors]  # the state of a new parameter, by name
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its own, as numbers
 # "first_order" in a group says which rule moves it.
 OF_ALL_GROUPS = frozenset(option.name for option in fields(KFACOptions)) - {"params", "first_order"}
@@ -126,9 +127,9 @@ class StateVectors:
     views: Mapping[str, Tensors]  # by vector and parameter
 
     @staticmethod
-    def of(first_order: bool, flat: Flat, parameters: Tensors, states: MutableMapping[Any, Any]) -> StateVectors:
-        """From the optimizer's state by parameter, where missing state is made and all is replaced by views."""
-        new = new_adam_state if first_order else new_velocity
+    def of(new: NewState, flat: Flat, parameters: Tensors, states: MutableMapping[Any, Any]) -> StateVectors:
+        """From the optimizer's state by parameter, where missing state is made by `new`, and all is replaced by
+        views."""
         by_parameter = {name: rule_state(states[parameter]) or new(parameter) for name, parameter in parameters.items()}
         vectors: Tensors = {}
         views: dict[str, Tensors] = {}
@@ -155,15 +156,18 @@ class GroupedParameters:
     """The parameters of all groups, with the scalars of their groups on the device."""
 
     scalars: dict[str, Tensors]  # by the names of `OF_GROUPS` that the groups have, and by parameter
+    new_state: NewState  # of the parameters that K-FAC moves
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # by name
     first_order: set[str] = field(default_factory=set)  # names of those that the first-order rule moves
     decaying: set[str] = field(default_factory=set)  # names of those with a weight decay other than 0
     last: dict[bool, StateVectors] = field(default_factory=dict)  # of the last step; True for the first-order rule
 
     @staticmethod
-    def of(groups: Sequence[Group], names: Mapping[nn.Parameter, str], scalar: Tensor) -> GroupedParameters:
-        """scalar: a tensor with the dtype and the device of all scalars."""
-        grouped = GroupedParameters({key: {} for key in OF_GROUPS if all(key in group for group in groups)})
+    def of(
+        groups: Sequence[Group], names: Mapping[nn.Parameter, str], scalar: Tensor, new: NewState
+    ) -> GroupedParameters:
+        """scalar: a tensor with the dtype and the device of all scalars. new: the state of K-FAC's parameters."""
+        grouped = GroupedParameters({key: {} for key in OF_GROUPS if all(key in group for group in groups)}, new)
         for group in groups:
             members = [names[parameter] for parameter in group["params"]]
             grouped.parameters |= zip(members, group["params"], strict=True)
@@ -200,7 +204,8 @@ class GroupedParameters:
         parameters: Tensors = {name: parameter for name, (parameter, _) in with_gradient.items()}
         flat = Flat({name: parameter.shape for name, parameter in parameters.items()})
         if first_order not in self.last or not self.last[first_order].hold(parameters, states):
-            self.last[first_order] = StateVectors.of(first_order, flat, parameters, states)
+            new = new_adam_state if first_order else self.new_state
+            self.last[first_order] = StateVectors.of(new, flat, parameters, states)
         state, decays = self.last[first_order], not self.decaying.isdisjoint(parameters)
         return FlatParameters(
             flat,

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_ty
 import torch
 from torch import Tensor
 
-from kfac_fx.optim.rules import DampingRule, FirstOrder
+from kfac_fx.optim.rules import DampingRule, FirstOrder, new_adaptive_state, new_velocity
 from kfac_fx.passes.errors import nearest
 
 P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
 
-MOMENTUM_TYPES = ("regular", "adam", "qmodel", "qmodel_fixedmu")
+MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu")
 
 # --- checks of one option: (name, value) -> None, or a ValueError -----------------------------------------------------
 
@@ -50,14 +50,14 @@ def a_weight(name: str, value: Any) -> None:
 
 def steps(least: int) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
-        if not isinstance(value, int) or value < least:
+        if value is not None and (not isinstance(value, int) or value < least):
             raise ValueError(f"{name} is {value!r}; it must be a whole number of steps, at least {least}")
 
     return check
 
 
 def a_momentum_type(name: str, value: Any) -> None:
-    if value.lower() not in MOMENTUM_TYPES:
+    if value is not None and value.lower() not in MOMENTUM_TYPES:
         names = ", ".join(map(repr, MOMENTUM_TYPES))
         raise ValueError(f"{name} {value!r} is none of {names}.{nearest(value.lower(), MOMENTUM_TYPES)}")
 
@@ -80,15 +80,20 @@ class KFACOptions:
 
     Args:
         net: the compiled module, as returned by `kfac_fx.compile`.
-        lr: the learning rate; required, except for the "qmodel" types, which must have None.
-        damping: λ of F + λ I. It scales with the loss. With `adapt_damping` this is its first value.
+        lr: the learning rate. With "adaptive" a multiplier of its step size; None means 1. The "qmodel" types must have
+            None, and the others need a number.
+        damping: λ of F + λ I. It scales with the loss. With "adaptive" and `adapt_damping` this is its first value.
+            None means 1 with "adaptive"; the other types need a number.
         momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
-            schedulers may set.
-        momentum_type: "regular", "adam", "qmodel" or "qmodel_fixedmu"; see KFAC.
+            schedulers may set. With "adaptive" the weight of the past in the averaged gradient.
+        momentum_type: "adaptive", "regular", "adam", "qmodel" or "qmodel_fixedmu"; see KFAC. None means "regular" if
+            both lr and damping are given, as in TF K-FAC, and "adaptive" otherwise.
         cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
-        cov_update_every: the factors are updated every so many steps.
+        cov_update_every: the factors are updated every so many steps. None means 10 with "adaptive", which updates them
+            as early as the inverses, and 1 otherwise.
         invert_every: the inverses are updated every so many steps, and also after 1, 2, 5, 10, 20, 50, ... steps while
-            that is less: the factors of the first batches alone are no curvature to take many steps with.
+            that is less: the factors of the first batches alone are no curvature to take many steps with. None means 20
+            with "adaptive", and 10 otherwise.
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of an update, which is scaled down to it. With lr=1, start
             with 1e-2.
@@ -97,7 +102,8 @@ class KFACOptions:
             on every `damping_adaptation_interval`-th step.
         update_damping_immediately: False measures the loss after such a step at the beginning of the next one, before
             its inverses; that `step` then needs `previous`. The damping of every step is the same either way.
-        damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps.
+        damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps. The
+            decay is 0.9 by default with "adaptive", and 0.95 otherwise.
         damping_decrease_rho_threshold, damping_increase_rho_threshold: λ shrinks if ρ is above the one, and grows if
             ρ is below the other.
         min_damping, l2_reg: λ stays above their sum. The training loss must contain the term l2_reg / 2 |θ|².
@@ -123,19 +129,19 @@ class KFACOptions:
     net: Annotated[Any, compiled]
     lr: Annotated[float | Tensor | None, not_negative] = None
     _: KW_ONLY
-    damping: Annotated[float | Tensor, positive]
+    damping: Annotated[float | Tensor | None, positive] = None
     momentum: Annotated[float | None, not_negative] = 0.9
-    momentum_type: Annotated[str, a_momentum_type] = "regular"
+    momentum_type: Annotated[str | None, a_momentum_type] = None
     cov_ema_decay: Annotated[float, a_weight] = 0.95
-    cov_update_every: Annotated[int, steps(1)] = 1
-    invert_every: Annotated[int, steps(1)] = 10
+    cov_update_every: Annotated[int | None, steps(1)] = None
+    invert_every: Annotated[int | None, steps(1)] = None
     num_burnin_steps: Annotated[int, steps(0)] = 0
     norm_constraint: Annotated[float | None, positive] = None
     weight_decay: Annotated[float, not_negative] = 0.0
     adapt_damping: bool = False
     update_damping_immediately: bool = True
     damping_adaptation_interval: Annotated[int, steps(1)] = 5
-    damping_adaptation_decay: Annotated[float, positive] = 0.95
+    damping_adaptation_decay: Annotated[float | None, positive] = None
     damping_decrease_rho_threshold: float = 0.75
     damping_increase_rho_threshold: float = 0.25
     min_damping: Annotated[float, not_negative] = 1e-8
@@ -157,10 +163,10 @@ class KFACOptions:
             for check in getattr(annotations[field.name], "__metadata__", ()):
                 check(field.name, getattr(self, field.name))
         self.check_step_size()
-        if self.reduction == "sum" and (self.quadratic or self.adapt_damping):
+        if self.reduction == "sum" and (self.quadratic or self.adaptive or self.adapt_damping):
             raise ValueError(
-                "the quadratic model is that of the mean loss: with momentum_type='qmodel' or adapt_damping=True, "
-                "divide the loss by the number of cases and write reduction='mean'"
+                "the quadratic model is that of the mean loss: with momentum_type='adaptive' or 'qmodel', or with "
+                "adapt_damping=True, divide the loss by the number of cases and write reduction='mean'"
             )
         if self.recording_in_training and self.fraction != 1.0:
             raise ValueError(
@@ -176,6 +182,11 @@ class KFACOptions:
     def check_step_size(self) -> None:
         """Raises ValueError if lr, momentum, norm_constraint or qmodel_update_rescale do not fit the momentum type."""
         kind = self.kind
+        if self.adaptive:
+            self.check_adaptive()
+            return
+        if self.damping is None:
+            raise ValueError(f"momentum_type={kind!r} needs damping=...; 'adaptive' finds its own")
         if self.quadratic and self.lr is not None:
             raise ValueError(
                 f"momentum_type={kind!r} finds its own step size: leave lr out, or scale the steps with "
@@ -192,7 +203,8 @@ class KFACOptions:
             raise ValueError(f"norm_constraint bounds a given lr, and momentum_type={kind!r} has none: leave it out")
         if not self.quadratic and self.lr is None:
             raise ValueError(
-                f"momentum_type={kind!r} needs lr=...; 'qmodel' and 'qmodel_fixedmu' find their own step size"
+                f"momentum_type={kind!r} needs lr=...; 'adaptive', 'qmodel' and 'qmodel_fixedmu' find their own step "
+                "size"
             )
         if not self.quadratic and self.qmodel_update_rescale is not None:
             raise ValueError(
@@ -201,10 +213,34 @@ class KFACOptions:
         if not self.quadratic and self.momentum is None:
             raise ValueError(f"momentum_type={kind!r} needs a number for momentum: write momentum=0.0 for none")
 
-    @property
+    def check_adaptive(self) -> None:
+        """Raises ValueError for options that "adaptive" does not have."""
+        why = {
+            "momentum": (self.momentum is None, "needs a number for momentum, below 1: write momentum=0.0 for none"),
+            "momentum 1": (self.momentum is not None and self.momentum >= 1, "averages gradients: momentum is below 1"),
+            "adapt": (self.adapt_damping, "adapts the damping itself, without a closure: leave adapt_damping out"),
+            "clip": (self.norm_constraint is not None, "bounds its steps itself: leave norm_constraint out"),
+            "rescale": (self.qmodel_update_rescale is not None, "takes lr in the place of qmodel_update_rescale"),
+            "l2": (self.l2_reg != 0, "does not know l2_reg: write weight_decay, which is decoupled, or use 'qmodel'"),
+        }
+        wrong = [words for applies, words in why.values() if applies]
+        if wrong:
+            raise ValueError(
+                "\n".join(f"momentum_type='adaptive' {words}" for words in wrong)
+                + ("" if self.momentum_type else "\n'adaptive' is the default unless lr and damping are given")
+            )
+
+    @functools.cached_property
     def kind(self) -> str:
         """The momentum type, in lower case."""
+        if self.momentum_type is None:
+            return "adaptive" if self.lr is None or self.damping is None else "regular"
         return self.momentum_type.lower()
+
+    @functools.cached_property
+    def adaptive(self) -> bool:
+        """Whether step size and damping are found by checks now and then; see `kfac_fx.optim.adaptive`."""
+        return self.kind == "adaptive"
 
     @functools.cached_property
     def quadratic(self) -> bool:
@@ -220,24 +256,39 @@ class KFACOptions:
     def of_groups(self) -> dict[str, Any]:
         """The options of parameter groups, with their first values. A quadratic model has one momentum for all."""
         rescale = 1.0 if self.qmodel_update_rescale is None else self.qmodel_update_rescale
-        momentum = {} if self.quadratic else {"momentum": self.momentum}
+        momentum = {} if self.quadratic or self.adaptive else {"momentum": self.momentum}
         return {"lr": rescale if self.lr is None else self.lr, **momentum, "weight_decay": self.weight_decay}
+
+    @property
+    def first_damping(self) -> float | Tensor:
+        """λ before the first step."""
+        return 1.0 if self.damping is None else self.damping
+
+    @property
+    def intervals(self) -> tuple[int, int]:
+        """The number of steps between updates of the factors, and of the inverses."""
+        record, invert = (10, 20) if self.adaptive else (1, 10)
+        return self.cov_update_every or record, self.invert_every or invert
 
     @property
     def decay(self) -> float:
         """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
-        return self.cov_ema_decay**self.cov_update_every
+        return self.cov_ema_decay ** self.intervals[0]
 
     @functools.cached_property
     def damping_rule(self) -> DampingRule:
         return DampingRule(
             interval=self.damping_adaptation_interval,
-            decay=self.damping_adaptation_decay,
+            decay=self.damping_adaptation_decay or (0.9 if self.adaptive else 0.95),
             decrease_above=self.damping_decrease_rho_threshold,
             increase_below=self.damping_increase_rho_threshold,
             min_damping=self.min_damping,
             l2_reg=self.l2_reg,
         )
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a new parameter in a Fisher block, by name."""
+        return new_adaptive_state(parameter) if self.adaptive else new_velocity(parameter)
 
     @functools.cached_property
     def first_order_rule(self) -> FirstOrder:
@@ -275,6 +326,11 @@ def takes(
 # --- what is due at which step ----------------------------------------------------------------------------------------
 
 
+def is_early(steps: int, every: int) -> bool:
+    """Whether `steps` is 0, 1, 2, 5, 10, 20, 50, ... and below `every`."""
+    return steps < every and str(steps).rstrip("0") in ("", "1", "2", "5")
+
+
 @dataclass
 class Schedule:
     """Which steps record, invert and adapt."""
@@ -289,16 +345,33 @@ class Schedule:
 
     @property
     def recording(self) -> bool:
-        return self.burning_in or self.counter % self.options.cov_update_every == 0
+        return self.burning_in or self.due(self.options.intervals[0], early=self.options.adaptive)
 
     @property
     def inverting(self) -> bool:
         """Every `invert_every` steps; and before that after 1, 2, 5, 10, 20, 50, ... steps."""
-        return self.early(self.counter) or self.counter % self.options.invert_every == 0
+        return self.due(self.options.intervals[1], early=True)
 
     def early(self, steps: int) -> bool:
         """Whether the inverses of blocks are due that got their first factors so many steps ago."""
-        return steps < self.options.invert_every and str(steps).rstrip("0") in ("", "1", "2", "5")
+        return is_early(steps, self.options.intervals[1])
+
+    def due(self, every: int, early: bool) -> bool:
+        return (early and is_early(self.counter, every)) or self.counter % every == 0
+
+    @property
+    def checking(self) -> bool:
+        """Whether "adaptive" checks its step size and damping in this step: in the first three, and every `interval`-th
+        step."""
+        return self.options.adaptive and not self.burning_in and self.checks(self.counter)
+
+    def checks(self, counter: int) -> bool:
+        return counter < 3 or counter % self.options.damping_rule.interval == 0
+
+    @property
+    def steps_since_check(self) -> int:
+        """The number of steps since the last check; 1 at the first."""
+        return next((n for n in range(1, self.counter + 1) if self.checks(self.counter - n)), 1)
 
     @property
     def adapting(self) -> bool:

@@ -75,6 +75,12 @@ def new_velocity(parameter: Tensor) -> Tensors:
     return {"velocity": torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))}
 
 
+def new_adaptive_state(parameter: Tensor) -> Tensors:
+    """The averaged gradient, zero, and the parameter at the last check; in float32 at least."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return {**new_velocity(parameter), "checkpoint": parameter.detach().to(dtype, copy=True)}
+
+
 # --- parameters in no Fisher block ----------------------------------------------------------------------------------
 
 

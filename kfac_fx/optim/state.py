@@ -13,21 +13,23 @@ and from `StepState`, where they live.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.adaptive import StepSize
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
-from kfac_fx.optim.rules import new_adam_state, new_velocity
+from kfac_fx.optim.rules import new_adam_state
 from kfac_fx.optim.step import SCALARS, StepState
 from kfac_fx.passes.errors import table
 from kfac_fx.passes.tracing.devices import RandomState
 
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
 LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
+STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of "adaptive"
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -43,7 +45,7 @@ def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[An
     for parameter, first_order in parameters:
         of_rule = rule_state(states.get(parameter, {}))
         if parameter.requires_grad and not of_rule:
-            of_rule = (new_adam_state if first_order else new_velocity)(parameter)
+            of_rule = (new_adam_state if first_order else state.options.new_state)(parameter)
         if of_rule or parameter in states:
             states[parameter] = of_rule
     first = parameters[0][0]
@@ -67,6 +69,8 @@ def whole(state: StepState) -> Tensors:
     """The tensors that belong to no block."""
     schedule, late = state.schedule, state.late
     values = {name: getattr(state, name) for name in ("damping", *SCALARS, "skipped")}
+    if state.options.adaptive:
+        values |= {name: getattr(state.size, name) for name in STEP_SIZE}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
     values |= {"first_recorded": torch.tensor(first)}
@@ -151,7 +155,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
             rows.append((f"parameter {place}", f"there are {len(parameters)}"))
             continue
         parameter, first_order = parameters[place]
-        new = new_adam_state if first_order else new_velocity
+        new = new_adam_state if first_order else state.options.new_state
         has, needs = shapes(values), shapes(new(torch.empty_like(parameter, device="meta")))
         if has != needs:
             rows.append((state.names[parameter], f"has {has}, and needs {needs}"))
@@ -178,6 +182,8 @@ def restore(
     values = {name.removeprefix(WHOLE): value for name, value in checkpoint.whole.items()}
     for name in ("damping", *SCALARS, "skipped"):
         getattr(state, name).copy_(values[name])
+    for name in STEP_SIZE if state.options.adaptive else ():
+        getattr(state.size, name).copy_(values[name])
     state.schedule.counter, state.schedule.burned_in = int(values["counter"]), int(values["burned_in"])
     first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=False)
     state.first_recorded = {key: step for key, step in first if step}

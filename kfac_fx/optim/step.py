@@ -22,6 +22,8 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.adaptive import Check, StepSize, move, revert
+from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, fisher_inner_products
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
@@ -70,6 +72,7 @@ class StepState:
     qmodel_learning_rate: Tensor = field(init=False)
     qmodel_momentum: Tensor = field(init=False)
     loss_before: Tensor = field(init=False)
+    size: StepSize = field(init=False)  # of "adaptive"
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
     first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
@@ -78,6 +81,7 @@ class StepState:
     def __post_init__(self) -> None:
         for name in SCALARS:
             setattr(self, name, torch.full_like(self.damping, torch.nan))
+        self.size = StepSize.first(self.scalar)
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.scalar.device)
         self.rule = MomentumRule(self.options.kind, self.options.norm_constraint)
         self.multiply_jacobian = JacobianProducts()
@@ -121,12 +125,20 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     for moments in forwards.seen.moments(state.options.reduction, scale):
         estimator.accumulate(moments)
     unrecorded = schedule.recording and schedule.counter > 0 and not forwards.seen.forwards
-    if unrecorded and not state.options.quadratic:  # whose model needs the batch, too: an error
+    if (
+        unrecorded and not state.options.quadratic and not schedule.checking
+    ):  # whose model needs the batch, too: an error
         forwards.note_unrecorded()
     loss = None if losses.loss is None else state.replicas.mean(state.scalar + losses.loss)
     ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
     for flat in vectors:
         ok = ok if flat is None else ok & is_finite(flat.g)
+    check = None
+    if schedule.checking and in_blocks is not None:
+        check = new_check(state, scale)
+        if schedule.counter:  # a batch after a step that made the loss rise is in no average
+            finite, omega = ok, state.options.damping_rule.decay
+            ok = ok & ~revert(state.size, state.damping, in_blocks, check, omega, finite)
     recorded = estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
     if schedule.burning_in:
         schedule.burned_in += recorded
@@ -151,7 +163,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if schedule.adapting:
         ok = measured_update(state, in_blocks, others, ok, loss, losses)
     else:
-        ok = update(state, in_blocks, others, ok)
+        ok = update(state, in_blocks, others, ok, check)
     state.skipped += ~ok
     schedule.counter += 1
 
@@ -162,7 +174,7 @@ def flat_parameters(
     """(what K-FAC moves, what the first-order rule moves); None if nothing of it has a gradient."""
     grouped = state.grouped
     if grouped is None or len(grouped.parameters) != sum(len(group["params"]) for group in groups):
-        state.grouped = grouped = GroupedParameters.of(groups, state.names, state.scalar)
+        state.grouped = grouped = GroupedParameters.of(groups, state.names, state.scalar, state.options.new_state)
     grouped.refresh(groups, state.names)
     return grouped.flat(False, states), grouped.flat(True, states)
 
@@ -200,7 +212,8 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     forwards, scaler = state.forwards, state.options.grad_scaler
     first = bool(gradients) and not forwards.checked
     # The host waits for the scale, so it is read only if it is needed.
-    scale = scaler.get_scale() if scaler is not None and (first or forwards.seen.pending) else 1.0
+    needed = first or forwards.seen.pending or forwards.seen.observed
+    scale = scaler.get_scale() if scaler is not None and needed else 1.0
     if first:
         forwards.check_loss(loss, scale)
         state.replicas.check_gradients(gradients)
@@ -223,9 +236,48 @@ def set_estimator_damping(state: StepState) -> None:
 # --- the update -----------------------------------------------------------------------------------------------------
 
 
-def update(state: StepState, in_blocks: FlatParameters | None, others: FlatParameters | None, ok: Tensor) -> Tensor:
+def new_check(state: StepState, loss_scale: float) -> Check:
+    """The check of this step.
+
+    Raises RuntimeError if there was no forward to check with.
+    """
+    seen = state.forwards.seen
+    if not seen.observed:
+        raise RuntimeError(
+            "momentum_type='adaptive' checks its step size with the step's batch, and net(x) was not called in "
+            "training mode with gradients enabled since the last step"
+        )
+    # A forward without a backward measures something else, such as the accuracy.
+    trained = [forward for forward in seen.observed if forward.gradients] or seen.observed
+    batch = BatchLoss(
+        state.net,
+        trained,
+        state.multiply_jacobian,
+        loss_scale,
+        state.options.estimation_mode.endswith("GGN"),
+        state.replicas.mean,
+        state.forwards.devices,
+        seen.start,
+    )
+    parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
+    return Check.of(batch, parameters, state.schedule.steps_since_check)
+
+
+def update(
+    state: StepState, in_blocks: FlatParameters | None, others: FlatParameters | None, ok: Tensor, check: Check | None
+) -> Tensor:
     """Move the parameters. Returns whether they moved, 0-dim."""
-    if in_blocks is not None and state.options.quadratic:
+    if in_blocks is not None and state.options.adaptive:
+        precondition, decay = preconditioner(state, in_blocks, state.multiply_inverse), state.options.momentum
+        assert decay is not None, "bug in kfac_fx: averaged gradients without a weight of the past"
+        may_move = ok
+        ok, change, rho = move(
+            state.size, state.damping, state.options.damping_rule, decay, in_blocks, precondition, ok, check
+        )
+        if check is not None:
+            state.predicted_change.copy_(change)
+            state.rho.copy_(torch.where(may_move, rho, state.rho))
+    elif in_blocks is not None and state.options.quadratic:
         proposal = propose(state, in_blocks)
         ok = ok & is_finite(proposal.move)
         in_blocks.commit(proposal, ok)

@@ -203,6 +203,7 @@ def draw(waits: Waits) -> None:
 
 
 TRAINED: dict[str, dict[str, Any]] = {
+    "adaptive": {"damping_adaptation_interval": 2},
     "regular": {"lr": 0.1, "norm_constraint": 1e-3, "weight_decay": 1e-4},
     "adam": {"lr": 0.1, "momentum_type": "adam", "num_burnin_steps": 1},
     "qmodel": {"momentum": None, "momentum_type": "qmodel", "adapt_damping": True, "damping_adaptation_interval": 2},
@@ -224,7 +225,7 @@ WALKS: dict[str, Walk] = {
     "distributions": distributions,
 }
 QUICK = (
-    "record: wide sides", "record: divided", "train: qmodel", "train: adapted",
+    "record: wide sides", "record: divided", "train: adaptive", "train: qmodel", "train: adapted",
     "train: empirical", "train: bfloat16", "the proof", "a collection", "distributions",
 )  # fmt: skip
 WRONG: dict[str, Walk] = {"two devices": mix, "a number read": read, "numbers moved": move, "a generator": draw}

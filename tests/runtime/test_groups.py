@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kfac_fx.optim.groups import FlatParameters, GroupedParameters
+from kfac_fx.optim.rules import new_velocity
 
 
 def members(
@@ -20,7 +21,7 @@ def members(
         for parameter, lr in zip(parameters, (0.1, 0.2), strict=True)
     ]
     names = dict(zip(parameters, ("weight", "bias"), strict=True))
-    grouped = GroupedParameters.of(groups, names, torch.zeros(()))
+    grouped = GroupedParameters.of(groups, names, torch.zeros(()), new_velocity)
     grouped.refresh(groups, names)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

@@ -20,9 +20,35 @@ from kfac_fx.passes.errors import AlreadyAttachedError
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown momentum type": (
         {"momentum_type": "regulr"},
-        r"momentum_type 'regulr' is none of 'regular', .*Did you mean 'regular'\?",
+        r"momentum_type 'regulr' is none of 'adaptive', .*Did you mean 'regular'\?",
     ),
-    "no lr": ({"lr": None}, r"momentum_type='regular' needs lr=\.\.\.; 'qmodel' and 'qmodel_fixedmu' find their own"),
+    "no lr": (
+        {"lr": None, "momentum_type": "regular"},
+        r"momentum_type='regular' needs lr=\.\.\.; 'adaptive', 'qmodel' and 'qmodel_fixedmu' find their own",
+    ),
+    "no damping": (
+        {"damping": None, "momentum_type": "regular"},
+        r"momentum_type='regular' needs damping=\.\.\.; 'adaptive' finds its own",
+    ),
+    "adaptive and adapt_damping": (
+        {"lr": None, "adapt_damping": True},
+        r"momentum_type='adaptive' adapts the damping itself.*leave adapt_damping out\n'adaptive' is the default",
+    ),
+    "adaptive with what it does not have": (
+        {
+            "momentum_type": "adaptive",
+            "momentum": 1.0,
+            "norm_constraint": 0.1,
+            "qmodel_update_rescale": 0.5,
+            "l2_reg": 0.1,
+        },
+        r"momentum is below 1\n.*leave norm_constraint out\n.*takes lr in the place of .*\n.*does not know l2_reg",
+    ),
+    "adaptive without momentum": (
+        {"momentum_type": "adaptive", "momentum": None},
+        r"'adaptive' needs a number for mom",
+    ),
+    "adaptive of a sum": ({"momentum_type": "adaptive", "reduction": "sum"}, r"is that of the mean loss"),
     "no momentum": ({"momentum": None}, r"'regular' needs a number for momentum: write momentum=0\.0 for none"),
     "qmodel with lr": (
         {"momentum_type": "qmodel", "momentum": None},
@@ -152,7 +178,8 @@ def test_the_signature_is_that_of_the_options() -> None:
 def test_the_signature_shows_types_without_checks() -> None:
     text = str(inspect.signature(KFAC))
     assert (
-        "lr: float | torch.Tensor | None = None, *, damping: float | torch.Tensor, momentum: float | None = 0.9" in text
+        "lr: float | torch.Tensor | None = None, *, damping: float | torch.Tensor | None = None, momentum: float"
+        in text
     )
     assert "Annotated" not in text
 
@@ -166,8 +193,8 @@ def test_help_documents_every_option_in_the_order_of_the_signature() -> None:
 
 def test_a_missing_or_unknown_option_is_told_of_kfac() -> None:
     net = compile(model(), loss="categorical")
-    with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) missing 1 required keyword-only argument: 'damping'"):
-        KFAC(net, lr=0.1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) missing 1 required positional argument: 'net'"):
+        KFAC(lr=0.1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) got an unexpected keyword argument 'dampening'"):
         KFAC(net, lr=0.1, damping=0.1, dampening=0.5)  # type: ignore[call-arg]
 
@@ -179,7 +206,7 @@ import kfac_fx
 net = kfac_fx.compile(nn.Linear(3, 2), loss="categorical")
 right = kfac_fx.KFAC(net, 0.1, damping=torch.ones(()), momentum=None, first_order={"lr": 1e-3}, seed=1, params=[])
 right = kfac_fx.KFAC(net=net, damping=1.0, lr=None)
-kfac_fx.KFAC(net)
+kfac_fx.KFAC()
 kfac_fx.KFAC(net, damping="1")
 kfac_fx.KFAC(net, damping=1.0, dampening=0.5)
 number: int = right
@@ -199,14 +226,40 @@ def test_a_type_checker_knows_the_arguments_at_a_user_s_call(tmp_path: Path) -> 
         (11, "assignment"),
     ]
     texts = [text for _, text, _ in errors]
-    assert texts[0] == 'Missing named argument "damping" for "KFAC"'
-    assert texts[1] == 'Argument "damping" to "KFAC" has incompatible type "str"; expected "float | Tensor"'
+    assert texts[0] == 'Missing positional argument "net" in call to "KFAC"'
+    assert texts[1] == 'Argument "damping" to "KFAC" has incompatible type "str"; expected "float | Tensor | None"'
 
 
 def test_every_property_of_the_optimizer_is_documented() -> None:
     properties = {name: value for name, value in vars(KFAC).items() if isinstance(value, property)}
     assert {"rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "skipped", "counter"} <= {*properties}
     assert [name for name, value in properties.items() if not value.__doc__] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "adaptive"),
+        ({"lr": 0.3}, "adaptive"),
+        ({"damping": 0.3}, "adaptive"),
+        ({"lr": 0.1, "damping": 0.1}, "regular"),
+        ({"lr": 0.1, "damping": 0.1, "momentum_type": "Adaptive"}, "adaptive"),
+    ],
+)
+def test_without_a_number_the_adaptive_type_is_the_default(options: dict[str, Any], kind: str) -> None:
+    chosen = KFACOptions(compile(model(), loss="categorical"), **options)
+    assert chosen.kind == kind
+    expected = {"lr": options.get("lr", 1.0), "weight_decay": 0.0}
+    assert chosen.of_groups == (expected if chosen.adaptive else {**expected, "momentum": 0.9})
+    assert chosen.intervals == ((10, 20) if chosen.adaptive else (1, 10))
+
+
+def test_the_adaptive_type_checks_and_records_early() -> None:
+    options = KFACOptions(compile(model(), loss="categorical"), damping_adaptation_interval=4, cov_update_every=6)
+    each = [Schedule(options, counter) for counter in range(13)]
+    assert [step.counter for step in each if step.checking] == [0, 1, 2, 4, 8, 12]
+    assert [step.steps_since_check for step in each if step.checking] == [1, 1, 1, 2, 4, 4]
+    assert [step.counter for step in each if step.recording] == [0, 1, 2, 5, 6, 12]
 
 
 # --- the schedule -----------------------------------------------------------------------------------------------------

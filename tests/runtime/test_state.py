@@ -33,7 +33,8 @@ from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_a_checkpoint_resumes_bit_for_bit(options: dict[str, Any]) -> None:
-    options = {**options, "adapt_damping": True, "damping_adaptation_interval": 2, "invert_every": 3, "seed": 5}
+    adapting = options.get("momentum_type") != "adaptive"
+    options = {**options, "adapt_damping": adapting, "damping_adaptation_interval": 2, "invert_every": 3, "seed": 5}
     net, opt = made(**options)
     train(net, opt, range(5))
     stored = io.BytesIO()

@@ -216,7 +216,7 @@ def test_a_move_that_is_not_finite_is_not_made() -> None:
     in_blocks, others = flat_parameters(problem.state, problem.groups, problem.states)
     assert in_blocks is not None and others is not None
     in_blocks.g[0] = torch.inf
-    ok = update(problem.state, in_blocks, others, torch.tensor(True))
+    ok = update(problem.state, in_blocks, others, torch.tensor(True), None)
     assert not ok and not moved(problem).any() and problem.free.item() == 1
     assert not in_blocks.state["velocity"].any() and not others.state["step"].any()
 

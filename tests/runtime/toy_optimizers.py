@@ -16,6 +16,7 @@ from tests.runtime.slow_kfac import batch, loss_of, mlp
 
 QUADRATIC: dict[str, Any] = {"lr": None, "momentum": None, "momentum_type": "qmodel"}
 KINDS: dict[str, dict[str, Any]] = {
+    "adaptive": {"momentum_type": "adaptive", "cov_update_every": 1, "damping_adaptation_interval": 3},
     "regular": {},
     "adam": {"momentum_type": "adam"},
     "qmodel": QUADRATIC,

@@ -1,0 +1,167 @@
+"""The momentum type "adaptive": K-FAC along an averaged gradient, with a step size that is checked now and then.
+
+    m = the mean of the gradients with weights β^age        d = P m, P the damped inverse
+    θ <- θ - lr α d                                         α = min(1, 1 / r)
+
+A *check*, at the first three steps and then every `damping_adaptation_interval` steps, computes on the step's batch,
+with its exact Fisher F (one product with the Jacobian) and its loss h (`BatchLoss`):
+
+    r <- max(ρ, √(r ρ)) with ρ = <d, (F + λ I) d> / <m, d>    1 / ρ is the best step along d (Martens & Grosse 2015,
+                                                            section 6.4); r follows at once where it grows
+    λ <- λ ω^steps or λ / ω^steps                           by the change of h over the predicted change (section 6.5);
+                                                            λ falls only while α > `LEAST_STEP`: from there on less
+                                                            damping is only a shorter step
+    θ <- θ at the last check                                if h has risen by more than `RISE` of itself since then, on
+                                                            the present batch: m is forgotten, r and λ grow
+    θ <- θ before the step                                  if h has risen by more than `RISE` of itself in the step
+
+Between two checks the Fisher norm of a step, as the blocks estimate it, is at most `GROWTH` times that of the last
+check, so that a wrong step size cannot run away. At a check the squared exact Fisher norm is at most max(1, h).
+
+All decisions are made on the device. All state is in `StepState` and in the optimizer's state by parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.batch_loss import BatchLoss, Values
+from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.rules import DampingRule, Product, inner
+
+RISE = 0.5
+GROWTH = 1.5
+LEAST_STEP = 0.05
+
+
+@dataclass
+class StepSize:
+    """What "adaptive" keeps from step to step, 0-dim each, written in place."""
+
+    ratio: Tensor  # r; 0 before the first check
+    norm: Tensor  # α² <m, d> at the last check; infinity before
+    weight: Tensor  # the sum of the weights of the averaged gradients
+
+    @staticmethod
+    def first(scalar: Tensor) -> StepSize:
+        """scalar: a zero."""
+        return StepSize(scalar.clone(), torch.full_like(scalar, torch.inf), scalar.clone())
+
+
+@dataclass
+class Check:
+    """A check of one step: the loss of its batch, and its values at the parameters before the step."""
+
+    batch: BatchLoss
+    parameters: Tensors  # of the whole model
+    before: list[Values]
+    value: Tensor  # of the loss there
+    steps: int  # since the last check
+
+    @staticmethod
+    def of(batch: BatchLoss, parameters: Tensors, steps: int) -> Check:
+        before = batch.at(parameters)
+        return Check(batch, parameters, before, batch.value(before), steps)
+
+    def values_at(self, flat: FlatParameters, vector: Tensor) -> list[Values]:
+        """The values at the parameters in a vector."""
+        there = {name: part.to(flat.parameters[name].dtype) for name, part in flat.flat.parts(vector).items()}
+        return self.batch.at({**self.parameters, **there})
+
+
+def revert(size: StepSize, damping: Tensor, flat: FlatParameters, check: Check, omega: float, finite: Tensor) -> Tensor:
+    """Go back to the last check if the loss has risen since. Returns whether that happened, 0-dim.
+
+    finite: whether the gradient is.
+    """
+    there = check.values_at(flat, flat.state["checkpoint"])
+    rise = -check.batch.change(check.before, there)
+    was = check.value - rise
+    # Where the batch or the user's loss is not finite, going back is no remedy.
+    lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
+    risen = (rise > RISE * was.abs()) | (lost & check.batch.finite(there))
+    go_back(flat, risen)
+    flat.state["velocity"].masked_fill_(risen, 0)
+    size.weight.masked_fill_(risen, 0)
+    size.ratio.mul_(torch.where(risen, 2.0, 1.0))
+    damping.mul_(torch.where(risen, omega ** (-2 * check.steps), 1.0))
+    return risen
+
+
+def move(
+    size: StepSize,
+    damping: Tensor,
+    rule: DampingRule,
+    decay: float,
+    flat: FlatParameters,
+    precondition: Product,
+    ok: Tensor,
+    check: Check | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step. decay: β. Returns (whether it was made, the predicted change, actual over predicted change): NaN without
+    a check."""
+    velocity = decay * flat.state["velocity"] + (1 - decay) * flat.g
+    weight = decay * size.weight + (1 - decay)
+    average = velocity / weight
+    direction = precondition(average)
+    slope = inner(average, direction).clamp(min=torch.finfo(weight.dtype).tiny)
+    nothing = torch.full_like(slope, torch.nan)
+    if check is None:
+        step = (1 / size.ratio).clamp(max=1.0)
+        step = step * (GROWTH * (size.norm / (step.square() * slope)).sqrt()).clamp(max=1.0)
+        displacement = flat.displacement(step * direction)
+        ok = ok & displacement.sum().isfinite()
+        commit(flat, displacement, ok)
+        store(size, flat, ok, velocity, {"weight": weight})
+        return ok, nothing, nothing
+    fisher, of_outputs = check.batch.along(check.parameters, flat.flat.parts(direction))
+    now = (fisher + damping * inner(direction, direction)) / slope
+    ratio = torch.maximum(now, (size.ratio * now).sqrt())
+    step = (1 / ratio).clamp(max=1.0)
+    longest = check.value.clamp(min=1.0)
+    step = step * (longest / (step.square() * fisher)).sqrt().clamp(max=1.0)
+    displacement = flat.displacement(step * direction)
+    ok = ok & displacement.sum().isfinite() & fisher.isfinite()
+    if flat.one_scale:
+        curvature, linear = (flat.lr * step).square() * fisher, -flat.lr * step * of_outputs
+    else:  # weight decay, or groups with learning rates of their own: the move is no multiple of the direction
+        curvature, linear = check.batch.along(check.parameters, flat.flat.parts(displacement))
+    linear = linear if check.batch.observed else inner(flat.g, displacement)
+    predicted = linear + 0.5 * curvature
+    flat.state["checkpoint"].copy_(torch.where(ok, flat.flat.joined(flat.parameters), flat.state["checkpoint"]))
+    commit(flat, displacement, ok)
+    change = check.batch.change(check.before, check.values_at(flat, flat.flat.joined(flat.parameters)))
+    change = change if check.batch.observed else change + linear
+    kept = ok & ~(change > RISE * check.value.abs()) & change.isfinite()
+    go_back(flat, ok & ~kept)
+    rho = change / predicted
+    falls = torch.where(predicted < 0, rho > rule.decrease_above, change < 0) & (1 / ratio > LEAST_STEP)
+    grows = ~falls & ~(rho >= rule.increase_below) & ~((predicted >= 0) & (change < 0))
+    factor = rule.decay**check.steps
+    adapted = damping * torch.where(falls, factor, torch.where(grows, 1 / factor, 1.0))
+    damping.copy_(torch.where(ok, adapted.clamp(min=rule.min_damping), damping))
+    new = {"weight": weight, "ratio": torch.where(kept, ratio, 2 * ratio), "norm": step.square() * slope}
+    store(size, flat, ok, velocity, new)
+    return kept, predicted, rho
+
+
+def commit(flat: FlatParameters, displacement: Tensor, ok: Tensor) -> None:
+    flat.flat.add_to(flat.parameters, torch.where(ok, displacement, 0))
+
+
+def go_back(flat: FlatParameters, where: Tensor) -> None:
+    """The parameters at the last check, where `where` is true."""
+    for name, part in flat.flat.parts(flat.state["checkpoint"]).items():
+        parameter = flat.parameters[name]
+        parameter.copy_(torch.where(where, part.to(parameter.dtype), parameter))
+
+
+def store(size: StepSize, flat: FlatParameters, ok: Tensor, velocity: Tensor, scalars: Tensors) -> None:
+    torch.where(ok, velocity, flat.state["velocity"], out=flat.state["velocity"])
+    for name, value in scalars.items():
+        old = getattr(size, name)
+        old.copy_(torch.where(ok, value, old))

@@ -1,0 +1,203 @@
+"""The loss of a step's batch as a function of the parameters, without a closure.
+
+The user's loss is known only through the gradient g that its backward sends into the outputs z of the forward. Where z
+are the natural parameters of the registered loss, a loss with this gradient is known up to a constant: between two
+points it changes by
+
+    h(z') - h(z) = <g, z' - z> + KL(p(z) || p(z'))
+
+for all targets (the Bregman divergence of the log-partition function; Wainwright & Jordan 2008, section 5.2.2). For
+other distributions this holds to second order. If the forward returns the loss itself, h(z') - h(z) = <g, z' - z>.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.diagnostics.watched import hooked_leaves
+from kfac_fx.losses import Normal
+from kfac_fx.losses.loss_function import precise
+from kfac_fx.optim.curvature import JacobianProducts, LossTerms
+from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.tracing.devices import RandomState, same_random
+from kfac_fx.recording.recorder import Recorder
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(eq=False)
+class ObservedForward:
+    """One forward of a step whose loss is measured."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[int]  # the returned leaves through which the loss is trained
+    at_outputs: bool  # whether these are the Fisher's outputs
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
+
+    @staticmethod
+    def of(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> ObservedForward:
+        """Observe the gradients that the backward sends into `outputs`, what the model returned."""
+        returned = pytree.flatten(outputs)[0]
+        leaves, at_outputs = hooked_leaves(recorder, returned)
+        forward = ObservedForward(args, kwargs, leaves, at_outputs)
+        for leaf in leaves:
+            if returned[leaf].requires_grad:
+                returned[leaf].register_hook(partial(forward.take, leaf))
+        return forward
+
+    def take(self, leaf: int, gradient: Tensor) -> None:
+        taken = gradient.detach().clone()
+        self.gradients[leaf] = taken + self.gradients[leaf] if leaf in self.gradients else taken
+
+
+@dataclass
+class Values:
+    """What the loss of one forward depends on, at one point."""
+
+    losses: LossTerms  # with the weights of their means over cases
+    leaves: list[Tensor]
+
+    @property
+    def cases(self) -> int:
+        return self.losses[0][1].cases
+
+
+@dataclass
+class BatchLoss:
+    """The mean loss over all observed forwards of a step.
+
+    Args:
+        loss_scale: the factor of the loss in the user's backward, as that of a GradScaler.
+        mean: over processes.
+        start: the random streams before the first forward, so that noise is the same at all points.
+    """
+
+    net: CompiledModule
+    forwards: Sequence[ObservedForward]
+    multiply_jacobian: JacobianProducts
+    loss_scale: float
+    ggn: bool
+    mean: Callable[[Tensor], Tensor]
+    devices: tuple[torch.device, ...]
+    start: RandomState | None
+
+    @property
+    def observed(self) -> bool:
+        """Whether the gradient of every forward's outputs is known. Otherwise the loss is taken as linear in the
+        parameters beside its curvature."""
+        return all(forward.gradients for forward in self.forwards)
+
+    @contextmanager
+    def same_noise(self) -> Iterator[None]:
+        with same_random(self.devices):
+            if self.start is not None:
+                self.start.restore()
+            yield
+
+    def at(self, parameters: Tensors) -> list[Values]:
+        """The values at `parameters`, by name."""
+        with self.same_noise():
+            return [self.values(forward, parameters) for forward in self.forwards]
+
+    def values(self, forward: ObservedForward, parameters: Tensors) -> Values:
+        outputs, fisher = self.net.functional(parameters, forward.args, forward.kwargs)
+        losses = self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs))
+        leaves = pytree.flatten(outputs)[0]
+        return Values(losses, [leaves[n] for n in forward.leaves])
+
+    def change(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
+        """h(after) - h(before), []. `before`: where the gradients were observed. Without observed gradients: its
+        curvature only."""
+        total = sum(values.cases for values in before)
+        change = self.zero(before)
+        for forward, old, new in zip(self.forwards, before, after, strict=True):
+            change = change + self.slope(forward, [b - a for a, b in zip(old.leaves, new.leaves, strict=True)])
+            if forward.at_outputs or not forward.leaves:
+                for (_, was), (weight, loss) in zip(old.losses, new.losses, strict=True):
+                    share = weight / max(1, loss.cases) * old.cases / max(1, total)
+                    change = change + share * loss.divergence_from(was.inputs)
+        return self.mean(change)
+
+    def value(self, at: Sequence[Values]) -> Tensor:
+        """h where the gradients were observed, []; infinity where the gradient does not tell it."""
+        total, value = sum(values.cases for values in at), self.zero(at)
+        for forward, values in zip(self.forwards, at, strict=True):
+            if not forward.gradients:
+                return self.mean(torch.full_like(value, torch.inf))
+            entropies = [loss.entropy() for _, loss in values.losses]
+            weight, only = values.losses[0]
+            share = values.cases / max(1, total)
+            if not forward.at_outputs:
+                value = value + self.slope(forward, values.leaves)
+            elif len(entropies) == 1 and isinstance(only, Normal):
+                # |m - t|² / 2 var, where the gradient is weight (m - t) / (var total)
+                squares = sum(g.square().sum() for g in forward.gradients.values()) / self.loss_scale**2
+                value = value + 0.5 * only.var * total / weight * squares
+            else:
+                value = value + self.slope(forward, values.leaves)
+                for (weight, loss), entropy in zip(values.losses, entropies, strict=True):
+                    known = torch.inf if entropy is None else entropy
+                    value = value + share * weight / max(1, loss.cases) * known
+        return self.mean(value)
+
+    def finite(self, at: Sequence[Values]) -> Tensor:
+        """Whether the inputs of all losses are finite, in all processes; a 0-dim bool."""
+        sums = [loss.inputs.sum() for values in at for _, loss in values.losses]
+        return self.mean(torch.stack(sums).isfinite().all().to(sums[0].dtype)) == 1
+
+    def along(self, parameters: Tensors, direction: Tensors) -> tuple[Tensor, Tensor]:
+        """(<d, F d> with the exact Fisher of the batch, <∇h, d> through the observed outputs), [] each."""
+        names = list(direction)
+        point = tuple(parameters[name] for name in names)
+        tangents = tuple(direction[name].to(parameters[name].dtype).unsqueeze(0) for name in names)
+        results: list[tuple[Tensor, Tensor, int]] = []
+        with self.same_noise():
+            for forward in self.forwards:
+                found: list[Values] = []
+
+                def inputs_of_losses(
+                    *values: Tensor, forward: ObservedForward = forward, found: list[Values] = found
+                ) -> tuple[Tensor, ...]:
+                    found[:] = [self.values(forward, {**parameters, **dict(zip(names, values, strict=True))})]
+                    return (*(loss.inputs for _, loss in found[0].losses), *found[0].leaves)
+
+                primals, pushed = self.multiply_jacobian(inputs_of_losses, point, tangents)
+                results.append(self.products(forward, found[0], primals, [product[0] for product in pushed]))
+        total = sum(cases for _, _, cases in results)
+        fisher = torch.stack([f * (cases / max(1, total)) for f, _, cases in results]).sum()
+        return self.mean(fisher), self.mean(torch.stack([slope for _, slope, _ in results]).sum())
+
+    def products(
+        self, forward: ObservedForward, values: Values, primals: Sequence[Tensor], pushed: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, int]:
+        """(<d, F d>, slope, cases) of one forward."""
+        fisher = torch.zeros((), device=primals[0].device)
+        for (weight, loss), at, tangent in zip(values.losses, primals, pushed, strict=False):
+            here = loss.at(at)
+            multiply = here.multiply_ggn_factor_transpose if self.ggn else here.multiply_fisher_factor_transpose
+            fisher = fisher + weight / max(1, here.cases) * multiply(precise(tangent)).square().sum()
+        return fisher, self.slope(forward, pushed[len(values.losses) :]), values.cases
+
+    def slope(self, forward: ObservedForward, vectors: Sequence[Tensor]) -> Tensor:
+        """The inner product of the observed gradients and vectors over the leaves."""
+        terms = [
+            (forward.gradients[leaf].to(vector) * vector).sum(dtype=torch.promote_types(vector.dtype, torch.float32))
+            for leaf, vector in zip(forward.leaves, vectors, strict=True)
+            if leaf in forward.gradients
+        ]
+        return torch.stack(terms).sum() / self.loss_scale if terms else torch.zeros((), device=self.device(vectors))
+
+    def device(self, vectors: Sequence[Tensor]) -> torch.device:
+        return next((vector.device for vector in vectors), next(self.net.parameters()).device)
+
+    def zero(self, values: Sequence[Values]) -> Tensor:
+        return torch.zeros((), device=values[0].losses[0][1].inputs.device)

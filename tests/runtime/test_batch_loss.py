@@ -1,0 +1,162 @@
+"""The loss of a step's batch without a closure: its value, its changes, its slope and its exact Fisher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_fx import losses
+from kfac_fx.compiler import compile
+from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
+from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products
+
+CASES = 6
+X = torch.randn(CASES, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+CLASSES = torch.randint(4, (CASES,), generator=torch.Generator().manual_seed(1))
+VALUES = torch.rand(CASES, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss, and twice that loss as a decoy that is not trained."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(self.inner(x), y)
+        return loss, 2 * loss
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+
+def smoothed(outputs: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, CLASSES, label_smoothing=0.2)
+
+
+TRAINED: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "categorical": ("categorical", lambda outputs: F.cross_entropy(outputs, CLASSES)),
+    "smoothed": ("categorical", smoothed),
+    "normal": ("normal", lambda outputs: (outputs - VALUES).square().sum(1).mean()),
+    "bernoulli": (
+        "multi_bernoulli",
+        lambda outputs: F.binary_cross_entropy_with_logits(outputs, VALUES, reduction="sum") / CASES,
+    ),
+    "scaled": (
+        lambda outputs: (0.25, losses.Categorical(outputs)),
+        lambda outputs: 0.25 * F.cross_entropy(outputs, CLASSES),
+    ),
+    "two": (
+        lambda outputs: [losses.Categorical(outputs[:, :2]), losses.MultiBernoulli(outputs[:, 2:])],
+        lambda outputs: (
+            F.cross_entropy(outputs[:, :2], CLASSES % 2)
+            + F.binary_cross_entropy_with_logits(outputs[:, 2:], VALUES[:, 2:], reduction="sum") / CASES
+        ),
+    ),
+}
+
+
+def parameters_of(net: nn.Module, scale: float = 0.0) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    return {name: p.detach() + scale * torch.randn_like(p) for name, p in net.named_parameters()}
+
+
+def observed(net: Any, *calls: tuple[tuple[Any, ...], Callable[[Any], Tensor]], loss_scale: float = 1.0) -> BatchLoss:
+    """After a forward and a backward of every call."""
+    forwards = []
+    for args, loss in calls:
+        outputs = net(*args)
+        forwards.append(ObservedForward.of(net.recorder(args, {}), args, {}, outputs))
+        (loss_scale * loss(outputs)).backward()
+    return BatchLoss(net, forwards, JacobianProducts(), loss_scale, False, lambda tensor: tensor, (), None)
+
+
+@pytest.mark.parametrize(("distribution", "loss"), TRAINED.values(), ids=TRAINED)
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+def test_a_change_of_the_loss_is_that_of_the_users_loss_whose_targets_are_unknown(
+    distribution: Any, loss: Callable[[Tensor], Tensor], loss_scale: float
+) -> None:
+    net = compile(network(), (X,), loss=distribution)
+    batch = observed(net, ((X,), loss), loss_scale=loss_scale)
+    assert batch.observed
+    here, there = parameters_of(net), parameters_of(net, 0.5)
+    before = batch.at(here)
+    expected = loss(torch.func.functional_call(net.model, there, (X,))) - loss(net(X))
+    torch.testing.assert_close(batch.change(before, batch.at(there)), expected.detach())
+    torch.testing.assert_close(batch.value(before), loss(net(X)).detach())
+
+
+@pytest.mark.parametrize(("distribution", "loss"), TRAINED.values(), ids=TRAINED)
+def test_the_slope_and_the_fisher_along_a_direction_are_those_of_the_loss(
+    distribution: Any, loss: Callable[[Tensor], Tensor]
+) -> None:
+    net = compile(network(), (X,), loss=distribution)
+    batch, here = observed(net, ((X,), loss)), parameters_of(net)
+    d = {name: value - here[name] for name, value in parameters_of(net, 0.5).items()}
+
+    def pairs(at: Mapping[str, Tensor]) -> Any:
+        return net.losses(*net.functional(at, (X,), {}))
+
+    fisher, slope = batch.along(here, d)
+    torch.testing.assert_close(fisher, fisher_inner_products(pairs, here, [d])[0, 0])
+    expected = sum((p.grad * d[name]).sum() for name, p in net.named_parameters() if p.grad is not None)
+    torch.testing.assert_close(slope, expected)
+
+
+def test_a_loss_inside_the_forward_is_that_which_the_user_trains() -> None:
+    net = compile(WithLoss(network()), (X, CLASSES))
+    batch = observed(net, ((X, CLASSES), lambda outputs: outputs[0]))
+    here, there = parameters_of(net), parameters_of(net, 0.5)
+    before, (value, _) = batch.at(here), net(X, CLASSES)
+    expected = torch.func.functional_call(net.model, there, (X, CLASSES))[0] - value
+    torch.testing.assert_close(batch.change(before, batch.at(there)), expected.detach())
+    torch.testing.assert_close(batch.value(before), value.detach())
+
+
+def test_micro_batches_of_different_sizes_are_one_batch() -> None:
+    net = compile(network(), (X,), loss="normal")
+    loss = TRAINED["normal"][1]
+
+    def part(start: int, stop: int) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
+        return (X[start:stop],), lambda outputs: (outputs - VALUES[start:stop]).square().sum() / CASES
+
+    whole, parts = observed(net, ((X,), loss)), observed(net, part(0, 2), part(2, CASES))
+    here, there = parameters_of(net), parameters_of(net, 0.5)
+    d = {name: value - here[name] for name, value in there.items()}
+    for measure in (
+        lambda batch: batch.value(batch.at(here)),
+        lambda batch: batch.change(batch.at(here), batch.at(there)),
+        lambda batch: torch.stack(batch.along(here, d)),
+    ):
+        torch.testing.assert_close(measure(parts), measure(whole))
+
+
+def test_without_gradients_only_the_curvature_is_known() -> None:
+    net = compile(network(), (X,), loss="normal")
+    batch = observed(net)
+    batch.forwards = [ObservedForward((X,), {}, [], False)]
+    here, there = parameters_of(net), parameters_of(net, 0.5)
+    before = batch.at(here)
+    assert not batch.observed and batch.value(before) == torch.inf
+    moved = torch.func.functional_call(net.model, there, (X,)) - net(X)
+    torch.testing.assert_close(batch.change(before, batch.at(there)), moved.square().sum(1).mean().detach())
+
+
+def test_the_divergence_of_two_variances_is_right_to_second_order() -> None:
+    mean, variance = torch.randn(5, 2, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64) + 1
+    step = 1e-4
+    here = losses.NormalMeanVariance(mean, variance)
+    there = losses.NormalMeanVariance(mean + step, variance - step)
+    p = torch.distributions.Normal(mean, variance.sqrt())
+    q = torch.distributions.Normal(mean + step, (variance - step).sqrt())
+    expected = torch.distributions.kl_divergence(p, q).sum()
+    torch.testing.assert_close(there.divergence_from(here.inputs), expected, rtol=1e-3, atol=0)
+    assert here.entropy() is None
