@@ -18,6 +18,7 @@ from kfac_fx.layer_collection import (
     variable_scope,
 )
 from kfac_fx.optimizer import KFAC
+from kfac_fx.parts import fit_spectrum
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     AmbiguousRegistrationError,
@@ -36,8 +37,10 @@ from kfac_fx.passes.layers import as_rows, by_group, layer
 from kfac_fx.passes.tracing.functions import plain_backward
 from kfac_fx.report import Report
 from kfac_fx.spectrum.batches import Batch
+from kfac_fx.spectrum.files import load_spectrum, save_spectrum
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
 from kfac_fx.spectrum.queries import Queries
+from kfac_fx.spectrum.solve import ConvergenceWarning, Solution
 
 __version__ = "0.1.0"
 
@@ -51,6 +54,7 @@ __all__ = [
     "Batch",
     "CapturedModel",
     "CompiledModule",
+    "ConvergenceWarning",
     "FactorNotReady",
     "FisherEstimator",
     "LayerCollection",
@@ -66,6 +70,7 @@ __all__ = [
     "Relative",
     "Report",
     "ReuseError",
+    "Solution",
     "Spectrum",
     "TargetsMissing",
     "UntraceableError",
@@ -74,10 +79,13 @@ __all__ = [
     "capture",
     "compile",
     "fisher_blocks",
+    "fit_spectrum",
     "get_default_layer_collection",
     "layer",
+    "load_spectrum",
     "losses",
     "plain_backward",
+    "save_spectrum",
     "set_default_layer_collection",
     "variable_scope",
 ]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.blocks.fisher import BlockDiagonalFisher
+from kfac_fx.blocks.fisher import BlockDiagonalFisher, check_variables
 from kfac_fx.blocks.spectrum import Damping
 from kfac_fx.checks.unchanged import refuse_untrained, refuse_without_blocks
 from kfac_fx.compiler import compiled_collection
@@ -18,7 +18,7 @@ from kfac_fx.factors.factor import additive
 from kfac_fx.layer_collection import LayerCollection
 from kfac_fx.linalg.matrices import Root, full_precision
 from kfac_fx.losses.sources import check_mode
-from kfac_fx.passes.errors import ModelChangedError, RegistrationError, nearest, table
+from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.cases import Consumer, Counts
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
@@ -80,6 +80,7 @@ class FisherEstimator(BlockDiagonalFisher):
         seed: int | None = None,
         memory: int | None = None,
         process_group: Any = None,
+        factor_dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
@@ -101,6 +102,8 @@ class FisherEstimator(BlockDiagonalFisher):
             memory: bytes that the exact modes may take for a chunk of their sources; None: 1 GiB.
             process_group: of torch.distributed, `group.WORLD` for all. Its processes have parts of one batch and all
                 call `update_covariances`. None: this process alone.
+            factor_dtype: the precision of the factors and of sums over batches, such as torch.float64 for a model in
+                bfloat16; None: that of the parameters, and at least float32.
 
         Raises ValueError for an unknown mode or a number out of range, RegistrationError for wrong `variables` and if
         the model has no trained parameters.
@@ -119,8 +122,10 @@ class FisherEstimator(BlockDiagonalFisher):
         roots: list[Root] = sorted({float(exp) for exp in exps} - {1.0})
         roots += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
         example = next(iter(named.values()))
+        if factor_dtype is not None and factor_dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}.")
         if not isinstance(damping, Tensor):
-            precision = torch.promote_types(example.dtype.to_real(), torch.float32)
+            precision = factor_dtype or torch.promote_types(example.dtype.to_real(), torch.float32)
             damping = torch.full((), float(damping), dtype=precision, device=example.device)
         super().__init__(roots, damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
@@ -133,6 +138,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self._recorded: set[Key] = set()  # the registrations that have factors
         self.newcomers: frozenset[Key] = frozenset()
         self._followed: tuple[Registration, ...] | None = None  # those of the net when the blocks were compared with it
+        self.factor_dtype = factor_dtype
         self.cov_ema_decay = cov_ema_decay
         self.estimation_mode = estimation_mode
         self.fraction = fraction
@@ -170,6 +176,7 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError for a batch that is not of `batch_size` cases, ModelChangedError if the model was changed
         after it was compiled.
         """
+        only = {} if self.variables is None else {"only": self.variables}
         moments = self.net.record(
             inputs,
             kwargs,
@@ -178,6 +185,7 @@ class FisherEstimator(BlockDiagonalFisher):
             fraction=self.fraction,
             generator=self._generator,
             **self._options,
+            **only,
         )
         self.accumulate(moments)
         if fold:
@@ -204,6 +212,8 @@ class FisherEstimator(BlockDiagonalFisher):
         with full_precision():
             for key in (key for key in due if key not in lacking):
                 sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
+                if self.factor_dtype is not None:
+                    sums = {name: value.to(self.factor_dtype) for name, value in sums.items()}
                 before = self._pending.get(key)
                 self._pending[key] = sums if before is None else {n: before[n] + sums[n] for n in sums}
             for name, gradient in moments.gradients.items():
@@ -301,9 +311,16 @@ class FisherEstimator(BlockDiagonalFisher):
         return cases
 
     @torch.no_grad()
-    def spectrum(self, *, scale: float | Tensor = 1.0, damping: Damping | None = None) -> ModelSpectrum:
+    def spectrum(
+        self,
+        *,
+        scale: float | Tensor = 1.0,
+        damping: Damping | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> ModelSpectrum:
         """As of `BlockDiagonalFisher`; it can also correct its eigenvalues and score examples, see `ModelSpectrum`."""
-        spectrum = super().spectrum(scale=scale, damping=damping)
+        spectrum = super().spectrum(scale=scale, damping=damping, dtype=dtype, device=device)
         return ModelSpectrum(
             spectrum.systems, spectrum.shapes, scale, spectrum.damping, net=self.net, mode=self.estimation_mode
         )
@@ -332,14 +349,3 @@ def runs(flags: Sequence[bool]) -> list[slice]:
     """The runs of true flags."""
     ends = [n for n in range(len(flags) + 1) if (n and flags[n - 1]) != (n < len(flags) and flags[n])]
     return [slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
-
-
-def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
-    """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
-    registered = [name for registration in registrations for name in registration.owners]
-    wrong = [(name, f"is registered nowhere.{nearest(name, registered)}") for name in variables.difference(registered)]
-    for owners in (set(registration.owners) for registration in registrations):
-        if absent := sorted(owners - variables):
-            wrong += [(n, f"shares a registration with {', '.join(absent)}") for n in sorted(owners & variables)]
-    if wrong:
-        raise RegistrationError(f"`variables` does not fit the registrations:\n{table(sorted(wrong))}")

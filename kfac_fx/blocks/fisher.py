@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from kfac_fx.factors.inverses import Inverter
 from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.vectors import joined, split
+from kfac_fx.passes.errors import RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 
@@ -45,6 +46,7 @@ class BlockDiagonalFisher(Operator):
     def __init__(self, roots: Sequence[Root], damping: Tensor) -> None:
         self.roots = tuple(roots)
         self._damping = damping
+        self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
         self._registrations: tuple[Registration, ...] | None = None
 
     @abstractmethod
@@ -93,7 +95,9 @@ class BlockDiagonalFisher(Operator):
         self._groups = [
             group
             for cohort in cohorts
-            for group in make_groups(cohort, parameters, roots=self.roots, damping=self._damping)
+            for group in make_groups(
+                cohort, parameters, roots=self.roots, damping=self._damping, dtype=self.factor_dtype
+            )
         ]
         blocks = [BlockOperator(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in blocks}
@@ -159,7 +163,14 @@ class BlockDiagonalFisher(Operator):
         return frozenset(n for of_group in owners if not any(name in names for name in of_group) for n in of_group)
 
     @torch.no_grad()
-    def spectrum(self, *, scale: float | Tensor = 1.0, damping: Damping | None = None) -> Spectrum:
+    def spectrum(
+        self,
+        *,
+        scale: float | Tensor = 1.0,
+        damping: Damping | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Spectrum:
         """s F + δ I by the eigenvectors of the present factors: powers, determinants, diagonals and samples, for any s
         and δ.
 
@@ -168,12 +179,15 @@ class BlockDiagonalFisher(Operator):
         Args:
             scale: s; the number of training cases for the precision of a Laplace approximation.
             damping: δ, see `Spectrum`; None: λ.
+            dtype: the precision of the decompositions, such as torch.float64; the results have that of the factors.
+                None: that of the factors, and float64 for factors whose decomposition fails.
+            device: where they are computed, such as "cpu" for want of memory; None: where the factors are.
 
         Raises:
             FactorNotReady: there was no first update.
             ApproximationError: a series is too wide to be dense.
         """
-        systems = [System.of(group) for group in self.groups]
+        systems = [System.of(group, dtype, device) for group in self.groups]
         return Spectrum(systems, self._shapes, scale, self.damping.clone() if damping is None else damping)
 
     # --- products ---------------------------------------------------------------------------------------------------
@@ -236,3 +250,14 @@ class BlockDiagonalFisher(Operator):
             raise ValueError(
                 f"the state is of another estimator: {len(wrong)} names or shapes differ, the first is {wrong[0]!r}."
             )
+
+
+def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
+    """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
+    registered = [name for registration in registrations for name in registration.owners]
+    wrong = [(name, f"is registered nowhere.{nearest(name, registered)}") for name in variables.difference(registered)]
+    for owners in (set(registration.owners) for registration in registrations):
+        if absent := sorted(owners - variables):
+            wrong += [(n, f"shares a registration with {', '.join(absent)}") for n in sorted(owners & variables)]
+    if wrong:
+        raise RegistrationError(f"`variables` does not fit the registrations:\n{table(sorted(wrong))}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from kfac_fx.factors.stacks import ALL_BLOCKS, BlockGroup
 from kfac_fx.linalg.chain import doublings, inverse_root, least_eigenvalue, root_of
 from kfac_fx.linalg.krylov import inverse_power
-from kfac_fx.linalg.matrices import Root, eigh, rescued_eigh
+from kfac_fx.linalg.matrices import HERE, Place, Root, eigh, rescued_eigh
 from kfac_fx.passes.approximations import KRON_SERIES_2
 from kfac_fx.passes.errors import ApproximationError
 
@@ -141,9 +141,14 @@ class RootedGroup(BlockGroup):
             )
         return result.view(matrix.shape).to(matrix.dtype)
 
+    def without_factors(self, members: Sequence[int]) -> Self:
+        group = super().without_factors(members)
+        group.ingredients = {}
+        return group
+
     # --- eigenvectors: of the undamped dense block ------------------------------------------------------------------
 
-    def eigensystem(self) -> tuple[Tensor, list[Tensor]]:
+    def eigensystem(self, place: Place = HERE) -> tuple[Tensor, list[Tensor]]:
         """As of `BlockGroup`; raises ApproximationError if the dense block is too wide."""
         groups, outputs, inputs = self.shape
         if not self.is_dense:
@@ -154,7 +159,7 @@ class RootedGroup(BlockGroup):
         whole = torch.stack([self.dense(index) for index in range(len(self))])
         shape = (len(self), groups, outputs * inputs, groups, outputs * inputs)
         blocks = whole.view(shape).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-        values, vectors = rescued_eigh(blocks.flatten(0, 1))
+        values, vectors = rescued_eigh(blocks.flatten(0, 1), place)
         return values.clamp(min=0).view(len(self), *self.shape), [vectors.view(blocks.shape)]
 
     def applied(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool = False) -> Tensor:

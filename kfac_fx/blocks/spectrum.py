@@ -24,7 +24,7 @@ from torch.func import vmap
 
 from kfac_fx.blocks.block import check_fits, leading
 from kfac_fx.factors.stacks import BlockGroup, Vector
-from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.matrices import Place, dense
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
@@ -56,9 +56,11 @@ class System:
     operators: Sequence[Tensor]
 
     @staticmethod
-    def of(group: BlockGroup) -> System:
-        """Decompose a group. Raises FactorNotReady if its factors are missing or not finite; waits for the device."""
-        values, operators = group.eigensystem()
+    def of(group: BlockGroup, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> System:
+        """Decompose a group. dtype, device: of the decompositions, see `BlockDiagonalFisher.spectrum`.
+
+        Raises FactorNotReady if its factors are missing or not finite; waits for the device."""
+        values, operators = group.eigensystem(Place(dtype, device))
         finite = values.flatten(1).isfinite().all(1).tolist()
         if failed := [str(block) for block, fine in zip(group.registrations, finite, strict=True) if not fine]:
             raise FactorNotReady(
@@ -66,7 +68,13 @@ class System:
                 + "\n  ".join(failed)
                 + "\nLook for NaN in inputs, outputs and parameters, and call estimator.update_covariances again."
             )
-        return System(group, values, operators)
+        return System(group.without_factors(range(len(group))), values, operators)
+
+    def part(self, members: Sequence[int]) -> System:
+        """Some of the blocks."""
+        operators = [self.group.operators_of(index, self.operators) for index in members]
+        stacked = self.group.stack_operators(operators) if members else []
+        return System(self.group.without_factors(members), self.values[list(members)], stacked)
 
     def in_basis(self, index: int, cases: Cases) -> Iterator[tuple[slice, Cases]]:
         """Qᵀ times the gradients of cases of one block: (which cases, these cases) in parts.

@@ -16,14 +16,17 @@ Powers other than 1 are those of the last `update_inverses`; the power 1 uses th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kfac_fx.factors.factor import Failures, NotRegisteredError, Stack, batch_values, unknown_root
 from kfac_fx.linalg.matrices import (
+    HERE,
+    Place,
     Root,
     are_finite,
     damp,
@@ -112,7 +115,7 @@ class BlockGroup:
 
     @property
     def separable(self) -> bool:
-        """Whether Qᵀ turns the outputs and the inputs of W apart, with one operator each."""
+        """Whether Qᵀ turns outputs and inputs of W apart, with one operator each."""
         return self.right is not None
 
     @classmethod
@@ -321,26 +324,26 @@ class BlockGroup:
 
     # --- eigenvectors: F = Q Λ Qᵀ, undamped -------------------------------------------------------------------------
 
-    def eigensystem(self) -> tuple[Tensor, list[Tensor]]:
+    def eigensystem(self, place: Place = HERE) -> tuple[Tensor, list[Tensor]]:
         """(Λ of all blocks [L, g, o, i], the operators that Q consists of).
 
         Λ is NaN for blocks whose factors are not finite. Raises FactorNotReady before the first update.
         """
         self.check_updated()
         with full_precision():
-            systems = [self.side_eigensystem(side) for side in self.sides]
+            systems = [self.side_eigensystem(side, place) for side in self.sides]
         values, vectors = [side_values for side_values, _ in systems], [side_vectors for _, side_vectors in systems]
         left = values[0] * unsqueeze_like(self.positions(), values[0])
         if self.right is None:
             return left.view(len(self), *self.shape), vectors
         return left.unsqueeze(-1) * self.input_eigenvalues(values[1:]).unsqueeze(-2), vectors
 
-    def side_eigensystem(self, side: Side) -> tuple[Tensor, Tensor]:
+    def side_eigensystem(self, side: Side, place: Place = HERE) -> tuple[Tensor, Tensor]:
         """Eigenvalues [L, groups, d], none negative, and eigenvectors [L, groups, d, d], or ones if diagonal."""
         value = self.value(side)
         if side.diagonal:
             return value.clamp(min=0), torch.ones_like(value)
-        values, vectors = rescued_eigh(value.flatten(0, 1))
+        values, vectors = rescued_eigh(value.flatten(0, 1), place)
         return values.clamp(min=0).view(value.shape[:-1]), vectors.view(value.shape)
 
     def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:
@@ -359,6 +362,19 @@ class BlockGroup:
     def operators_of(self, index: int, operators: Sequence[Tensor]) -> list[Tensor]:
         """What the Q of one block consists of."""
         return [operator[index : index + 1] for operator in operators]
+
+    def stack_operators(self, each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The inverse of `operators_of`, from all blocks."""
+        return list(map(torch.cat, zip(*each, strict=True)))
+
+    def without_factors(self, members: Sequence[int]) -> Self:
+        """A group of some of the blocks that turns their vectors, and holds neither factors nor roots."""
+        group = copy.copy(self)
+        group.registrations = tuple(self.registrations[index] for index in members)
+        group.forms = tuple(self.forms[index] for index in members)
+        group.alike = alike(group.forms)
+        group.factors, group.roots = {}, {}
+        return group
 
     # --- roots ------------------------------------------------------------------------------------------------------
 

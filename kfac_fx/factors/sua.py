@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.linalg.matrices import bordered
+from kfac_fx.linalg.matrices import HERE, Place, bordered
 from kfac_fx.passes.approximations import INPUTS, KRON_SUA, KRON_SUA_ZERO_MEAN, Side
 from kfac_fx.passes.ir import Registration
 
@@ -123,13 +123,16 @@ class UncorrelatedGroup(BlockGroup):
 
     # --- eigenvectors: those of Σ times each of K - 1 waves orthogonal to e, and those of B times e -------------------
 
-    def eigensystem(self) -> tuple[Tensor, list[Tensor]]:
-        values, vectors = super().eigensystem()
+    def eigensystem(self, place: Place = HERE) -> tuple[Tensor, list[Tensor]]:
+        values, vectors = super().eigensystem(place)
         return values, [*vectors, waves(self.kernel).to(values)]
 
     def operators_of(self, index: int, operators: Sequence[Tensor]) -> list[Tensor]:
         *sides, places = operators
         return [*super().operators_of(index, sides), places]
+
+    def stack_operators(self, each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        return [*super().stack_operators([sides for *sides, _ in each]), each[0][-1]]
 
     def input_eigenvalues(self, values: Sequence[Tensor]) -> Tensor:
         centered, mean = values

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.linalg.matrices import gram, rescued_eigh
+from kfac_fx.linalg.matrices import HERE, Place, gram, rescued_eigh
 from kfac_fx.passes.approximations import OUTPUTS, Side
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
@@ -88,15 +88,15 @@ class WideGroup(BlockGroup):
         traces: Tensor = stack.moment.diagonal(dim1=-2, dim2=-1).sum(-1).unflatten(-1, (-1, blocks)).sum(-1)
         return traces / super().size(side) / stack.total_weight.unsqueeze(-1)
 
-    def side_eigensystem(self, side: Side) -> tuple[Tensor, Tensor]:
+    def side_eigensystem(self, side: Side, place: Place = HERE) -> tuple[Tensor, Tensor]:
         """The filling gets the largest eigenvalue, so that it comes last in its block and is removed."""
         if self.blocks_of(side) == 1:
-            return super().side_eigensystem(side)
+            return super().side_eigensystem(side, place)
         value, real = self.value(side), self.real_columns(side)
         diagonal = value.diagonal(dim1=-2, dim2=-1)
         trace = (diagonal * real).sum(-1, keepdim=True)
         diagonal.copy_(torch.where(real == 1, diagonal, torch.where(trace > 0, 2 * trace, 1)))
-        values, vectors = rescued_eigh(value.flatten(0, 1))
+        values, vectors = rescued_eigh(value.flatten(0, 1), place)
         whole = values.clamp(min=0).view(len(self), self.shape[0], -1)
         return whole[..., : super().size(side)], vectors.view(value.shape)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -209,9 +209,26 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat(values), torch.cat(vectors)
 
 
-def rescued_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`eigh`, repeated in float64 if it fails; the result has the precision of the matrix. Waits for the device."""
-    values, vectors = eigh(matrix)
+class Place(NamedTuple):
+    """Where matrices are decomposed, and in what precision; None: where they are, and in theirs."""
+
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+
+
+HERE = Place()
+
+
+def rescued_eigh(matrix: Tensor, place: Place = HERE) -> tuple[Tensor, Tensor]:
+    """`eigh` at a place, repeated in float64 if it fails; the result is where the matrix is, and has its precision.
+
+    Waits for the device. At another place the matrices are decomposed one by one.
+    """
+    if place.device is None and place.dtype is None:
+        values, vectors = eigh(matrix)
+    else:  # one by one, so that a place has room for one of them
+        each = [eigh(one.to(place.device or one.device, place.dtype or one.dtype)) for one in matrix.split(1)]
+        values, vectors = (torch.cat([side.to(matrix) for side in sides]) for sides in zip(*each, strict=True))
     if not values.isfinite().all():
         values, vectors = eigh(matrix.double())
     return values.to(matrix.dtype), vectors.to(matrix.dtype)

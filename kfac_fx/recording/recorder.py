@@ -104,12 +104,15 @@ class Recorder:
     def copied_buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self.live_buffers().items()}
 
-    def make_probes(self, values: Any, parameters: Mapping[str, Tensor]) -> list[dict[str, Tensor] | None]:
-        """Zeros for the statistics of one batch, on the device of `parameters`; None for registrations that pause."""
+    def make_probes(
+        self, values: Any, parameters: Mapping[str, Tensor], only: Collection[str] | None = None
+    ) -> list[dict[str, Tensor] | None]:
+        """Zeros for the statistics of one batch, on the device of `parameters`; None for registrations that pause, and
+        for those of other parameters than `only`."""
         examples, like = self.emitted.examples(values), next(iter(parameters.values()), torch.empty(()))
         frozen = self.frozen
         return [
-            None if pauses(registration, frozen)
+            None if pauses(registration, frozen) or not is_among(registration, only)
             else {} if registration.generic
             else make_probes(registration, self.names_of(registration), examples, like)
             for registration in self.registrations
@@ -118,9 +121,10 @@ class Recorder:
     def names_of(self, registration: Registration) -> tuple[str, ...]:
         return statistics_of(registration) if self.statistics is None else self.statistics[registration.parameters]
 
-    def generic_parameters(self) -> list[str]:
-        """The parameters that are in generic blocks, and not frozen."""
-        generic = [name for registration in self.registrations if registration.generic for name in registration.owners]
+    def generic_parameters(self, only: Collection[str] | None = None) -> list[str]:
+        """The parameters that are in generic blocks, among `only`, and not frozen."""
+        blocks = [block for block in self.registrations if block.generic and is_among(block, only)]
+        generic = [name for registration in blocks for name in registration.owners]
         return [name for name in generic if name not in self.frozen] if self.frozen else generic
 
     @property
@@ -166,6 +170,7 @@ class Recorder:
         generator: torch.Generator | None = None,
         params_stats: bool = False,
         memory: int = CHUNK_BYTES,
+        only: Collection[str] | None = None,
     ) -> Moments:
         """Statistics of one batch, from a forward and a backward of our own.
 
@@ -179,6 +184,7 @@ class Recorder:
             generator: of the sampled targets, and of the sampled rows of input factors; None: torch's own.
             params_stats: also sum the gradients of the parameters.
             memory: bytes that a chunk of the exact modes' sources may take.
+            only: the parameters whose registrations are recorded; None: all. The others have no probes.
 
         Raises ValueError for an unknown mode, LossError if no loss or no targets are known.
         """
@@ -188,9 +194,9 @@ class Recorder:
         values, saved, losses_of = self.emitted.part(values, fraction), SavedBytes(), self.losses
         with self.emitted.isolated(), full_precision():
             live = {name: value.detach() for name, value in self.live_parameters().items()}
-            summed_over = self.program.parameters if params_stats else self.generic_parameters()
+            summed_over = self.program.parameters if params_stats else self.generic_parameters(only)
             learned = {name: live[name].requires_grad_() for name in summed_over}
-            probes_or_none = self.make_probes(values, live)
+            probes_or_none = self.make_probes(values, live, only)
             registrations, probes = recorded(self.registrations, probes_or_none)
             with saved.watched() if is_exact(mode) else nullcontext():
                 output, fisher = self.emitted.run(
@@ -275,7 +281,7 @@ def pauses(registration: Registration, frozen: Collection[str]) -> bool:
 def recorded(
     registrations: Sequence[Registration], probes: Sequence[dict[str, Tensor] | None]
 ) -> tuple[tuple[Registration, ...], list[dict[str, Tensor]]]:
-    """The registrations that do not pause, and their probes."""
+    """The registrations that are recorded, and their probes."""
     pairs = [(r, of_r) for r, of_r in zip(registrations, probes, strict=True) if of_r is not None]
     return tuple(registration for registration, _ in pairs), [of_registration for _, of_registration in pairs]
 
@@ -286,3 +292,8 @@ def pulled_to(leaves: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Seque
         return [None] * len(leaves)
     outputs, cotangents = zip(*pairs, strict=True)
     return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+
+
+def is_among(registration: Registration, parameters: Collection[str] | None) -> bool:
+    """Whether the registration is of some of these parameters; None: of all."""
+    return parameters is None or registration.owners[0] in parameters

@@ -12,12 +12,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.spectrum import Spectrum, System
+from kfac_fx.blocks.block import check_fits
+from kfac_fx.blocks.fisher import check_variables
+from kfac_fx.blocks.spectrum import Relative, Spectrum, System
+from kfac_fx.factors.stacks import Vector
 from kfac_fx.linalg.matrices import full_precision
+from kfac_fx.linalg.vectors import joined
 from kfac_fx.passes.errors import nearest
-from kfac_fx.recording.cases import Consumer, Counts, Measurement
+from kfac_fx.recording.case_sources import Measurement
+from kfac_fx.recording.cases import Consumer, Counts
 from kfac_fx.spectrum.batches import as_batch
 from kfac_fx.spectrum.queries import Queries
+from kfac_fx.spectrum.solve import Product, Solution, conjugate_gradients
 from kfac_fx.statistics.cases import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.statistics.moments import Key
 
@@ -119,6 +125,65 @@ class ModelSpectrum(Spectrum):
             for system in self.systems
             for index, registration in enumerate(system.group.registrations)
         }
+
+    def part(self, names: Iterable[str]) -> ModelSpectrum:
+        """The spectrum of the blocks of some parameters, which records these only.
+
+        Raises RegistrationError if a name is in no block, or shares a block or a parameter with one that is not named.
+        """
+        wanted = frozenset(names)
+        check_variables(wanted, self.registrations)
+        systems = [
+            system.part([n for n, block in enumerate(system.group.registrations) if block.owners[0] in wanted])
+            for system in self.systems
+        ]
+        damping = self.damping
+        if isinstance(damping, Mapping):
+            damping = {r.parameters: self.amount_of(r.parameters) for r in self.registrations if r.owners[0] in wanted}
+        shapes = {name: shape for name, shape in self.shapes.items() if name in wanted}
+        return replace(
+            self, systems=[system for system in systems if len(system.values)], shapes=shapes, damping=damping
+        )
+
+    # --- solving ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def solve(self, vector: Vector, product: Product, *, tolerance: float = 1e-8, iterations: int = 100) -> Solution:
+        """(H + δ I)⁻¹ v by conjugate gradients, with this spectrum as the preconditioner.
+
+        Args:
+            vector: v; all its tensors may have the same additional dimensions in front, for many right-hand sides.
+            product: H v, without the damping, for a vector with the same dimensions as v. s F approximates H.
+            tolerance: of the residual, as a part of |v|.
+            iterations: the most. If a residual is larger then, there is a ConvergenceWarning.
+
+        Raises NotRegisteredError if a vector does not fit, ValueError if H + δ I is not positive definite.
+        """
+        lead, parts = self.many(vector)
+        like = {name: tensor.reshape(-1, *self.shapes[name]) for name, tensor in vector.items()}
+        read = joined(parts, self.registrations, like, 1)  # zero in elements that nothing reads
+        right = {name: read[name].reshape(tensor.shape) for name, tensor in vector.items()}
+
+        def damped(vector: dict[str, Tensor]) -> dict[str, Tensor]:
+            curved, shift = product(vector), self.shift(vector)
+            check_fits(curved, {name: tensor.shape for name, tensor in vector.items()})
+            return {name: curved[name].to(tensor.dtype) + shift[name] for name, tensor in vector.items()}
+
+        return conjugate_gradients(right, damped, self.multiply_inverse, lead, tolerance, iterations)
+
+    def shift(self, vector: Vector) -> dict[str, Tensor]:
+        """δ v."""
+        if not isinstance(self.damping, (Mapping, Relative)):
+            return {name: self.damping * tensor for name, tensor in vector.items()}
+        lead, parts = self.many(vector)
+        shifted = {
+            name: (self.shifted(system)[index] - self.scale * system.values[index]).mean() * parts[name]
+            for system, index in self.places().values()
+            for name in system.group.registrations[index].parameters
+        }
+        like = {name: tensor.reshape(-1, *self.shapes[name]) for name, tensor in vector.items()}
+        whole = joined(shifted, self.registrations, like, 1)
+        return {name: whole[name].reshape(tensor.shape) for name, tensor in vector.items()}
 
     # --- scores -------------------------------------------------------------------------------------------------------
 

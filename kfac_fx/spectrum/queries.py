@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import nearest
-from kfac_fx.recording.cases import Consumer, Counts, Measurement
+from kfac_fx.recording.case_sources import Measurement
+from kfac_fx.recording.cases import Consumer, Counts
 from kfac_fx.statistics import cases
 from kfac_fx.statistics.cases import Cases, LowRank, by_rows, inner_products
 from kfac_fx.statistics.moments import Key

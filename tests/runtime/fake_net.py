@@ -119,6 +119,7 @@ class FakeNet:
         targets: Any = None,
         fraction: float = 1.0,
         generator: torch.Generator | None = None,
+        only: Any = None,
     ) -> Moments:
         """`exact`: one cotangent for every column of B, whose second moments add up."""
         (x,) = args
@@ -137,7 +138,7 @@ class FakeNet:
                     arguments = as_rows(rows.detach(), form), as_rows(d, form), bias, form.shape
                     sums = {name: STATISTICS[name].compute(*arguments) for name in statistics_of(one)}
                 found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
-        return Moments(found, len(x))
+        return Moments({key: sums for key, sums in found.items() if only is None or key[0] in only}, len(x))
 
     def fisher(self, x: Tensor) -> dict[tuple[str, ...], Tensor]:
         """The blocks of (1/N) Σ_n J_nᵀ B_n B_nᵀ J_n, in the order of the flattened matrices."""

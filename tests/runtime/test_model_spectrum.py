@@ -252,6 +252,63 @@ def test_sides_in_parts_are_corrected(options: dict[str, Any]) -> None:
     assert_corrected(spectrum.correct([(x, y)]), spectrum, of_examples(model, x, y))
 
 
+# --- precision and place ----------------------------------------------------------------------------------------------
+
+
+def test_decompositions_take_the_precision_and_the_place_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_dtype(torch.float32)
+    x, y = torch.randn(6, 5), torch.randint(3, (6,))
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)), (x,), loss="categorical")
+    estimator = FisherEstimator(net, estimation_mode="empirical")
+    estimator.update_covariances(x, targets=y)
+    seen: list[tuple[torch.dtype, str]] = []
+    eigh = torch.linalg.eigh
+
+    def watched(matrix: Tensor) -> Any:
+        seen.append((matrix.dtype, matrix.device.type))
+        return eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", watched)
+    fine = estimator.spectrum(damping=0.1, dtype=torch.float64, device="cpu")
+    assert set(seen) == {(torch.float64, "cpu")}
+    assert {system.values.dtype for system in fine.systems} == {torch.float32}
+    for key, values in estimator.spectrum(damping=0.1).eigenvalues().items():
+        torch.testing.assert_close(fine.eigenvalues()[key], values, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_in_bfloat16_has_factors_in_the_precision_that_was_asked_for() -> None:
+    torch.set_default_dtype(torch.float32)
+    x, y = torch.randn(6, 5).bfloat16(), torch.randint(3, (6,))
+    net = kfac_fx.compile(
+        nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).bfloat16(), (x,), loss="categorical"
+    )
+    for dtype in (None, torch.float32, torch.float64):
+        estimator = FisherEstimator(net, estimation_mode="empirical", factor_dtype=dtype)
+        estimator.update_covariances(x, targets=y)
+        wanted = dtype or torch.float32
+        block = estimator.blocks["0.weight", "0.bias"]
+        assert block.factors["A"].value.dtype is wanted
+        a = torch.cat([x.to(wanted), torch.ones(6, 1)], dim=1)
+        torch.testing.assert_close(block.factors["A"].value[0], (a.mT @ a / 6).to(wanted))
+        spectrum = estimator.spectrum(damping=0.1).correct([(x, y)])
+        assert {system.values.dtype for system in spectrum.systems} == {wanted}
+        assert spectrum.self_scores((x, y)).dtype is wanted
+    with pytest.raises(ValueError, match=r"factor_dtype must be torch\.float32 or torch\.float64, got torch\.bfloat16"):
+        FisherEstimator(net, factor_dtype=torch.bfloat16)
+
+
+def test_a_part_of_a_spectrum_has_the_scores_of_its_blocks() -> None:
+    model, (x, y) = Text(), ids()
+    spectrum = spectrum_of(model, x, y).at(damping={"up": 0.3, "*": 0.1})
+    blocks = spectrum.self_scores((x, y), by="block")
+    part = spectrum.part(["up.weight", "up.bias", "places"])
+    assert set(part.keys) == {("up.weight", "up.bias"), ("places",)} == set(part.self_scores((x, y), by="block"))
+    for key, scores in part.self_scores((x, y), by="block").items():
+        torch.testing.assert_close(scores, blocks[key])
+    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a registration with up\.bias"):
+        spectrum.part(["up.weight"])
+
+
 # --- damping ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,217 @@
+"""Spectra of large models, part by part: only the factors of one part of the parameters are in memory.
+
+Every part records all batches anew, with the same seed, so the result does not depend on the number of parts. The
+blocks of a part are written when it is done; a run that is repeated with the same folder skips them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.blocks.fisher import check_variables
+from kfac_fx.blocks.spectrum import Damping, System
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.passes.errors import RegistrationError, table
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import block_width
+from kfac_fx.spectrum.batches import as_batch
+from kfac_fx.spectrum.files import is_written, manifest_of, read_systems, write_blocks, write_manifest
+from kfac_fx.spectrum.model_spectrum import ModelSpectrum
+
+Parts = int | Sequence[Iterable[str]]
+
+
+def fit_spectrum(
+    net: CompiledModule,
+    batches: Iterable[Any],
+    *,
+    mode: str = "gradients",
+    case: str | None = None,
+    parts: Parts = 1,
+    memory: int | None = None,
+    folder: str | Path | None = None,
+    seed: int = 0,
+    scale: float | Tensor = 1.0,
+    damping: Damping = 0.0,
+    factor_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> ModelSpectrum:
+    """Record, decompose and correct the factors of a model, part by part. All cases have the same weight.
+
+    spectrum = kfac_fx.fit_spectrum(net, loader, case="sequence", parts=4, folder="factors")
+
+    Args:
+        net: the compiled module.
+        batches: of the data, in the same order whenever they are iterated: a list, or a DataLoader without shuffling.
+        mode: the estimation mode of the factors and of the correction; see `FisherEstimator`.
+        case: of the correction, see `ModelSpectrum.correct`; None: the eigenvalues are those of the factors.
+        parts: how many parts of about equal memory, or the names of the parameters of every part.
+        memory: bytes that the factors of a part and their eigenvectors may take, in place of `parts`.
+        folder: where the blocks are written as they are made, see `save_spectrum`. If it holds some of them, they
+            are not computed again. None: nowhere.
+        seed: of the samples.
+        scale, damping, dtype, device: as of `FisherEstimator.spectrum`; factor_dtype: as of `FisherEstimator`.
+
+    Raises:
+        RegistrationError: the parts do not fit the registrations, or a block is larger than `memory`.
+        ValueError: there are no batches, they are an iterator, which ends after the first part, or the folder holds
+            another spectrum.
+    """
+    if iter(batches) is batches:
+        raise ValueError("`batches` is an iterator, which cannot be repeated: pass a list or a DataLoader.")
+    first = next(iter(batches), None)
+    if first is None:
+        raise ValueError("`batches` has no batches.")
+    batch = as_batch(first)
+    net.recorder(batch.args, batch.kwargs)  # proves the registrations, which may change them
+    parameters = dict(net.model.named_parameters())
+    chosen = parts_of(net.registrations, parameters, parts, memory, factor_dtype)
+    registrations = [block for names in chosen for block in net.registrations if block.owners[0] in names]
+    settings = {"case": case, "seed": seed, "factor_dtype": str(factor_dtype), "dtype": str(dtype)}
+    manifest = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
+    path = None if folder is None else Path(folder)
+    if path is not None:
+        write_manifest(path, manifest)
+    systems: list[System] = []
+    for names in chosen:
+        blocks = [block for block in net.registrations if block.owners[0] in names]
+        if path is not None and is_written(path, manifest, blocks):
+            systems += read_systems(path, manifest, blocks, parameters)
+            continue
+        part = fit_part(net, batches, names, mode, case, seed, factor_dtype, dtype, device)
+        if path is not None:
+            write_blocks(path, manifest, part.systems)
+        systems += part.systems
+    owners = dict.fromkeys(name for block in net.registrations for name in block.owners)
+    shapes = {name: parameters[name].shape for name in owners if any(name in names for names in chosen)}
+    return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=mode, case=case)
+
+
+def fit_part(
+    net: CompiledModule,
+    batches: Iterable[Any],
+    names: Iterable[str],
+    mode: str,
+    case: str | None,
+    seed: int,
+    factor_dtype: torch.dtype | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> ModelSpectrum:
+    """The spectrum of the blocks of some parameters."""
+    estimator = FisherEstimator(
+        net, variables=names, exps=(), estimation_mode=mode, seed=seed, factor_dtype=factor_dtype
+    )
+    for each in batches:
+        batch = as_batch(each)
+        estimator.update_covariances(*batch.args, targets=batch.targets, fold=False, **batch.kwargs)
+    estimator.fold()
+    spectrum = estimator.spectrum(damping=0.0, dtype=dtype, device=device)
+    if case is None:
+        return spectrum
+    of_parameters = next(iter(net.model.parameters())).device
+    generator = torch.Generator(of_parameters).manual_seed(seed + 1)
+    return spectrum.correct(batches, case, generator=generator)
+
+
+# --- which parts ------------------------------------------------------------------------------------------------------
+
+
+def parts_of(
+    registrations: Sequence[Registration],
+    parameters: Mapping[str, Tensor],
+    parts: Parts,
+    memory: int | None,
+    dtype: torch.dtype | None = None,
+) -> list[frozenset[str]]:
+    """The names of the parameters of every part.
+
+    Raises RegistrationError if named parts do not fit the registrations or overlap, or a block exceeds `memory`;
+    ValueError for a number of parts below 1.
+    """
+    if not isinstance(parts, int):
+        named = [frozenset(names) for names in parts]
+        for names in named:
+            check_variables(names, registrations)
+        if twice := sorted(name for name in frozenset().union(*named) if sum(name in names for names in named) > 1):
+            raise RegistrationError(f"parameters are in several parts: {', '.join(twice)}")
+        return named
+    if parts < 1:
+        raise ValueError(f"parts must be at least 1, got {parts}.")
+    units = [
+        (names, sum(bytes_of(block, parameters, dtype) for block in blocks)) for names, blocks in joint(registrations)
+    ]
+    if memory is not None and (
+        wide := [(", ".join(sorted(names)), f"{size:,}") for names, size in units if size > memory]
+    ):
+        raise RegistrationError(
+            f"memory={memory:,} bytes are too few for the factors of these blocks:\n{table(wide)}\n"
+            "Pass more, or a smaller dense_limit to kfac_fx.compile."
+        )
+    bound = memory if memory is not None else smallest_bound([size for _, size in units], parts)
+    return packed(units, bound)
+
+
+def joint(registrations: Sequence[Registration]) -> list[tuple[frozenset[str], list[Registration]]]:
+    """Registrations that have parameters in common, as pieces of one have, and the names of these parameters."""
+    units: list[tuple[frozenset[str], list[Registration]]] = []
+    for registration in registrations:
+        names, blocks = frozenset(registration.owners), [registration]
+        meeting = [unit for unit in units if unit[0] & names]
+        for unit in meeting:
+            names, blocks = names | unit[0], unit[1] + blocks
+        place = units.index(meeting[0]) if meeting else len(units)
+        units = [unit for unit in units if unit not in meeting]
+        units.insert(place, (names, blocks))
+    return units
+
+
+def packed(units: Sequence[tuple[frozenset[str], int]], bound: int) -> list[frozenset[str]]:
+    """Neighbors together, as long as their bytes are within the bound."""
+    parts: list[frozenset[str]] = []
+    room = 0
+    for names, size in units:
+        if not parts or size > room:
+            parts.append(frozenset())
+            room = bound
+        parts[-1] |= names
+        room -= size
+    return parts
+
+
+def smallest_bound(sizes: Sequence[int], parts: int) -> int:
+    """The smallest number of bytes with which neighbors fit into so many parts."""
+    low, high = max(sizes), sum(sizes)
+    units = [(frozenset[str](), size) for size in sizes]
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(packed(units, middle)) <= parts else (middle + 1, high)
+    return low
+
+
+def bytes_of(registration: Registration, parameters: Mapping[str, Tensor], dtype: torch.dtype | None) -> int:
+    """Bytes of the factors of a block while they are decomposed: sums, averages and eigenvectors of every side, and
+    the eigenvalues."""
+    example = parameters[registration.owners[0]]
+    item = (dtype or torch.promote_types(example.dtype, torch.float32)).itemsize
+    if registration.matrix is None:
+        shape = (1, sum(parameters[name].numel() for name in registration.owners), 1)
+    else:
+        shape = registration.matrix.shape
+    structure, total = registration.structure, math.prod(shape)
+    for side, cut in zip((structure.left, structure.right), registration.blocks, strict=True):
+        if side is None:
+            continue
+        numbers = math.prod(side.shape(shape))
+        if cut > 1 and not side.diagonal:
+            numbers = shape[0] * cut * block_width(side.size(shape), cut) ** 2
+        total += 3 * numbers
+    return total * item

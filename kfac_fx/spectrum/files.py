@@ -1,0 +1,199 @@
+"""Spectra in folders: one safetensors file a block, and a manifest in JSON that is checked when they are loaded.
+
+A file appears under its name when it is complete, so a folder that a killed run left can be completed. Nothing in a
+folder is executed when it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from kfac_fx.blocks.block import make_groups
+from kfac_fx.blocks.spectrum import Damping, System
+from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.passes.errors import table
+from kfac_fx.passes.ir import Registration
+from kfac_fx.spectrum.model_spectrum import CaseNet, ModelSpectrum
+from kfac_fx.statistics.moments import Key
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # of the folder; another format is refused
+VALUES = "values"
+
+Manifest = dict[str, Any]
+
+
+class Net(CaseNet, Protocol):
+    """The part of a compiled module that a manifest describes."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def registrations(self) -> tuple[Registration, ...]: ...
+
+
+def manifest_of(net: Net, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
+    """What the files of a folder are of. settings: how they were made, which a resumed run must share."""
+    registrations = list(registrations)
+    parameters = dict(net.model.named_parameters())
+    owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
+    return {
+        "format": FORMAT,
+        "model": type(net.model).__name__,
+        "mode": mode,
+        "parameters": {name: list(parameters[name].shape) for name in owners},
+        "blocks": {
+            ",".join(registration.parameters): {
+                "file": f"block-{number:05}.safetensors",
+                "approximation": registration.approximation,
+                "sides": list(registration.blocks),
+            }
+            for number, registration in enumerate(registrations)
+        },
+        **settings,
+    }
+
+
+def differences(saved: Mapping[str, Any], here: Mapping[str, Any], place: str = "") -> list[tuple[str, str]]:
+    """The entries of two manifests that differ, by their path, and how."""
+    rows: list[tuple[str, str]] = []
+    for name in dict.fromkeys((*saved, *here)):
+        path = f"{place}{name}"
+        if name not in here or name not in saved:
+            rows.append((path, "is only in the folder" if name in saved else "is not in the folder"))
+        elif isinstance(saved[name], Mapping) and isinstance(here[name], Mapping):
+            rows += differences(saved[name], here[name], f"{path}: ")
+        elif saved[name] != here[name]:
+            rows.append((path, f"is {saved[name]!r} in the folder, and {here[name]!r} here"))
+    return rows
+
+
+def refuse_other(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises ValueError with all entries of two manifests that differ."""
+    if rows := differences(saved, here):
+        raise ValueError(f"the spectrum in {str(folder)!r} is another one:\n{table(rows)}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises FileNotFoundError without a manifest, ValueError for another format or text that is no manifest."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(folder)!r} has no {MANIFEST}: no spectrum was saved there.")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no manifest: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ValueError(f"{str(path)!r} has the format {found!r}, and this version of kfac_fx reads {FORMAT}.")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, or check it against one that is there. Raises ValueError if they differ."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MANIFEST).is_file():
+        refuse_other(folder, read_manifest(folder), manifest)
+        return
+    part = folder / f"{MANIFEST}.part"
+    part.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    os.replace(part, folder / MANIFEST)
+
+
+def write_blocks(folder: Path, manifest: Manifest, systems: Sequence[System]) -> None:
+    """Write the files of all blocks of the systems, each complete under its name."""
+    for system in systems:
+        for index, registration in enumerate(system.group.registrations):
+            operators = system.group.operators_of(index, system.operators)
+            tensors = {VALUES: system.values[index], **{f"operator {n}": op for n, op in enumerate(operators)}}
+            path = folder / manifest["blocks"][",".join(registration.parameters)]["file"]
+            part = path.with_suffix(".part")
+            save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, part)
+            os.replace(part, path)
+
+
+def is_written(folder: Path, manifest: Manifest, registrations: Iterable[Registration]) -> bool:
+    """Whether the files of all these blocks are there."""
+    blocks = manifest["blocks"]
+    return all((folder / blocks[",".join(block.parameters)]["file"]).is_file() for block in registrations)
+
+
+def read_systems(
+    folder: Path, manifest: Manifest, registrations: Sequence[Registration], parameters: Mapping[str, Tensor]
+) -> list[System]:
+    """The systems of these blocks. Raises FileNotFoundError with all files that are missing, ValueError for tensors of
+    other shapes than the blocks have."""
+    files = {
+        block.parameters: folder / manifest["blocks"][",".join(block.parameters)]["file"] for block in registrations
+    }
+    if missing := [path.name for path in files.values() if not path.is_file()]:
+        raise FileNotFoundError(
+            f"{len(missing)} of {len(files)} blocks are missing in {str(folder)!r}, the first is {missing[0]}. The run "
+            "that made it did not end; repeat it with the same folder, and it resumes."
+        )
+    without_data = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in parameters.items()
+    }
+    groups = make_groups(registrations, without_data, roots=(), damping=torch.zeros(()))
+    return [read_system(group, files, parameters) for group in groups]
+
+
+def read_system(group: BlockGroup, files: Mapping[Key, Path], parameters: Mapping[str, Tensor]) -> System:
+    device = parameters[group.registrations[0].owners[0]].device
+    values, operators = [], []
+    for registration in group.registrations:
+        tensors = load_file(files[registration.parameters], device=str(device))
+        values.append(tensors.pop(VALUES))
+        operators.append([tensors[f"operator {n}"] for n in range(len(tensors))])
+        if tuple(values[-1].shape) != group.shape:
+            raise ValueError(
+                f"{str(files[registration.parameters])!r} has eigenvalues {list(values[-1].shape)}, and {registration} "
+                f"is a matrix {list(group.shape)}."
+            )
+    light = group.without_factors(range(len(group)))
+    light.dtype, light.device = values[0].dtype, device
+    return System(light, torch.stack(values), light.stack_operators(operators))
+
+
+def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
+    """Write a spectrum into a folder: one safetensors file a block, and a manifest of model, parameters and blocks.
+
+    Raises ValueError if the folder holds another spectrum.
+    """
+    folder = Path(folder)
+    manifest = manifest_of(spectrum.net, spectrum.registrations, spectrum.mode, case=spectrum.case)  # type: ignore[arg-type]
+    write_manifest(folder, manifest)
+    write_blocks(folder, manifest, spectrum.systems)
+
+
+def load_spectrum(
+    net: Net, folder: str | Path, *, scale: float | Tensor = 1.0, damping: Damping = 0.0
+) -> ModelSpectrum:
+    """Load a spectrum that `save_spectrum` or `fit_spectrum` wrote for the same model.
+
+    Args:
+        net: the compiled module. Its parameters and the approximations of its blocks must be those of the folder.
+        scale, damping: as of `FisherEstimator.spectrum`.
+
+    Raises ValueError with all that differs between the manifest and the module, FileNotFoundError for missing files.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    names = {name for block in manifest["blocks"] for name in block.split(",")}
+    registrations = [block for block in net.registrations if names & set(block.parameters)]
+    here = manifest_of(net, registrations, manifest["mode"])
+    settings = {name: value for name, value in manifest.items() if name not in here}
+    refuse_other(folder, manifest, here | settings)
+    parameters = dict(net.model.named_parameters())
+    systems = read_systems(folder, manifest, registrations, parameters)
+    owners = dict.fromkeys(name for block in registrations for name in block.owners)
+    shapes = {name: parameters[name].shape for name in owners}
+    return ModelSpectrum(systems, shapes, scale, damping, net=net, mode=manifest["mode"], case=manifest.get("case"))

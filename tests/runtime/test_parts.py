@@ -1,0 +1,154 @@
+"""Spectra that are made part by part: equal bits, probes of the part alone, runs that resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kfac_fx
+from kfac_fx import Batch, RegistrationError, fit_spectrum
+from kfac_fx import parts as module
+from kfac_fx.parts import joint, packed, parts_of, smallest_bound
+from kfac_fx.recording.recorder import Recorder
+from tests.runtime.single_cases import T, Text, V
+
+Data = list[Batch]
+
+
+def net_and_data() -> tuple[kfac_fx.CompiledModule, Data]:
+    batches = [Batch(torch.randint(V, (n, T)), targets=torch.randint(V, (n, T))) for n in (3, 2)]
+    net = kfac_fx.compile(Text(), batches[0].args, loss="categorical", approximations={"norm": "generic"})
+    return net, batches
+
+
+def same(left: kfac_fx.ModelSpectrum, right: kfac_fx.ModelSpectrum) -> bool:
+    """Bit by bit, block by block."""
+    ours, theirs = left.places(), right.places()
+    pairs = [(ours[key], theirs[key]) for key in ours]
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(one.values[i], other.values[j])
+        and all(
+            torch.equal(a, b)
+            for a, b in zip(
+                one.group.operators_of(i, one.operators), other.group.operators_of(j, other.operators), strict=True
+            )
+        )
+        for (one, i), (other, j) in pairs
+    )
+
+
+@pytest.mark.parametrize(("mode", "case"), [("gradients", "sequence"), ("exact", None), ("empirical", "position")])
+def test_one_part_and_four_give_equal_bits(mode: str, case: str | None) -> None:
+    net, batches = net_and_data()
+    whole = fit_spectrum(net, batches, mode=mode, case=case)
+    for parts in (
+        4,
+        [
+            ["words.weight"],
+            ["up.weight", "up.bias", "places"],
+            ["norm.weight", "norm.bias", "down.weight", "down.bias"],
+        ],
+    ):
+        assert same(fit_spectrum(net, batches, mode=mode, case=case, parts=parts), whole)
+    assert whole.case == case and whole.shapes.keys() == dict(net.model.named_parameters()).keys()
+
+
+def test_the_spectrum_of_one_part_is_that_of_the_estimator() -> None:
+    net, batches = net_and_data()
+    estimator = kfac_fx.FisherEstimator(net, seed=0)
+    for batch in batches:
+        estimator.update_covariances(*batch.args, fold=False)
+    estimator.fold()
+    assert same(fit_spectrum(net, batches), estimator.spectrum())
+
+
+def test_probes_exist_for_the_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, batches = net_and_data()
+    seen: list[set[str]] = []
+    make_probes = Recorder.make_probes
+
+    def watched(self: Recorder, *args: Any) -> Any:
+        probes = make_probes(self, *args)
+        seen.append({r.parameters[0] for r, made in zip(self.registrations, probes, strict=True) if made})
+        return probes
+
+    monkeypatch.setattr(Recorder, "make_probes", watched)
+    spectrum = fit_spectrum(net, batches, parts=[["up.weight", "up.bias"]])
+    assert spectrum.keys == [("up.weight", "up.bias")] and seen == [{"up.weight"}] * len(batches)
+
+
+def test_a_killed_run_resumes_and_ends_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, batches = net_and_data()
+    whole, fit_part, done = fit_spectrum(net, batches, case="row"), module.fit_part, []
+
+    def killed(*args: Any) -> Any:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(args)
+        return fit_part(*args)
+
+    monkeypatch.setattr(module, "fit_part", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fit_spectrum(net, batches, case="row", parts=4, folder=tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"blocks are missing .* repeat it with the same folder, and it resumes"
+    ):
+        kfac_fx.load_spectrum(net, tmp_path)
+    monkeypatch.setattr(module, "fit_part", lambda *args: done.append(args) or fit_part(*args))
+    assert same(fit_spectrum(net, batches, case="row", parts=4, folder=tmp_path), whole)
+    assert len(done) == len(parts_of(net.registrations, dict(net.model.named_parameters()), 4, None)) > 2
+    assert same(kfac_fx.load_spectrum(net, tmp_path), whole)
+    with pytest.raises(ValueError, match=r"(?s)is another one:.*seed.*is 0 in the folder, and 1 here"):
+        fit_spectrum(net, batches, case="row", folder=tmp_path, seed=1)
+
+
+def test_a_bound_on_memory_makes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, batches = net_and_data()
+    parameters = dict(net.model.named_parameters())
+    sizes = [module.bytes_of(registration, parameters, None) for registration in net.registrations]
+    chosen = parts_of(net.registrations, parameters, 1, max(sizes))
+    assert len(chosen) > 1 and frozenset().union(*chosen) == parameters.keys()
+    assert same(fit_spectrum(net, batches, memory=max(sizes)), fit_spectrum(net, batches))
+    with pytest.raises(
+        RegistrationError, match=r"(?s)memory=100 bytes are too few.*words\.weight.*smaller dense_limit"
+    ):
+        fit_spectrum(net, batches, memory=100)
+
+
+def test_neighbors_are_packed_as_evenly_as_they_can_be() -> None:
+    assert [smallest_bound([3, 1, 4, 1, 5], parts) for parts in (1, 2, 3, 9)] == [14, 8, 5, 5]
+    units = [(frozenset([name]), size) for name, size in zip("abcde", [3, 1, 4, 1, 5], strict=True)]
+    assert [sorted(names) for names in packed(units, 8)] == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_pieces_of_one_parameter_stay_together() -> None:
+    class Sliced(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v = torch.nn.Parameter(torch.randn(6, 3)), torch.nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w[0:2].T + (x @ self.w[4:6].T).tanh() + self.v(x)
+
+    net = kfac_fx.compile(Sliced(), (torch.randn(4, 3),), loss="normal")
+    assert sorted(sorted(names) for names, _ in joint(net.registrations)) == [["v.bias", "v.weight"], ["w"]]
+    whole, parts = (fit_spectrum(net, [torch.randn(4, 3)], parts=n, mode="exact") for n in (1, 2))
+    assert whole.keys == parts.keys or sorted(whole.keys) == sorted(parts.keys)
+
+
+def test_wrong_parts_and_batches_are_refused() -> None:
+    net, batches = net_and_data()
+    with pytest.raises(ValueError, match=r"parts must be at least 1, got 0"):
+        fit_spectrum(net, batches, parts=0)
+    with pytest.raises(RegistrationError, match=r"up\.weight.*shares a registration with up\.bias"):
+        fit_spectrum(net, batches, parts=[["up.weight"]])
+    with pytest.raises(RegistrationError, match=r"parameters are in several parts: places"):
+        fit_spectrum(net, batches, parts=[["places"], ["places"]])
+    with pytest.raises(ValueError, match=r"`batches` is an iterator, which cannot be repeated"):
+        fit_spectrum(net, iter(batches))
+    with pytest.raises(ValueError, match=r"`batches` has no batches"):
+        fit_spectrum(net, [])

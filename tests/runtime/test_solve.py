@@ -1,0 +1,106 @@
+"""Conjugate gradients with a spectrum as the preconditioner, against dense solves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+import kfac_fx
+from kfac_fx import ConvergenceWarning, ModelSpectrum, Relative
+from kfac_fx.spectrum.solve import Product, conjugate_gradients
+from tests.runtime.single_cases import Gradients
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def curved() -> tuple[ModelSpectrum, Product, Tensor, list[str]]:
+    """The spectrum of a network of three layers with badly scaled inputs, products with its Gauss-Newton matrix, and
+    that matrix."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
+    x = torch.randn(40, 4) * torch.tensor([10.0, 1.0, 0.1, 3.0])
+    estimator = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x,), loss="normal"), estimation_mode="exact")
+    estimator.update_covariances(x)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    names = list(parameters)
+
+    def outputs(values: Gradients) -> Tensor:
+        result: Tensor = functional_call(model, values, (x,))
+        return result
+
+    jacobian = torch.func.jacrev(outputs)(parameters)
+
+    def product(vector: Gradients) -> Gradients:
+        """The Gauss-Newton matrix of the mean of squared errors: 2 Jᵀ J v / N."""
+        pushed = torch.stack([(jacobian[n] * vector[n]).flatten(2).sum(2) for n in names]).sum(0)
+        return {n: 2 / len(x) * torch.einsum("no,no...->...", pushed, jacobian[n]) for n in names}
+
+    j = torch.cat([jacobian[name].flatten(2) for name in names], dim=2).flatten(0, 1)
+    return estimator.spectrum(damping=1e-2), product, 2 * j.mT @ j / len(x), names
+
+
+def flat(vector: Gradients, names: list[str], lead: int = 0) -> Tensor:
+    return torch.cat([vector[name].flatten(lead) for name in names], dim=lead)
+
+
+def test_the_solution_is_that_of_the_dense_matrix() -> None:
+    spectrum, product, h, names = curved()
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    found = spectrum.solve(v, product, tolerance=1e-10)
+    expected = torch.linalg.solve(h + 1e-2 * torch.eye(len(h)), flat(v, names))
+    torch.testing.assert_close(flat(found.vector, names), expected, rtol=1e-6, atol=1e-8)
+    assert found.converged and found.residuals[-1] <= 1e-10 and found.residuals[0] == 1
+
+
+def test_a_matrix_of_kronecker_products_takes_one_iteration() -> None:
+    spectrum, _, _, _ = curved()
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    undamped = spectrum.at(damping=0.0).multiply
+    assert spectrum.solve(v, undamped).iterations == 1
+    damped = lambda u: {name: hu + 1e-2 * u[name] for name, hu in undamped(u).items()}  # noqa: E731
+    assert conjugate_gradients(v, damped, dict, (), 1e-8, 1000).iterations > 10
+
+
+def test_many_right_hand_sides_are_solved_at_once() -> None:
+    spectrum, product, h, names = curved()
+    v = {name: torch.randn(2, 3, *shape) for name, shape in spectrum.shapes.items()}
+    v = {
+        name: tensor * torch.tensor([[1.0, 0.0, 1e-3], [2, 3, 4]]).view(2, 3, *[1] * (tensor.dim() - 2))
+        for name, tensor in v.items()
+    }
+    found = spectrum.solve(v, vmap(vmap(product)), tolerance=1e-9)
+    expected = torch.linalg.solve(h + 1e-2 * torch.eye(len(h)), flat(v, names, 2).flatten(0, 1).mT).mT
+    torch.testing.assert_close(flat(found.vector, names, 2).flatten(0, 1), expected, rtol=1e-5, atol=1e-7)
+    assert found.converged.shape == (2, 3) and bool(found.converged.all())
+    assert found.residuals.shape == (found.iterations + 1, 2, 3) and not found.residuals[:, 0, 1].any()
+
+
+def test_every_block_is_damped_as_the_spectrum_is() -> None:
+    spectrum, product, h, names = curved()
+    damped = spectrum.at(damping={"0": 0.3, "2": Relative(0.5), "4": 1.0})
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    mean = next(values.mean() for key, values in spectrum.at(damping=0.0).eigenvalues().items() if "2.weight" in key)
+    amounts = {"0": torch.tensor(0.3), "2": 0.5 * mean, "4": torch.tensor(1.0)}
+    shift = flat({name: amounts[name[0]].expand(shape) for name, shape in spectrum.shapes.items()}, names)
+    expected = torch.linalg.solve(h + torch.diag(shift), flat(v, names))
+    torch.testing.assert_close(flat(damped.solve(v, product).vector, names), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_solve_that_stops_early_says_so() -> None:
+    spectrum, product, _, _ = curved()
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    with pytest.warns(ConvergenceWarning, match=r"1 of 1 right-hand sides have a residual of up to .* after 2 iterat"):
+        found = spectrum.solve(v, product, iterations=2)
+    assert found.iterations == 2 and not found.converged
+
+
+def test_what_is_not_positive_definite_is_refused() -> None:
+    spectrum, product, _, _ = curved()
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    with pytest.raises(ValueError, match=r"direction without positive curvature: `product` is not that of"):
+        spectrum.solve(v, lambda u: {name: -tensor for name, tensor in u.items()})
+    with pytest.raises(kfac_fx.NotRegisteredError, match=r"missing  0\.weight"):
+        spectrum.solve(v, lambda u: {})
+    with pytest.raises(kfac_fx.NotRegisteredError, match=r"missing  0\.weight"):
+        spectrum.solve({}, product)
