@@ -19,8 +19,9 @@ import kfac_fx
 from kfac_fx import demo
 from kfac_fx.cli.bench import bench, fitting_schedule, table_of_times
 from kfac_fx.cli.explain import explain
+from kfac_fx.cli.factors import add_factors, write_factors
 from kfac_fx.cli.passes import passes
-from kfac_fx.cli.problem import CommandError, add_arguments, read
+from kfac_fx.cli.problem import CommandError, add_arguments, load, read
 
 FORMATS = ("text", "json", "html", "dot")
 
@@ -44,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="kfac-fx", description="K-FAC for unmodified PyTorch models.")
     root.add_argument("--version", action="version", version=f"kfac-fx {kfac_fx.__version__}")
-    commands = root.add_subparsers(dest="name", required=True, metavar="report | explain | passes | bench | demo")
+    commands = root.add_subparsers(
+        dest="name", required=True, metavar="report | explain | passes | bench | factors | demo"
+    )
 
     report = commands.add_parser(
         "report",
@@ -91,6 +94,17 @@ def parser() -> argparse.ArgumentParser:
     )
     timed.set_defaults(command=bench_command)
 
+    fit = commands.add_parser(
+        "factors",
+        help="the Kronecker factors of a model over your data, decomposed, in a folder",
+        description="Record the factors of a model, decompose them, correct their eigenvalues, and write a safetensors "
+        "file for every block. A run that was stopped resumes.",
+        epilog="example: kfac-fx factors mine.py:net --data mine.py:loader --loss categorical --case sequence "
+        "--parts 4 --out factors",
+    )
+    add_factors(fit)
+    fit.set_defaults(command=factors_command)
+
     show = commands.add_parser(
         "demo",
         help="K-FAC beside SGD and AdamW on two small problems, in minutes",
@@ -135,6 +149,10 @@ def bench_command(options: argparse.Namespace) -> None:
     console = Console()
     console.print(table_of_times(contestants))
     console.print(fitting_schedule(contestants, options.overhead), soft_wrap=True)
+
+
+def factors_command(options: argparse.Namespace) -> None:
+    print(write_factors(load(options.model, {}), options))
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------

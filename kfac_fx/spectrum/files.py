@@ -6,7 +6,6 @@ folder is executed when it is loaded.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,16 +18,12 @@ from torch import Tensor, nn
 from kfac_fx.blocks.block import make_groups
 from kfac_fx.blocks.spectrum import Damping, System
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.passes.errors import table
 from kfac_fx.passes.ir import Registration
+from kfac_fx.spectrum.manifests import FORMAT, Manifest, read_manifest, refuse_other, write_manifest
 from kfac_fx.spectrum.model_spectrum import CaseNet, ModelSpectrum
 from kfac_fx.statistics.moments import Key
 
-MANIFEST = "manifest.json"
-FORMAT = 1  # of the folder; another format is refused
 VALUES = "values"
-
-Manifest = dict[str, Any]
 
 
 class Net(CaseNet, Protocol):
@@ -60,52 +55,6 @@ def manifest_of(net: Net, registrations: Iterable[Registration], mode: str, **se
         },
         **settings,
     }
-
-
-def differences(saved: Mapping[str, Any], here: Mapping[str, Any], place: str = "") -> list[tuple[str, str]]:
-    """The entries of two manifests that differ, by their path, and how."""
-    rows: list[tuple[str, str]] = []
-    for name in dict.fromkeys((*saved, *here)):
-        path = f"{place}{name}"
-        if name not in here or name not in saved:
-            rows.append((path, "is only in the folder" if name in saved else "is not in the folder"))
-        elif isinstance(saved[name], Mapping) and isinstance(here[name], Mapping):
-            rows += differences(saved[name], here[name], f"{path}: ")
-        elif saved[name] != here[name]:
-            rows.append((path, f"is {saved[name]!r} in the folder, and {here[name]!r} here"))
-    return rows
-
-
-def refuse_other(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ValueError with all entries of two manifests that differ."""
-    if rows := differences(saved, here):
-        raise ValueError(f"the spectrum in {str(folder)!r} is another one:\n{table(rows)}")
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Raises FileNotFoundError without a manifest, ValueError for another format or text that is no manifest."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(f"{str(folder)!r} has no {MANIFEST}: no spectrum was saved there.")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{str(path)!r} is no manifest: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise ValueError(f"{str(path)!r} has the format {found!r}, and this version of kfac_fx reads {FORMAT}.")
-    return manifest
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, or check it against one that is there. Raises ValueError if they differ."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / MANIFEST).is_file():
-        refuse_other(folder, read_manifest(folder), manifest)
-        return
-    part = folder / f"{MANIFEST}.part"
-    part.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    os.replace(part, folder / MANIFEST)
 
 
 def write_blocks(folder: Path, manifest: Manifest, systems: Sequence[System]) -> None:

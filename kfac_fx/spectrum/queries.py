@@ -7,16 +7,21 @@ batch are never held: rows meet the queries in the backward, block by block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_sources import Measurement
 from kfac_fx.recording.cases import Consumer, Counts
+from kfac_fx.recording.exact import tracked
+from kfac_fx.spectrum.manifests import FORMAT, write_manifest
 from kfac_fx.statistics import cases
 from kfac_fx.statistics.cases import Cases, LowRank, by_rows, inner_products
 from kfac_fx.statistics.moments import Key
@@ -67,6 +72,47 @@ class Queries:
         zeros = torch.zeros(len(self), counts.examples)
         by_block = {key: in_order(parts[key]) if key in parts else zeros.to(self.like(key)) for key in self.matrices}
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
+
+    def scores_of_all(
+        self,
+        batches: Iterable[Any],
+        *,
+        folder: str | Path | None = None,
+        measurement: Measurement | None = None,
+    ) -> Tensor:
+        """The scores of all examples of a DataLoader, [Q, N], with a progress bar on a terminal.
+
+        Args:
+            batches: in the same order whenever they are iterated, if there is a folder.
+            folder: where the scores of every batch are written; those that are there are not computed again.
+            measurement: see `scores`.
+
+        Raises ValueError if the folder holds the scores of other queries, or there are no batches.
+        """
+        path = None if folder is None else Path(folder)
+        if path is not None:
+            norms = {",".join(key): float(self.like(key).double().norm()) for key in self.matrices}
+            write_manifest(path, {"format": FORMAT, "queries": len(self), "norms": norms})
+        number = len(batches) if isinstance(batches, Sized) else 0
+        scores = [
+            self.scores_in_file(None if path is None else path / f"scores-{n:06}.safetensors", batch, measurement)
+            for n, batch in enumerate(
+                tracked(((1, each) for each in batches), number, f"scores of {len(self)} queries")
+            )
+        ]
+        if not scores:
+            raise ValueError("`batches` has no batches.")
+        return torch.cat(scores, dim=1)
+
+    def scores_in_file(self, path: Path | None, batch: Any, measurement: Measurement | None) -> Tensor:
+        if path is not None and path.is_file():
+            return load_file(path)["scores"]
+        scores: Tensor = self.scores(batch, measurement=measurement)
+        if path is not None:
+            part = path.with_suffix(".part")
+            save_file({"scores": scores.detach().contiguous()}, part)
+            os.replace(part, path)
+        return scores
 
     def like(self, key: Key) -> Tensor:
         matrices = self.matrices[key]

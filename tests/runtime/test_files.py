@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ def test_all_differences_of_another_model_are_named(tmp_path: Path) -> None:
             self.up, self.down = nn.Linear(3, 6), nn.Linear(6, 3)
 
     net = kfac_fx.compile(Other(), (x,), loss="categorical", approximations={"norm": "diagonal"})
-    with pytest.raises(ValueError, match=r"is another one:") as caught:
+    with pytest.raises(ValueError, match=r"holds something else:") as caught:
         load_spectrum(net, tmp_path)
     for words in (
         "model",
@@ -77,19 +76,12 @@ def test_all_differences_of_another_model_are_named(tmp_path: Path) -> None:
 def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     spectrum, _ = saved(tmp_path / "whole")
     net = spectrum.net
-    with pytest.raises(FileNotFoundError, match=r"has no manifest\.json: no spectrum was saved there"):
+    with pytest.raises(FileNotFoundError, match=r"has no manifest\.json: nothing was saved there"):
         load_spectrum(net, tmp_path / "nowhere")  # type: ignore[arg-type]
     block = tmp_path / "whole" / "block-00000.safetensors"
     tensors = load_file(block)
     save_file({**tensors, "values": tensors["values"][..., :-1].contiguous()}, block)
     with pytest.raises(ValueError, match=r"block-00000.*has eigenvalues .* is a matrix"):
-        load_spectrum(net, tmp_path / "whole")  # type: ignore[arg-type]
-    manifest = tmp_path / "whole" / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 7}))
-    with pytest.raises(ValueError, match=r"has the format 7, and this version of kfac_fx reads 1"):
-        load_spectrum(net, tmp_path / "whole")  # type: ignore[arg-type]
-    manifest.write_text("{")
-    with pytest.raises(ValueError, match=r"is no manifest"):
         load_spectrum(net, tmp_path / "whole")  # type: ignore[arg-type]
 
 

@@ -102,7 +102,7 @@ def test_a_killed_run_resumes_and_ends_equal(tmp_path: Path, monkeypatch: pytest
     assert same(fit_spectrum(net, batches, case="row", parts=4, folder=tmp_path), whole)
     assert len(done) == len(parts_of(net.registrations, dict(net.model.named_parameters()), 4, None)) > 2
     assert same(kfac_fx.load_spectrum(net, tmp_path), whole)
-    with pytest.raises(ValueError, match=r"(?s)is another one:.*seed.*is 0 in the folder, and 1 here"):
+    with pytest.raises(ValueError, match=r"(?s)holds something else:.*seed.*is 0 in the folder, and 1 here"):
         fit_spectrum(net, batches, case="row", folder=tmp_path, seed=1)
 
 

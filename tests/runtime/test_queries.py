@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import kfac_fx
+from kfac_fx import Queries
 from tests.runtime.single_cases import T, Text, V, classifier, inner, of_each, of_examples, spectrum_of
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -105,3 +110,33 @@ def test_a_scale_multiplies_the_fisher_and_not_the_damping(text: Fixture) -> Non
 def test_queries_without_graph_keep_none(text: Fixture) -> None:
     _, x, y, spectrum = text
     assert not spectrum.precondition((x, y)).scores((x, y)).requires_grad
+
+
+def test_scores_of_a_loader_are_written_and_resumed(
+    text: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, x, y, spectrum = text
+    loader = DataLoader(TensorDataset(x, y), batch_size=2)
+    queries = spectrum.precondition((x[:2], y[:2]))
+    expected = queries.scores((x, y))
+    torch.testing.assert_close(queries.scores_of_all(loader), expected)
+    assert len(list(loader)) == 3
+    done: list[int] = []
+    scores = Queries.scores
+
+    def killed(self: Queries, batch: Any, **options: Any) -> Any:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(1)
+        return scores(self, batch, **options)
+
+    monkeypatch.setattr(Queries, "scores", killed)
+    with pytest.raises(KeyboardInterrupt):
+        queries.scores_of_all(loader, folder=tmp_path)
+    done.pop()  # room for the last batch alone
+    torch.testing.assert_close(queries.scores_of_all(loader, folder=tmp_path), expected)
+    other = spectrum.precondition((x[1:3], y[1:3]))
+    with pytest.raises(ValueError, match=r"holds something else:"):
+        other.scores_of_all(loader, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"`batches` has no batches"):
+        other.scores_of_all([])
