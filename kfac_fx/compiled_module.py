@@ -124,6 +124,11 @@ class CompiledModule(nn.Module):
             sentences.append(f"sources of the exact modes are sent back one by one: {first.loop_reason}")
         if first is not None and first.emitted.plain_reason is not None:
             sentences.append(f"recordings are not compiled: {first.emitted.plain_reason}")
+        apart = {key: reason for _, cases in self._case_recorders for key, reason in cases.apart.items()}
+        sentences += [
+            f"gradients of single examples of {', '.join(key)} take one backward each: {reason}"
+            for key, reason in apart.items()
+        ]
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
         return [*sentences, *of_optimizer()]
 

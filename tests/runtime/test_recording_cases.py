@@ -66,6 +66,9 @@ def test_rows_that_belong_to_no_single_example_are_replaced_by_gradients() -> No
     torch.testing.assert_close(spectrum.precondition((x, y)).scores((x, y)), expected)
     torch.testing.assert_close(spectrum.self_scores((x, y)), expected.diagonal())
     assert "positions" in net.case_recorder(net.recorder((x,), {})).apart["weight",]
+    assert "gradients of single examples of weight take one backward each: its rows" in " ".join(
+        str(net.report).split()
+    )
 
 
 def test_weights_whose_rows_leave_out_a_part_are_corrected_exactly() -> None:
