@@ -7,6 +7,7 @@ from kfac_fx.compiler import compile
 from kfac_fx.diagnostics.loss_scale import LossScaleWarning
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.factor import NotRegisteredError
+from kfac_fx.fitting import fit_spectrum
 from kfac_fx.layer_collection import (
     AUTO_REUSE,
     VARIABLE_SCOPE,
@@ -18,7 +19,6 @@ from kfac_fx.layer_collection import (
     variable_scope,
 )
 from kfac_fx.optimizer import KFAC
-from kfac_fx.parts import fit_spectrum
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
     AmbiguousRegistrationError,

@@ -20,7 +20,7 @@ from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
-from kfac_fx.recording.cases import CaseRecorder, Consumer, Counts
+from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.output_losses import replaced
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.report import Report
@@ -214,7 +214,7 @@ class CompiledModule(nn.Module):
     ) -> Counts:
         """Hand the gradients of the examples of one batch to `consume`, registration by registration.
 
-        Args: see `kfac_fx.recording.cases.CaseRecorder.record`; `args` and `kwargs` are those of forward.
+        Args: see `kfac_fx.recording.case_recorder.CaseRecorder.record`; `args` and `kwargs` are those of forward.
         """
         return self.captures.run(
             args, kwargs, lambda recorder, values: self.case_recorder(recorder).record(values, consume, **options)

@@ -20,7 +20,7 @@ from kfac_fx.linalg.matrices import Root, full_precision
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
-from kfac_fx.recording.cases import Consumer, Counts
+from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
 from kfac_fx.statistics.moments import Key, Moments
 

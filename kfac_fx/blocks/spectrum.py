@@ -28,7 +28,7 @@ from kfac_fx.linalg.matrices import Place, dense
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
-from kfac_fx.statistics.cases import Cases
+from kfac_fx.statistics.case_gradients import Cases
 from kfac_fx.statistics.moments import Key
 
 

@@ -1,6 +1,7 @@
 """`ModelSpectrum`: s F + δ I of a compiled module, with what needs the gradients of single cases.
 
-The gradients come out of taps (`kfac_fx.recording.cases`), one block at a time, so the memory is that of one batch.
+The gradients come out of taps (`kfac_fx.recording.case_recorder`), one block at a time, so the memory is that of one
+batch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from kfac_fx.factors.stacks import Vector
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.vectors import joined
 from kfac_fx.passes.errors import nearest
+from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.recording.case_sources import Measurement
-from kfac_fx.recording.cases import Consumer, Counts
 from kfac_fx.spectrum.batches import as_batch
 from kfac_fx.spectrum.queries import Queries
 from kfac_fx.spectrum.solve import Product, Solution, conjugate_gradients
-from kfac_fx.statistics.cases import Cases, LowRank, sum_of_squares, weighted_squares
+from kfac_fx.statistics.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.statistics.moments import Key
 
 CASES = ("row", "position", "sequence")

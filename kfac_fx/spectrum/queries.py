@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kfac_fx.passes.errors import nearest
+from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.recording.case_sources import Measurement
-from kfac_fx.recording.cases import Consumer, Counts
 from kfac_fx.recording.exact import tracked
 from kfac_fx.spectrum.manifests import FORMAT, write_manifest
-from kfac_fx.statistics import cases
-from kfac_fx.statistics.cases import Cases, LowRank, by_rows, inner_products
+from kfac_fx.statistics import case_gradients
+from kfac_fx.statistics.case_gradients import Cases, LowRank, by_rows, inner_products
 from kfac_fx.statistics.moments import Key
 
 BY = ("sum", "block", "position")
@@ -39,7 +39,7 @@ class Queries:
         record: hands over the gradients of the examples of a batch; see `ModelSpectrum.record`.
     """
 
-    matrices: Mapping[Key, cases.Queries]
+    matrices: Mapping[Key, case_gradients.Queries]
     record: Record
 
     def __len__(self) -> int:

@@ -23,7 +23,7 @@ FLOORS = {
     "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks kfac_fx.divided",
     "models": "kfac_fx.capture_cache kfac_fx.in_place kfac_fx.layer_collection kfac_fx.fisher_blocks "
     "kfac_fx.report kfac_fx.compiled_module kfac_fx.compiler kfac_fx.distributed kfac_fx.estimator kfac_fx.spectrum "
-    "kfac_fx.parts",
+    "kfac_fx.fitting",
     "training": "kfac_fx.diagnostics kfac_fx.optim kfac_fx.optimizer",
     "programs": "kfac_fx kfac_fx.demo kfac_fx.cli",
 }

@@ -12,7 +12,7 @@ from torch import nn
 import kfac_fx
 from kfac_fx import load_spectrum, save_spectrum
 from tests.runtime.single_cases import T, Text, V, classifier
-from tests.runtime.test_parts import same
+from tests.runtime.test_fitting import same
 
 
 def saved(folder: Path, **options: object) -> tuple[kfac_fx.ModelSpectrum, Text]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kfac_fx
 from kfac_fx import Batch, FisherEstimator, RegistrationError, Relative
-from kfac_fx.recording.cases import CaseRecorder
+from kfac_fx.recording.case_recorder import CaseRecorder
 from tests.models import ZOO
 from tests.runtime.single_cases import (
     D,
@@ -188,7 +188,7 @@ class Largest(TorchDispatchMode):
 
 def test_gradients_of_a_batch_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 examples of a weight with 1600 numbers would be 102400 numbers."""
-    monkeypatch.setattr("kfac_fx.statistics.cases.CHUNK", 4000)
+    monkeypatch.setattr("kfac_fx.statistics.case_gradients.CHUNK", 4000)
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
     x, y = torch.randn(64, 40), torch.randint(3, (64,))
     spectrum = spectrum_of(model, x, y)

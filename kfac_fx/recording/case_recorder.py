@@ -1,8 +1,8 @@
 """The gradients of single cases, registration by registration, as the backward reaches them.
 
 `CaseRecorder.record` runs one forward of a batch of N examples, sends sources back, and hands the gradients of the N
-examples to a function as soon as all uses of a registration have their rows (`kfac_fx.statistics.cases`). It holds the
-rows of one batch, and no gradients.
+examples to a function as soon as all uses of a registration have their rows (`kfac_fx.statistics.case_gradients`). It
+holds the rows of one batch, and no gradients.
 
 Some registrations have no rows of single examples: generic parameters, uses whose gradient is summed over the batch,
 rows that are merged with positions or routed to experts, and parametrizations whose rows leave out a part of the
@@ -30,7 +30,7 @@ from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.recording.case_sources import Measurement, Source, measured, source_vectors
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.statistics.cases import Cases
+from kfac_fx.statistics.case_gradients import Cases
 from kfac_fx.statistics.moments import Key
 from kfac_fx.statistics.row_sums import Rows
 from kfac_fx.taps.collect import ROWS, CollectingTap

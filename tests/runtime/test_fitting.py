@@ -11,8 +11,8 @@ from torch import Tensor
 
 import kfac_fx
 from kfac_fx import Batch, RegistrationError, fit_spectrum
-from kfac_fx import parts as module
-from kfac_fx.parts import joint, packed, parts_of, smallest_bound
+from kfac_fx import fitting as module
+from kfac_fx.fitting import joint, packed, parts_of, smallest_bound
 from kfac_fx.recording.recorder import Recorder
 from tests.runtime.single_cases import T, Text, V
 
