@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -122,10 +123,14 @@ class CaseRecorder:
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
                 backward.outputs, rows, sums = fisher, losses_of.cases(losses), losses_of.summed(losses)
-                slots = [self.slots(loss.inputs, loss.case_axes, constants, backward) for _, loss in losses]
+
+                @cache
+                def layout() -> list[tuple[Tensor, Tensor]]:
+                    return [self.slots(loss.inputs, loss.case_axes, constants, backward) for _, loss in losses]
+
                 sources = (
-                    Source([loss.inputs for _, loss in sums], vectors, constants, [owner for owner, _ in slots])
-                    for vectors in source_vectors(mode, sums, [slot for _, slot in slots], by_row, generator)
+                    Source([loss.inputs for _, loss in sums], vectors, constants, lambda: [o for o, _ in layout()])
+                    for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
                 )
             for source, last in with_last(sources):
                 backward(source, consume, keep=not last)
@@ -145,7 +150,7 @@ class CaseRecorder:
         per_example = first // examples
         place = torch.arange(first, device=inputs.device)
         owner, slot = place // per_example, place % per_example
-        if per_example > 1 and examples > 1:
+        if examples > 1 and (per_example > 1 or len(shape) > 1):
             if per_example not in self.orders:
                 self.orders[per_example] = self.order(inputs, per_example, leaves, backward)
             if self.orders[per_example] == INTERLEAVED:

@@ -39,13 +39,13 @@ class Source:
     tensors: Sequence[Tensor]
     vectors: Sequence[Tensor]
     leaves: Sequence[Tensor]
-    owners: Sequence[Tensor]
+    owners: Callable[[], Sequence[Tensor]]
 
     def cotangents(self, example: int | None = None) -> Cotangents:
         """Of the outputs, for all examples or for one."""
         vectors = self.vectors
         if example is not None:
-            vectors = [v * (owner == example) for v, owner in zip(vectors, self.owners, strict=True)]
+            vectors = [v * (owner == example) for v, owner in zip(vectors, self.owners(), strict=True)]
         return pulled_back(self.tensors, vectors, self.leaves)
 
 
@@ -55,13 +55,17 @@ def measured(measurement: Measurement, outputs: Any, targets: Any, leaves: Seque
     if not isinstance(values, Tensor) or values.shape != (examples,):
         what = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"a measurement is one number for every example, [{examples}], and this one returned {what}.")
-    return Source([values], [torch.ones_like(values)], leaves, [torch.arange(examples, device=values.device)])
+    return Source([values], [torch.ones_like(values)], leaves, lambda: [torch.arange(examples, device=values.device)])
 
 
 def source_vectors(
-    mode: str, losses: LossPairs, slots: Sequence[Tensor], by_row: bool, generator: torch.Generator | None
+    mode: str,
+    losses: LossPairs,
+    slots: Callable[[], Sequence[Tensor]],
+    by_row: bool,
+    generator: torch.Generator | None,
 ) -> Iterator[list[Tensor]]:
-    """Gradients of the inputs of all losses, source by source."""
+    """Gradients of the inputs of all losses, source by source. slots: of every loss, asked for where they matter."""
     if is_exact(mode):
         for number, (c, loss) in enumerate(losses):
             shape, rows = inner_shape(mode, loss), loss.case_axes
@@ -69,14 +73,14 @@ def source_vectors(
                 one_hot = torch.zeros(prod(shape[rows:]), dtype=loss.inputs.dtype, device=loss.inputs.device)
                 one_hot[coordinate] = 1
                 vector = sqrt(c) * multiply_factor(mode, loss, one_hot.view(shape[rows:]).expand(shape))
-                yield from only_slots(losses, slots, number, vector)
+                yield from only_slots(losses, slots(), number, vector)
         return
     vectors = one_source_vectors(mode, losses, generator)
     if not by_row:
         yield vectors
         return
     for number, vector in enumerate(vectors):
-        yield from only_slots(losses, slots, number, vector)
+        yield from only_slots(losses, slots(), number, vector)
 
 
 def only_slots(losses: LossPairs, slots: Sequence[Tensor], number: int, vector: Tensor) -> Iterator[list[Tensor]]:

@@ -16,8 +16,8 @@ def test_slots_of_a_loss_are_sent_back_one_after_another_and_add_up() -> None:
         (1.0, Normal(other, targets=torch.zeros(2, 5))),
     ]
     slots = [torch.arange(3).view(1, 3, 1).expand(2, 3, 1), torch.zeros(2, 1, dtype=torch.int64)]
-    (whole,) = source_vectors("empirical", losses, slots, False, None)
-    by_row = list(source_vectors("empirical", losses, slots, True, None))
+    (whole,) = source_vectors("empirical", losses, lambda: slots, False, None)
+    by_row = list(source_vectors("empirical", losses, lambda: slots, True, None))
     assert len(by_row) == 4
     for number in (0, 1):
         torch.testing.assert_close(torch.stack([vectors[number] for vectors in by_row]).sum(0), whole[number])
@@ -29,7 +29,7 @@ def test_exact_sources_are_the_columns_of_the_factor() -> None:
     logits = torch.randn(2, 3, 4, requires_grad=True)
     loss = Categorical(logits)
     slots = [torch.arange(3).view(1, 3, 1).expand(2, 3, 1)]
-    vectors = torch.stack([each[0] for each in source_vectors("exact", [(1.0, loss)], slots, False, None)])
+    vectors = torch.stack([each[0] for each in source_vectors("exact", [(1.0, loss)], lambda: slots, False, None)])
     assert len(vectors) == 4 * 3
     p = logits.detach().softmax(-1)
     fisher = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
