@@ -33,6 +33,7 @@ from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.signature import capture_key
+from kfac_fx.passes.tracing.threads import CAPTURING
 from kfac_fx.recording.agreement import agreeing, continuing, with_generic
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.masks import PaddingMask, program_with_mask
@@ -94,7 +95,8 @@ class CaptureCache:
             self.refusal = "batch_dim needs the sizes of a batch, to know which of them counts the cases."
             return
         try:
-            traced = trace_model(self.model, options=self.arguments.options, layers=self.arguments.layers)
+            with CAPTURING:
+                traced = trace_model(self.model, options=self.arguments.options, layers=self.arguments.layers)
         except UntraceableError as error:
             self.refusal = str(error)
             return
@@ -102,7 +104,8 @@ class CaptureCache:
 
     def take(self, traced: Capture) -> None:
         """Take over a first capture."""
-        self.make_first(self.emitted(traced, self.arguments.passes(traced.program)))
+        with CAPTURING:
+            self.make_first(self.emitted(traced, self.arguments.passes(traced.program)))
 
     def make_first(self, recorder: Recorder) -> None:
         rest = (registration for registration in self.registrations if recorder.absent.issuperset(registration.owners))
@@ -135,7 +138,7 @@ class CaptureCache:
                 self.recorders.move_to_end(key)
                 cached.append(cached.pop(place))
                 if not recorder.proven:  # its first batch was empty, or not finite
-                    with self.trained.in_captures():
+                    with CAPTURING, self.trained.in_captures():
                         cached[-1] = self.proved(recorder, args, kwargs)
                     if self.first is recorder:
                         self.make_first(cached[-1])
@@ -143,7 +146,7 @@ class CaptureCache:
                     cached[-1] = agreeing(cached[-1], self.registrations, masked=self.masked)
                 return cached[-1]
         refuse_without_values(self.model, self.arguments.verify)
-        with self.trained.in_captures():
+        with CAPTURING, self.trained.in_captures():
             recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.exported(
                 args, kwargs, every_size=any(map(self.has_settings_of, cached))
             )
@@ -225,7 +228,7 @@ class CaptureCache:
         assert isinstance(emitted, EmittedSubmodules), (
             "bug in kfac_fx: an uncaptured call in a graph of the whole model"
         )
-        with self.trained.in_captures():
+        with CAPTURING, self.trained.in_captures():
             if uncaptured.captured:
                 emitted.checked = None
                 extended = self.proved(recorder, args, kwargs)

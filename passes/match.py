@@ -30,6 +30,7 @@ from .parametrizations.gathered import constant, gathered_weight
 from .parametrizations.jacobian import static_shape
 from .parametrizations.linear_map import LinearMap
 from .pieces import ParameterExpr
+from .tracing.threads import ThreadTracer
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def form_graph(layer: Layer, form: Form) -> fx.Node:
 @lru_cache(maxsize=1000)  # forms are the same for all models
 def returned(form: Callable[..., Any], roles: tuple[str, ...]) -> Any:
     """The value that a function returns, in its normalized graph."""
-    graph = fx.Tracer().trace(form)
+    graph = ThreadTracer().trace(form)
     pure = [node for node in graph.nodes if node.op == "placeholder" and node.target in roles]
     functional(graph)
     respell(graph)

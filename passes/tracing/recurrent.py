@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UntraceableError
 from ..torch_private import EXPECTED_HIDDEN_SIZE, PACK, UNPACK, assert_size
 from .substitutes import packed, recurrent, recurrent_cell, unpacked
+from .threads import replaced
 
 CELL_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 ATTENTION = F.multi_head_attention_forward.__name__
@@ -43,20 +44,15 @@ def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[list[ToldCases]]:
         padding.
     """
     mode = RecurrentMode(longest)
-    original = getattr(nn.RNNBase, EXPECTED_HIDDEN_SIZE)
 
-    def expected(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> Any:
+    def expected(below: Callable[..., Any], self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> Any:
         if batch_sizes is None or id(batch_sizes) not in mode.batches:
-            return original(self, input, batch_sizes)
+            return below(self, input, batch_sizes)
         width = self.proj_size or self.hidden_size
         return self.num_layers * (2 if self.bidirectional else 1), mode.batches[id(batch_sizes)].cases, width
 
-    setattr(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected)
-    try:
-        with mode:
-            yield mode.told
-    finally:
-        setattr(nn.RNNBase, EXPECTED_HIDDEN_SIZE, original)
+    with replaced(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected), mode:
+        yield mode.told
 
 
 @dataclass(frozen=True)

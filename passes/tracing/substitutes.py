@@ -24,7 +24,7 @@ may have saved these tensors, so their versions are kept, too: autograd compares
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torch.utils import checkpoint
 
 from ..errors import fatal
 from ..torch_private import CHECKPOINT_GENERATORS, buffers_of, debug_unwrap, versions_kept
+from .threads import replaced
 
 DRAWS = {"rand", "rand_like"}
 COMPARISONS = {
@@ -84,18 +85,14 @@ def outcome(comparison: str, number: Any, draw: Tensor) -> bool | None:
 @contextmanager
 def checkpoints_off() -> Iterator[None]:
     """Inside, checkpoints that are not reentrant do nothing. `watch.custom_functions` handles the others."""
-    originals = {name: getattr(checkpoint, name) for name in CHECKPOINT_GENERATORS}
 
-    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def nothing(below: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
 
-    for name in originals:
-        setattr(checkpoint, name, nothing)
-    try:
+    with ExitStack() as stack:
+        for name in CHECKPOINT_GENERATORS:
+            stack.enter_context(replaced(checkpoint, name, nothing))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(checkpoint, name, original)
 
 
 # --- `.data` ----------------------------------------------------------------------------------------------------------

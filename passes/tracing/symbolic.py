@@ -25,6 +25,7 @@ from .attributes import untouched
 from .devices import kinds
 from .outside import Observer, Outside
 from .signature import python_random, refuse_drawn
+from .threads import ThreadTracer
 from .watch import backward_hooks, cumulative_averages, custom_functions, forward_hooks, refuse_custom, untraceable
 
 CHECKED_INPUTS = (  # their forward branches on the rank of its input, which a proxy does not have
@@ -46,7 +47,7 @@ class Traced:
     outside: Outside
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(ThreadTracer):
     """Traces into torch's own modules, so that each operation has one spelling. Buffers are nodes of the graph."""
 
     proxy_buffer_attributes = True
@@ -67,6 +68,8 @@ class _Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """As torch.fx, which searches all tensors of the model at every read and is quadratic in the model's depth."""
+        if not self.traces_this_thread:
+            return attr_val
         name = self.names.get(id(attr_val))
         if name is None:
             return super().getattr(attr, attr_val, parameter_proxy_cache)

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -23,10 +24,10 @@ from ..torch_private import (
     OWN_FUNCTIONS,
     CheckpointFunction,
     NormBase,
-    function_apply,
 )
 from .settings import is_torchs
 from .substitutes import checkpoints_off
+from .threads import replaced
 
 # Words of torch's errors about branches on values of tensors.
 VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")
@@ -64,17 +65,14 @@ def custom_functions(exported: Exported | None = None) -> Iterator[set[str]]:
 
 @contextmanager
 def functions_applied(apply: Callable[[Apply, Function, tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
-    """Inside, applying an autograd.Function calls `apply(torch's apply, the Function, args, kwargs)`."""
-    original = function_apply()
+    """Inside, and in this thread, applying an autograd.Function calls `apply(torch's apply, the Function, args,
+    kwargs)`."""
 
-    def instead(cls: Function, *args: Any, **kwargs: Any) -> Any:
-        return apply(original.__get__(None, cls), cls, args, kwargs)
+    def instead(below: Apply, cls: Function, *args: Any, **kwargs: Any) -> Any:
+        return apply(partial(below, cls), cls, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(instead)  # type: ignore[assignment, method-assign]
-    try:
+    with replaced(torch.autograd.Function, "apply", instead):
         yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def refuse_custom(model: nn.Module, custom: set[str], *, exported: bool = True) -> None:
