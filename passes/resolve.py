@@ -29,7 +29,7 @@ Parameters that no match claims: generic where a loss depends on them, unused wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -49,15 +49,14 @@ from .parametrizations.jacobian import PerCase, as_per_case
 from .parametrizations.slices import region_of
 from .pieces import unallocated, viewed
 
+Reason = Callable[[Use], str | None]  # why a match goes; None: it stays
 FREE = "free of the batch: one gradient for all cases, right in expectation over sampled targets"
 
 
 def resolve(program: Program) -> Program:
     """See the module's docstring. Raises AmbiguousRegistrationError and LinkError with all culprits."""
-    claimed, notes = claims(program)
-    claimed, more = without_functions(claimed)
-    notes += more
-    matches, reasons = split_shared(program, claimed)
+    notes: list[Note] = []
+    matches, reasons = split_shared(without_functions(claims(program, notes), notes))
     groups = grouped(matches)
     check_requests(program, [(uses[0].layer, sorted(uses[0].parameter_set)) for uses in groups])
     registrations = [registration(program, uses, reasons) for uses in groups]
@@ -70,7 +69,7 @@ def resolve(program: Program) -> Program:
     )
 
 
-def without_functions(matches: list[Use]) -> tuple[list[Use], list[Note]]:
+def without_functions(matches: list[Use], notes: list[Note]) -> list[Use]:
     """Without the uses of parameters behind functions that are matrices elsewhere: what is left of these is generic."""
     matrices = {
         bound.parameter
@@ -78,21 +77,19 @@ def without_functions(matches: list[Use]) -> tuple[list[Use], list[Note]]:
         for role, bound in use.parameters.items()
         if not by_cases(use) and as_per_case(replace(use, parameters={role: bound})) is None
     }
-    remaining: list[Use] = []
-    notes: list[Note] = []
-    for use in matches:
-        if by_cases(use) and use.parameter_set & matrices:
-            notes.append(Note(str(use), "a function of a parameter that is a matrix elsewhere"))
-        else:
-            remaining.append(use)
-    return remaining, notes
+
+    def reason(use: Use) -> str | None:
+        matrix_elsewhere = by_cases(use) and use.parameter_set & matrices
+        return "a function of a parameter that is a matrix elsewhere" if matrix_elsewhere else None
+
+    return drop(matches, reason, notes)
 
 
 def by_cases(use: Use) -> bool:
     return any(isinstance(step, PerCase) for step in use.through)
 
 
-def split_shared(program: Program, matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], str]]:
+def split_shared(matches: list[Use]) -> tuple[list[Use], dict[frozenset[str], str]]:
     """Biases leave weights that are shared by different parameter sets, and the other way round; what cannot be told
     apart so is ambiguous."""
     sets: dict[str, set[frozenset[str]]] = defaultdict(set)
@@ -219,54 +216,56 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
 # --- claims -----------------------------------------------------------------------------------------------------------
 
 
-def claims(program: Program) -> tuple[list[Use], list[Note]]:
-    """The matches that stay, and why the others do not. Raises AmbiguousRegistrationError with all culprits."""
-    notes: list[Note] = []
-    matches = drop_generic(program, program.matches, notes)
-    matches = drop_split_groups(program, matches, notes)
-    matches = drop_ours(program, matches, notes)
-    matches = drop_contained(program, drop_joined(program, matches, notes), notes)
+def claims(program: Program, notes: list[Note]) -> list[Use]:
+    """The matches that stay; a note for each of the others. Raises AmbiguousRegistrationError with all culprits."""
+    matches = drop(program.matches, lambda use: WANTED if declared_generic(program, use) else None, notes)
+    matches = drop(matches, lambda use: split_group(program, use), notes)
+    matches = drop(matches, users_layers(program, matches), notes)
+    matches = drop(matches, joined_elsewhere(program, matches), notes)
+    matches = drop_contained(program, matches, notes)
     refuse_claimed_twice(program, matches)
-    return matches, notes
+    return matches
 
 
-def drop_generic(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
+def drop(matches: Iterable[Use], reason: Reason, notes: list[Note]) -> list[Use]:
+    """The matches that have no reason to go; a note with the reason of each of the others."""
     remaining: list[Use] = []
     for use in matches:
-        if declared_generic(program, use):
-            notes.append(Note(str(use), WANTED))
-        else:
+        if (words := reason(use)) is None:
             remaining.append(use)
+        else:
+            notes.append(Note(str(use), words))
     return remaining
 
 
-def drop_split_groups(program: Program, matches: Iterable[Use], notes: list[Note]) -> list[Use]:
-    remaining: list[Use] = []
-    for use in matches:
-        names, owners = use.parameter_set, {program.owner(name) for name in use.parameter_set}
-        groups = (program.options.groups.get(name) for name in sorted(owners | names))
-        split = [group for group in groups if group is not None and group not in (owners, names)]
-        if split and not program.layers[use.layer].parts:
-            notes.append(Note(str(use), f"splits the linked group ({', '.join(sorted(split[0]))})"))
-        else:
-            remaining.append(use)
-    return remaining
+def split_group(program: Program, use: Use) -> str | None:
+    names, owners = use.parameter_set, {program.owner(name) for name in use.parameter_set}
+    groups = (program.options.groups.get(name) for name in sorted(owners | names))
+    split = [group for group in groups if group is not None and group not in (owners, names)]
+    if not split or program.layers[use.layer].parts:
+        return None
+    return f"splits the linked group ({', '.join(sorted(split[0]))})"
 
 
-def drop_ours(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
-    owned: dict[fx.Node, list[int]] = defaultdict(list)  # the user's matches that a node is in
-    for number, use in enumerate(matches):
-        for node in use.nodes if declared_by_user(program, use) else ():
-            owned[node].append(number)
-    remaining: list[Use] = []
-    for use in matches:
-        near = set() if declared_by_user(program, use) else {n for node in use.nodes for n in owned.get(node, ())}
-        rival = next((matches[n] for n in sorted(near) if rivals(use, matches[n])), None)
-        if rival is None:
-            remaining.append(use)
-        else:
-            notes.append(Note(str(use), f"{rival} is of a layer of your own, which wins"))
-    return remaining
+def users_layers(program: Program, matches: Sequence[Use]) -> Reason:
+    """Why a match of a layer of ours goes: one of the user's own layers claims the same use."""
+    order = {id(use): number for number, use in enumerate(matches)}
+    by_node = uses_by_node(use for use in matches if declared_by_user(program, use))
+
+    def reason(use: Use) -> str | None:
+        near = () if declared_by_user(program, use) else (rival for node in use.nodes for rival in by_node[node])
+        rival = min((rival for rival in near if rivals(use, rival)), key=lambda rival: order[id(rival)], default=None)
+        return None if rival is None else f"{rival} is of a layer of your own, which wins"
+
+    return reason
+
+
+def uses_by_node(uses: Iterable[Use]) -> dict[fx.Node, list[Use]]:
+    by_node: dict[fx.Node, list[Use]] = defaultdict(list)
+    for use in uses:
+        for node in use.nodes:
+            by_node[node].append(use)
+    return by_node
 
 
 def declared_by_user(program: Program, use: Use) -> bool:
@@ -280,21 +279,19 @@ def rivals(use: Use, other: Use) -> bool:
     return not apart and bool(use.nodes & other.nodes and use.parameter_set & other.parameter_set)
 
 
-def drop_joined(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
-    """Drop matches of a layer with its shift, if the shift is a layer of its own elsewhere: apart, both are exact."""
-    by_node: dict[fx.Node, list[Use]] = defaultdict(list)
+def joined_elsewhere(program: Program, matches: Sequence[Use]) -> Reason:
+    """Why a match of a layer with its shift goes: the shift is a layer of its own elsewhere. Apart, both are exact."""
+    by_node = uses_by_node(matches)
     alone: dict[tuple[str, frozenset[str]], list[Use]] = defaultdict(list)
     for use in matches:
-        for node in use.nodes:
-            by_node[node].append(use)
         if len(use.parameter_set) == 1:
             alone[use.layer, use.parameter_set].append(use)
-    remaining: list[Use] = []
-    for use in matches:
+
+    def reason(use: Use) -> str | None:
         inside = {id(inner): inner for node in use.nodes for inner in by_node[node] if inner.nodes < use.nodes}.values()
         sets = {inner.parameter_set for inner in inside}
         elsewhere = (
-            (inner, other)
+            f"{inner} by itself, as {other} at {where(other.output)}"
             for inner in inside
             if inner.output is use.output
             and inner.layer != use.layer
@@ -302,19 +299,13 @@ def drop_joined(program: Program, matches: Sequence[Use], notes: list[Note]) -> 
             for other in alone[inner.layer, inner.parameter_set]
             if not any(other.nodes < joined.nodes for joined in by_node[other.output])
         )
-        separate = next(elsewhere, None) if not program.layers[use.layer].parts else None
-        if separate is None:
-            remaining.append(use)
-        else:
-            notes.append(Note(str(use), f"{separate[0]} by itself, as {separate[1]} at {where(separate[1].output)}"))
-    return remaining
+        return None if program.layers[use.layer].parts else next(elsewhere, None)
+
+    return reason
 
 
 def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) -> list[Use]:
-    by_node: dict[fx.Node, list[Use]] = defaultdict(list)
-    for use in matches:
-        for node in use.nodes:
-            by_node[node].append(use)
+    by_node = uses_by_node(matches)
     remaining: list[Use] = []
     for use in matches:
         parts = program.layers[use.layer].parts
