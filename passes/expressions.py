@@ -25,7 +25,7 @@ from .graphs.edit import attribute
 from .graphs.inplace import shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels_of
 from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, op_name
-from .graphs.views import bound_parameter
+from .graphs.views import bound_parameter, dims_after
 from .ir import ELEMENTS, Program
 from .parametrizations.functions import FUNCTIONS, Functions
 from .parametrizations.jacobian import small_functions
@@ -35,7 +35,6 @@ from .parametrizations.slices import (
     applied_to,
     basic,
     concatenated,
-    dims_after,
     expr_of,
     factor,
     is_one_slice,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def view_step(node: fx.Node, before: Shape) -> Step | None:
         return None
     probe = torch.empty(before, device="meta")
     try:
-        result = applied_to_tensor(node, probe)
+        result = computed(node, (probe, *node.args[1:]), node.kwargs)
     except (RuntimeError, TypeError, IndexError) as error:
         if fatal(error):
             raise
@@ -52,11 +52,10 @@ def view_step(node: fx.Node, before: Shape) -> Step | None:
         return None
     if name not in PERMUTES:
         return Step(before, tuple(result.shape))
-    distinct = torch.empty(tuple(range(2, len(before) + 2)), device="meta")  # every dimension has its own size
-    order = tuple(int(size) - 2 for size in applied_to_tensor(node, distinct).shape)
-    return Step(before, tuple(result.shape), order)
+    return Step(before, tuple(result.shape), dims_after(node, len(before), node.args[1:]))
 
 
-def applied_to_tensor(node: fx.Node, operand: Tensor) -> Any:
-    """Apply `node` to `operand` in the place of its first argument."""
-    return computed(node, (operand, *node.args[1:]), node.kwargs)
+def dims_after(node: fx.Node, dims: int, arguments: Sequence[Any]) -> Shape:
+    """The order that a permuting node with these further arguments leaves the dimensions of a tensor in."""
+    distinct = torch.empty(tuple(range(2, dims + 2)), device="meta")  # every dimension has its own size
+    return tuple(int(size) - 2 for size in computed(node, (distinct, *arguments), node.kwargs).shape)

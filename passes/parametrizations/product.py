@@ -32,11 +32,12 @@ from ..computed import Value
 from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
 from ..graphs.operations import PERMUTES, op_name
+from ..graphs.views import dims_after
 from ..matrix import Layout, Shape
 from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, WeightExample
 from ..pieces import ParameterExpr, Partner, Piece, ProductTerm, layout_in, unallocated, view_of, viewed
 from ..registration import Bound, Use
-from .slices import applied_to, dims_after, multiple_of, without_data
+from .slices import applied_to, multiple_of, without_data
 
 LEFT, RIGHT, TIMES, KRON_LEFT, KRON_RIGHT = "left", "right", "times", "kron left", "kron right"
 KRON_KINDS = (KRON_LEFT, KRON_RIGHT)

@@ -168,12 +168,6 @@ def moved_box(box: Box, dim: int, by: int) -> Box:
     return (*box[:dim], (start + by, stop + by), *box[dim + 1 :])
 
 
-def dims_after(node: fx.Node, dims: int, rest: Any) -> Shape:
-    """The order that a permuting node leaves the dimensions in."""
-    distinct = unallocated(tuple(range(2, dims + 2)))
-    return tuple(int(size) - 2 for size in applied_to(node, (distinct, *rest)).shape)
-
-
 def basic(index: Any) -> bool:
     """Whether an index makes a view."""
     items = index if isinstance(index, tuple) else (index,)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from kfac_fx.passes.graphs.views import dims_after
 from kfac_fx.passes.parametrizations import slices
 from kfac_fx.passes.parametrizations.slices import Sliced, in_region
 from kfac_fx.passes.pieces import ParameterExpr, slice_of, unallocated
@@ -111,7 +112,7 @@ def test_a_permuted_slice_has_its_dimensions_in_another_order(order: tuple[int, 
     (part,) = whole("w").slices
     sizes = tuple(NUMBERS["w"].shape[dim] for dim in order)
     assert torch.equal(shown(ParameterExpr(sizes, (slices.permuted(part, order),))), NUMBERS["w"].permute(order))
-    assert slices.dims_after(node(torch.permute, order), 3, (order,)) == order
+    assert dims_after(node(torch.permute, order), 3, (order,)) == order
 
 
 def test_a_multiple_multiplies_the_scale() -> None:

@@ -25,6 +25,7 @@ from kfac_fx.passes.matrix import MatrixForm
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.registration import literal_attrs
 from kfac_fx.passes.trace import trace_model
+from tests.contract.values import Values
 
 
 @pytest.fixture(autouse=True)
@@ -60,18 +61,6 @@ def matches(module: nn.Module, x: Tensor, exported: bool) -> Program:
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     (returned,) = [node for node in output.all_input_nodes if node.op != "placeholder"]
     return match(program.but(outputs=(returned,)))
-
-
-class Values(fx.Interpreter):
-    """Runs the graph and keeps what every node computed."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(fx.GraphModule(program.root, program.graph))
-        self.value: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.value[n.name] = super().run_node(n)
-        return self.value[n.name]
 
 
 def evaluated(value: Value, values: Mapping[str, Any]) -> Any:

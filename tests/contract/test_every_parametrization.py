@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from kfac_fx.linalg.vectors import split
-from kfac_fx.passes.computed import Value
-from kfac_fx.passes.ir import Options, Program, Registration, Use, tensor_attrs
+from kfac_fx.passes.ir import Options, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.parametrization import WeightExample
 from kfac_fx.passes.parametrizations import (
@@ -34,6 +33,7 @@ from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.statistics.row_sums import named
 from kfac_fx.taps.rows import both_rows
+from tests.contract.values import Values
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -139,23 +139,6 @@ class Side(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [model(x) for model in self.models.values()]
-
-
-class Values(fx.Interpreter):
-    """Runs the graph and keeps what every node computed."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(fx.GraphModule(program.root, program.graph))
-        self.value: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.value[n.name] = super().run_node(n)
-        return self.value[n.name]
-
-    def of(self, value: Value) -> Any:
-        if isinstance(value, fx.Node):
-            return self.value[value.name]
-        return value.function(*fx.map_arg(value.arguments, lambda node: self.value[node.name]))
 
 
 class Checked:
