@@ -7,7 +7,7 @@ Each is asked for the Fisher of the same small models in float64, by the approxi
 exact expectation over labels or with the true ones. Where two differ, the dense Fisher by autograd says who is how far
 away. None of them is a dependency:
 
-    pip install curvlinops-for-pytorch nngeometry backpack-for-pytorch laplace-torch asdfghjkl
+    pip install curvlinops-for-pytorch nngeometry backpack-for-pytorch laplace-torch asdfghjkl kronfluence
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import kfac_fx
+from benchmarks import agreement_kronfluence
 from benchmarks.agreement_peers import (
     CASES,
     CLASSES,
@@ -75,7 +76,22 @@ Reasons for the differences:
   Fisher.
 - **nngeometry, full blocks** differ by the epsilon of float32, which nngeometry adds where it divides.
 """
-PACKAGES = ("torch", "curvlinops-for-pytorch", "nngeometry", "backpack-for-pytorch", "laplace-torch", "asdfghjkl")
+KRONFLUENCE = [
+    "kronfluence, over the linear modules of two models (`benchmarks/agreement_kronfluence.py`): the empirical Fisher,",
+    '`case="sequence"`, a damping of a tenth of the mean eigenvalue. The columns are distances from ours.',
+    "",
+    "| model | corrected eigenvalues | pairwise scores | self-scores |",
+    "|---|---|---|---|",
+]
+PACKAGES = (
+    "torch",
+    "curvlinops-for-pytorch",
+    "nngeometry",
+    "backpack-for-pytorch",
+    "laplace-torch",
+    "asdfghjkl",
+    "kronfluence",
+)
 
 
 # --- matrices over all parameters, in the order of the model ----------------------------------------------------------
@@ -236,7 +252,11 @@ def page() -> str:
     lines = [columns, "|---|---|---|---|---|---|", *(line for name in MODELS for line in rows(name))]
     lines += ["", "laplace-torch, of the MLP without biases:", ""]
     lines += ["| structure | log-determinant from ours | covariance of logits from ours |", "|---|---|---|"]
-    return HEAD.replace("{versions}", versions()) + "\n".join([*lines, *laplace_rows()]) + "\n" + TAIL
+    lines += [*laplace_rows(), "", *KRONFLUENCE]
+    for name in agreement_kronfluence.PROBLEMS:
+        result = attempt("kronfluence", partial(agreement_kronfluence.rows, name))
+        lines.append(f"| {name} | {result}{' |' * (3 - result.count('|'))}")
+    return HEAD.replace("{versions}", versions()) + "\n".join(lines) + "\n" + TAIL
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from benchmarks import __main__, agreement, cost_docs, host_time, methods, scale, step_parts, step_time
+from benchmarks import (
+    __main__,
+    agreement,
+    agreement_kronfluence,
+    cost_docs,
+    host_time,
+    methods,
+    scale,
+    step_parts,
+    step_time,
+)
 from benchmarks.flops import flops_of
 from benchmarks.methods import Method
 from benchmarks.step_models import Loss, Problem
@@ -79,7 +89,15 @@ def test_peers_that_are_not_installed_are_said_to_be(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(agreement, "PEERS", agreement.PEERS[:2])
     lines = [line for line in agreement.page().splitlines() if line.startswith("| MLP |")]
     assert len(lines) == 2
+    lines += [line for line in agreement.page().splitlines() if line.startswith(("| UCI network |", "| GPT of"))]
+    assert len(lines) == 4
     assert all(line.endswith("| not installed | | |") for line in lines)
+
+
+@pytest.mark.parametrize("name", agreement_kronfluence.PROBLEMS)
+def test_scores_are_those_of_kronfluence(name: str) -> None:
+    pytest.importorskip("kronfluence")
+    assert all(float(distance) < 1e-6 for distance in agreement_kronfluence.rows(name).split(" | "))
 
 
 def test_what_peers_are_compared_with_is_the_dense_fisher() -> None:
