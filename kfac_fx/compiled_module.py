@@ -260,8 +260,8 @@ class CompiledModule(nn.Module):
         call: the (args, kwargs) of those outputs, if padding is to be left out.
         """
         assert self.captures.first is not None, "bug in kfac_fx: losses before the first capture"
-        if call is None or self.program.mask is None:
-            of = self.captures.first.losses
+        of = self.captures.first.losses
+        if call is None or (self.program.mask is None and not of.ignoring):
             return of.averaged(of.on(outputs, fisher, targets))
         recorder = self.recorder(*call)
         of, values = recorder.losses, recorder.capture.flatten(*call)

@@ -130,7 +130,7 @@ class FisherEstimator(BlockDiagonalFisher):
         super().__init__(roots, damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
         self._pending: dict[Key, dict[str, Tensor]] = {}
-        self._pending_cases = 0
+        self._pending_cases: int | Tensor = 0
         self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
         self._options |= {} if memory is None else {"memory": memory}
         self._pending_gradients: dict[str, Tensor] = {}
@@ -230,7 +230,7 @@ class FisherEstimator(BlockDiagonalFisher):
             on_error.pop_all()
 
     def _restore_pending(
-        self, sums: dict[Key, dict[str, Tensor]], gradients: dict[str, Tensor], cases: int, paused: set[Key]
+        self, sums: dict[Key, dict[str, Tensor]], gradients: dict[str, Tensor], cases: int | Tensor, paused: set[Key]
     ) -> None:
         self._pending, self._pending_gradients, self._pending_cases, self._paused = sums, gradients, cases, paused
 
@@ -279,12 +279,12 @@ class FisherEstimator(BlockDiagonalFisher):
         """
         if not self._pending and not self._paused:
             return True
-        if self.batch_size is not None and self._pending_cases != self.batch_size:
-            many = "1 case" if self._pending_cases == 1 else f"{self._pending_cases} cases"
+        if self.batch_size is not None and (recorded := int(self._pending_cases)) != self.batch_size:
+            many = "1 case" if recorded == 1 else f"{recorded} cases"
             raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
         self._pending = {key: sums for key, sums in self._pending.items() if key not in self._paused}
-        cases = self._total()  # a tensor of several processes, whose empty batch counts as one that is not finite
+        cases = self._total()  # if it is a tensor, an empty batch counts as one that is not finite
         empty = isinstance(cases, int) and cases == 0
         if not empty:
             with full_precision():
@@ -303,7 +303,7 @@ class FisherEstimator(BlockDiagonalFisher):
         if self.replicas is None or self.replicas.number == 1:
             return self._pending_cases
         everything = [self._pending_gradients, *self._pending.values()]
-        cases = self.damping.new_tensor(self._pending_cases, dtype=torch.float64)
+        cases = torch.as_tensor(self._pending_cases, dtype=torch.float64, device=self.damping.device)
         cases, *totals = self.replicas.total([cases, *(value for sums in everything for value in sums.values())])
         total = iter(totals)
         for sums in everything:

@@ -90,6 +90,7 @@ class LossSite:
     targets: fx.Node
     reduction: str  # "mean", "sum" or "none", as forward wrote it
     node: fx.Node
+    ignored: Any = None  # the target that is no case, a number or a node; None: every target is one
 
 
 @dataclass(frozen=True)

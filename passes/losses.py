@@ -155,7 +155,9 @@ def single(graph: fx.Graph) -> bool:
 def loss_site(node: fx.Node) -> LossSite:
     inputs, targets = (before_broadcast(arg) for arg in node.args[:2])
     reduction = next(arg for arg in node.args if arg in ("mean", "sum", "none"))
-    return LossSite(BY_NAME[op_name(node)].distribution, inputs, targets, str(reduction), node)
+    loss = BY_NAME[op_name(node)]
+    ignored = dict(zip(loss.arguments, node.args, strict=False)).get("ignore_index")
+    return LossSite(loss.distribution, inputs, targets, str(reduction), node, ignored)
 
 
 def before_broadcast(node: Any) -> fx.Node:

@@ -25,6 +25,7 @@ class TorchLoss:
         function: the function; its first two arguments are the inputs and the targets.
         module: the module that calls it.
         distribution: the name of the distribution, as in `compile(..., loss="categorical")`.
+        short: the name of this loss with its reduction, as in `compile(..., loss="mse")`; so is `name`.
         aten: the name of ATen's operation, before `normalize`.
         outside: arguments that change the loss and do not belong to the distribution.
         classes_second: the inputs have the classes on dimension 1, and not on the last.
@@ -34,6 +35,7 @@ class TorchLoss:
     function: Callable[..., Tensor]
     module: type[nn.Module]
     distribution: str
+    short: str
     aten: str
     outside: tuple[str, ...] = ("weight",)
     classes_second: bool = False
@@ -54,20 +56,23 @@ TORCH_LOSSES = (
         F.cross_entropy,
         nn.CrossEntropyLoss,
         "categorical",
+        "cross_entropy",
         "cross_entropy_loss",
         outside=("weight", "label_smoothing"),
         classes_second=True,
         averages_elements=False,
     ),
-    TorchLoss(F.mse_loss, nn.MSELoss, "normal", "mse_loss"),
+    TorchLoss(F.mse_loss, nn.MSELoss, "normal", "mse", "mse_loss"),
     TorchLoss(
         F.binary_cross_entropy_with_logits,
         nn.BCEWithLogitsLoss,
         "multi_bernoulli",
+        "bce_with_logits",
         "binary_cross_entropy_with_logits",
         outside=("weight", "pos_weight"),
     ),
 )
 BY_NAME: Mapping[str, TorchLoss] = {loss.name: loss for loss in TORCH_LOSSES}
 BY_DISTRIBUTION: Mapping[str, TorchLoss] = {loss.distribution: loss for loss in TORCH_LOSSES}
+SHORT: Mapping[str, TorchLoss] = {name: loss for loss in TORCH_LOSSES for name in (loss.short, loss.name)}
 EVERY_NAME = {name for loss in TORCH_LOSSES for name in (loss.name, loss.aten)}

@@ -7,6 +7,7 @@ another version of torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -180,6 +181,8 @@ versions_kept = torch.autograd.grad_mode._unsafe_preserve_version_counter
 
 debug_unwrap = torch.func.debug_unwrap  # the tensor inside a wrapper of torch.func
 TRANSFORMS = "/_functorch/eager_transforms"  # the file that implements grad, jvp, vjp, ... of torch.func
+# The code of the functions that begin a backward, and the names of their arguments that hold the losses.
+BACKWARD = {Tensor.backward.__code__: "self", torch.autograd.backward.__code__: "tensors"}
 GRAD, UNWRAP = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__
 
 
@@ -194,6 +197,19 @@ def transforms() -> int:
     torch has no public way to ask. Tensors do not tell either: inside of a transformation, all of them are wrapped.
     """
     return torch._C._functorch.get_dynamic_layer_stack_depth() + forward_ad._current_level + 1
+
+
+def backward_roots(thread: int) -> tuple[Tensor, ...]:
+    """The tensors that `Tensor.backward` or `torch.autograd.backward` was called on, if one of them runs in `thread`.
+
+    Hooks of tensors are not told which loss is differentiated. The frames of the thread have it; on an accelerator the
+    hooks run in a thread of their own.
+    """
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code not in BACKWARD:
+        frame = frame.f_back
+    roots = () if frame is None else frame.f_locals.get(BACKWARD[frame.f_code], ())
+    return (roots,) if isinstance(roots, Tensor) else tuple(root for root in roots if isinstance(root, Tensor))
 
 
 def function_apply() -> Any:

@@ -9,6 +9,7 @@ with label smoothing, there is no warning.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 
@@ -18,11 +19,15 @@ from torch import Tensor
 from kfac_fx.diagnostics.watched import PROPORTIONAL, LossFactor, Watched, factors, gradient_behind
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.losses import Categorical, Normal
+from kfac_fx.losses.distributions import DISTRIBUTIONS
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import warn_user
+from kfac_fx.passes.torch_losses import TORCH_LOSSES
 
 TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
+NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
+TORCH_VARIANCE = 0.5  # at which a Normal loss is a sum of squares, as mse_loss with reduction="sum"
 LISTED = 8  # parameters that a warning names
 WHY = (
     "Curvature and gradient must be those of one loss: damping and step size depend on it. This was seen at the first "
@@ -31,8 +36,8 @@ WHY = (
 
 
 class LossScaleWarning(UserWarning):
-    """The loss that is trained is a multiple of the registered one, has its classes on another axis, or reaches other
-    parameters."""
+    """The loss that is trained is a multiple of the registered one, has its classes on another axis, fits no targets of
+    it, or reaches other parameters."""
 
     __module__ = "kfac_fx"
 
@@ -55,7 +60,11 @@ def check_scale(
     used = [forward for forward in watched if forward.gradients]
     with torch.enable_grad():
         lines = [line for forward in used[:1] for line in misplaced_classes(forward)]
-        each = [] if lines else [factors(forward, value if len(used) == 1 else None) for forward in used]
+        lines += [line for forward in used[:1] for line in without_targets(forward)] if not lines else []
+        seen = [None if forward.value is None else forward.value / loss_scale for forward in used]
+        values = [value] if value is not None and len(used) == 1 else seen
+        pairs = [] if lines else zip(used, values, strict=True)
+        each = [factors(forward, known, len(used), loss_scale) for forward, known in pairs]
     same_losses = not any(len(of_forward) != len(each[0]) for of_forward in each)
     for of_loss in zip(*each, strict=True) if same_losses else ():
         cases = sum(factor.cases for factor in of_loss)
@@ -82,8 +91,14 @@ def factor_of_step(of_loss: Sequence[LossFactor], cases: int, reduction: str, lo
 
 
 def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
-    """Cases without a target may count, or not."""
-    return near(multiple, 1.0) or (len(of_loss) == 1 and near(multiple, 1.0 / of_loss[0].with_targets))
+    """Cases without a target may count, or not.
+
+    The divisor may also be between the two numbers: the labels of sequences are counted before they are shifted, as for
+    the `num_items_in_batch` of Hugging Face's Trainer.
+    """
+    labels = sum(factor.with_targets * factor.cases for factor in of_loss)
+    most = sum(factor.cases for factor in of_loss) / labels
+    return 1.0 - TOLERANCE <= multiple <= (1.0 + TOLERANCE) * most
 
 
 def near(number: float, other: float) -> bool:
@@ -102,7 +117,7 @@ def is_power_of_two(multiple: float) -> bool:
 
 def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduction: str) -> str:
     """The line of the warning: the multiple, its usual cause, and the code to write instead."""
-    loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.cases
+    loss, elements = factor.loss, factor.loss.inputs.numel() / factor.loss.all_cases
     name, weight = type(loss).__name__, factor.coefficient * multiple
     variance = f", var={loss.var:g}" if isinstance(loss, Normal) else ""
     register = (
@@ -120,9 +135,11 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
             (cases, "it is multiplied by the number of cases: a sum over them needs no factor"),
             (1 / cases, "it is their mean: write KFAC(..., reduction='mean')"),
         ]
+    mean = short_name(factor)
+    by_name = f"register it as loss={mean!r}" if mean and near(weight * elements, 1.0) else register
     usual += [
         (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
-        (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {register}"),
+        (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {by_name}"),
     ]
     may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER
     scaler = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else " if may_be_scaler else ""
@@ -131,6 +148,53 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
         f"the trained loss is {multiple:.4g} times the {reduction} of the registered {name} loss over its {cases} "
         f"cases; {next((text for number, text in usual if near(multiple, number)), other)}."
     )
+
+
+def short_name(factor: LossFactor) -> str | None:
+    """The name of the loss of torch that averages the elements of the registered distribution, if there is one."""
+    kinds = {DISTRIBUTIONS[of_torch.distribution]: of_torch for of_torch in TORCH_LOSSES}
+    of_torch = kinds.get(type(factor.loss)) if isinstance(factor.spec, LossSpec) else None
+    other = isinstance(factor.loss, Normal) and factor.loss.var != TORCH_VARIANCE
+    return None if of_torch is None or not of_torch.averages_elements or other else of_torch.short
+
+
+def scale_of_caller() -> float:
+    """The loss scale of the GradScaler whose `step` called, which has divided the gradients by it; 1 without one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(caller := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return float(caller.get_scale())
+        frame = frame.f_back
+    return 1.0
+
+
+# --- gradients that fit no targets ------------------------------------------------------------------------------------
+
+
+def without_targets(watched: Watched) -> list[str]:
+    """The lines of the warning, for Categorical losses on outputs that the trained loss does not take for logits.
+
+    Over the classes of a case the gradient of every cross entropy sums to zero, with any targets, weights, smoothing.
+    """
+    leaves, weighted = watched.losses()
+    lines = []
+    for _, _, loss in weighted:
+        gradient = gradient_behind(loss.inputs, leaves, watched.arrived()) if isinstance(loss, Categorical) else None
+        if gradient is not None and bool(gradient.isfinite().all()) and rest_of_classes(gradient) > NO_CLASSES:
+            lines.append(
+                f"the trained loss fits no targets of the registered {type(loss).__name__} loss: the outputs "
+                f"{list(loss.inputs.shape)} have gradients that do not sum to zero over the classes, so the loss takes "
+                "them for something else than logits. If it compares cases (contrastive losses), compute the "
+                "similarities in forward, as in return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile that "
+                'module, whose outputs are the logits. If it is a squared error, write loss="mse".'
+            )
+    return lines
+
+
+def rest_of_classes(gradient: Tensor) -> float:
+    """The sums of a gradient over the last axis, relative to its size: from 0 to 1."""
+    size = float(gradient.abs().sum())
+    return float(gradient.sum(-1).abs().sum()) / size if size else 0.0
 
 
 # --- classes on another axis ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ multiple of that loss's own gradient, the multiple is the factor of the trained 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.losses import Categorical, Normal
+from kfac_fx.losses.distributions import IGNORED
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import backward_roots
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.recording.recorder import Recorder
 
@@ -42,10 +45,20 @@ class Watched:
     part: float  # of the batch that is kept
     autocast: bool
     gradients: dict[int, Tensor] = field(default_factory=dict)  # arrived so far, by leaf
+    kept: Sequence[Tensor | None] = ()  # see `OutputLosses.kept`
+    thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
+    roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
 
     def take(self, leaf: int, gradient: Tensor) -> None:
+        self.roots |= {id(root): root.detach() for root in backward_roots(self.thread)}
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
         self.gradients[leaf] = gradient + self.gradients[leaf] if leaf in self.gradients else gradient
+
+    @property
+    def value(self) -> float | None:
+        """The value of the loss that was differentiated; None if it was not one number."""
+        values = list(self.roots.values())
+        return float(values[0]) if len(values) == 1 and values[0].numel() == 1 else None
 
     def arrived(self) -> list[Tensor]:
         """The gradient of every one of the Fisher's outputs."""
@@ -67,7 +80,8 @@ class Watched:
         outputs = list(self.outputs)
         for place, constant in zip(self.places, constants, strict=False):
             outputs[place] = constant
-        pairs = self.recorder.losses.on(pytree.unflatten(outputs, self.spec), tuple(constants), self.targets)
+        tree, of = pytree.unflatten(outputs, self.spec), self.recorder.losses
+        pairs = of.on(tree, tuple(constants), self.targets, self.kept)
         weights = [weight for weight, _ in self.recorder.losses.averaged(pairs)]
         return constants, [(c, weight, loss) for (c, loss), weight in zip(pairs, weights, strict=True)]
 
@@ -109,6 +123,7 @@ def watch(
         cases,
         part,
         any(torch.is_autocast_enabled(value.device.type) for value in fisher),
+        kept=[None if kept is None else first(kept, cases) for kept in recorder.losses.kept(values)],
     )
     for leaf in hooked:
         if leaves[leaf].requires_grad:
@@ -187,16 +202,22 @@ class LossFactor:
     multiple: float
     loss: LossFunction  # the registered one
     coefficient: float  # its weight
-    cases: int  # of the whole batch
+    cases: int  # of the whole batch, also those without a target
     with_targets: float  # the part of the cases that has a target
     spec: object  # the origin of the loss
 
 
-def factors(watched: Watched, value: float | None) -> list[LossFactor]:
-    """The factors of the registered losses, as far as they can be told. value: of the user's whole loss, if known."""
+def factors(watched: Watched, value: float | None, parts: int = 1, loss_scale: float = 1.0) -> list[LossFactor]:
+    """The factors of the registered losses, as far as they can be told.
+
+    Args:
+        value: of the user's whole loss, if known, without a loss scale.
+        parts: the number of losses that the user may have divided it into.
+        loss_scale: the factor of the loss in the backward, if it is known.
+    """
     arrived, spec = watched.arrived(), watched.recorder.loss
     leaves, weighted = watched.losses()
-    factors: list[LossFactor] = []
+    known: list[LossFactor] = []
     taken: set[int] = set()
     for registered, weight, loss in weighted:
         gradient = gradient_behind(loss.inputs, leaves, arrived)
@@ -206,20 +227,21 @@ def factors(watched: Watched, value: float | None) -> list[LossFactor]:
             targets = loss.targets_behind(gradient)
             if targets is None:
                 alone = len(weighted) == 1 and watched.part == 1
-                multiple = factor_of_value(weight, loss, gradient, value) if alone else None
-                factors += [] if multiple is None else [LossFactor(multiple, loss, registered, loss.cases, 1.0, spec)]
+                multiple = factor_of_value(weight, loss, gradient / loss_scale, value, parts) if alone else None
+                if multiple is not None:
+                    known.append(LossFactor(multiple * loss_scale, loss, registered, loss.all_cases, 1.0, spec))
                 continue
             loss.with_targets(targets)
         expected = torch.autograd.grad(
-            weight * loss.evaluate() / loss.cases, leaves, allow_unused=True, retain_graph=True
+            weight * loss.evaluate() / loss.all_cases, leaves, allow_unused=True, retain_graph=True
         )
         reached = {n: gradient for n, gradient in enumerate(expected) if gradient is not None}
         multiple = None if taken & {*reached} else ratio([arrived[n] for n in reached], [*reached.values()])
         taken |= {*reached}
         if multiple is not None:
-            cases = round(loss.cases / watched.part)
-            factors.append(LossFactor(multiple / watched.part, loss, registered, cases, part_with_targets(loss), spec))
-    return factors
+            cases = round(loss.all_cases / watched.part)
+            known.append(LossFactor(multiple / watched.part, loss, registered, cases, part_with_targets(loss), spec))
+    return known
 
 
 def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[Tensor]) -> Tensor | None:
@@ -265,17 +287,20 @@ def part_with_targets(loss: LossFunction) -> float:
     """The part of the cases that has a target."""
     if not isinstance(loss, Categorical) or loss.targets is None or loss.targets.is_floating_point():
         return 1.0
-    return max(1, int((loss.targets != -100).sum())) / loss.cases
+    return max(1, int((loss.targets != IGNORED).sum())) / loss.all_cases
 
 
-def factor_of_value(weight: float, loss: LossFunction, gradient: Tensor, value: float | None) -> float | None:
+def factor_of_value(
+    weight: float, loss: LossFunction, gradient: Tensor, value: float | None, parts: int = 1
+) -> float | None:
     """The factor of a squared error with this value and this gradient, if it is one that people write.
 
     |f c (m - t) / (var N)|² = 2 f c / (var N) · f c |m - t|² / (2 var N); other terms of the loss would hide it.
     """
     if not isinstance(loss, Normal) or not value or not 0 < value < math.inf:
         return None
-    factor = float(gradient.double().square().sum()) * loss.var * loss.cases / (2 * weight * value)
-    elements = loss.inputs.numel() / loss.cases
-    usual = (1 / elements, loss.cases, 0.5, 2.0, 0.5 / elements, loss.cases / 2, loss.cases / elements)
-    return next((float(number) for number in usual if abs(factor - number) <= EXACT * number), None)
+    factor = float(gradient.double().square().sum()) * loss.var * loss.all_cases / (2 * weight * value)
+    cases, elements = loss.all_cases, loss.inputs.numel() / loss.all_cases
+    usual = (1 / elements, cases, 0.5, 2.0, 0.5 / elements, cases / 2, cases / elements)
+    some = [*usual, *(number / parts for number in (1.0, *usual))] if parts > 1 else usual
+    return next((float(number) for number in some if abs(factor - number) <= EXACT * number), None)

@@ -62,7 +62,8 @@ class LossWatch(TorchFunctionMode):
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             inputs, targets, reduction = (bound.arguments[name] for name in ("input", "target", "reduction"))
-            self.losses.append(ObservedLoss(DISTRIBUTION_OF[func], reduction, inputs, targets))
+            ignored = bound.arguments.get("ignore_index")
+            self.losses.append(ObservedLoss(DISTRIBUTION_OF[func], reduction, inputs, targets, ignored))
         return result
 
 

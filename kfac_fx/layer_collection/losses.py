@@ -15,12 +15,12 @@ from kfac_fx.layer_collection.find_use import Collection, listed
 from kfac_fx.layer_collection.names import AUTO_REUSE, VARIABLE_SCOPE, Reuse, resolved
 from kfac_fx.losses.distributions import Normal, check_variance
 from kfac_fx.losses.loss_function import LossFunction
-from kfac_fx.losses.registered import RegisteredLoss, evaluated
+from kfac_fx.losses.registered import RegisteredLoss, evaluated, likelihood
 from kfac_fx.passes.errors import LossError, RegistrationError, ReuseError
 from kfac_fx.passes.graphs.sizes import in_example
 from kfac_fx.passes.ir import LossSite
+from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
 from kfac_fx.recording.emitted import EmittedGraph
-from kfac_fx.recording.output_losses import graph_loss
 from kfac_fx.recording.recorder import Recorder
 
 Node = fx.Node | str
@@ -110,7 +110,7 @@ def loss_of_site(site: LossSite) -> RegisteredLoss:
     coefficient = 1.0 / prod(in_example(size) for size in value.shape[1:]) if mean and value is not None else 1.0
 
     def make(inputs: Tensor) -> LossFunction:
-        return graph_loss(site.kind, site.reduction, inputs, None)[1]
+        return likelihood(BY_DISTRIBUTION[site.kind], site.reduction, inputs)[1]
 
     return RegisteredLoss(site.node.name, site.kind, (site.inputs,), make, site.targets, coefficient, None)
 

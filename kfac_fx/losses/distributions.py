@@ -19,6 +19,9 @@ from kfac_fx.passes.errors import LossError
 __all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
 
 
+IGNORED = -100  # the class number of a target that is left out, as in `F.cross_entropy`
+
+
 class Categorical(LossFunction):
     """A categorical distribution with logits on the last axis; every element of the other axes is a case.
 
@@ -62,7 +65,7 @@ class Categorical(LossFunction):
 
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
         """The only class whose logit should grow, since the gradient is s (p - e); -100 where the gradient is zero."""
-        return torch.where(gradient.any(-1), gradient.argmin(-1), -100)
+        return torch.where(gradient.any(-1), gradient.argmin(-1), IGNORED)
 
     def _target_shape(self) -> torch.Size:
         return self.inputs.shape[:-1]

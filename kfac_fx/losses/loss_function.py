@@ -34,7 +34,9 @@ class LossFunction(ABC):
     Attributes:
         targets_like: the form of the targets, for messages.
         natural: whether the inputs are natural parameters, so that the generalized Gauss-Newton matrix is the Fisher.
-        real_cases: the number of cases that are not padding; None: all.
+        kept: [cases...], the cases that have a target that is not ignored; None: all.
+        real_cases: the number of cases that are neither padding nor ignored, a tensor if only the device knows it;
+            None: all.
     """
 
     targets_like: ClassVar[str]
@@ -44,12 +46,18 @@ class LossFunction(ABC):
         self.inputs = inputs
         self.seed = seed
         self.targets = targets
-        self.real_cases: int | None = None
+        self.kept: Tensor | None = None
+        self.real_cases: int | Tensor | None = None
 
     @property
-    def cases(self) -> int:
-        """The number of cases: independent distributions, without padding."""
-        return math.prod(self.inputs.shape[: self.case_axes]) if self.real_cases is None else self.real_cases
+    def cases(self) -> int | Tensor:
+        """The number of cases: independent distributions, without padding and without ignored targets."""
+        return self.all_cases if self.real_cases is None else self.real_cases
+
+    @property
+    def all_cases(self) -> int:
+        """The number of cases, with padding and ignored targets."""
+        return math.prod(self.inputs.shape[: self.case_axes])
 
     @property
     def case_axes(self) -> int:
@@ -61,11 +69,18 @@ class LossFunction(ABC):
         self.targets = targets
         return self
 
+    def keeping(self, kept: Tensor) -> Self:
+        """Leave out the cases whose target is ignored: constants, and none of `cases`; returns the loss itself."""
+        self.kept, self.real_cases = kept, kept.sum()
+        self.inputs = torch.where(kept.unsqueeze(-1), self.inputs, self.inputs.detach())
+        return self
+
     def with_cases_at(self, axis: int) -> Self:
         """Move the cases from `axis` of the inputs, and of the targets, to the front; returns the loss itself."""
         if axis:
             self.inputs = self.inputs.movedim(axis, 0)
             self.targets = None if self.targets is None else self.targets.movedim(axis, 0)
+            self.kept = None if self.kept is None else self.kept.movedim(axis, 0)
         return self
 
     def at(self, inputs: Tensor) -> Self:

@@ -7,18 +7,18 @@ mini-batch, computed by the same graph. The towers of a loss add up to one batch
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from kfac_fx.losses.distributions import DISTRIBUTIONS, Categorical
+from kfac_fx.losses.distributions import DISTRIBUTIONS, IGNORED, Categorical
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, TargetsMissing, nearest
-from kfac_fx.passes.torch_losses import TORCH_LOSSES
+from kfac_fx.passes.torch_losses import SHORT, TORCH_LOSSES, TorchLoss
 
 WeightedLosses = list[tuple[float, LossFunction]]
 TARGET_MODES = ("data", "sample")
@@ -90,12 +90,14 @@ class RegisteredLosses:
         return tuple(loss.name for loss in self.losses)
 
 
-def cases_by_loss(pairs: Sequence[tuple[float, LossFunction]], names: Sequence[object] | None = None) -> list[int]:
+def cases_by_loss(
+    pairs: Sequence[tuple[float, LossFunction]], names: Sequence[object] | None = None
+) -> list[int | Tensor]:
     """For every loss how many cases its mean is over: those of all towers of one name; None: no two of one name."""
+    total: dict[object, int | Tensor] = {}
     names = names or range(len(pairs))
-    total: Counter[object] = Counter()
     for name, (_, loss) in zip(names, pairs, strict=True):
-        total[name] += loss.cases
+        total[name] = total[name] + loss.cases if name in total else loss.cases
     return [total[name] for name in names]
 
 
@@ -118,10 +120,38 @@ def evaluated(pairs: WeightedLosses, target_mode: str, coeff_mode: str) -> list[
     ]
 
 
+def likelihood(
+    of_torch: TorchLoss,
+    reduction: str,
+    inputs: Tensor,
+    targets: Any = None,
+    case_dim: int = 0,
+    kept: Tensor | None = None,
+) -> tuple[float, LossFunction]:
+    """The distribution behind a loss of torch, and its weight in the mean over cases.
+
+    case_dim: the dimension of the cases in the inputs of torch's function, which is moved to the front.
+    kept: the targets that are not ignored; None: all.
+    """
+    if of_torch.classes_second and inputs.dim() > 2:
+        inputs, case_dim = inputs.movedim(1, -1), max(0, case_dim - 1)
+    if kept is not None and targets is not None:
+        targets = torch.where(kept, targets, IGNORED)
+    loss = DISTRIBUTIONS[of_torch.distribution](inputs, targets=targets)
+    loss = (loss if kept is None else loss.keeping(kept)).with_cases_at(case_dim)
+    averages = of_torch.averages_elements and reduction == "mean"
+    return loss.all_cases / inputs.numel() if averages else 1.0, loss
+
+
 # --- loss spec --------------------------------------------------------------------------------------------------------
 
 
-OF_TORCH = {name: loss.distribution for loss in TORCH_LOSSES for name in (loss.name, loss.module.__name__)}
+OF_TORCH = {name: loss.short for loss in TORCH_LOSSES for name in (loss.name, loss.module.__name__)}
+NAMES = (*DISTRIBUTIONS, *(loss.short for loss in TORCH_LOSSES))
+SYNONYMS = {  # names that users try, by what they are here
+    "bce": "bce_with_logits", "ce": "cross_entropy", "nll": "cross_entropy", "softmax": "categorical", "l2": "mse",
+    "squared_error": "mse", "gaussian": "normal", "bernoulli": "multi_bernoulli", "sigmoid": "multi_bernoulli",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,9 +161,23 @@ class LossSpec:
     make: Callable[[Any], Any]
     name: str
     named: bool = False  # made of one output tensor
+    of_torch: TorchLoss | None = None  # torch's loss of this name, with its mean
 
-    def __call__(self, outputs: Any, targets: Any = None) -> WeightedLosses:
-        """`targets`: one tensor, or a sequence of one a loss where there are several losses."""
+    @property
+    def places_cases(self) -> bool:
+        """Whether a call moves the cases to the front itself."""
+        return self.of_torch is not None
+
+    def __call__(self, outputs: Any, targets: Any = None, case_dim: int = 0) -> WeightedLosses:
+        """
+        Args:
+            targets: one tensor, or a sequence of one a loss where there are several losses.
+            case_dim: the dimension of the cases in the output, for a loss that `places_cases`.
+        """
+        if self.of_torch is not None:
+            (targets,) = targets if isinstance(targets, (list, tuple)) and len(targets) == 1 else (targets,)
+            output = one_tensor(outputs, self.name, of_torch_on(self.of_torch), self.of_torch.classes_second)
+            return [likelihood(self.of_torch, "mean", output, targets, case_dim)]
         result = self.make(outputs)
         single = not isinstance(result, list | tuple) or _is_pair(result)
         losses = [_pair(each, self.name) for each in ([result] if single else result)]
@@ -152,16 +196,24 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
 
     Args:
         spec: "categorical", "normal" (variance 0.5) or "multi_bernoulli", where the model returns one tensor with the
-            event on its last axis; a class of `kfac_fx.losses`; or a function of the model's outputs that returns a
-            loss, several losses, or (coefficient, loss) pairs. The coefficient multiplies the loss and its Fisher.
+            event on its last axis; "cross_entropy", "mse" or "bce_with_logits", which are torch's functions with their
+            means: over all elements for the last two, with the classes on dimension 1 for the first; a class of
+            `kfac_fx.losses`; or a function of the model's outputs that returns a loss, several losses, or (coefficient,
+            loss) pairs. The coefficient multiplies the loss and its Fisher.
 
     Raises LossError for an unknown name, for something else than a name or a function, and when called for outputs
     that a named loss cannot read or a function that returns no loss.
     """
     if isinstance(spec, str):
+        if spec in SHORT:
+            of_torch = SHORT[spec]
+            fixed = not of_torch.averages_elements  # else the coefficient depends on the sizes of the output
+            return LossSpec(lambda out: likelihood(of_torch, "mean", out)[1], f"loss={spec!r}", fixed, of_torch)
         if spec not in DISTRIBUTIONS:
-            names = ", ".join(map(repr, DISTRIBUTIONS))
-            raise LossError(f"loss {spec!r} is none of {names}.{nearest(spec, DISTRIBUTIONS)}")
+            known = ", ".join(map(repr, NAMES))
+            meant = SYNONYMS.get(spec.lower().removesuffix("_loss").removesuffix("loss"))
+            hint = f" Did you mean {meant!r}?" if meant else nearest(spec, NAMES)
+            raise LossError(f"loss {spec!r} is none of {known}.{hint}")
         return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
     if isinstance(spec, type) and issubclass(spec, LossFunction):
         return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
@@ -170,16 +222,16 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "
             "such as lambda logits: kfac_fx.losses.Categorical(logits)"
         )
-    if trained := of_torch(spec):
-        distribution = OF_TORCH.get(trained, "")
+    if trained := name_in_torch(spec):
+        known = OF_TORCH.get(trained, "")
         raise LossError(
-            f"loss={trained} needs targets, and K-FAC draws its own: name the distribution of the model's outputs, "
-            + (f"loss={distribution!r}" if distribution else f"one of {', '.join(map(repr, DISTRIBUTIONS))}")
+            f"loss={trained} needs targets, and K-FAC draws its own: write its name, "
+            + (f"loss={known!r}" if known else f"one of {', '.join(map(repr, NAMES))}")
         )
     return LossSpec(spec, "the function given as loss")
 
 
-def of_torch(spec: Any) -> str:
+def name_in_torch(spec: Any) -> str:
     """The name of a loss of torch: a function, a module or its class; empty for anything else."""
     if isinstance(spec, nn.Module):
         return type(spec).__name__
@@ -190,21 +242,37 @@ def of_torch(spec: Any) -> str:
 
 
 def _of_one_tensor(kind: Callable[[Tensor], LossFunction], name: str) -> Callable[[Any], LossFunction]:
+    function = f"kfac_fx.losses.{getattr(kind, '__name__', 'Normal')}({{0}})"
+
     def make(outputs: Any) -> LossFunction:
-        if isinstance(outputs, list | tuple) and len(outputs) == 1:
-            (outputs,) = outputs
-        if not isinstance(outputs, Tensor):
-            key = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
-            raise LossError(
-                f"loss={name!r} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
-                f"as in loss=lambda outputs: kfac_fx.losses.{getattr(kind, '__name__', 'Normal')}(outputs[{key!r}])"
-            )
-        if kind is Categorical and outputs.ndim < 2:
-            shape = list(outputs.shape)
-            raise LossError(f"loss={name!r} needs logits of shape [cases, ..., classes], and the model returns {shape}")
-        return kind(outputs)
+        return kind(one_tensor(outputs, f"loss={name!r}", function, kind is Categorical))
 
     return make
+
+
+def of_torch_on(loss: TorchLoss) -> str:
+    """The expression of torch's loss on the output {0}, for messages."""
+    expression = f"kfac_fx.losses.{DISTRIBUTIONS[loss.distribution].__name__}({{0}})"
+    return f"(len({{0}}) / {{0}}.numel(), {expression})" if loss.averages_elements else expression
+
+
+def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
+    """The one tensor that a model returns. Raises LossError, which writes `function` on one of several outputs.
+
+    classes: the loss is over classes, so the tensor has an axis for them.
+    """
+    if isinstance(outputs, list | tuple) and len(outputs) == 1:
+        (outputs,) = outputs
+    if not isinstance(outputs, Tensor):
+        key = next(iter(outputs), "logits") if isinstance(outputs, Mapping) else 0
+        raise LossError(
+            f"{name} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
+            f"as in loss=lambda outputs: {function.format(f'outputs[{key!r}]')}"
+        )
+    if classes and outputs.ndim < 2:
+        shape = list(outputs.shape)
+        raise LossError(f"{name} needs logits of shape [cases, ..., classes], and the model returns {shape}")
+    return outputs
 
 
 def _is_pair(value: Any) -> bool:

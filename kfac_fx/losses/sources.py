@@ -42,14 +42,14 @@ def one_source(mode: str, losses: LossPairs, leaves: Sequence[Tensor], generator
     """The only source of a mode that is not exact; leaves: the outputs of the model. Raises TargetsMissing."""
     if mode.startswith("curvature_prop"):
         vectors = [
-            math.sqrt(c) * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
+            c**0.5 * multiply_factor(mode, loss, random_signs(inner_shape(mode, loss), loss, generator))
             for c, loss in losses
         ]
         return pulled_back([loss.inputs for _, loss in losses], vectors, leaves)
     if mode == "empirical":
         check_targets([loss for _, loss in losses])
     total = sum(
-        c * loss.evaluate() if mode == "empirical" else math.sqrt(c) * loss.evaluate_on_sample(generator)
+        c * loss.evaluate() if mode == "empirical" else c**0.5 * loss.evaluate_on_sample(generator)
         for c, loss in losses
     )
     assert isinstance(total, Tensor), "bug in kfac_fx: a Fisher without losses"
@@ -91,7 +91,7 @@ def exact_sources(
             rows = torch.zeros(stop - start, size, dtype=loss.inputs.dtype, device=loss.inputs.device)
             rows.diagonal(start).fill_(1.0)
             one_hot = rows.view(stop - start, *[1] * axis, *shape[axis:]).expand(stop - start, *shape)
-            vector = math.sqrt(c) * multiply_factor(mode, loss, one_hot)
+            vector = c**0.5 * multiply_factor(mode, loss, one_hot)
             yield stop - start, pulled_back([loss.inputs], [vector], leaves, batched=True)
 
 

@@ -25,7 +25,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.watched import hooked_leaves
 from kfac_fx.losses import Normal
 from kfac_fx.losses.loss_function import precise
-from kfac_fx.optim.curvature import JacobianProducts, LossTerms
+from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.recording.recorder import Recorder
@@ -67,7 +67,7 @@ class Values:
     leaves: list[Tensor]
 
     @property
-    def cases(self) -> int:
+    def cases(self) -> int | Tensor:
         return self.losses[0][1].cases
 
 
@@ -123,7 +123,7 @@ class BatchLoss:
             change = change + self.slope(forward, [b - a for a, b in zip(old.leaves, new.leaves, strict=True)])
             if forward.at_outputs or not forward.leaves:
                 for (_, was), (weight, loss) in zip(old.losses, new.losses, strict=True):
-                    share = weight / max(1, loss.cases) * old.cases / max(1, total)
+                    share = weight / at_least_one(loss.cases) * old.cases / at_least_one(total)
                     change = change + share * loss.divergence_from(was.inputs)
         return self.mean(change)
 
@@ -135,7 +135,7 @@ class BatchLoss:
                 return self.mean(torch.full_like(value, torch.inf))
             entropies = [loss.entropy() for _, loss in values.losses]
             weight, only = values.losses[0]
-            share = values.cases / max(1, total)
+            share = values.cases / at_least_one(total)
             if not forward.at_outputs:
                 value = value + self.slope(forward, values.leaves)
             elif len(entropies) == 1 and isinstance(only, Normal):
@@ -146,7 +146,7 @@ class BatchLoss:
                 value = value + self.slope(forward, values.leaves)
                 for (weight, loss), entropy in zip(values.losses, entropies, strict=True):
                     known = torch.inf if entropy is None else entropy
-                    value = value + share * weight / max(1, loss.cases) * known
+                    value = value + share * weight / at_least_one(loss.cases) * known
         return self.mean(value)
 
     def finite(self, at: Sequence[Values]) -> Tensor:
@@ -159,7 +159,7 @@ class BatchLoss:
         names = list(direction)
         point = tuple(parameters[name] for name in names)
         tangents = tuple(direction[name].to(parameters[name].dtype).unsqueeze(0) for name in names)
-        results: list[tuple[Tensor, Tensor, int]] = []
+        results: list[tuple[Tensor, Tensor, int | Tensor]] = []
         with self.same_noise():
             for forward in self.forwards:
                 found: list[Values] = []
@@ -173,18 +173,18 @@ class BatchLoss:
                 primals, pushed = self.multiply_jacobian(inputs_of_losses, point, tangents)
                 results.append(self.products(forward, found[0], primals, [product[0] for product in pushed]))
         total = sum(cases for _, _, cases in results)
-        fisher = torch.stack([f * (cases / max(1, total)) for f, _, cases in results]).sum()
+        fisher = torch.stack([f * (cases / at_least_one(total)) for f, _, cases in results]).sum()
         return self.mean(fisher), self.mean(torch.stack([slope for _, slope, _ in results]).sum())
 
     def products(
         self, forward: ObservedForward, values: Values, primals: Sequence[Tensor], pushed: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, int]:
+    ) -> tuple[Tensor, Tensor, int | Tensor]:
         """(<d, F d>, slope, cases) of one forward."""
         fisher = torch.zeros((), device=primals[0].device)
         for (weight, loss), at, tangent in zip(values.losses, primals, pushed, strict=False):
             here = loss.at(at)
             multiply = here.multiply_ggn_factor_transpose if self.ggn else here.multiply_fisher_factor_transpose
-            fisher = fisher + weight / max(1, here.cases) * multiply(precise(tangent)).square().sum()
+            fisher = fisher + weight / at_least_one(here.cases) * multiply(precise(tangent)).square().sum()
         return fisher, self.slope(forward, pushed[len(values.losses) :]), values.cases
 
     def slope(self, forward: ObservedForward, vectors: Sequence[Tensor]) -> Tensor:

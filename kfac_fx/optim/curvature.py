@@ -66,8 +66,12 @@ def fisher_inner_products(
         here = loss.at(at)  # it was built on a tensor of the differentiation, which is over
         multiply = here.multiply_ggn_factor_transpose if ggn else here.multiply_fisher_factor_transpose
         rows = multiply(precise(tangent)).flatten(1)
-        total = total + coefficient / max(1, here.cases) * torch.stack([(rows * row).sum(1) for row in rows])
+        total = total + coefficient / at_least_one(here.cases) * torch.stack([(rows * row).sum(1) for row in rows])
     return total
+
+
+def at_least_one(cases: int | Tensor) -> int | Tensor:
+    return cases.clamp(min=1) if isinstance(cases, Tensor) else max(1, cases)
 
 
 class JacobianProducts:

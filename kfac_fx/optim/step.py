@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.diagnostics.loss_scale import scale_of_caller
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.adaptive import Check, StepSize, move, revert
 from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.curvature import JacobianProducts, LossTerms, fisher_inner_products
+from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.options import KFACOptions, Schedule
@@ -215,7 +216,8 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     needed = first or forwards.seen.pending or forwards.seen.observed
     scale = scaler.get_scale() if scaler is not None and needed else 1.0
     if first:
-        forwards.check_loss(loss, scale)
+        told = scaler is not None or state.options.recording_in_training  # the latter must know the scale of each step
+        forwards.check_loss(loss, scale if told else scale_of_caller())
         state.replicas.check_gradients(gradients)
     return scale
 
@@ -437,7 +439,8 @@ def exact_products(state: StepState, flat: FlatParameters) -> Products:
     parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
 
     def products(vectors: Sequence[Tensor]) -> Tensor:
-        by_name, total, cases = [flat.flat.parts(vector) for vector in vectors], torch.zeros_like(state.damping), 0
+        by_name, total = [flat.flat.parts(vector) for vector in vectors], torch.zeros_like(state.damping)
+        cases: int | Tensor = 0
         for args, kwargs in calls:
             pairs: LossTerms = []
 
@@ -450,6 +453,6 @@ def exact_products(state: StepState, flat: FlatParameters) -> Products:
                 losses, parameters, by_name, ggn=ggn, multiply_jacobian=state.multiply_jacobian
             )
             total, cases = total + pairs[0][1].cases * of_call, cases + pairs[0][1].cases
-        return state.replicas.mean(total / max(1, cases))
+        return state.replicas.mean(total / at_least_one(cases))
 
     return products

@@ -122,7 +122,7 @@ class CaseRecorder:
                 sources = iter([measured(measurement, rebuilt, targets, constants, examples)])
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
-                backward.outputs, rows, sums = fisher, losses_of.cases(losses), losses_of.summed(losses)
+                backward.outputs, rows, sums = fisher, int(losses_of.cases(losses)), losses_of.summed(losses)
 
                 @cache
                 def layout() -> list[tuple[Tensor, Tensor]]:

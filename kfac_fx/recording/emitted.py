@@ -46,6 +46,7 @@ class ObservedLoss:
     reduction: str
     inputs: Tensor
     targets: Any
+    ignored: Any = None
 
 
 class EmittedModel(Protocol):

@@ -149,7 +149,8 @@ def real_losses(
         changed = build([perturbed(o) if r is None else torch.where(r, perturbed(o), o) for o, r in pairs])
     for (_, loss), (_, other) in zip(losses, changed, strict=True):
         differs = loss.inputs != other.inputs
-        loss.real_cases = int(differs.reshape(*differs.shape[: loss.case_axes], -1).any(-1).sum())
+        real_cases = differs.reshape(*differs.shape[: loss.case_axes], -1).any(-1)
+        loss.real_cases = int((real_cases if loss.kept is None else real_cases & loss.kept).sum())
     return losses
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kfac_fx.losses import LossFunction
-from kfac_fx.losses.distributions import DISTRIBUTIONS
-from kfac_fx.losses.registered import LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss
+from kfac_fx.losses.registered import LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss, likelihood
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.ir import LossSite
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION, BY_NAME
-from kfac_fx.recording.emitted import EmittedModel
+from kfac_fx.recording.emitted import EmittedModel, ObservedLoss
 from kfac_fx.recording.masks import perturbed, real_losses
 
 
@@ -35,13 +35,16 @@ class OutputLosses:
     def are_known(self) -> bool:
         return bool(self.declared or self.emitted.loss_sites)
 
-    def on(self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None) -> WeightedLosses:
+    def on(
+        self, output: Any, fisher: tuple[Tensor, ...], targets: Any = None, kept: Sequence[Tensor | None] = ()
+    ) -> WeightedLosses:
         """(coefficient, loss) of each output distribution.
 
         Args:
             output: what the model returned; a `LossSpec` is applied to it.
             fisher: the Fisher's outputs; registered losses, and losses that forward computes, are applied to these.
             targets: one a loss, in a list or tuple, or one for all; None: there are none.
+            kept: see `kept`.
 
         Raises LossError if no loss is known.
         """
@@ -56,8 +59,8 @@ class OutputLosses:
             if not fisher and not self.emitted.whole:
                 name = type(self.emitted.model).__name__
                 raise LossError(f"{name} returns no tensor in tuples, lists and dictionaries to build a loss on")
-            pairs = self.declared(output, targets)
-            for number, (_, loss) in enumerate(pairs if dims else ()):
+            pairs = self.declared(output, targets, next(iter(dims), 0))
+            for number, (_, loss) in enumerate(pairs if dims and not self.declared.places_cases else ()):
                 loss.with_cases_at(self.axis_of_cases(number, loss, output, fisher))
             return pairs
         sites = self.emitted.loss_sites
@@ -69,9 +72,10 @@ class OutputLosses:
                 f"model's outputs, or let forward compute {', '.join(others)} or {last}."
             )
         by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(fisher)
+        each = zip(sites, fisher, by_site, dims or [0] * len(sites), kept or [None] * len(sites), strict=True)
         return [
-            graph_loss(site.kind, site.reduction, inputs, target, dim)
-            for site, inputs, target, dim in zip(sites, fisher, by_site, dims or [0] * len(sites), strict=True)
+            likelihood(BY_DISTRIBUTION[site.kind], site.reduction, inputs, target, dim, its_kept)
+            for site, inputs, target, dim, its_kept in each
         ]
 
     def axis_of_cases(self, number: int, loss: LossFunction, output: Any, fisher: Sequence[Tensor]) -> int:
@@ -109,10 +113,38 @@ class OutputLosses:
 
     # --- cases ------------------------------------------------------------------------------------------------------
 
-    def cases_by_loss(self, losses: WeightedLosses) -> list[int]:
+    @property
+    def ignoring(self) -> bool:
+        """Whether forward computes losses that ignore some targets."""
+        return self.declared is None and any(site.ignored is not None for site in self.emitted.loss_sites)
+
+    def kept(self, values: Any, targets: Any = None) -> list[Tensor | None]:
+        """Of every loss that forward computes which of its targets are not ignored; None: all, or they are not known.
+
+        targets: as of `on`; None: those that forward hands to its losses.
+        """
+        if not self.ignoring:
+            return []
+        sites = self.emitted.loss_sites
+        by_site = targets if isinstance(targets, (list, tuple)) else [targets] * len(sites)
+        return [self.not_ignored(site, values, target) for site, target in zip(sites, by_site, strict=True)]
+
+    def not_ignored(self, site: LossSite | ObservedLoss, values: Any, target: Any) -> Tensor | None:
+        if site.ignored is None:
+            return None
+        try:
+            target = self.emitted.target_values(site.targets, values) if target is None else target
+        except LossError:
+            return None
+        if not isinstance(target, Tensor) or target.is_floating_point():  # probabilities of classes
+            return None
+        kept: Tensor = target != self.emitted.target_values(site.ignored, values)
+        return kept
+
+    def cases_by_loss(self, losses: WeightedLosses) -> list[int | Tensor]:
         return cases_by_loss(losses, self.declared.names if isinstance(self.declared, RegisteredLosses) else None)
 
-    def cases(self, losses: WeightedLosses) -> int:
+    def cases(self, losses: WeightedLosses) -> int | Tensor:
         """The number of terms in the mean of the first loss, which is the number of cases of the batch."""
         return self.cases_by_loss(losses)[0]
 
@@ -120,12 +152,14 @@ class OutputLosses:
         """Coefficients with which the sum over cases is `cases` times the mean loss, where every loss is a mean over
         its own cases. Losses of equally many cases keep theirs."""
         each = self.cases_by_loss(losses)
-        return [(c if n == each[0] else c * each[0] / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
+        return [(c * share(each[0], n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 
     def averaged(self, losses: WeightedLosses) -> WeightedLosses:
         """Coefficients of means over the cases of all towers: a tower has the weight of its cases."""
+        if not isinstance(self.declared, RegisteredLosses):
+            return losses
         each = self.cases_by_loss(losses)
-        return [(c if n == loss.cases else c * loss.cases / n, loss) for (c, loss), n in zip(losses, each, strict=True)]
+        return [(c * share(loss.cases, n), loss) for (c, loss), n in zip(losses, each, strict=True)]
 
     def tower_cases(self, fisher: tuple[Tensor, ...]) -> list[int]:
         """The first dimension of every tower's outputs; one entry if no towers were registered."""
@@ -139,15 +173,17 @@ class OutputLosses:
     def real(
         self, rebuilt: Callable[[Sequence[Tensor]], Any], fisher: Sequence[Tensor], values: Any, targets: Any = None
     ) -> WeightedLosses:
-        """The losses without padding.
+        """The losses without padding and without ignored targets.
 
         Args:
             rebuilt: from values of the Fisher's outputs to what the model returns.
             values: the model's inputs, which tell what is padding.
         """
 
+        kept = self.kept(values, targets)
+
         def build(outputs: Sequence[Tensor]) -> WeightedLosses:
-            return self.on(rebuilt(outputs), tuple(outputs), targets)
+            return self.on(rebuilt(outputs), tuple(outputs), targets, kept)
 
         padding = self.emitted.padding(values, fisher)
         if padding is None:
@@ -182,13 +218,6 @@ def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
     return pytree.mapped(lambda value: by_id.get(id(value), value), tree)
 
 
-def graph_loss(
-    kind: str, reduction: str, inputs: Tensor, targets: Any, case_dim: int = 0
-) -> tuple[float, LossFunction]:
-    """The distribution behind a loss that forward computes, and its weight in the mean over cases."""
-    of_torch = BY_DISTRIBUTION[kind]
-    if of_torch.classes_second and inputs.dim() > 2:
-        inputs, case_dim = inputs.movedim(1, -1), max(0, case_dim - 1)
-    loss = DISTRIBUTIONS[kind](inputs, targets=targets).with_cases_at(case_dim)
-    averages = of_torch.averages_elements and reduction == "mean"
-    return loss.cases / inputs.numel() if averages else 1.0, loss
+def share(cases: int | Tensor, of: int | Tensor) -> Any:
+    """cases / of; exactly 1 for one number of cases, without a look at what only the device knows."""
+    return 1.0 if cases is of or (isinstance(cases, int) and cases == of) else cases / of

@@ -256,7 +256,7 @@ class Recorder:
             for leaf in (*views.values(), *(probe for by_name in probes for probe in by_name.values())):
                 leaf.register_hook(partial(lasting, backend="cudagraphs"))
         output, fisher = self.emitted.run_in_training(live, self.live_buffers(), values, probes_or_none)
-        cases = self.emitted.examples(values)
+        cases: int | Tensor = self.emitted.examples(values)
         if self.losses.are_known:
             losses = self.losses.real(lambda outputs: self.losses.rebuilt(output, fisher, outputs), fisher, values)
             cases = self.losses.cases(losses)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Moments:
     """
 
     statistics: dict[Key, dict[str, Tensor]]
-    cases: int
+    cases: int | Tensor
     gradients: dict[str, Tensor] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     only: frozenset[Key] | None = None
@@ -63,7 +64,7 @@ class PendingMoments:
     probes: list[dict[str, Tensor]]
     registrations: tuple[Registration, ...]
     generic: Mapping[str, Tensor]
-    cases: int
+    cases: int | Tensor
     frozen: frozenset[str] = frozenset()
     only: frozenset[Key] | None = None
     backwards: Counter[Key] = field(default_factory=Counter)
@@ -83,14 +84,14 @@ class PendingMoments:
                 'call backward once, or record in a pass of its own: estimation_mode="gradients".'
             )
 
-    def moments(self, reduction: str = "mean", cases: int | None = None) -> Moments:
+    def moments(self, reduction: str = "mean", cases: int | Tensor | None = None) -> Moments:
         """The recorded statistics, for the gradient of the sum over cases. Raises RuntimeError as `check_backwards`.
 
         reduction: of the user's loss; the gradient of a mean is N times smaller, so second moments are multiplied by
             N². cases: the N of the user's mean, if it contains more cases than this forward.
         """
         self.check_backwards()
-        scale = float(self.cases if cases is None else cases) if reduction == "mean" else 1.0
+        scale: Any = 1.0 if reduction != "mean" else self.cases if cases is None else cases
         statistics: dict[Key, dict[str, Tensor]] = {}
         for registration, probes in zip(self.registrations, self.probes, strict=True):
             if registration.generic:

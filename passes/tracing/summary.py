@@ -68,6 +68,11 @@ class Holder(Protocol):
         """Let it hold what it held."""
 
 
+def value_at(mapping: Any, key: Any) -> Any:
+    """The value of a key, or MISSING. A subclass of dict may have another `get`, as registries have."""
+    return dict.get(mapping, key, MISSING) if isinstance(mapping, dict) else mapping.get(key, MISSING)
+
+
 class Entries:
     """Some entries of a dictionary.
 
@@ -86,7 +91,7 @@ class Entries:
     ) -> None:
         self.mapping, self.keys, self.without, self.owner = mapping, tuple(keys), without, owner
         self.size = None if size is None else size - (without in mapping)
-        self.values = [mapping.get(key, MISSING) for key in self.keys]
+        self.values = [value_at(mapping, key) for key in self.keys]
         self.whole = owner is None and size == len(self.keys)
 
     def same(self) -> bool:
@@ -95,7 +100,7 @@ class Entries:
             return tuple(mapping) == self.keys and all(map(is_, mapping.values(), self.values))
         if self.size is not None and len(mapping) != self.size + (self.without in mapping):
             return False
-        return all(map(is_, [mapping.get(key, MISSING) for key in self.keys], self.values))
+        return all(map(is_, [value_at(mapping, key) for key in self.keys], self.values))
 
     def put_back(self) -> None:
         if self.whole:  # its class may refuse changes, as frozen configurations do
@@ -103,7 +108,7 @@ class Entries:
             kind.clear(self.mapping)
             kind.update(self.mapping, zip(self.keys, self.values, strict=True))
             return
-        now = [self.mapping.get(key, MISSING) for key in self.keys]
+        now = [value_at(self.mapping, key) for key in self.keys]
         for key, value, before in zip(self.keys, now, self.values, strict=True):
             if value is not before:
                 self.write(key, before)

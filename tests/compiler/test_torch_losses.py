@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from kfac_fx.losses.distributions import DISTRIBUTIONS
-from kfac_fx.losses.registered import loss_from
+from kfac_fx.losses.registered import likelihood, loss_from
 from kfac_fx.passes.torch_losses import TORCH_LOSSES, TorchLoss
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.output_losses import graph_loss
 
 rows = pytest.mark.parametrize("loss", TORCH_LOSSES, ids=lambda loss: loss.name)
 TARGETS = {
@@ -36,10 +35,10 @@ def test_the_module_computes_the_function(loss: TorchLoss) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_gradient_is_a_multiple_of_that_of_the_distribution(loss: TorchLoss, reduction: str) -> None:
     inputs, targets = torch.randn(6, 4, requires_grad=True), TARGETS[loss.distribution]()
-    weight, likelihood = graph_loss(loss.distribution, reduction, inputs, targets)
-    assert type(likelihood) is DISTRIBUTIONS[loss.distribution]
-    cases = likelihood.cases if reduction == "mean" else 1
-    (ours,) = torch.autograd.grad(weight * likelihood.evaluate() / cases, inputs)
+    weight, behind = likelihood(loss, reduction, inputs, targets)
+    assert type(behind) is DISTRIBUTIONS[loss.distribution]
+    cases = behind.cases if reduction == "mean" else 1
+    (ours,) = torch.autograd.grad(weight * behind.evaluate() / cases, inputs)
     (of_torch,) = torch.autograd.grad(loss.function(inputs, targets, reduction=reduction), inputs)
     torch.testing.assert_close(ours, of_torch)
 
@@ -47,7 +46,7 @@ def test_the_gradient_is_a_multiple_of_that_of_the_distribution(loss: TorchLoss,
 @rows
 def test_a_name_of_torch_is_told_what_to_write(loss: TorchLoss) -> None:
     for wrong in (loss.function, loss.module(), loss.module):
-        with pytest.raises(ValueError, match=f"loss={loss.distribution!r}"):
+        with pytest.raises(ValueError, match=f"loss={loss.short!r}"):
             loss_from(wrong)
 
 

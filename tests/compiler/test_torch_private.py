@@ -10,6 +10,7 @@ import copy
 import inspect
 import logging
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -418,6 +419,29 @@ def test_transformations_are_counted() -> None:
     with forward_ad.dual_level():
         function(torch.ones(2))
     assert seen == [1, 2, 1] and private.transforms() == outside
+
+
+def test_hooks_find_the_losses_of_the_backward_that_runs() -> None:
+    found: list[list[int]] = []
+
+    def note(gradient: Tensor) -> None:
+        found.append([id(root) for root in private.backward_roots(thread)])
+
+    thread = threading.get_ident()
+    for several in (False, True):
+        leaf = torch.ones(2, requires_grad=True)
+        leaf.register_hook(note)
+        loss, other = leaf.sum(), leaf.prod()
+        if several:
+            torch.autograd.backward([loss, other])
+        else:
+            loss.backward()
+        assert found.pop() == [id(loss), id(other)][: 1 + several]
+    loss = (leaf * 2).sum()
+    worker = threading.Thread(target=loss.backward)  # in which no hook is told where to look
+    worker.start()
+    worker.join()
+    assert found.pop() == [] and private.backward_roots(thread) == ()
 
 
 def test_a_recurrent_layer_asks_for_the_size_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:

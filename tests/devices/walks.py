@@ -23,6 +23,9 @@ Walk = Callable[[Waits], None]
 FIRST_STEP = {
     "watched.py:factors",  # is the trained loss the registered one?
     "loss_scale.py:axis_of_classes",
+    "loss_scale.py:without_targets",
+    "loss_scale.py:rest_of_classes",
+    "watched.py:value",
     "watched.py:ratio",
     "watched.py:part_with_targets",
     "watched.py:factor_of_value",

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx import LossError
-from kfac_fx.recording.output_losses import graph_loss
+from kfac_fx.losses.registered import likelihood
+from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
 from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
 
 
@@ -50,10 +51,10 @@ def test_a_loss_in_forward_has_its_own_targets_and_scale(kind: str, reduction: s
 
 
 def test_coefficients_of_losses_found_in_forward() -> None:
-    out = torch.randn(6, 3)
-    assert graph_loss("normal", "mean", out, None)[0] == 1 / 3
-    assert graph_loss("normal", "sum", out, None)[0] == graph_loss("categorical", "mean", out, None)[0] == 1
-    assert graph_loss("categorical", "mean", torch.randn(6, 3, 5), None)[1].cases == 30
+    out, normal, categorical = torch.randn(6, 3), BY_DISTRIBUTION["normal"], BY_DISTRIBUTION["categorical"]
+    assert likelihood(normal, "mean", out)[0] == 1 / 3
+    assert likelihood(normal, "sum", out)[0] == likelihood(categorical, "mean", out)[0] == 1
+    assert likelihood(categorical, "mean", torch.randn(6, 3, 5))[1].cases == 30
 
 
 def test_targets_that_forward_computes_from_inputs() -> None:

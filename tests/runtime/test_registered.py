@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal
@@ -67,6 +67,51 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         loss_from("categoricl")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("bce", "bce_with_logits"), ("BCELoss", "bce_with_logits"), ("CE", "cross_entropy"), ("l2", "mse"),
+     ("msee", "mse"), ("crossentropy", "cross_entropy"), ("gaussian", "normal"), ("nll_loss", "cross_entropy")],
+)  # fmt: skip
+def test_other_names_are_told_what_they_are_here(name: str, meant: str) -> None:
+    with pytest.raises(LossError, match=f"loss '{name}' is none of .*'mse'.* Did you mean '{meant}'"):
+        loss_from(name)
+
+
+def targets_of(name: str, shape: tuple[int, ...]) -> Tensor:
+    if name == "cross_entropy":
+        return torch.randint(shape[1], (shape[0], *shape[2:]))
+    return torch.randn(shape) if name == "mse" else torch.rand(shape).round()
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (5, 3, 4), (5, 3, 4, 2)])
+@pytest.mark.parametrize(
+    ("names", "function"),
+    [
+        (("mse", "mse_loss"), F.mse_loss),
+        (("cross_entropy",), F.cross_entropy),
+        (("bce_with_logits", "binary_cross_entropy_with_logits"), F.binary_cross_entropy_with_logits),
+    ],
+)
+def test_the_names_of_torch_mean_torchs_functions(
+    names: tuple[str, ...], function: Any, shape: tuple[int, ...]
+) -> None:
+    """The gradient of the mean over cases is that of torch's mean, whatever the shape."""
+    for name in names:
+        outputs, targets = torch.randn(shape, requires_grad=True), targets_of(names[0], shape)
+        ((coefficient, loss),) = loss_from(name)(outputs, targets)
+        (ours,) = torch.autograd.grad(coefficient * loss.evaluate() / loss.cases, outputs)
+        (of_torch,) = torch.autograd.grad(function(outputs, targets), outputs)
+        torch.testing.assert_close(ours, of_torch)
+
+
+def test_a_name_of_torch_says_how_to_choose_an_output() -> None:
+    expression = r"loss=lambda outputs: \(len\(outputs\[0\]\) / outputs\[0\].numel\(\), kfac_fx.losses.Normal\(outputs"
+    with pytest.raises(LossError, match=f"loss='mse' needs one output tensor, .* {expression}"):
+        loss_from("mse")((X, X))
+    with pytest.raises(LossError, match=r"needs logits of shape \[cases, ..., classes\], and the model returns \[4\]"):
+        loss_from("cross_entropy")(X[:, 0])
+
+
 def test_something_that_is_no_loss_is_refused() -> None:
     for wrong in (3, Normal(X)):
         with pytest.raises(LossError, match=r"loss is a (int|Normal); pass a name, a class of kfac_fx.losses, or"):
@@ -87,10 +132,10 @@ def test_a_named_loss_says_how_to_choose_an_output(outputs: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (nn.CrossEntropyLoss(), "loss=CrossEntropyLoss needs targets, .* loss='categorical'"),
-        (nn.MSELoss, "loss=MSELoss needs targets, .* loss='normal'"),
-        (F.binary_cross_entropy_with_logits, "loss=binary_cross_entropy_with_logits .* loss='multi_bernoulli'"),
-        (F.cross_entropy, "loss=cross_entropy needs targets, .* loss='categorical'"),
+        (nn.CrossEntropyLoss(), "loss=CrossEntropyLoss needs targets, .* loss='cross_entropy'"),
+        (nn.MSELoss, "loss=MSELoss needs targets, .* loss='mse'"),
+        (F.binary_cross_entropy_with_logits, "loss=binary_cross_entropy_with_logits .* loss='bce_with_logits'"),
+        (F.cross_entropy, "loss=cross_entropy needs targets, .* loss='cross_entropy'"),
         (nn.CTCLoss(), "loss=CTCLoss needs targets, .* one of 'categorical', 'normal', 'multi_bernoulli'"),
     ],
 )

@@ -36,7 +36,7 @@ TARGETS = torch.tensor([0, 3, 1, 1, 2, 0])
 def watched_of(loss: Callable[[Tensor], Any], outputs: Tensor, cases: int | None = None, part: float = 1.0) -> Watched:
     """A forward that returned its only Fisher output, under a registered loss."""
     spec = loss_from(loss)
-    losses = SimpleNamespace(on=lambda tree, _, targets: spec(tree, targets), averaged=list)
+    losses = SimpleNamespace(on=lambda tree, _, targets, kept: spec(tree, targets), averaged=list)
     recorder = SimpleNamespace(loss=spec, losses=losses)
     structure = pytree.flatten(outputs)[1]
     return Watched(

@@ -77,6 +77,29 @@ RIGHT: dict[str, dict[str, Any]] = {
     "squares": {
         "loss": "normal", "targets": VALUES, "trained": lambda y, t, _: (y - t).square().sum() / 8, "value": True
     },
+    "torch's mean of squares": {"loss": "mse", "targets": VALUES, "trained": lambda y, t, _: F.mse_loss(y, t)},
+    "torch's mean of squares in micro-batches": {
+        "loss": "mse", "targets": VALUES, "trained": lambda y, t, _: F.mse_loss(y, t) / 2, "forwards": 2
+    },
+    "torch's cross entropy": {"loss": "cross_entropy", "targets": CLASSES, "trained": ce()},
+    "torch's binary cross entropy": {"loss": "bce_with_logits", "targets": BITS, "trained": bce("mean")},
+    "a sum over the number of labels": {
+        "loss": "categorical", "targets": SOME, "trained": ce(1 / 5, reduction="sum"),
+    },
+    "a sum over the number of labels before they are shifted": {
+        "loss": "categorical", "targets": SOME, "trained": ce(1 / 6, reduction="sum"),
+    },
+    "micro-batches over the number of their labels": {
+        "loss": "categorical", "targets": SOME, "trained": ce(1 / 10, reduction="sum"), "forwards": 2,
+    },
+    "a small penalty on logits": {
+        "loss": "categorical", "targets": CLASSES,
+        "trained": lambda y, t, _: F.cross_entropy(y, t) + 1e-2 * y.logsumexp(-1).square().mean(),
+    },
+    "distillation": {
+        "loss": "categorical", "targets": VALUES,
+        "trained": lambda y, t, _: F.kl_div((y / 2).log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    },
     "a mean of squares and a penalty, which hides it": {
         "loss": "normal", "targets": VALUES, "trained": lambda y, t, m: F.mse_loss(y, t) + penalty(m), "value": True
     },
@@ -161,11 +184,23 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a mean over elements": (
         {"loss": "multi_bernoulli", "targets": BITS, "trained": bce("mean")},
-        times("0.25", "MultiBernoulli") + ELEMENTS + REGISTER.format(0.25, "MultiBernoulli", ""),
+        times("0.25", "MultiBernoulli") + ELEMENTS + "register it as loss='bce_with_logits'.",
     ),
     "a mean of squares over elements, where the loss is known": (
         {"loss": "normal", "targets": VALUES, "trained": lambda y, t, _: F.mse_loss(y, t), "value": True},
-        times("0.25", "Normal") + ELEMENTS + REGISTER.format(0.25, "Normal", ", var=0.5"),
+        times("0.25", "Normal") + ELEMENTS + "register it as loss='mse'.",
+    ),
+    "a mean of squares over elements, without the loss": (
+        {"loss": "normal", "targets": VALUES, "trained": lambda y, t, _: F.mse_loss(y, t)},
+        times("0.25", "Normal") + ELEMENTS + "register it as loss='mse'.",
+    ),
+    "half a mean of squares in two backwards": (
+        {"loss": "mse", "targets": VALUES, "trained": lambda y, t, _: 0.25 * F.mse_loss(y, t), "forwards": 2},
+        times("0.5", "Normal", cases=16) + "take the factor out, or " + REGISTER.format(0.125, "Normal", ", var=0.5"),
+    ),
+    "a sum of squares, registered as their mean": (
+        {"loss": "mse", "targets": VALUES, "trained": lambda y, t, _: (y - t).square().sum() / 8},
+        times("4", "Normal") + "take the factor out, or " + REGISTER.format(1, "Normal", ", var=0.5"),
     ),
     "a variance of its own": (
         {"loss": variance, "targets": VALUES[:, :2],
@@ -302,3 +337,103 @@ def test_a_division_too_many_or_too_few_is_not_taken_for_the_other_reduction(
     (factor * F.cross_entropy(net(x), torch.zeros(6, dtype=torch.long), reduction=reduction)).backward()
     with pytest.warns(kfac_fx.LossScaleWarning, match=text):
         opt.step()
+
+
+def in_steps(net: kfac_fx.CompiledModule, loss: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> list[str]:
+    """The warnings of two steps."""
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss(net(x)).backward()
+            optimizer.step()
+    return [str(each.message) for each in caught if issubclass(each.category, LossScaleWarning)]
+
+
+def contrast(other: Tensor) -> Loss:
+    def loss(z: Tensor) -> Tensor:
+        scores = F.normalize(z) @ F.normalize(other).T / 0.1
+        return F.cross_entropy(scores, torch.arange(len(z)))
+
+    return loss  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "loss", [contrast(torch.randn(8, 4)), lambda z: F.mse_loss(z, VALUES), lambda z: F.multi_margin_loss(z, CLASSES)]
+)
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_a_gradient_that_fits_no_targets_is_told(loss: Any, mode: str) -> None:
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="categorical")
+    if "margin" in str(getattr(loss, "__code__", loss).co_names):
+        assert in_steps(net, loss, X, estimation_mode=mode) == []  # every class pulls on the true one: it sums to zero
+        return
+    (text,) = in_steps(net, loss, X, estimation_mode=mode)
+    assert text.startswith(
+        "the trained loss fits no targets of the registered Categorical loss: the outputs [8, 4] have gradients that "
+        "do not sum to zero over the classes"
+    )
+    assert "return F.normalize(f(a)) @ F.normalize(f(b)).T / 0.1, and compile that module" in text
+    assert 'write loss="mse"' in text
+
+
+def test_half_a_mean_of_squares_is_told_without_the_loss() -> None:
+    """As reinforcement learning writes it for value functions."""
+    for kind, factor in (("normal", 1 / 8), ("mse", 1 / 2)):
+        net = kfac_fx.compile(nn.Linear(3, 4), loss=kind)
+        (text,) = in_steps(net, lambda z: 0.5 * F.mse_loss(z, VALUES[:6]), X[:6])
+        register = REGISTER.format(0.125, "Normal", ", var=0.5")
+        assert text.startswith(times(f"{factor:g}", "Normal", cases=6) + f"take the factor out, or {register}")
+
+
+class Similarity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 4)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return F.normalize(self.encoder(a)) @ F.normalize(self.encoder(b)).T / 0.1
+
+
+def test_a_module_of_similarities_is_what_the_warning_asks_for() -> None:
+    net = kfac_fx.compile(Similarity(), (X, X + 0.1), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    F.cross_entropy(net(X, X + 0.1), torch.arange(8)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("scale", [4.0, 128.0, 1024.0, 1000.0])
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("kind", ["categorical", "mse"])
+def test_the_scale_of_a_scaler_without_autocast_is_no_factor(scale: float, unscaled: bool, kind: str) -> None:
+    net = kfac_fx.compile(nn.Linear(3, 4), loss=kind)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    loss = F.cross_entropy(net(X), CLASSES) if kind == "categorical" else F.mse_loss(net(X), VALUES)
+    scaler.scale(loss).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert int(optimizer.skipped) == 0 and optimizer.counter == 1
+
+
+def test_a_factor_under_a_scaler_is_told_without_the_scale() -> None:
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="normal")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler.scale(F.mse_loss(net(X), VALUES)).backward()
+    with pytest.warns(LossScaleWarning) as caught:
+        scaler.step(optimizer)
+    assert str(caught[0].message).startswith(times("0.25", "Normal")) and caught[0].filename == __file__
+
+
+def test_the_line_of_a_warning_is_the_users_under_schedulers_and_scalers() -> None:
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(F.cross_entropy(net(X), CLASSES, reduction="sum")).backward()
+    with pytest.warns(LossScaleWarning) as caught:
+        scaler.step(optimizer)
+    scheduler.step()
+    assert [each.filename for each in caught if issubclass(each.category, LossScaleWarning)] == [__file__]

@@ -1,0 +1,133 @@
+"""Targets that a loss inside forward ignores are no cases, in any mode and with any number for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kfac_fx
+
+pytestmark = pytest.mark.usefixtures("float64")
+N, C = 8, 4
+Y = torch.tensor([0, 1, 2, 3, 2, 2, 1, 2])
+
+
+class Trained(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(3, C), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.head(x), y)
+
+
+def estimator(model: nn.Module, x: Tensor, y: Tensor, mode: str) -> kfac_fx.FisherEstimator:
+    net = kfac_fx.compile(model, (x[:4], y[:4]), approximations={"*": "full"})
+    found = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode=mode)
+    found.update_covariances(x, y)
+    return found
+
+
+def of_real_cases(model: Trained, x: Tensor, real: Tensor, targets: Tensor, mode: str) -> Tensor:
+    """The Fisher of the mean over the real cases, one case at a time: [out, in + bias] flat."""
+    total = torch.zeros(C * 4, C * 4)
+    for row, target in zip(x[real], targets[real], strict=True):
+        r = torch.cat([row, torch.ones(1)])
+        p = model.head(row).detach().softmax(-1)
+        d = p - F.one_hot(target, C)
+        g = torch.outer(d, d) if mode == "empirical" else torch.diag(p) - torch.outer(p, p)
+        total += torch.kron(g, torch.outer(r, r))
+    return total / int(real.sum())
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the default": lambda z, y: F.cross_entropy(z, torch.where(y == 2, -100, y)),
+    "a class": lambda z, y: F.cross_entropy(z, y, ignore_index=2),
+    "another negative number": lambda z, y: F.cross_entropy(z, torch.where(y == 2, -1, y), ignore_index=-1),
+    "a module": lambda z, y: nn.CrossEntropyLoss(ignore_index=2)(z, y),
+    "a sum over the real ones": lambda z, y: F.cross_entropy(z, y, ignore_index=2, reduction="sum") / (y != 2).sum(),
+}
+
+
+@pytest.mark.parametrize("mode", ["exact", "empirical"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_ignored_targets_are_no_cases(name: str, mode: str) -> None:
+    model, x = Trained(LOSSES[name]), torch.randn(N, 3)
+    found = estimator(model, x, Y, mode).blocks["head.weight", "head.bias"].full_fisher_block()
+    torch.testing.assert_close(found, of_real_cases(model, x, Y != 2, Y, mode))
+
+
+def test_ignored_positions_of_sequences_are_no_cases() -> None:
+    """The classes are on dimension 1, as torch wants them there."""
+    model = Trained(lambda z, y: F.cross_entropy(z.transpose(1, 2), y, ignore_index=2))
+    x, y = torch.randn(N, 3), Y.view(4, 2)
+    found = estimator(model, x.view(4, 2, 3), y, "exact").blocks["head.weight", "head.bias"].full_fisher_block()
+    torch.testing.assert_close(found, of_real_cases(model, x, Y != 2, Y, "exact"))
+
+
+class Branching(Trained):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.head(x)
+        return self.loss(z if float(z.sum()) > -1e9 else -z, y)
+
+
+def test_ignored_targets_of_a_divided_model_are_no_cases() -> None:
+    model, x = Branching(LOSSES["a class"]), torch.randn(N, 3)
+    found = estimator(model, x, Y, "exact").blocks["head.weight", "head.bias"].full_fisher_block()
+    torch.testing.assert_close(found, of_real_cases(model, x, Y != 2, Y, "exact"))
+
+
+def test_sampled_targets_are_right_in_expectation() -> None:
+    model, x = Trained(lambda z, y: F.cross_entropy(z, y, ignore_index=2)), torch.randn(N, 3)
+    net = kfac_fx.compile(model, (x, Y), approximations={"*": "full"})
+    found = kfac_fx.FisherEstimator(net, damping=0.0, seed=0)
+    for _ in range(3000):
+        found.update_covariances(x, Y, should_decay=False)
+    wanted = of_real_cases(model, x, Y != 2, Y, "exact")
+    block = found.blocks["head.weight", "head.bias"].full_fisher_block()
+    torch.testing.assert_close(block, wanted, rtol=0.0, atol=0.06 * float(wanted.abs().max()))
+
+
+def test_the_training_backward_records_the_same_as_a_pass_of_its_own() -> None:
+    x, blocks = torch.randn(N, 3), []
+    model = Trained(lambda z, y: F.cross_entropy(z, y, ignore_index=2))
+    net = kfac_fx.compile(model, (x, Y), approximations={"*": "full"})
+    optimizer = kfac_fx.KFAC(net, lr=1e-9, damping=0.1, estimation_mode="empirical")
+    net(x, Y).backward()
+    optimizer.step()
+    blocks.append(optimizer.estimator.blocks["head.weight", "head.bias"].full_fisher_block())
+    wanted = of_real_cases(model, x, Y != 2, Y, "empirical")
+    torch.testing.assert_close(blocks[0], wanted)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.1}, {"momentum": None, "momentum_type": "qmodel"}])
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+def test_a_model_that_ignores_targets_trains_without_a_warning(options: Mapping[str, Any], mode: str) -> None:
+    x = torch.randn(N, 3)
+    net = kfac_fx.compile(Trained(lambda z, y: F.cross_entropy(z, y, ignore_index=2)), (x, Y))
+    optimizer = kfac_fx.KFAC(net, damping=0.1, estimation_mode=mode, **options)
+    values = []
+    for _ in range(8):
+        loss = net(x, Y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values.append(loss.detach())
+    assert values[-1] < values[0] and int(optimizer.skipped) == 0
+
+
+def test_a_batch_in_which_all_targets_are_ignored_changes_nothing() -> None:
+    x = torch.randn(N, 3)
+    net = kfac_fx.compile(Trained(lambda z, y: F.cross_entropy(z, y, ignore_index=2)), (x, Y))
+    found = kfac_fx.FisherEstimator(net)
+    found.update_covariances(x, Y)
+    before = {name: value.clone() for name, value in found.state_dict().items() if "value" in name}
+    found.update_covariances(x, torch.full((N,), 2))
+    assert all(torch.equal(found.state_dict()[name], value) for name, value in before.items())
