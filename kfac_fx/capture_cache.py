@@ -36,7 +36,7 @@ from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.passes.tracing.threads import CAPTURING
 from kfac_fx.recording.agreement import agreeing, continuing, with_generic
 from kfac_fx.recording.emitted import EmittedGraph
-from kfac_fx.recording.masks import PaddingMask, program_with_mask
+from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import PendingMoments
 
@@ -275,6 +275,8 @@ class CaptureCache:
             program = arguments.passes(traced.program)
             if arguments.padding_mask is not None:
                 program = program_with_mask(program, arguments.padding_mask, self.model, args, kwargs)
+                if self.first is None:  # later captures must agree with it
+                    refuse_unfit_mask(program)
             whole = self.proved(self.emitted(traced, program), args, kwargs)
             return parts if parts is not None and generic_parameters(parts) < generic_parameters(whole) else whole
         except UntraceableError as error:

@@ -69,7 +69,8 @@ def compile(
             Fisher's outputs, its diagonal, which take no more memory; the report says so.
         padding_mask: the name of an argument of forward [cases, positions], nonzero where a position is real, such as
             "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0.
-            Padding enters no factor and is no case; the report says where the mask does not fit. The mean of the loss
+            Padding enters no factor and is no case; a mask that fits no use is an error, and a warning and the report
+            say where it does not fit. The mean of the loss
             should leave padding out, too, as it does with targets of -100.
         batch_dim: the dimension of the cases in the inputs, 1 for [positions, cases, features]. None: recurrent layers
             and attention of torch know it, from their `batch_first`; without them it is the first one, and a model

@@ -165,6 +165,7 @@ class Program:
     mask: fx.Node | None = None  # [N, S], nonzero where a position of a case is no padding; None: everywhere
     mask_dims: tuple[Dims | None, ...] = ()  # of every output, along which the mask goes
     unmasked: tuple[Note, ...] = ()  # uses that the mask does not fit
+    padded: tuple[Note, ...] = ()  # those of them that may have padding in their rows
     parameter_exprs: Mapping[fx.Node, ParameterExpr] = field(
         default_factory=dict
     )  # expressions of parameters that layers may be made of

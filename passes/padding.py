@@ -30,6 +30,7 @@ REORDERS = {"flip", "fliplr", "flipud", "roll", "sort", "msort"}  # put other po
 PICKS = {"index", "index_select", "gather", "take_along_dim"}
 MERGES = {"view", "reshape", "flatten", "unsafe_view", "contiguous"}
 Fitting = tuple[Value, Dims]  # a mask, and where its dimensions are in an output
+NO_ROWS = "its output ["
 LENGTH = 3  # of a dimension whose size only the batch knows, for trying a layer's rows
 
 
@@ -39,6 +40,7 @@ def padding(program: Program) -> Program:
         return program
     places = Places(program, program.mask)
     notes: list[Note] = []
+    padded: list[Note] = []
     registrations: list[Registration] = []
     for registration in program.registrations:
         uses = list(registration.uses)
@@ -48,12 +50,15 @@ def padding(program: Program) -> Program:
             for n, (fitting, reason) in zip(numbers, fittings, strict=True):
                 if fitting is None:
                     notes.append(Note(f"{registration} at {where(uses[n].output)}", reason))
+                    padded += [notes[-1]] * places.has_padding(uses[n], reason)
                 else:
                     mask, dims = fitting
                     uses[n] = replace(uses[n], attrs={**uses[n].attrs, KEPT: mask}, mask_dims=dims)
         registrations.append(replace(registration, uses=tuple(uses)))
     outputs = tuple(places.of_output(node) for node in program.outputs)
-    return program.but(registrations=tuple(registrations), mask_dims=outputs, unmasked=tuple(notes))
+    return program.but(
+        registrations=tuple(registrations), mask_dims=outputs, unmasked=tuple(notes), padded=tuple(padded)
+    )
 
 
 class Places:
@@ -137,6 +142,12 @@ class Places:
         """The dimensions of an output of the Fisher; the first ones, if several have these sizes."""
         return None if node in self.moved else next(iter(self.candidates(node)), None)
 
+    def has_padding(self, use: Use, reason: str) -> bool:
+        """Whether there may be padding in the rows of a use that the mask does not fit: not in one row for each case,
+        as behind a mean over positions."""
+        others = [size for size in sizes_of(use.output) if size != self.cases and not size.isdigit()]
+        return bool(others) or not reason.startswith(NO_ROWS)
+
     def candidates(self, node: fx.Node) -> list[Dims]:
         sizes = sizes_of(node)
         pairs = product(
@@ -154,12 +165,16 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
     others = [node for node in program.graph.nodes if node.op == "placeholder" and node not in behind]
     inputs = [size for node in others for size in shape_of(node)]
     outputs = [use.output for registration in program.registrations for use in registration.uses]
-    elsewhere = {str(size) for node in (*others, *outputs) for size in shape_of(node)}
+    of_uses = {str(size) for node in outputs for size in shape_of(node)}
+    elsewhere = of_uses | {str(size) for node in others for size in shape_of(node)}
 
     def same(of_mask: Any, first: str | None) -> Any:
         if str(of_mask) in elsewhere:
             return of_mask
         alike = {str(size): size for size in inputs if in_example(size) == in_example(of_mask)}
+        if first is None:  # positions: not the cases, and those of uses where targets are as long
+            alike = {name: size for name, size in alike.items() if name != program.cases}
+            alike = {name: size for name, size in alike.items() if name in of_uses} or alike
         chosen = first if first in alike else next(iter(alike)) if len(alike) == 1 else None
         return of_mask if chosen is None else alike[chosen]
 

@@ -40,7 +40,7 @@ from kfac_fx.recording.emitted import (
     isolated,
     tap_factory,
 )
-from kfac_fx.recording.masks import PaddingMask, dims_in, mask_of_call
+from kfac_fx.recording.masks import PaddingMask, dims_in, mask_of_call, refuse_unfit_mask
 from kfac_fx.taps.tap import Tap
 
 
@@ -248,6 +248,8 @@ def emitted_division(
     sizes_before = {} if earlier is None else dict(zip(map(id, earlier.captured), earlier.mask_sizes, strict=True))
     sizes = tuple(sizes_before.get(id(captured), size) for captured in division.captured)
     program = with_masks(program, sizes)
+    if earlier is None:
+        refuse_unfit_mask(program)
     effects = dict.fromkeys(effect for captured in division.captured for effect in captured.effects)
     capture = Capture(
         program, lambda args, kwargs: (args, dict(kwargs)), lambda output: output, lambda *_: True, tuple(effects)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.losses.registered import WeightedLosses
-from kfac_fx.passes.errors import RegistrationError, fatal, first_line, nearest
+from kfac_fx.passes.errors import RegistrationError, fatal, first_line, nearest, plural, table, warn_user
 from kfac_fx.passes.graphs import pytree
-from kfac_fx.passes.ir import Dims, Program
+from kfac_fx.passes.ir import KEPT, Dims, Note, Program
 from kfac_fx.passes.padding import padding, spread
 
 PaddingMask = str | Callable[..., Tensor]
+LISTED = 8  # uses in a message
 WANTED_SHAPE = "wanted [cases, positions], nonzero where a position is real"
 
 
@@ -43,6 +44,33 @@ def program_with_mask(
     else:
         node = traced_mask(program, declared, args, kwargs)
     return padding(program.but(mask=checked_mask(node)))
+
+
+def refuse_unfit_mask(program: Program) -> None:
+    """Raises RegistrationError if the mask fits no use; warns if there may be padding in the rows of some."""
+    uses = [use for registration in program.registrations for use in registration.uses]
+    if program.mask is None or not uses:
+        return
+    if not any(KEPT in use.attrs for use in uses):
+        raise RegistrationError(
+            f"padding_mask fits none of the {plural(len(uses), 'use')}, so padding would be in every factor:\n"
+            f"{listed(program.unmasked)}\n"
+            "Give a mask with the cases and positions of the layers' outputs, and an example with different numbers of "
+            "cases and positions; or leave padding_mask out."
+        )
+    if program.padded:
+        warn_user(
+            UserWarning(
+                f"padding_mask does not fit {len(program.padded):,} of {plural(len(uses), 'use')}, whose factors may "
+                f"have padding:\n{listed(program.padded)}"
+            )
+        )
+
+
+def listed(notes: Sequence[Note]) -> str:
+    """The first notes as a table, and the number of the others."""
+    more = f"\n  and {len(notes) - LISTED:,} more, in net.report" if len(notes) > LISTED else ""
+    return table([(note.subject, note.reason) for note in notes[:LISTED]]) + more
 
 
 def mask_of_call(

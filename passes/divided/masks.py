@@ -48,14 +48,17 @@ def with_masks(program: Program, sizes: Sequence[MaskSizes | None]) -> Program:
         (r, n): use for r, registration in enumerate(program.registrations) for n, use in enumerate(registration.uses)
     }
     notes: list[Note] = []
+    padded: list[Note] = []
     for number, (mask, submodule) in enumerate(zip(masks, program.submodules, strict=True)):
         keys = [key for key, use in uses.items() if use.output.meta[NUMBER] == number]
         if mask is None:
             reason = f"it is not clear which sizes of {submodule.path} are cases and positions"
             notes += [Note(f"{program.registrations[r]} at {where(uses[r, n].output)}", reason) for r, n in keys]
+            padded += notes[len(notes) - len(keys) :]
             continue
         part = masked_part(program, number)
         notes += part.unmasked
+        padded += part.padded
         uses_of_part = [use for registration in part.registrations for use in registration.uses]
         for key, use in zip(keys, uses_of_part, strict=True):
             if KEPT in use.attrs:
@@ -66,7 +69,9 @@ def with_masks(program: Program, sizes: Sequence[MaskSizes | None]) -> Program:
         replace(registration, uses=tuple(uses[r, n] for n in range(len(registration.uses))))
         for r, registration in enumerate(program.registrations)
     )
-    return program.but(registrations=registrations, mask=next(filter(None, masks)), unmasked=tuple(notes))
+    return program.but(
+        registrations=registrations, mask=next(filter(None, masks)), unmasked=tuple(notes), padded=tuple(padded)
+    )
 
 
 def masked_part(program: Program, number: int) -> Program:

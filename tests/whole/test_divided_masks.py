@@ -136,7 +136,8 @@ def test_sizes_that_are_not_clear_are_an_error_with_a_way_out() -> None:
 
 
 def test_a_submodule_that_is_called_on_something_else_later_is_an_error() -> None:
-    net = compiled(Halves())
+    with pytest.warns(UserWarning, match="it is not clear which sizes of encoder are cases and positions"):
+        net = compiled(Halves())
     with pytest.raises(ModelChangedError, match=r"has shape \[2, 12\], but embed is called on 2 cases and 6 "):
         net.record(batch(12, 9), {})
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection, ModelChangedError
+from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.graphs.sizes import in_example, number
 from kfac_fx.statistics.lagged import LAGGED
 from tests.runtime.fisher_cases import sequence_statistics
@@ -258,9 +259,9 @@ class Attended(Refined):
     ],
 )
 def test_uses_whose_positions_are_not_clear_are_named(model: type[nn.Module], reason: str) -> None:
-    net = kfac_fx.compile(model(), (torch.randn(N, T, I), MASK), loss="normal", padding_mask="mask")
-    assert [note.reason for note in net.program.unmasked] == [reason] * T
-    assert not any(use.mask_dims for one in net.program.registrations for use in one.uses)
+    with pytest.raises(RegistrationError, match=f"padding_mask fits none of the {T} uses") as caught:
+        kfac_fx.compile(model(), (torch.randn(N, T, I), MASK), loss="normal", padding_mask="mask")
+    assert str(caught.value).count(reason) == T
 
 
 class Translator(nn.Module):
@@ -280,16 +281,20 @@ def masked_of(net: kfac_fx.CompiledModule) -> set[str]:
     return {one.parameters[0] for one in net.program.registrations if any(use.mask_dims for use in one.uses)}
 
 
+@pytest.mark.filterwarnings("ignore:padding_mask does not fit")  # the uses of the other input
 def test_a_mask_of_one_of_two_inputs_must_say_of_which() -> None:
     """Unless they have different lengths."""
     source, target = torch.randn(N, T, I), torch.randn(N, T, I)
     options: dict[str, Any] = {"loss": "categorical", "padding_mask": "mask"}
-    net = kfac_fx.compile(Translator(), (source, target, MASK), **options)
+    with pytest.warns(UserWarning, match="padding_mask does not fit") as caught:
+        net = kfac_fx.compile(Translator(), (source, target, MASK), **options)
     reason = (
         "its steps may be those of source or of target, and so may the mask; write it as a function of one of them, as "
         "in padding_mask=lambda x, y: x != 0"
     )
     assert reason in {note.reason for note in net.program.unmasked}
+    assert reason in str(caught[0].message) and "source.weight_ih_l0" in str(caught[0].message)
+    assert caught[0].filename == __file__
     assert not any(name.startswith(("source", "target")) for name in masked_of(net))
     encoder = {"source.weight_ih_l0", "source.weight_hh_l0"}
     shorter = kfac_fx.compile(Translator(), (source, target[:, :3], MASK), **options)

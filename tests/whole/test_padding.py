@@ -244,3 +244,48 @@ def test_a_collection_has_its_own_mask() -> None:
         match="with a LayerCollection, do not pass padding_mask: set",
     ):
         kfac_fx.compile(lc, padding_mask="attention_mask")
+
+
+class Cached(nn.Module):
+    """As GPT-2 with a cache: the length of its mask is that of the keys, which nothing ties to that of the ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.key, self.out = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        keys = torch.cat([x.new_empty(x.shape[0], 0, 4), self.key(x)], 1)
+        scores = (x @ keys.mT) + attention_mask.view(attention_mask.shape[0], 1, -1).log()
+        return F.cross_entropy(self.out(scores.softmax(-1) @ keys).flatten(0, 1), labels.reshape(-1))
+
+
+@pytest.mark.parametrize("cases", [3, 5])
+def test_a_mask_is_as_long_as_the_positions_of_the_uses(cases: int) -> None:
+    ids = torch.arange(cases * 5).view(cases, 5) % 9
+    mask = torch.ones(cases, 5)
+    mask[0, 3:] = 0
+    net = kfac_fx.compile(Cached(), (ids, mask, ids % 5), padding_mask="attention_mask")
+    assert not net.program.unmasked
+    moments = net.record((ids, mask, ids % 5), {})
+    assert float(moments.statistics["key.weight", "key.bias"]["count"]) == float(mask.sum())
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+def test_a_mask_that_fits_no_use_is_an_error() -> None:
+    with pytest.raises(RegistrationError, match=r"padding_mask fits none of the 1 use, so padding") as e:
+        kfac_fx.compile(Other(), (torch.randn(3, 7, 4), torch.ones(3, 5)), loss="categorical", padding_mask="mask")
+    assert "linear(fc.weight, fc.bias) at linear" in str(e.value) and "leave padding_mask out" in str(e.value)
+
+
+def test_rows_behind_a_mean_over_positions_have_no_padding_to_warn_of() -> None:
+    """Warnings are errors here."""
+    assert len(nets(Judge)[0].program.unmasked) == 1 and not nets(Judge)[0].program.padded
