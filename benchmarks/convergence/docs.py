@@ -142,7 +142,7 @@ def cell(of_task: Mapping[str, Entry], name: str) -> str:
     if name not in of_task:
         return ""
     entry, adamw = of_task[name], of_task.get("AdamW")
-    best = entry.loss == min(other.loss for other in of_task.values())
+    best = len(of_task) > 1 and entry.loss == min(other.loss for other in of_task.values())
     text = f"**{number(entry.loss)}**" if best else number(entry.loss)
     if adamw is None or name == "AdamW":
         return text
@@ -190,7 +190,7 @@ def details(task: Task, of_task: Mapping[str, Entry]) -> str:
     """The section of a task: its figure and a row for every method."""
     adamw = of_task.get("AdamW")
     time = adamw.seconds if adamw else math.nan
-    columns = ["method", "lr", "seeds", "lowest loss", "range", task.validation, "CPU seconds"]
+    columns = ["method", "lr", "seeds", "lowest loss", "range", "last loss", task.validation, "CPU seconds"]
     if adamw:
         columns += ["to AdamW's loss: steps", "CPU seconds", f"loss after {time:.1f} CPU seconds"]
     rows = []
@@ -198,7 +198,8 @@ def details(task: Task, of_task: Mapping[str, Entry]) -> str:
         low, high = entry.range
         lr = "" if entry.lr is None else f"{entry.lr:g}{'†' if entry.at_edge else ''}"
         spread = f"{number(low)} to {number(high)}" if len(entry.runs) > 1 else ""
-        row = [name, lr, str(len(entry.runs)), number(entry.loss), spread, number(entry.validation)]
+        row = [name, lr, str(len(entry.runs)), number(entry.loss), spread]
+        row += [number(entry.last), number(entry.validation)]
         row.append(f"{entry.seconds:.1f}")
         if adamw:
             steps, seconds = entry.reached(adamw.loss)

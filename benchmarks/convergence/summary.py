@@ -39,6 +39,11 @@ class Entry:
         return min(best), max(best)
 
     @property
+    def last(self) -> float:
+        """The median of the losses at the end."""
+        return self.median(lambda run: math.inf if run["points"][-1][2] is None else float(run["points"][-1][2]))
+
+    @property
     def seconds(self) -> float:
         """CPU seconds of a whole run."""
         return self.median(lambda run: float(run["points"][-1][1]))

@@ -257,7 +257,8 @@ def test_a_method_is_summarized_by_the_seeds_of_its_best_rate() -> None:
     adamw, ours, failed = found["AdamW"], found["KFAC qmodel"], found["KFAC empirical"]
     assert (adamw.lr, adamw.loss, adamw.range, adamw.finished) == (3e-3, 3.0, (2.0, 4.0), True)
     assert not adamw.at_edge and len(adamw.trials) == 4
-    assert (ours.loss, ours.reached(adamw.loss)) == (1.0, (10, 50.0))
+    assert (ours.loss, ours.last, ours.reached(adamw.loss)) == (1.0, 1.0, (10, 50.0))
+    assert failed.last == math.inf
     assert adamw.reached(adamw.loss) == (20, 20.0)
     assert summary.beats(ours, adamw) == (True, False) and summary.beats(adamw, ours) == (False, False)
     assert (ours.loss_at(49.0), ours.loss_at(50.0)) == (8.0, 3.0)
@@ -277,7 +278,7 @@ def test_the_page_has_the_tables_and_says_which_runs_are_missing() -> None:
     assert "| poisson | 3 | 8 (-, -) | **1** (0.50, 2.50) |" in page
     assert "| diverged | 0 of 3 | 1 of 1 | 0 of 3 |" in page
     assert "| KFAC qmodel | 1, 0 of 1 |" in page
-    assert "| KFAC qmodel |  | 3 | 1 | 0.5 to 2 | 0.5 | 100.0 | 10 | 50.0 | 8 |" in page
+    assert "| KFAC qmodel |  | 3 | 1 | 0.5 to 2 | 1 | 0.5 | 100.0 | 10 | 50.0 | 8 |" in page
     assert "- SOAP: all." in page and "- KFAC empirical: no run: autoencoder" in page
     assert "the search is not finished: poisson (1 runs)" in page
     assert "L-BFGS: all." in page
