@@ -7,7 +7,6 @@ No method decays weights: the training loss asks for none.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -216,11 +215,6 @@ def not_installed(package: str) -> str | None:
     return None
 
 
-def no_default() -> str | None:
-    damping = inspect.signature(kfac_fx.KFAC).parameters["damping"]
-    return "KFAC(net) needs a damping" if damping.default is damping.empty else None
-
-
 EQUATIONS = tuple(name for name, task in TASKS.items() if isinstance(task, Solving))
 METHODS: dict[str, Method] = {
     "AdamW": Method(adamw, "torch.optim.AdamW", start=3e-3),
@@ -232,7 +226,7 @@ METHODS: dict[str, Method] = {
     ),
     "Muon": Method(muon, "torch.optim.Muon for hidden matrices, AdamW for the rest", start=3e-3),
     "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, tasks=EQUATIONS),
-    "KFAC": Method(kfac, "`KFAC(net, lr)`", lrs=(1.0, 0.3), missing=no_default),
+    "KFAC": Method(kfac, "`KFAC(net, lr)`, the default, which takes lr=1 if none is given", lrs=(1.0, 0.3)),
     "KFAC empirical": Method(
         kfac_empirical,
         "`KFAC(net, lr, damping=1e-2, norm_constraint=1e-3, estimation_mode='empirical', cov_update_every=10, "
