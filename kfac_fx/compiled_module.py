@@ -222,7 +222,7 @@ class CompiledModule(nn.Module):
 
     def case_recorder(self, recorder: Recorder) -> CaseRecorder:
         """The capture with collecting taps, made once."""
-        of_cases = next((made for known, made in self._case_recorders if known is recorder), None)
+        of_cases = next((collecting for served, collecting in self._case_recorders if served is recorder), None)
         if of_cases is None:
             of_cases = CaseRecorder(recorder)
             self._case_recorders = [*self._case_recorders, (recorder, of_cases)][-MAX_CAPTURES:]

@@ -68,7 +68,7 @@ def with_signature_of(model: nn.Module, forward: Callable[..., Any]) -> Callable
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # of a forward that is no Python function
         return forward
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     arguments = [argument for name, argument in signature.parameters.items() if name != "self"]
-    cast(Any, with_signature).__signature__ = signature.replace(parameters=[own, *arguments])
+    cast(Any, with_signature).__signature__ = signature.replace(parameters=[itself, *arguments])
     return with_signature

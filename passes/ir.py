@@ -203,7 +203,7 @@ class Program:
     def case_dims(self) -> tuple[int, ...]:
         """The dimension of the cases in every one of `outputs`; 0 where no dimension has their size."""
         sizes = [[str(size) for size in getattr(node.meta.get("val"), "shape", ())] for node in self.outputs]
-        return tuple(known.index(self.cases) if self.cases in known else 0 for known in sizes)
+        return tuple(shape.index(self.cases) if self.cases in shape else 0 for shape in sizes)
 
     def owner(self, name: str) -> str:
         """The parameter that a name in `shapes` belongs to."""

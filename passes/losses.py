@@ -97,13 +97,13 @@ def size_of_cases(program: Program, outputs: tuple[fx.Node, ...]) -> tuple[str |
     if not told or conventional is None:
         choice = conventional is not None and any(size != conventional for size in free_sizes(inputs))
         return conventional, CONVENTION if choice else ""
-    known = told if len(told) == 1 else {size: layer for size, layer in told.items() if size == conventional}
-    if len(known) != 1:
+    agreed = told if len(told) == 1 else {size: layer for size, layer in told.items() if size == conventional}
+    if len(agreed) != 1:
         raise RegistrationError(
             "which dimension of the inputs counts the cases is not clear, since two layers contradict each other: "
             f"{' and '.join(told.values())}.\n{ANSWER}"
         )
-    ((size, layer),) = known.items()
+    ((size, layer),) = agreed.items()
     shapes = [sizes_of(node) for node in outputs]
     if not any(size in shape for shape in shapes) and any(shape[:1] == [conventional] for shape in shapes):
         shape = ", ".join(shapes[0])

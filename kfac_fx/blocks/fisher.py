@@ -68,16 +68,16 @@ class BlockDiagonalFisher(Operator):
         """
         registrations, parameters = self.wanted()
         before = self._blocks
-        kept = {
+        unchanged = {
             registration.parameters: registration
             for registration in registrations
             if registration.parameters in before
             and before[registration.parameters].registration.approximation == registration.approximation
         }
-        cohorts = [[kept[key] for key in cohort if key in kept] for cohort in self._cohorts]
-        new = [registration for registration in registrations if registration.parameters not in kept]
+        cohorts = [[unchanged[key] for key in cohort if key in unchanged] for cohort in self._cohorts]
+        new = [registration for registration in registrations if registration.parameters not in unchanged]
         self._make_blocks([*cohorts, new], registrations, parameters)
-        for key in kept:
+        for key in unchanged:
             block, earlier = self._blocks[key], before[key]
             state = earlier.state()
             for name, tensor in block.state().items():

@@ -63,7 +63,7 @@ def with_sizes(recorder: Recorder) -> list[Axis] | None:
     """The axis of the cases and those that may be it instead, by their symbolic sizes."""
     program = recorder.program
     inputs = program.graph.find_nodes(op="placeholder")
-    found = []
+    axes = []
     for size in dict.fromkeys((program.cases, *free_sizes(inputs))):
         its_inputs = [
             (n, symbolic_sizes(node).index(size)) for n, node in enumerate(inputs) if size in symbolic_sizes(node)
@@ -71,8 +71,8 @@ def with_sizes(recorder: Recorder) -> list[Axis] | None:
         shapes = [sizes_of(node) for node in program.outputs]  # where a size that was met as a number is one
         its_outputs = [(n, sizes.index(size)) for n, sizes in enumerate(shapes) if size in sizes]
         if size is not None and its_inputs and its_outputs:
-            found.append(Axis(its_inputs, its_outputs))
-    return found if len(found) > 1 and found[0].inputs[0][1] == 0 else None
+            axes.append(Axis(its_inputs, its_outputs))
+    return axes if len(axes) > 1 and axes[0].inputs[0][1] == 0 else None
 
 
 def without_sizes(recorder: Recorder, values: Sequence[Any], outputs: Sequence[Tensor]) -> list[Axis] | None:

@@ -345,9 +345,9 @@ def meeting_cases(
 
 def of_first_case(cotangent: Tensor, dim: int) -> Tensor:
     """The cotangent, zero for all cases but the first."""
-    kept = torch.zeros_like(cotangent)
-    kept.select(dim, 0).copy_(cotangent.select(dim, 0))
-    return kept
+    single_case = torch.zeros_like(cotangent)
+    single_case.select(dim, 0).copy_(cotangent.select(dim, 0))
+    return single_case
 
 
 def revealing(value: Tensor) -> Tensor:

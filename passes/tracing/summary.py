@@ -289,15 +289,16 @@ class Walk:
     def of_object(self, value: Any, named: bool, depth: int) -> Any:
         kind = type(value)
         module = isinstance(value, nn.Module) and named
-        own, slots_of = value.__dict__ if module else fields(value), tuple(slots(value)) if has_fields(value) else ()
+        attributes = value.__dict__ if module else fields(value)
+        slots_of = tuple(slots(value)) if has_fields(value) else ()
         whole = depth > 0 and not module
-        if (own is None and not slots_of) or not (whole or named):
+        if (attributes is None and not slots_of) or not (whole or named):
             return kind, Same(value)
         parts: list[Any] = []
-        if own is not None:
-            keys = [name for name in own if whole or self.is_named(name)]
-            self.holders.append(Entries(own, keys, len(own)))
-            parts += [(name, self.of(own[name], named, depth - 1)) for name in keys]
+        if attributes is not None:
+            keys = [name for name in attributes if whole or self.is_named(name)]
+            self.holders.append(Entries(attributes, keys, len(attributes)))
+            parts += [(name, self.of(attributes[name], named, depth - 1)) for name in keys]
         if slots_of:
             self.holders.append(Attributes(value, slots_of))
             parts += [(name, self.of(getattr_or_missing(value, name), named, depth - 1)) for name in slots_of]

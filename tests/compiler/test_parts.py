@@ -97,6 +97,28 @@ def test_a_product_of_matrices_has_whole_uses_and_a_slice_has_none() -> None:
     assert whole_uses(*sliced()) is None
 
 
+def test_whole_parameters_in_another_order_have_a_use_with_their_layout() -> None:
+    """The matrix of a grouped transposed convolution is no view of its weight."""
+    use, program = matched(lambda x, w: F.conv_transpose1d(x, 3 * w.transpose(0, 1), groups=2), w=(3, 4, 2))
+    (alone,) = whole_uses(use, program.shapes) or ()
+    bound = alone.parameters["weight"]
+    assert (bound.parameter, bound.used.result, bound.scale) == ("w", (4, 3, 2), 3.0)
+    assert alone.exprs == {} and alone.through == use.through == ()
+
+
+def test_a_whole_weight_behind_a_gain_has_a_use_and_the_gain_another() -> None:
+    use, program = matched(lambda x, w, e: F.conv_transpose1d(x, w * e[:, None, None], groups=2), w=(4, 3, 2), e=(4,))
+    weight, gain = whole_uses(use, program.shapes) or ()
+    assert [set(alone.parameter_set) for alone in (weight, gain)] == [{"w"}, {"e"}]
+    assert [type(step).__name__ for step in weight.through] == ["Scaled"]
+    assert [type(step).__name__ for step in gain.through] == ["Gain"]
+
+
+def test_a_whole_bias_behind_a_function_has_no_whole_use() -> None:
+    use, program = matched(lambda x, w, b: F.conv_transpose1d(x, w, b.exp()), w=(4, 3, 2), b=(3,))
+    assert whole_uses(use, program.shapes) is None
+
+
 def sliced() -> tuple[Use, Any]:
     use, program = matched(lambda x, w: F.linear(x, w[:2]), w=(6, 4))
     return use, program.shapes
