@@ -73,7 +73,7 @@ def results_table(name: str, runs: Runs) -> Table:
 
 
 def settings_text(settings: Settings) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in settings.items())
+    return ", ".join(f"{key} {value:g}" for key, value in settings.items()) or "no settings"
 
 
 def verdict(name: str, runs: Runs) -> str:

@@ -108,16 +108,12 @@ def first_order_step(method: str, task: Task, model: nn.Module, settings: Settin
 
 
 def kfac_step(task: Task, net: kfac_fx.CompiledModule, settings: Settings) -> TrainingStep:
-    """A step of K-FAC as in Martens & Grosse 2015: step size and momentum come from the exact quadratic model of each
-    batch, and a Levenberg-Marquardt rule adapts the damping."""
-    optimizer = kfac_fx.KFAC(
-        net, lr=None, momentum=None, momentum_type="qmodel", adapt_damping=True, cov_update_every=1, **settings
-    )
+    """A step of K-FAC; `settings` are arguments of `KFAC`, which needs none."""
+    optimizer = kfac_fx.KFAC(net, **settings)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
-        loss = task.loss(net(inputs), targets)
-        loss.backward()
-        optimizer.step(evaluate=lambda: task.loss(net(inputs), targets), loss=loss)  # the loss at the new parameters
+        task.loss(net(inputs), targets).backward()
+        optimizer.step()
         optimizer.zero_grad()
 
     return step

@@ -45,4 +45,4 @@ def test_the_table_shows_every_setting_on_a_narrow_terminal() -> None:
         results_table("toy", {method: Run(method, every[method], run_of(method, 9, 2).points) for method in METHODS})
     )
     shown = out.getvalue()
-    assert "…" not in shown and "\nK-FAC: damping 10, min_damping 1e-05, invert_every 5" in shown
+    assert "…" not in shown and "\nAdamW: lr 0.01, weight_decay 0.01" in shown and "\nK-FAC: no settings" in shown
