@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from examples import influence, laplace, own_layer, pinn, recurrent, shared_weights, vmc
+from examples import influence, influence_gpt, laplace, own_layer, pinn, recurrent, shared_weights, vmc
 
 
 def test_shared_weights_are_registered_once_with_all_their_uses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +29,15 @@ def test_a_layer_of_ones_own_is_structured(capsys: pytest.CaptureFixture[str]) -
 
 def test_influence_points_at_the_wrong_label() -> None:
     assert int(influence.main().argmax()) == 0
+
+
+def test_a_text_that_was_trained_on_has_the_largest_influence_on_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    found = influence_gpt.main(steps=40, width=16, retrained=3)
+    own = [influence_gpt.TEXTS.index(query) for query in influence_gpt.QUERIES]
+    assert found.scores.argmax(1).tolist() == own
+    assert found.correlation.shape == (3,) and bool((found.correlation.abs() <= 1 + 1e-9).all())
+    printed = capsys.readouterr().out
+    assert all(f"{query!r}: {query} (" in printed for query in influence_gpt.QUERIES)
 
 
 def test_the_laplace_approximation_knows_where_there_were_no_data(capsys: pytest.CaptureFixture[str]) -> None:
