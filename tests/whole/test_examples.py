@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from examples import influence, influence_gpt, laplace, own_layer, pinn, recurrent, shared_weights, vmc
+from examples import influence, influence_gpt, laplace, memorization, own_layer, pinn, recurrent, shared_weights, vmc
 
 
 def test_shared_weights_are_registered_once_with_all_their_uses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +38,12 @@ def test_a_text_that_was_trained_on_has_the_largest_influence_on_itself(capsys: 
     assert found.correlation.shape == (3,) and bool((found.correlation.abs() <= 1 + 1e-9).all())
     printed = capsys.readouterr().out
     assert all(f"{query!r}: {query} (" in printed for query in influence_gpt.QUERIES)
+
+
+def test_wrong_labels_are_forgotten_before_the_rule() -> None:
+    found = memorization.main()
+    (rule, by_heart), (edited_rule, left) = found[1.0], found[0.02]
+    assert by_heart == 1 and left < 0.7 and edited_rule > rule - 0.02
 
 
 def test_the_laplace_approximation_knows_where_there_were_no_data(capsys: pytest.CaptureFixture[str]) -> None:
