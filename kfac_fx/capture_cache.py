@@ -328,7 +328,7 @@ class CaptureCache:
             earlier=earlier,
         )
         try:
-            return self.proved(Recorder(emitted, arguments.loss), args, kwargs)
+            return self.proved(Recorder(emitted, arguments.loss, verify=arguments.verify), args, kwargs)
         except UncapturedCall as uncaptured:
             raise self.unstable(uncaptured.path) from None
 
@@ -364,7 +364,9 @@ class CaptureCache:
 
     def emitted(self, traced: Capture, program: Program) -> Recorder:
         emitted = EmittedGraph(traced, program, self.model, self.arguments.backend)
-        return Recorder(emitted, self.arguments.loss, settings=traced.settings(self.model))
+        return Recorder(
+            emitted, self.arguments.loss, settings=traced.settings(self.model), verify=self.arguments.verify
+        )
 
     def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
         """The recorder with what the proof has shown, if `verify`."""

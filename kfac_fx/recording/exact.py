@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key, power_of_gradient
 
 CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
+VMAP_TOLERANCE = 1e-2  # relative; right gradients agree to the rounding of their dtype, bfloat16's at the worst
 PATIENCE = 2.0  # seconds before a progress bar is shown
 Item = TypeVar("Item")
 Statistics = dict[str, Tensor]  # of one registration, by name
@@ -64,11 +65,19 @@ class Pullback:
 
     loop_reason: why cotangents go one by one, once vmap has failed; None before that. An error that is not vmap's own
         is raised again when they go one by one.
+    verify: whether to compare the first result of vmap with that of cotangents one by one, because the rules of some
+        operations of torch are wrong (torch.cdist). The host waits for the comparison.
     """
 
-    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        verify: bool = False,
+        loop_reason: str | None = None,
+    ) -> None:
         self.outputs, self.leaves = outputs, leaves
-        self.loop_reason: str | None = None
+        self.verify, self.loop_reason = verify, loop_reason
 
     def __call__(self, cotangents: Cotangents) -> list[Tensor]:
         """[k, *leaf.shape] for every leaf; zeros for a leaf that no output depends on."""
@@ -90,13 +99,33 @@ class Pullback:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="There is a performance drop because")
-                    return list(torch.vmap(grad)(*batched))
+                    together = list(torch.vmap(grad)(*batched))
+                self.loop_reason = self.difference(together, grad, batched)
+                if self.loop_reason is None:
+                    return together
             except RuntimeError as error:  # of any kind: torch has no class for an operation that vmap does not support
                 if fatal(error):
                     raise
                 self.loop_reason = f"vmap is not possible here: {first_line(error)}"
         each = [grad(*vectors) for vectors in zip(*batched, strict=True)]
         return [torch.stack(grads) for grads in zip(*each, strict=True)]
+
+    def difference(
+        self, together: Sequence[Tensor], grad: Callable[..., tuple[Tensor, ...]], batched: Sequence[Tensor]
+    ) -> str | None:
+        """How the first result differs from that of its first and last cotangent one by one; None if it does not."""
+        if not self.verify or not batched:
+            return None
+        self.verify = False
+        for n in dict.fromkeys((0, len(batched[0]) - 1)):
+            alone = grad(*(vectors[n] for vectors in batched))
+            sizes = [float(gradient.norm()) for gradient in alone]
+            for gradients, gradient, size in zip(together, alone, sizes, strict=True):
+                error, noise = float((gradients[n] - gradient).norm()), torch.finfo(gradient.dtype).eps ** 0.75
+                if error > VMAP_TOLERANCE * size and error > noise * max(sizes):
+                    apart = f"{error / size:.0%} apart" if size else "which are zero"
+                    return f"vmap gives other gradients than cotangents one by one, {apart}: a fault of torch"
+        return None
 
 
 @dataclass
@@ -110,7 +139,7 @@ class ExactPass:
         parameters: leaves of the forward by name, those of generic registrations at least.
         saved: bytes that one cotangent needs on its way back.
         memory: bytes that a chunk of cotangents may take.
-        loop_reason: see `Pullback`.
+        verify, loop_reason: see `Pullback`.
     """
 
     mode: str
@@ -122,7 +151,8 @@ class ExactPass:
     parameters: Mapping[str, Tensor]
     saved: int
     memory: int
-    loop_reason: str | None = field(default=None, init=False)
+    verify: bool = False
+    loop_reason: str | None = None
 
     def statistics(self) -> dict[Key, Statistics]:
         """Additive sums of every registration over all sources."""
@@ -170,7 +200,10 @@ class ExactPass:
         inputs = [loss.inputs for _, loss in self.losses]
         cotangents = pulled_back(inputs, [torch.ones_like(value) for value in inputs], self.leaves)
         batched: Cotangents = [None if vector is None else vector.unsqueeze(0) for vector in cotangents]
-        return [grad[0] for grad in Pullback(self.outputs, leaves)(batched)] if leaves else []
+        return [grad[0] for grad in self.pullback(leaves)(batched)] if leaves else []
+
+    def pullback(self, leaves: Sequence[Tensor]) -> Pullback:
+        return Pullback(self.outputs, leaves, self.verify, self.loop_reason)
 
     def sources(self, leaves: Sequence[Tensor], by_case: bool = False) -> Iterator[list[Tensor]]:
         """Gradients of the leaves [k, ...], chunk by chunk."""
@@ -179,11 +212,11 @@ class ExactPass:
         size = self.saved + sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         total = number_of_sources(self.losses, self.mode, by_case)
         chunk = max(1, min(self.memory // max(1, size), total))
-        pullback = Pullback(self.outputs, leaves)
+        pullback = self.pullback(leaves)
         chunks = exact_sources(self.mode, self.losses, self.leaves, chunk, by_case)
         for cotangents in tracked(chunks, total, f"{self.mode}: {total} backward passes"):
             yield pullback(cotangents)
-            self.loop_reason = pullback.loop_reason
+            self.loop_reason = self.loop_reason or pullback.loop_reason
 
 
 def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, Tensor]]) -> Statistics:

@@ -45,7 +45,9 @@ class Recorder:
         proven: whether the registration proof was conclusive.
         settings: what the capture is specialized to beside its inputs; None: nothing.
         absent: parameters that have a block which this capture cannot record; all of them are frozen.
-        loop_reason: why the last exact pass sent its sources back one by one; see `Pullback`.
+        loop_reason: why exact passes send their sources back one by one; see `Pullback`.
+        verify: whether exact passes are to be verified.
+        exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
     """
 
@@ -55,7 +57,9 @@ class Recorder:
     proven: bool = False
     settings: Settings | None = None
     absent: frozenset[str] = frozenset()
+    verify: bool = True
     loop_reason: str | None = field(default=None, init=False)
+    exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)
 
     @property
@@ -205,9 +209,21 @@ class Recorder:
             constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
             cases, sums = losses_of.cases(losses), losses_of.summed(losses)
             if is_exact(mode):
-                exact = ExactPass(mode, registrations, fisher, constants, sums, probes, learned, saved.total, memory)
+                exact = ExactPass(
+                    mode,
+                    registrations,
+                    fisher,
+                    constants,
+                    sums,
+                    probes,
+                    learned,
+                    saved.total,
+                    memory,
+                    verify=self.verify and not self.exact_verified,
+                    loop_reason=self.loop_reason,
+                )
                 statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
-                self.loop_reason = exact.loop_reason
+                self.loop_reason, self.exact_verified = exact.loop_reason, True
                 return Moments(statistics, cases, gradients, self.frozen)
             cotangents = one_source(mode, sums, constants, generator)
             leaves = [*(probe for by_name in probes for probe in by_name.values()), *learned.values()]
