@@ -251,7 +251,12 @@ class KFAC(Optimizer):
 
     def fallbacks(self) -> list[str]:
         """For the report: what was not done as it should be, and why."""
-        return [*self._step_state.multiply_jacobian.fallbacks(), *self._forwards.fallbacks()]
+        linear = (
+            "the checks of the step size take the loss as linear in the parameters beside its curvature, and undo no "
+            "steps: no backward was seen to reach the Fisher's outputs, or a loss that forward returns"
+        )
+        unobserved = [linear] * self._step_state.unobserved
+        return [*unobserved, *self._step_state.multiply_jacobian.fallbacks(), *self._forwards.fallbacks()]
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, as tensors by parameter in "state", and in "param_groups".

@@ -75,6 +75,7 @@ class StepState:
     loss_before: Tensor = field(init=False)
     size: StepSize = field(init=False)  # of "adaptive"
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
+    unobserved: bool = False  # a check did not know the gradient of the outputs
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
     first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
     grouped: GroupedParameters | None = None  # None to read the parameter groups anew
@@ -261,6 +262,7 @@ def new_check(state: StepState, loss_scale: float) -> Check:
         state.forwards.devices,
         seen.start,
     )
+    state.unobserved = state.unobserved or not batch.observed
     parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
     return Check.of(batch, parameters, state.schedule.steps_since_check)
 

@@ -201,3 +201,13 @@ def test_a_forward_that_measures_the_accuracy_is_not_checked() -> None:
     net(3 * x)
     opt.step()
     torch.testing.assert_close((opt.rho, theta(net)), (same.rho, theta(other)), rtol=0, atol=0)
+
+
+def test_without_gradients_of_the_outputs_it_trains_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = made()
+    step(net, opt, 0)
+    assert not any("the checks of the step size" in line for line in opt.fallbacks())
+    monkeypatch.setattr("kfac_fx.optim.batch_loss.hooked_leaves", lambda recorder, leaves: ([], False))
+    first, *_, last = [step(net, opt, 1).item() for _ in range(20)]
+    assert last < first and opt.damping < 1 and opt.rho.isfinite()
+    assert "the checks of the step size take the loss as linear" in str(net.report)
