@@ -6,7 +6,7 @@ TESTS ?= tests/errors tests/compiler
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick slow guards cuda bench format clean
+.PHONY: help demo test quick slow guards cuda bench site format clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed 's/:[^#]*## /\t/' | expand -t 10
@@ -48,10 +48,13 @@ cuda: ## the CUDA tests and the demo, with the python3 of a GPU machine
 bench: .venv/installed ## step times and memory, beside the cost model's floor
 	$(BIN)/python -m benchmarks
 
+site: .venv/installed ## the documentation as web pages, in site/
+	$(BIN)/mkdocs build --strict --quiet
+
 format: .venv/installed ## rewrite the sources as `make test` wants them
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
 clean: ## remove everything that make and the tools made
-	rm -rf .venv .venv-torch build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch build dist out site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,7 @@
 """Every Python block of the documents runs: the blocks of one file in order, in one namespace."""
 
+import contextlib
+import io
 import re
 from pathlib import Path
 
@@ -10,16 +12,23 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n+```text\n(?P<output>.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
 def run_blocks(text: str, name: str) -> int:
-    """Executes the blocks and returns their number; a traceback shows the line of the document."""
+    """Executes the blocks and returns their number; a traceback shows the line of the document.
+
+    A block of text directly below a block of code is what the code prints.
+    """
     namespace: dict[str, object] = {"__name__": "__main__"}
     blocks = list(BLOCK.finditer(text))
     for block in blocks:
-        line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], name, "exec"), namespace)
+        line = text.count("\n", 0, block.start("code"))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + block["code"], name, "exec"), namespace)
+        if block["output"] is not None:
+            assert printed.getvalue() == block["output"], f"{name}:{line + 1} prints other text than the page shows"
     return len(blocks)
 
 
@@ -29,11 +38,11 @@ def test_the_code_of_the_document_runs(document: Path, monkeypatch: pytest.Monke
     run_blocks(document.read_text(encoding="utf-8"), document.name)
 
 
-def test_the_worked_example_of_the_design_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
-    run_blocks(text, "DESIGN.md")
-    (printed,) = re.findall(r"^```text\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert capsys.readouterr().out == printed
+def test_output_that_a_page_shows_is_compared() -> None:
+    page = "```python\nprint(1)\n```\n\n```text\n{}\n```\n"
+    run_blocks(page.format("1"), "page.md")
+    with pytest.raises(AssertionError, match="page.md:2 prints other text than the page shows"):
+        run_blocks(page.format("2"), "page.md")
 
 
 def test_blocks_share_one_namespace_and_report_their_line() -> None:
