@@ -35,6 +35,10 @@ quick: .venv/installed ## the same with some tests only: make quick TESTS=tests/
 slow: .venv/installed ## the tests that take minutes
 	$(BIN)/pytest -q -n auto -m "slow and not cuda"
 
+trainers: .venv/installed ## the loops of Hugging Face, Accelerate and Lightning
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[trainers]"
+	$(BIN)/pytest -q -n auto tests/trainers
+
 # The CPU build by its full name, from PyTorch's own index: a plain version number would be the CUDA build.
 guards: ## the private names of torch that we use, with another torch: make guards TORCH=2.11.0
 	$(PYTHON) -m venv .venv-torch
