@@ -49,6 +49,7 @@ class Watched:
     thread: int = field(default_factory=threading.get_ident)  # of the forward, and of the backward
     roots: dict[int, Tensor] = field(default_factory=dict)  # what was differentiated, by identity
 
+    @torch.compiler.disable(reason="it reads the frames of the backward")  # type: ignore[untyped-decorator]
     def take(self, leaf: int, gradient: Tensor) -> None:
         self.roots |= {id(root): root.detach() for root in backward_roots(self.thread)}
         gradient = first(gradient.detach(), None if self.inner else self.cases).clone()
