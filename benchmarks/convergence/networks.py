@@ -99,14 +99,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Decoder(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
         self.register_buffer("positions", torch.arange(length), persistent=False)
-        for name, parameter in self.named_parameters():  # GPT-2's start
-            if parameter.dim() == 2:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:  # GPT-2's 0.02 is for its width: with 48 it holds first-order methods back
                 deep = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
-        for decoder in self.blocks:
-            for linear in (decoder.qkv, decoder.out, decoder.up, decoder.down):
-                nn.init.zeros_(linear.bias)
-        nn.init.zeros_(self.head.bias)
+                nn.init.normal_(parameter, std=(parameter.shape[1] * (2 * layers if deep else 1)) ** -0.5)
+            elif not name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
+                nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position(self.positions[: tokens.shape[1]])

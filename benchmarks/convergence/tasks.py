@@ -7,9 +7,9 @@ seconds. The training loss is measured on a fixed part of the training set, in e
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
-import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -233,10 +233,12 @@ def prose() -> Cases:
 def tuned_gpt(steps: int) -> networks.GPT:
     """The GPT of the task "gpt" after `steps` steps of AdamW; its last block, norm and output layer are to be trained.
 
-    It is trained once and kept in a file of this version of torch and Python, because Python's version is its text.
+    It is trained once and kept in a file, whose name has a digest of everything that the training begins with.
     """
-    path = CACHE / f"convergence-gpt-{steps}-torch{torch.__version__}-python{platform.python_version()}.pt"
-    model = gpt()
+    model, digest = gpt(), hashlib.sha256(repr((steps, torch.__version__)).encode())
+    for tensor in (*TASKS["gpt"].model(0).parameters(), code().inputs):
+        digest.update(tensor.detach().numpy().tobytes())
+    path = CACHE / f"convergence-gpt-{digest.hexdigest()[:12]}.pt"
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
     else:
