@@ -8,6 +8,12 @@ from typing import Any
 from torch import nn
 
 from kfac_fx.capture_cache import CompileArguments
+from kfac_fx.checks.arguments import (
+    refuse_other_approximations,
+    refuse_other_limit,
+    refuse_other_links,
+    refuse_unfit_names,
+)
 from kfac_fx.checks.unchanged import refuse_unfit, unwrapped
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.layer_collection import LayerCollection
@@ -136,9 +142,13 @@ def compile(
             f"submodules are already compiled and would be captured twice: {', '.join(inner)}; use their .model instead"
         )
     refuse_unfit(model)
+    refuse_unfit_names(model)
+    refuse_other_approximations(approximations, model)
+    refuse_other_limit(dense_limit)
     if isinstance(linked, str) or (not isinstance(linked, Mapping) and any(isinstance(group, str) for group in linked)):
         raise LinkError('linked takes groups of names, as in linked=[("fc.weight", "fc.bias")], not names')
     groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
+    refuse_other_links(groups, model)
     options = Options(
         linked={frozenset([group] if isinstance(group, str) else group): value for group, value in groups.items()},
         approximations=approximations or {},

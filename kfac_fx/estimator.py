@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kfac_fx.blocks.fisher import BlockDiagonalFisher, check_variables
 from kfac_fx.blocks.spectrum import Damping
+from kfac_fx.checks.arguments import refuse_other_variables
 from kfac_fx.checks.unchanged import refuse_untrained, refuse_without_blocks
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
@@ -110,7 +111,14 @@ class FisherEstimator(BlockDiagonalFisher):
         """
         # Every argument is checked before the collection is finalized: a wrong one must leave it usable.
         collection = net if isinstance(net, LayerCollection) else None
+        if collection is None and not hasattr(net, "record"):
+            raise TypeError(
+                f"FisherEstimator takes a compiled module, and got a {type(net).__name__}: write "
+                "net = kfac_fx.compile(model, ...) and FisherEstimator(net)"
+            )
         named = dict((net.model if isinstance(net, LayerCollection) else net).named_parameters())
+        if variables is not None and collection is None:
+            refuse_other_variables(variables := list(variables), net)
         check_mode(estimation_mode)
         refuse_untrained(named.items())
         if not 0 <= cov_ema_decay <= 1:

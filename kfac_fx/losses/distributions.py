@@ -137,7 +137,7 @@ class Normal(LossFunction):
 
 def check_variance(var: float) -> None:
     """Raises LossError."""
-    if isinstance(var, Tensor) or not var > 0:
+    if isinstance(var, Tensor) or not 0 < var < math.inf:
         raise LossError(f"Normal: var is {var!r}; it must be a positive float")
 
 

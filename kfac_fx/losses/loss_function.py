@@ -103,6 +103,9 @@ class LossFunction(ABC):
                 f"{name}(..., targets=y), or call loss.with_targets(y), with y {self.targets_like}; or draw them with "
                 "loss.evaluate_on_sample()"
             )
+        if not isinstance(self.targets, Tensor):
+            kind = type(self.targets).__name__
+            raise LossError(f"{type(self).__name__}: targets are a {kind}; write torch.as_tensor(targets)")
         expected = self._target_shape()
         if self.targets.shape != expected:
             raise LossError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from kfac_fx.losses.distributions import DISTRIBUTIONS, IGNORED, Categorical
+from kfac_fx.losses.distributions import DISTRIBUTIONS, IGNORED, Categorical, NormalMeanVariance
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, TargetsMissing, nearest
 from kfac_fx.passes.torch_losses import SHORT, TORCH_LOSSES, TorchLoss
@@ -179,6 +179,8 @@ class LossSpec:
             output = one_tensor(outputs, self.name, of_torch_on(self.of_torch), self.of_torch.classes_second)
             return [likelihood(self.of_torch, "mean", output, targets, case_dim)]
         result = self.make(outputs)
+        if isinstance(result, list | tuple) and not result:
+            raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
         single = not isinstance(result, list | tuple) or _is_pair(result)
         losses = [_pair(each, self.name) for each in ([result] if single else result)]
         if targets is None:
@@ -215,6 +217,11 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             hint = f" Did you mean {meant!r}?" if meant else nearest(spec, NAMES)
             raise LossError(f"loss {spec!r} is none of {known}.{hint}")
         return LossSpec(_of_one_tensor(DISTRIBUTIONS[spec], spec), f"loss={spec!r}", named=True)
+    if spec is NormalMeanVariance:
+        raise LossError(
+            "loss=NormalMeanVariance needs a mean and a variance: write which outputs they are, as in loss=lambda "
+            "outputs: kfac_fx.losses.NormalMeanVariance(outputs[0], outputs[1].exp())"
+        )
     if isinstance(spec, type) and issubclass(spec, LossFunction):
         return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
     if isinstance(spec, LossFunction) or not callable(spec):
@@ -281,8 +288,10 @@ def _is_pair(value: Any) -> bool:
 
 def _pair(value: Any, name: str) -> tuple[float, LossFunction]:
     coefficient, loss = value if _is_pair(value) else (1.0, value)
+    if isinstance(loss, Tensor) and not loss.ndim:
+        raise LossError(f"{name} returned a tensor; a coefficient is a number, as in (0.5, kfac_fx.losses.Normal(out))")
     if not isinstance(loss, LossFunction):
         raise LossError(f"{name} returned a {type(loss).__name__}, not a loss of kfac_fx.losses")
-    if not coefficient > 0:
-        raise LossError(f"{name} returned the coefficient {coefficient}; it must be positive")
+    if not 0 < coefficient < math.inf:
+        raise LossError(f"{name} returned the coefficient {coefficient}; it must be positive and finite")
     return float(coefficient), loss

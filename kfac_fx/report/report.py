@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -194,7 +195,9 @@ class Report:
         for name in COLUMNS:
             table.add_column(name or "#", justify="right" if name in ("", "uses") else "left", overflow="fold")
         for number, row in enumerate(self.rows):
-            table.add_row(*map(Text, (str(number), *row.cells)), style="yellow" if row.generic else "")
+            table.add_row(
+                *(Text(printable(cell)) for cell in (str(number), *row.cells)), style="yellow" if row.generic else ""
+            )
         below = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         below.add_column(style="bold")
         below.add_column(overflow="fold")
@@ -234,7 +237,7 @@ class Report:
         A click on a row selects its uses in the graph, and the reverse; the source line of a use is shown with it. The
         page is light or dark as the reader's system is.
         """
-        return page(self._contents)
+        return printable(page(self._contents))
 
     def _repr_html_(self) -> str:
         """The headline and the table, for a notebook."""
@@ -319,4 +322,9 @@ def wrap(text: str) -> list[str]:
 
 
 def ascii_only(text: str) -> str:
-    return text.encode("ascii", "backslashreplace").decode("ascii")
+    return printable(text).encode("ascii", "backslashreplace").decode("ascii")
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out, so that a name with escapes changes no terminal."""
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
