@@ -147,7 +147,7 @@ def test_what_python_reads_is_generic_with_the_place() -> None:
 def test_training_and_the_exact_fisher() -> None:
     torch.manual_seed(0)
     model = Repeated()
-    net = compiled(model)
+    net = compiled(model, loss="mse")
     opt = KFAC(net, lr=0.1, damping=0.1, invert_every=2)
     losses = []
     for _ in range(8):

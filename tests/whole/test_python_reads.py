@@ -130,7 +130,7 @@ def test_gradients_of_every_case_add_up_over_reads(kind: str) -> None:
 def test_training_with_reads_learns() -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 7, 4)
-    net = compiled(Reading(chain, weight=(5, 5), bias=(5,)), x)
+    net = compiled(Reading(chain, weight=(5, 5), bias=(5,)), x, loss="mse")
     opt = KFAC(net, lr=0.1, damping=0.1)
     losses = []
     for _ in range(8):
