@@ -1,5 +1,7 @@
 """The benchmarks run, and say what they should; what they measure is no test's business."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from benchmarks import (
     host_time,
     methods,
     scale,
+    statistics,
     step_parts,
     step_time,
 )
@@ -109,3 +112,11 @@ def test_what_peers_are_compared_with_is_the_dense_fisher() -> None:
     assert torch.equal(kept[:16, :16], truth[:16, :16]) and not kept[:16, 16:20].any() and truth[:16, 16:20].any()
     kept = agreement.weights(truth, one)
     assert torch.equal(kept[:16, :16], truth[:16, :16]) and not kept[16:20].any() and not kept[:, 16:20].any()
+
+
+def test_every_phase_of_a_spectrum_takes_time() -> None:
+    for problem in (statistics.uci(64), statistics.positions(16)):
+        times = statistics.ours(problem)()
+        assert len(times) == len(statistics.PHASES) and all(second >= 0 for second in times) and sum(times) > 0
+    if importlib.util.find_spec("kronfluence") is not None:
+        assert len(statistics.table({"UCI network": statistics.uci(64)}, 1).splitlines()) == 3
