@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
+from kfac_fx.checks.equivalence import coarsest_rounding
+from kfac_fx.checks.outputs import differs_from_model
 from kfac_fx.checks.unchanged import unwrapped
 from kfac_fx.in_place import OUTSIDE, is_running, running, runs_the_model, with_signature_of
 from kfac_fx.layer_collection import CapturedModel, LayerCollection
+from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError
 from kfac_fx.passes.ir import Program, Registration
@@ -245,6 +248,39 @@ class CompiledModule(nn.Module):
     ) -> tuple[Any, tuple[Tensor, ...]]:
         """(the model's outputs, the Fisher's outputs) as a pure function of the parameters."""
         return self.captures.run(args, kwargs, lambda recorder, values: recorder.outputs(parameters, values))
+
+    @runs_the_model
+    def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Whether the model computes other outputs than its capture, 0-dim on the device; see `checks.outputs`.
+
+        Two forwards that leave no trace.
+        """
+        return self.captures.run(
+            args, kwargs, lambda recorder, values: differs_from_model(recorder, args, kwargs, values)
+        )
+
+    def rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """The ε of the coarsest precision that takes part in a forward of the model."""
+        assert self.captures.first is not None, "bug in kfac_fx: a recording before the first capture"
+        return coarsest_rounding(self.captures.first, (args, kwargs))
+
+    @property
+    def repeats_recordings(self) -> bool:
+        """Whether a forward behind a recording computes the same with the same kernels, so that outputs are compared.
+
+        A compiler draws and rounds in its own way, as cuDNN does in recurrent layers. Recordings compute products in
+        full precision. Data parallelism sends buffers around before a forward.
+        """
+        wrapper = self._wrapper
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            if wrapper.mixed_precision is not None or any(True for _ in self.buffers()):
+                return False
+            wrapper = wrapper.module
+        compiled = self._replaced if self.in_place else replaced_call(self.model)
+        if wrapper is not self.model or compiled is not None or self.backend != "eager" or not products_are_full():
+            return False
+        on_cpu = all(device.type == "cpu" for device in {parameter.device for parameter in self.parameters()})
+        return on_cpu or not self.program.unrolled
 
     @runs_the_model
     def losses(

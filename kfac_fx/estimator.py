@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kfac_fx.blocks.fisher import BlockDiagonalFisher, check_variables
 from kfac_fx.blocks.spectrum import Damping
 from kfac_fx.checks.arguments import refuse_other_variables
+from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.checks.unchanged import refuse_untrained, refuse_without_blocks
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
@@ -153,6 +154,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self.batch_size = batch_size
         self.replicas = None if process_group is None else Replicas(process_group)
         self.params_stats: dict[str, Tensor] = {}
+        self.outputs = OutputWatch()
         self.variables = None if variables is None or collection is not None else frozenset(variables)
         self.net: Net = compiled_collection(net, variables) if isinstance(net, LayerCollection) else net
         if collection is not None:
@@ -184,6 +186,9 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError for a batch that is not of `batch_size` cases, ModelChangedError if the model was changed
         after it was compiled.
         """
+        differs: Callable[..., Tensor] | None = getattr(self.net, "differs", None)
+        if differs is not None and self.outputs.due():
+            self.outputs.add(differs(inputs, kwargs))
         only = {} if self.variables is None else {"only": self.variables}
         moments = self.net.record(
             inputs,
@@ -275,6 +280,24 @@ class FisherEstimator(BlockDiagonalFisher):
         trained = {name for name, parameter in self.net.named_parameters() if parameter.requires_grad}
         return frozenset(key for key in waiting if not trained.isdisjoint(self.blocks[key].registration.owners))
 
+    def usable(self) -> Tensor | None:
+        """Whether the accumulated moments are those of the model, 0-dim on the device; None if none were compared.
+
+        Raises ModelChangedError, and drops the moments, if the host knows without waiting that they are not.
+        """
+        differs, model = self.outputs.pending, type(getattr(self.net, "model", self.net)).__name__
+        try:
+            self.outputs.check(model)
+            if differs is None:
+                return None
+            if self.replicas is not None:  # one process must not go on alone
+                (total,) = self.replicas.total([differs.to(self.damping.dtype)])
+                differs = total > 0
+            return self.outputs.take(model, differs)
+        except ModelChangedError:
+            self._restore_pending({}, {}, 0, set())
+            raise
+
     @torch.no_grad()
     def fold(self, *, decay: float | None = None, accept: Tensor | None = None) -> bool:
         """Average all accumulated moments into all factors, as one batch.
@@ -283,10 +306,14 @@ class FisherEstimator(BlockDiagonalFisher):
 
         Returns False for a batch without cases, which changes nothing, else True.
 
-        Raises ValueError for a batch that is not of `batch_size` cases.
+        Raises ValueError for a batch that is not of `batch_size` cases, ModelChangedError if the outputs of a recording
+        were not the model's.
         """
+        usable = self.usable()
         if not self._pending and not self._paused:
             return True
+        if usable is not None:
+            accept = usable if accept is None else accept & usable
         if self.batch_size is not None and (recorded := int(self._pending_cases)) != self.batch_size:
             many = "1 case" if recorded == 1 else f"{recorded} cases"
             raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")

@@ -190,6 +190,11 @@ class Program:
         return {name: tuple(all_) for name, all_ in names.items()}
 
     @cached_property
+    def unrolled(self) -> bool:
+        """Whether the graph has the steps of recurrent layers."""
+        return any(UNROLLED in node.meta for node in self.graph.nodes)
+
+    @cached_property
     def shapes(self) -> dict[str, Shape]:
         """The shapes of parameters, and of pieces instead of the parameters that are used in pieces."""
         shapes: dict[str, Shape] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import dense, without_cudnn
 from kfac_fx.passes.errors import UntraceableError, fatal, first_line
 from kfac_fx.passes.graphs import pytree
-from kfac_fx.passes.ir import UNROLLED, Program
+from kfac_fx.passes.ir import Program
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.signature import input_names, laid_out, tensors_in
@@ -201,7 +201,7 @@ def as_unrolled(program: Program) -> AbstractContextManager[Any]:
 
     cuDNN draws the dropout between recurrent layers from a random stream of its own and rounds to TF32.
     """
-    return without_cudnn() if any(UNROLLED in node.meta for node in program.graph.nodes) else nullcontext()
+    return without_cudnn() if program.unrolled else nullcontext()
 
 
 def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
@@ -221,10 +221,7 @@ def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
 
 def coarsest_rounding(recorder: Recorder, values: tuple[Any, ...]) -> float:
     """The rounding of the least exact dtype that takes part: a parameter's, an input's or autocast's."""
-    tensors = [
-        *recorder.live_parameters().values(),
-        *(leaf for leaf in pytree.leaves(values) if isinstance(leaf, Tensor)),
-    ]
+    tensors = [*recorder.model.parameters(), *(leaf for leaf in pytree.leaves(values) if isinstance(leaf, Tensor))]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     devices = {tensor.device.type for tensor in tensors}
     dtypes |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}

@@ -295,6 +295,12 @@ def older_settings(everything: bool) -> list[tuple[Callable[[Any], None], Any, A
     return settings
 
 
+def products_are_full() -> bool:
+    """Whether matrix products of float32 are computed in float32 by the settings of now."""
+    chosen = [backend.fp32_precision for backend in (TORCH_BACKENDS.cuda.matmul, TORCH_BACKENDS.mkldnn.matmul)]
+    return all((TORCH_BACKENDS.fp32_precision if one == "none" else one) in ("none", "ieee") for one in chosen)
+
+
 def full_precision_in_eager() -> AbstractContextManager[None]:
     """`full_precision` in a backward that a compiler may trace, which does not see settings made inside."""
     return nullcontext() if torch.compiler.is_compiling() else full_precision()

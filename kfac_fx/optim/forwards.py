@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.checks.outputs import differ, sample
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
 from kfac_fx.diagnostics.watched import Watched, watch
@@ -17,6 +18,7 @@ from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.options import Schedule
 from kfac_fx.passes.errors import warn_user
+from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.passes.tracing.substitutes import values_kept
 from kfac_fx.recording.recorder import Recorder
@@ -118,6 +120,7 @@ class Forwards:
     zeroed: bool = False  # gradients were zeroed since the last closure was called
     unrecorded: int = 0  # the number of steps with statistics due and no forward before them
     before: RandomState | None = None  # before the last forward, until the comparison
+    recorded: list[Tensor] | None = None  # outputs of the last recording, until those of the model's own forward
     recorder: Recorder | None = None  # of the last forward, from before it, where its outputs are watched
 
     # --- what the net and the user report ---------------------------------------------------------------------------
@@ -138,17 +141,23 @@ class Forwards:
         seen.forwards += 1
         if options.quadratic and not schedule.burning_in:
             seen.calls.append((args, kwargs))
-        due = None if schedule.recording else self.estimator.unrecorded()
-        outputs = self.record(args, kwargs, due) if due is None or due else None
+        only = None if schedule.recording else self.estimator.unrecorded()
+        recording = only is None or bool(only)
+        beside = recording and not options.recording_in_training and options.fraction == 1.0
+        beside, self.recorded = beside and self.net.repeats_recordings, None
+        if (recording or options.quadratic) and self.estimator.outputs.due() and not beside:
+            self.estimator.outputs.add(self.net.differs(args, kwargs))
+        outputs = self.record(args, kwargs, only, beside) if recording else None
         # Now, because the model's own forward may change what a capture depends on.
         if schedule.checking or not self.checked:
             self.recorder = self.net.recorder(args, kwargs)
         return outputs
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], only: frozenset[Key] | None = None) -> Any:
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], only: frozenset[Key] | None, beside: bool) -> Any:
         """Record the batch. Returns the outputs if that ran the forward itself, else None.
 
-        only: the registrations whose statistics are due; None: all.
+        only: the registrations whose statistics are due; None: all. beside: whether to keep the outputs, for a
+            comparison with those of the model's own forward.
         """
         options = self.schedule.options
         if options.recording_in_training:
@@ -157,13 +166,28 @@ class Forwards:
             self.seen.pending.append(batch)
             return outputs
         mode, fraction = options.estimation_mode, options.fraction
-        moments = self.net.record(args, kwargs, mode=mode, targets=None, fraction=fraction, generator=self.generator)
+        moments = self.net.record(
+            args,
+            kwargs,
+            mode=mode,
+            targets=None,
+            fraction=fraction,
+            generator=self.generator,
+            on_outputs=self.keep if beside else None,
+        )
         self.estimator.accumulate(moments if only is None else replace(moments, only=only))
         return None
 
+    def keep(self, outputs: list[Any]) -> None:
+        self.recorded = sample(outputs)
+
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """In the first step, and where a check is due, watch the gradients that the user's backward sends into the
-        outputs."""
+        """Compare the outputs with those that were recorded. In the first step, and where a check is due, watch the
+        gradients that the user's backward sends into them."""
+        if self.recorded is not None and not self.paused:
+            rounding = self.net.rounding(args, kwargs)
+            self.estimator.outputs.add(differ(self.recorded, sample(pytree.leaves(outputs)), rounding))
+            self.recorded = None
         if self.paused or self.recorder is None:
             return
         if self.schedule.checking:

@@ -112,6 +112,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     Raises:
         ValueError: the damping rule needs a loss that is not given.
         FactorNotReady: no batch was ever recorded.
+        ModelChangedError: the outputs of a recording were not the model's.
     """
     schedule, forwards, estimator = state.schedule, state.forwards, state.estimator
     in_blocks, others = vectors = flat_parameters(state, groups, states)
@@ -123,6 +124,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
             raise FactorNotReady(UNRECORDED)
         return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
     check_losses(schedule, losses)
+    usable = estimator.usable()
     scale = first_check(state, gradients, losses.loss)
     for moments in forwards.seen.moments(state.options.reduction, scale):
         estimator.accumulate(moments)
@@ -133,6 +135,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         forwards.note_unrecorded()
     loss = None if losses.loss is None else state.replicas.mean(state.scalar + losses.loss)
     ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
+    ok = ok if usable is None else ok & usable
     for flat in vectors:
         ok = ok if flat is None else ok & is_finite(flat.g)
     check = None

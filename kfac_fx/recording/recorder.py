@@ -6,7 +6,7 @@ random stream. `Recorder.record_in_training` returns the outputs of the model, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -175,6 +175,7 @@ class Recorder:
         params_stats: bool = False,
         memory: int = CHUNK_BYTES,
         only: Collection[str] | None = None,
+        on_outputs: Callable[[list[Any]], None] | None = None,
     ) -> Moments:
         """Statistics of one batch, from a forward and a backward of our own.
 
@@ -189,6 +190,7 @@ class Recorder:
             params_stats: also sum the gradients of the parameters.
             memory: bytes that a chunk of the exact modes' sources may take.
             only: the parameters whose registrations are recorded; None: all. The others have no probes.
+            on_outputs: called with what the model returns, in a list.
 
         Raises ValueError for an unknown mode, LossError if no loss or no targets are known.
         """
@@ -206,6 +208,8 @@ class Recorder:
                 output, fisher = self.emitted.run(
                     live | learned, self.copied_buffers(), values, probes_or_none, compiled=not is_exact(mode)
                 )
+            if on_outputs is not None:
+                on_outputs(pytree.leaves(self.capture.unflatten(output)))
             constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
             cases, sums = losses_of.cases(losses), losses_of.summed(losses)
             if is_exact(mode):
