@@ -96,6 +96,8 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     estimator = kfac_fx.FisherEstimator(
         net, damping=0.1, exps=(-1, -0.5, 0.5), compute_cholesky=not series, compute_cholesky_inverse=not series, seed=0
     )
+    if purpose is PACKED:  # the model itself packs its batch, which needs the lengths and not their shape alone
+        estimator.outputs.due = lambda: False
     estimator.update_covariances(*inputs)
     estimator.update_inverses()
     waits.only(purpose | FIRST_STEP | MADE)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.optim.forwards import Forwards, MicroBatches, checked, without_a_trace
@@ -382,11 +383,16 @@ class Listening:
             buffers=lambda: iter(()),
             record=lambda *_, mode, fraction, **__: self.log.append(f"record {mode} of {fraction}"),
             recorder=lambda args, kwargs: None,
+            repeats_recordings=False,
+            differs=lambda args, kwargs: (self.compared.append(self.forwards.seen.forwards), torch.tensor(False))[1],
             record_in_training=lambda *_, **__: (self.log.append("ride"), ("outputs", pending(False)))[1],
         )
         self.schedule = Schedule(KFACOptions(net, **{"lr": 1.0, "damping": 1.0, **options}))
+        self.compared: list[int] = []
         estimator = SimpleNamespace(
-            accumulate=lambda _: self.log.append("accumulate"), unrecorded=lambda: frozenset(self.unrecorded)
+            outputs=OutputWatch(),
+            accumulate=lambda _: self.log.append("accumulate"),
+            unrecorded=lambda: frozenset(self.unrecorded),
         )
         self.unrecorded: list[tuple[str, ...]] = []
         generator = torch.Generator()
@@ -401,6 +407,31 @@ def test_a_forward_records_where_statistics_are_due() -> None:
     for listening.schedule.counter in range(3):
         assert listening.forward() is None
     assert listening.log == ["record gradients of 0.5", "accumulate"] * 2 and listening.forwards.seen.forwards == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"estimation_mode": "empirical"}, {"fraction": 0.5}, {"momentum_type": "qmodel", "lr": None, "momentum": None}],
+    ids=str,
+)
+def test_forwards_without_another_beside_them_are_compared_more_and_more_rarely(options: dict[str, Any]) -> None:
+    listening = Listening(**{"cov_update_every": 100 if "momentum_type" in options else 1, **options})
+    for listening.schedule.counter in range(9):
+        listening.forward()
+    assert listening.compared == [1, 2, 4, 8]
+
+
+def test_outputs_are_compared_with_those_of_the_recording_before() -> None:
+    listening = Listening()
+    net: Any = listening.forwards.net
+    net.repeats_recordings, net.rounding = True, lambda args, kwargs: 0.0
+    net.record = lambda *_, on_outputs, **__: on_outputs([torch.ones(3)])
+    listening.forwards.checked = True
+    for outputs, differs in ((torch.ones(3), False), ({"logits": 2 * torch.ones(3)}, True)):
+        listening.forward()
+        listening.forwards.on_outputs((), {}, outputs)
+        assert bool(listening.forwards.estimator.outputs.pending) is differs
+    assert listening.compared == []
 
 
 def test_a_registration_without_factors_is_recorded_at_once() -> None:

@@ -47,12 +47,17 @@ class FakeEstimator:
     log: list[str]
     recorded: bool = True
     ready: bool = True
+    agrees: Tensor | None = None
     damping: Tensor = field(default_factory=lambda: torch.tensor(0.0, dtype=torch.float64))
 
     def accumulate(self, moments: Any) -> None:
         self.log.append("accumulate")
 
+    def usable(self) -> Tensor | None:
+        return self.agrees
+
     def fold(self, *, decay: float | None, accept: Tensor) -> bool:
+        self.accepted = accept
         self.log.append("fold" if decay is None else f"fold with decay {decay}")
         return self.recorded
 
@@ -227,6 +232,17 @@ def test_a_step_whose_loss_is_not_finite_is_counted_and_changes_nothing() -> Non
     problem.backward()
     problem.step(Losses(loss=torch.inf))
     assert not moved(problem).any() and (problem.state.schedule.counter, problem.state.skipped.item()) == (2, 1)
+
+
+def test_a_step_whose_recording_is_of_another_function_changes_nothing() -> None:
+    """On an accelerator, where the host learns of it later."""
+    problem = Problem()
+    problem.state.schedule.counter = 1
+    estimator: Any = problem.state.estimator
+    estimator.agrees = torch.tensor(False)
+    problem.backward()
+    problem.step()
+    assert not moved(problem).any() and problem.state.skipped.item() == 1 and not estimator.accepted
 
 
 def test_parameters_in_no_block_follow_the_first_order_rule() -> None:
