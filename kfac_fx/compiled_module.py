@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from kfac_fx.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
 from kfac_fx.checks.equivalence import coarsest_rounding
 from kfac_fx.checks.outputs import differs_from_model
-from kfac_fx.checks.unchanged import unwrapped
+from kfac_fx.checks.unchanged import averages_gradients, unwrapped
 from kfac_fx.in_place import OUTSIDE, is_running, running, runs_the_model, with_signature_of
 from kfac_fx.layer_collection import CapturedModel, LayerCollection
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.losses.registered import LossSpec
-from kfac_fx.passes.errors import AlreadyAttachedError
+from kfac_fx.passes.errors import AlreadyAttachedError, UntraceableError
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
@@ -240,6 +240,13 @@ class CompiledModule(nn.Module):
         Returns (the model's outputs, the statistics to come). Raises UntraceableError if forward has side effects that
         the captured graph does not have.
         """
+        if averages_gradients(self._wrapper):
+            raise UntraceableError(
+                f"statistics cannot be recorded during training with {type(self.model).__name__} in "
+                "DistributedDataParallel inside of the compiled module: the recorded forward leaves it out, and no "
+                "gradient would be averaged.\nWrap the compiled module instead of the model: "
+                "net = kfac_fx.compile(model), and train with DistributedDataParallel(net)."
+            )
         return self.captures.record_in_training(args, kwargs, generator)
 
     @runs_the_model

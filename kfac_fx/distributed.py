@@ -7,12 +7,14 @@ processes, and only these are sent. From equal factors every process computes eq
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from kfac_fx.passes.errors import table
 
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
 
@@ -54,6 +56,22 @@ class Replicas:
             parts = message.split([tensors[n].numel() for n in members])
             totals |= {n: part.view(tensors[n].shape) for n, part in zip(members, parts, strict=True)}
         return [totals[n] for n in range(len(tensors))]
+
+    def check_options(self, options: Mapping[str, str]) -> None:
+        """Raises ValueError if the processes have different options, with all of them. options: by name, as text."""
+        if self.number == 1:
+            return
+        everywhere: list[dict[str, str]] = [{} for _ in range(self.number)]
+        dist.all_gather_object(everywhere, dict(options), group=self.group)
+        by_name = {name: [of_process.get(name, "nothing") for of_process in everywhere] for name in options}
+        if rows := [
+            (name, " and ".join(dict.fromkeys(texts))) for name, texts in by_name.items() if len(set(texts)) > 1
+        ]:
+            raise ValueError(
+                f"{self.number} processes train one model with different options:\n{table(rows)}\n"
+                "Give KFAC the same options in all processes. They take the same steps from common factors, so other "
+                "options would make their parameters drift apart."
+            )
 
     def check_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Raises RuntimeError if the processes have different gradients. Waits for the device."""

@@ -67,6 +67,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(original) if isinstance(original, nn.Module) else model
 
 
+def averages_gradients(wrapper: nn.Module) -> bool:
+    """Whether DistributedDataParallel is among the wrappers of a model."""
+    if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+        return True
+    inner = wrapper.module if isinstance(wrapper, nn.DataParallel) else compiled_from(wrapper)
+    return isinstance(inner, nn.Module) and averages_gradients(inner)
+
+
 def refuse_unfit(model: nn.Module) -> None:
     """Raises UntraceableError for what no capture can do anything with, with all culprits."""
     refuse_sharded(model)

@@ -247,6 +247,11 @@ class KFACOptions:
         """Whether the quadratic model finds the step size."""
         return self.kind.startswith("qmodel")
 
+    def common(self) -> dict[str, str]:
+        """The options that all processes of a training must share, as text. Waits for the device of tensors."""
+        different = ("net", "params", "process_group", "grad_scaler", "seed")  # each process has its own random streams
+        return {field.name: shown(getattr(self, field.name)) for field in fields(self) if field.name not in different}
+
     @property
     def recording_in_training(self) -> bool:
         """Whether the statistics come from the user's own backward."""
@@ -321,6 +326,10 @@ def takes(
         return __init__
 
     return decorated
+
+
+def shown(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
 # --- what is due at which step ----------------------------------------------------------------------------------------

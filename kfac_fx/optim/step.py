@@ -88,7 +88,7 @@ class StepState:
         self.rule = MomentumRule(self.options.kind, self.options.norm_constraint)
         self.multiply_jacobian = JacobianProducts()
         self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
-        self.move_first_order = compiled_function(move_first_order, self.net.backend)
+        self.first_order_update = compiled_function(first_order_update, self.net.backend)
         self.multiply_inverse = compiled_function(self.estimator.multiply_inverse, self.net.backend)
 
 
@@ -220,6 +220,7 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     needed = first or forwards.seen.pending or forwards.seen.observed
     scale = scaler.get_scale() if scaler is not None and needed else 1.0
     if first:
+        state.replicas.check_options(state.options.common())
         told = scaler is not None or state.options.recording_in_training  # the latter must know the scale of each step
         forwards.check_loss(loss, scale if told else scale_of_caller())
         state.replicas.check_gradients(gradients)
@@ -274,6 +275,9 @@ def update(
     state: StepState, in_blocks: FlatParameters | None, others: FlatParameters | None, ok: Tensor, check: Check | None
 ) -> Tensor:
     """Move the parameters. Returns whether they moved, 0-dim."""
+    if others is not None:
+        of_first_order, finite = state.first_order_update(state.options.first_order_rule, others)
+        ok = ok & finite
     if in_blocks is not None and state.options.adaptive:
         precondition, decay = preconditioner(state, in_blocks, state.multiply_inverse), state.options.momentum
         assert decay is not None, "bug in kfac_fx: averaged gradients without a weight of the past"
@@ -292,7 +296,7 @@ def update(
         precondition = preconditioner(state, in_blocks, state.estimator.multiply_inverse)
         ok = state.move_in_blocks(state.rule, in_blocks, precondition, ok)
     if others is not None:
-        state.move_first_order(state.options.first_order_rule, others, ok)
+        others.commit(Proposal(*of_first_order), ok)
     return ok
 
 
@@ -304,8 +308,15 @@ def move_in_blocks(rule: MomentumRule, flat: FlatParameters, precondition: Produ
     return ok
 
 
-def move_first_order(rule: FirstOrder, flat: FlatParameters, ok: Tensor) -> None:
-    flat.commit(propose_first_order(rule, flat), ok)
+def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Tensor, Tensors], Tensor]:
+    """An update of the first-order rule, compiled as one: (its move and its new state, whether both are finite).
+
+    A gradient whose square is infinite would give a finite move, and none ever after.
+    """
+    update, new = rule(flat.g, flat.state, flat.flat)
+    move = flat.displacement(update)
+    finite = torch.stack([is_finite(move), *map(is_finite, new.values())]).all()
+    return (move, new), finite
 
 
 def measured_update(
@@ -328,7 +339,8 @@ def measured_update(
         change = predicted_change(state, in_blocks, proposal.move)
         proposals.append((in_blocks, proposal))
     if others is not None:
-        proposal = propose_first_order(state.options.first_order_rule, others)
+        of_first_order, finite = state.first_order_update(state.options.first_order_rule, others)
+        ok, proposal = ok & finite, Proposal(*of_first_order)
         change = change + inner(others.g, proposal.move)  # no Fisher block: only the slope is known
         proposals.append((others, proposal))
     for _, proposal in proposals:
@@ -379,11 +391,6 @@ def propose_by_momentum(rule: MomentumRule, flat: FlatParameters, precondition: 
     assert flat.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
     velocity, update = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr)
     return Proposal(flat.displacement(update), {"velocity": velocity})
-
-
-def propose_first_order(rule: FirstOrder, flat: FlatParameters) -> Proposal:
-    update, new = rule(flat.g, flat.state, flat.flat)
-    return Proposal(flat.displacement(update), new)
 
 
 def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:

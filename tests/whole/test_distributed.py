@@ -52,7 +52,7 @@ def train(
     """All parameters after the steps, and the damping."""
     torch.manual_seed(0)
     net = kfac_fx.compile(Net().double(), loss="categorical")
-    opt, called = kfac_fx.KFAC(net, damping=0.3, seed=0, **options), wrap(net)
+    opt, called = kfac_fx.KFAC(net, **{"damping": 0.3, "seed": 0, **options}), wrap(net)
     for x, y in batches():
 
         def closure(x: Tensor = x[part], y: Tensor = y[part]) -> Tensor:
@@ -77,6 +77,20 @@ def work(rank: int, folder: str) -> None:
         train(OPTIONS["sampled"], half)
     except RuntimeError as error:
         found["apart"] = str(error)
+    for case, options in {
+        "options": {"damping": 0.1 * (rank + 1)},
+        "intervals": {"cov_update_every": rank + 1},
+    }.items():
+        try:
+            train({**OPTIONS["empirical"], **options}, half, nn.parallel.DistributedDataParallel)
+        except ValueError as error:
+            found[case] = str(error)
+    inside = kfac_fx.compile(nn.parallel.DistributedDataParallel(Net().double()), loss="categorical")
+    kfac_fx.KFAC(inside, lr=0.1, damping=0.1, estimation_mode="empirical")
+    try:
+        inside(batches()[0][0])
+    except ValueError as error:
+        found["inside"] = str(error)
     alone = dist.new_group([rank], use_local_synchronization=True)
     found["alone"] = train({**OPTIONS["empirical"], "process_group": alone}, half)
     model = Net().double()
@@ -120,6 +134,21 @@ def test_gradients_that_nobody_averages_are_refused(found: list[dict[str, Any]])
     for one in found:
         assert one["apart"].startswith("the gradients of 2 processes differ: their norms are ")
         assert "DistributedDataParallel(net)" in one["apart"] and "process_group=g" in one["apart"]
+
+
+def test_processes_with_different_options_are_refused_at_the_first_step(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        first, *rows, last = one["options"].splitlines()
+        assert first == "2 processes train one model with different options:"
+        assert [row.split(maxsplit=1) for row in rows] == [["damping", "0.1 and 0.2"]]
+        assert last.startswith("Give KFAC the same options in all processes.")
+        assert "cov_update_every  1 and 2" in one["intervals"]
+
+
+def test_recording_in_training_inside_of_data_parallel_is_refused(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert "with Net in DistributedDataParallel inside of the compiled module" in one["inside"]
+        assert one["inside"].endswith("net = kfac_fx.compile(model), and train with DistributedDataParallel(net).")
 
 
 def test_a_process_in_a_group_of_its_own_trains_alone(found: list[dict[str, Any]]) -> None:
