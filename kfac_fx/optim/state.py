@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.losses.sources import MODES
 from kfac_fx.optim.adaptive import StepSize
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
+from kfac_fx.optim.options import MOMENTUM_TYPES, KFACOptions
 from kfac_fx.optim.rules import new_adam_state
 from kfac_fx.optim.step import SCALARS, StepState
 from kfac_fx.passes.errors import table
@@ -30,6 +32,22 @@ from kfac_fx.passes.tracing.devices import RandomState
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
 LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
 STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of "adaptive"
+
+
+KINDS: Mapping[str, Sequence[Any]] = {  # of an optimizer; a state has the places of its own in these
+    "momentum_type": MOMENTUM_TYPES,
+    "estimation_mode": MODES,
+    "adapt_damping": (False, True),
+}
+UNKNOWN = -1  # in states of earlier versions
+
+
+def kinds(options: KFACOptions) -> dict[str, Any]:
+    return {
+        "momentum_type": options.kind,
+        "estimation_mode": options.estimation_mode,
+        "adapt_damping": bool(options.adapt_damping),
+    }
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -74,6 +92,7 @@ def whole(state: StepState) -> Tensors:
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
     values |= {"first_recorded": torch.tensor(first)}
+    values |= {name: torch.tensor(KINDS[name].index(kind)) for name, kind in kinds(state.options).items()}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
     tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
     options = state.options
@@ -122,7 +141,7 @@ def flattened(kfac: Mapping[str, Any]) -> Tensors:
     """The "kfac" entry of earlier versions, in the present names."""
     estimator = dict(kfac.get("estimator", {}))
     tensors = {f"{WHOLE}estimator.damping": estimator.pop("damping")} if "damping" in estimator else {}
-    others = {"first_recorded": [], **kfac} if kfac else {}
+    others = {"first_recorded": [], **dict.fromkeys(KINDS, UNKNOWN), **kfac} if kfac else {}
     others = {name: value for name, value in others.items() if name not in ("estimator", "late")}
     tensors |= {f"{WHOLE}{name}": torch.as_tensor(value) for name, value in others.items()}
     if kfac.get("late") is not None:
@@ -137,6 +156,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     checkpoint = Checkpoint.of(state_dict)
     if not checkpoint.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
+    check_kinds(state, checkpoint.whole)
     expected = {name for name in whole(state) if not name.startswith(LATE)}
     if wrong := sorted(expected ^ checkpoint.whole.keys()):
         raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
@@ -162,6 +182,20 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     if rows:
         raise ValueError(f"the state does not fit {len(rows)} of {len(parameters)} parameters:\n{table(rows)}")
     return checkpoint
+
+
+def check_kinds(state: StepState, whole: Tensors) -> None:
+    """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
+    rows: list[tuple[str, str]] = []
+    for name, here in kinds(state.options).items():
+        place = int(whole.get(f"{WHOLE}{name}", torch.tensor(UNKNOWN)))
+        if place != UNKNOWN and KINDS[name][place] != here:
+            rows.append((name, f"{KINDS[name][place]!r} in the state, {here!r} here"))
+    if rows:
+        raise ValueError(
+            f"the state is that of a KFAC with other options:\n{table(rows)}\n"
+            "Create the optimizer with the options of the state, or train without it."
+        )
 
 
 def shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:

@@ -20,6 +20,7 @@ layers: the kinds of TF K-FAC, which a LayerCollection registers by hand, and ta
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,8 +28,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..approximations import EVERY_LAYER, FROM_PIXELS, WITHOUT_PIXELS
-from ..errors import LayerError
+from ..approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, WITHOUT_PIXELS
+from ..errors import LayerError, nearest
 from ..ir import Attrs
 from ..matrix import Layout
 
@@ -118,10 +119,11 @@ class Layer:
         """
 
         def add(function: Callable[..., Any]) -> Form:
-            first = self.forms[0]
-            layouts = {**first.layouts, **changed.pop("layouts", {})}
+            first, new = self.forms[0], changed.pop("layouts", {})
+            layouts = {**first.layouts, **new}
             form = replace(first, function=function, layouts=layouts, examples=as_tuple(example), **changed)
             check_roles(self.name, form)
+            check_layouts(self.name, form, new)
             self.forms.append(form)
             return form
 
@@ -182,7 +184,9 @@ def layer(
         )
         layer_name = name or function.__name__
         check_roles(layer_name, form)
+        check_layouts(layer_name, form, layouts or {})
         names = approximations if pixels is None else (*approximations, *FROM_PIXELS)
+        check_approximations(layer_name, default, names)
         return Layer(layer_name, [form], default, names, (), location(function))
 
     return declare
@@ -213,6 +217,35 @@ def no_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
 
 def as_tuple(example: Example | tuple[Example, ...]) -> tuple[Example, ...]:
     return example if isinstance(example, tuple) else (example,)
+
+
+AXES = re.compile(r"[^\W\d]\w*")
+
+
+def check_layouts(name: str, form: Form, layouts: Mapping[str, LayoutSpec]) -> None:
+    """Raises LayerError for layouts of unknown parameters, and for axes on one side only, which would match nothing."""
+    place = f"layer {name!r} ({location(form.function)})"
+    for role, spec in layouts.items():
+        if role not in ROLES:
+            raise LayerError(f"{place} has a layout for {role!r}, and not weight or bias.{nearest(role, ROLES)}")
+        if callable(spec):
+            continue
+        left, arrow, right = spec.partition("->")
+        axes = [AXES.findall(side) for side in (left, right)]
+        if not arrow or sorted(axes[0]) != sorted(axes[1]):
+            single = ", ".join(sorted(set(axes[0]) ^ set(axes[1]))) or "none"
+            raise LayerError(
+                f"{place} has the layout {spec!r} for {role}: every axis must be on both sides of '->' once, as in "
+                f"'i o -> o i'; on one side only: {single}"
+            )
+
+
+def check_approximations(name: str, default: str, names: tuple[str, ...]) -> None:
+    for approximation in (default, *names):
+        if approximation not in APPROXIMATIONS:
+            raise LayerError(
+                f"layer {name!r}: there is no approximation {approximation!r}.{nearest(approximation, APPROXIMATIONS)}"
+            )
 
 
 def check_roles(name: str, form: Form) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +108,49 @@ def test_every_form_has_an_example_and_every_default_is_allowed(name: str) -> No
     assert len(examples) >= len(one.forms)
     assert all(form.examples for form in one.forms)
     assert one.parts or one.default in one.approximations
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"layouts": {"wieght": "o i -> o i"}},
+            r"a layout for 'wieght', and not weight or bias\..*'weight'",
+        ),
+        ({"layouts": {"weight": "o i -> o j"}}, r"layout 'o i -> o j' for weight: .* on one side only: i, j$"),
+        ({"layouts": {"weight": "o i -> o"}}, r"on one side only: i$"),
+        ({"layouts": {"weight": "o i"}}, r"every axis must be on both sides of '->' once"),
+        ({"layouts": {"weight": "o i -> o i i"}}, r"every axis must be on both sides of '->' once"),
+        ({"default": "krn"}, r"there is no approximation 'krn'\..*'kron'"),
+        ({"approximations": ("kron2",)}, r"there is no approximation 'kron2'"),
+    ],
+    ids=str,
+)
+def test_a_typo_in_a_declaration_is_an_error(options: dict[str, Any], text: str) -> None:
+    """The layer would match nothing, and no report would say so."""
+    with pytest.raises(LayerError, match=text):
+
+        @layer(rows=as_rows, grad_rows=as_rows, example=example, **options)
+        def wrong(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return F.linear(x, weight, bias)
+
+
+def test_a_typo_in_another_form_is_an_error() -> None:
+    with pytest.raises(LayerError, match=r"layer 'dense' .* on one side only: i, j$"):
+
+        @dense().form(layouts={"weight": "o i -> o j"}, example=example)
+        def wrong(x: Tensor, scale: float, *, weight: Tensor) -> Tensor:
+            return F.linear(x * scale, weight)
+
+
+def test_groups_and_single_axes_are_no_typos() -> None:
+    @layer(
+        rows=as_rows,
+        grad_rows=as_rows,
+        example=example,
+        layouts={"weight": "(g o) i -> g o (i 1)", "bias": "(g o) -> g o"},
+    )
+    def right(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    assert right.name == "right"

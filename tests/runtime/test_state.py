@@ -254,8 +254,7 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "parameters": (have_more_parameters, r"the state does not fit 1 of 4 parameters:\n  parameter 17  there are 4"),
     "momentum type": (
         be_of_another_momentum_type,
-        "parameter group 0 of the state has lr, weight_decay, and this one's has lr, momentum, weight_decay: it is "
-        "that of another momentum_type",
+        r"the state is that of a KFAC with other options:\n  momentum_type +'qmodel\w*' in the state, '\w+' here",
     ),
     "group": (lose_a_group, r"different number of parameter groups"),
 }
@@ -289,3 +288,28 @@ def test_neither_an_optimizer_nor_an_estimator_is_copied_without_its_net(copied:
     ):
         copied(opt.estimator)
     train(net, opt, range(1))  # and they are as they were
+
+
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        ({"momentum_type": "adam"}, "momentum_type  'regular' in the state, 'adam' here"),
+        ({"estimation_mode": "empirical"}, "estimation_mode  'gradients' in the state, 'empirical' here"),
+        ({"adapt_damping": True}, "adapt_damping  False in the state, True here"),
+    ],
+)
+def test_the_state_of_an_optimizer_of_another_kind_is_refused_with_the_difference(
+    options: dict[str, Any], row: str
+) -> None:
+    """The velocity of "adam" is a sum of gradients, and that of "regular" one of updates."""
+    opts = []
+    for of_one in ({}, options):
+        net = compile(mlp(), loss="categorical")
+        opts.append((net, KFAC(net, **{"lr": 0.1, "damping": 0.1, "momentum_type": "regular", **of_one})))
+        backward(net, 0)
+        opts[-1][1].step(loss=1.0, evaluate=lambda: torch.tensor(1.0))
+    before = copy.deepcopy(flat_state(opts[1][1].state_dict()))
+    with pytest.raises(ValueError) as failure:
+        opts[1][1].load_state_dict(opts[0][1].state_dict())
+    assert str(failure.value).splitlines()[:2] == ["the state is that of a KFAC with other options:", f"  {row}"]
+    assert_same(before, flat_state(opts[1][1].state_dict()))
