@@ -63,6 +63,13 @@ def test_momentum_before_and_after_the_preconditioner() -> None:
         torch.testing.assert_close(update, v / 2)
 
 
+def test_the_constraint_of_momentum_before_the_preconditioner_is_on_the_whole_update() -> None:
+    momentum, bound = torch.tensor(0.9), 0.25
+    _, update = MomentumRule("adam", bound)(G, 10 * PG, momentum, lambda vector: 2 * vector, LR)
+    squared = (LR.square() * update * update / 2).sum()  # the Fisher is the inverse of the preconditioner
+    torch.testing.assert_close(squared, torch.tensor(bound, dtype=squared.dtype))
+
+
 def test_the_preconditioner_sees_zeros_where_there_is_no_gradient() -> None:
     seen: dict[str, Tensor] = {}
 
