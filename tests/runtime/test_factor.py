@@ -112,3 +112,17 @@ def test_a_side_says_the_shape_of_its_factor(approximation: str) -> None:
         return
     assert left.shape(matrix) == ((2, 3) if left.diagonal else (2, 3, 3))
     assert right.shape(matrix) == ((2, 4) if right.diagonal else (2, 4, 4))
+
+
+def test_the_mean_of_a_single_row_is_the_row() -> None:
+    sums = {"count": torch.tensor([1.0]), "A": torch.full((1, 1, 1, 1), 6.0), "G": torch.full((1, 1, 1, 1), 4.0)}
+    values = batch_values(KRON, sums, cases=2)
+    assert (values["A"].item(), values["G"].item(), values["positions"].item()) == (6.0, 4.0, 0.5)
+
+
+def test_a_block_that_starts_anew_drops_its_past() -> None:
+    stack = Stack.zeros(2, (), torch.float64, torch.device("cpu"))
+    both, anew = torch.tensor([True, True]), torch.tensor([True, False])
+    for value in (2.0, 8.0):
+        stack.update(torch.full((2,), value, dtype=torch.float64), both, 1.0, 1.0, anew)
+    assert stack.value.tolist() == [8.0, 5.0]
