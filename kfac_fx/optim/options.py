@@ -250,7 +250,7 @@ class KFACOptions:
     def common(self) -> dict[str, str]:
         """The options that all processes of a training must share, as text. Waits for the device of tensors."""
         different = ("net", "params", "process_group", "grad_scaler", "seed")  # each process has its own random streams
-        return {field.name: shown(getattr(self, field.name)) for field in fields(self) if field.name not in different}
+        return {field.name: as_text(getattr(self, field.name)) for field in fields(self) if field.name not in different}
 
     @property
     def recording_in_training(self) -> bool:
@@ -328,7 +328,7 @@ def takes(
     return decorated
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 

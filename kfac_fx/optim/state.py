@@ -34,7 +34,7 @@ LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, an
 STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of "adaptive"
 
 
-KINDS: Mapping[str, Sequence[Any]] = {  # of an optimizer; a state has the places of its own in these
+CHOICES: Mapping[str, Sequence[Any]] = {  # of an optimizer; a state has the places of its own in these
     "momentum_type": MOMENTUM_TYPES,
     "estimation_mode": MODES,
     "adapt_damping": (False, True),
@@ -42,7 +42,7 @@ KINDS: Mapping[str, Sequence[Any]] = {  # of an optimizer; a state has the place
 UNKNOWN = -1  # in states of earlier versions
 
 
-def kinds(options: KFACOptions) -> dict[str, Any]:
+def choices(options: KFACOptions) -> dict[str, Any]:
     return {
         "momentum_type": options.kind,
         "estimation_mode": options.estimation_mode,
@@ -92,7 +92,7 @@ def whole(state: StepState) -> Tensors:
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
     values |= {"first_recorded": torch.tensor(first)}
-    values |= {name: torch.tensor(KINDS[name].index(kind)) for name, kind in kinds(state.options).items()}
+    values |= {name: torch.tensor(CHOICES[name].index(kind)) for name, kind in choices(state.options).items()}
     values |= {"estimator.damping": state.estimator.damping, "generator": state.forwards.generator.get_state()}
     tensors = {f"{WHOLE}{name}": value for name, value in values.items()}
     options = state.options
@@ -141,7 +141,7 @@ def flattened(kfac: Mapping[str, Any]) -> Tensors:
     """The "kfac" entry of earlier versions, in the present names."""
     estimator = dict(kfac.get("estimator", {}))
     tensors = {f"{WHOLE}estimator.damping": estimator.pop("damping")} if "damping" in estimator else {}
-    others = {"first_recorded": [], **dict.fromkeys(KINDS, UNKNOWN), **kfac} if kfac else {}
+    others = {"first_recorded": [], **dict.fromkeys(CHOICES, UNKNOWN), **kfac} if kfac else {}
     others = {name: value for name, value in others.items() if name not in ("estimator", "late")}
     tensors |= {f"{WHOLE}{name}": torch.as_tensor(value) for name, value in others.items()}
     if kfac.get("late") is not None:
@@ -156,7 +156,7 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     checkpoint = Checkpoint.of(state_dict)
     if not checkpoint.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
-    check_kinds(state, checkpoint.whole)
+    check_choices(state, checkpoint.whole)
     expected = {name for name in whole(state) if not name.startswith(LATE)}
     if wrong := sorted(expected ^ checkpoint.whole.keys()):
         raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
@@ -184,13 +184,13 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     return checkpoint
 
 
-def check_kinds(state: StepState, whole: Tensors) -> None:
+def check_choices(state: StepState, whole: Tensors) -> None:
     """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
     rows: list[tuple[str, str]] = []
-    for name, here in kinds(state.options).items():
+    for name, here in choices(state.options).items():
         place = int(whole.get(f"{WHOLE}{name}", torch.tensor(UNKNOWN)))
-        if place != UNKNOWN and KINDS[name][place] != here:
-            rows.append((name, f"{KINDS[name][place]!r} in the state, {here!r} here"))
+        if place != UNKNOWN and CHOICES[name][place] != here:
+            rows.append((name, f"{CHOICES[name][place]!r} in the state, {here!r} here"))
     if rows:
         raise ValueError(
             f"the state is that of a KFAC with other options:\n{table(rows)}\n"

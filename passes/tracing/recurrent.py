@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UntraceableError
 from ..torch_private import EXPECTED_HIDDEN_SIZE, PACK, UNPACK, assert_size
 from .substitutes import packed, recurrent, recurrent_cell, unpacked
-from .threads import replaced
+from .threads import replaced_in_thread
 
 CELL_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 ATTENTION = F.multi_head_attention_forward.__name__
@@ -51,7 +51,7 @@ def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[list[ToldCases]]:
         width = self.proj_size or self.hidden_size
         return self.num_layers * (2 if self.bidirectional else 1), mode.batches[id(batch_sizes)].cases, width
 
-    with replaced(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected), mode:
+    with replaced_in_thread(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected), mode:
         yield mode.told
 
 

@@ -34,7 +34,7 @@ from torch.utils import checkpoint
 
 from ..errors import fatal
 from ..torch_private import CHECKPOINT_GENERATORS, buffers_of, debug_unwrap, versions_kept
-from .threads import replaced
+from .threads import replaced_in_thread
 
 DRAWS = {"rand", "rand_like"}
 COMPARISONS = {
@@ -91,7 +91,7 @@ def checkpoints_off() -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in CHECKPOINT_GENERATORS:
-            stack.enter_context(replaced(checkpoint, name, nothing))
+            stack.enter_context(replaced_in_thread(checkpoint, name, nothing))
         yield
 
 

@@ -1,8 +1,8 @@
 """What captures do to a whole process, kept to one thread.
 
-Tracers of torch and of this library replace functions of torch for as long as they run. `replaced` does that in the
-present thread only: others call the original. With `CAPTURING` one thread captures at a time, because torch's own
-tracers are not made for more.
+Tracers of torch and of this library replace functions of torch for as long as they run. `replaced_in_thread` does that
+in the present thread only: others call the original. With `CAPTURING` one thread captures at a time, because torch's
+own tracers are not made for more.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _REPLACED: dict[tuple[int, str], Replaced] = {}  # by the owner's id and the fun
 
 
 @contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def replaced_in_thread(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Inside, and in this thread, `owner.name(...)` calls `function(below, ...)`.
 
     below: what is called without the replacement; of a classmethod, with the class bound. The class is then the next

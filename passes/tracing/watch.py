@@ -27,7 +27,7 @@ from ..torch_private import (
 )
 from .settings import is_torchs
 from .substitutes import checkpoints_off
-from .threads import replaced
+from .threads import replaced_in_thread
 
 # Words of torch's errors about branches on values of tensors.
 VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")
@@ -71,7 +71,7 @@ def functions_applied(apply: Callable[[Apply, Function, tuple[Any, ...], Mapping
     def instead(below: Apply, cls: Function, *args: Any, **kwargs: Any) -> Any:
         return apply(partial(below, cls), cls, args, kwargs)
 
-    with replaced(torch.autograd.Function, "apply", instead):
+    with replaced_in_thread(torch.autograd.Function, "apply", instead):
         yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.passes.tracing.threads import replaced
+from kfac_fx.passes.tracing.threads import replaced_in_thread
 
 
 class Owner:
@@ -38,8 +38,8 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 def test_a_method_is_replaced_in_the_thread_that_replaces_it() -> None:
     original = vars(Owner)["method"]
-    with replaced(Owner, "method", lambda below, self, x: below(self, x) + 1):
-        with replaced(Owner, "method", lambda below, self, x: 10 * below(self, x)):
+    with replaced_in_thread(Owner, "method", lambda below, self, x: below(self, x) + 1):
+        with replaced_in_thread(Owner, "method", lambda below, self, x: 10 * below(self, x)):
             assert Owner().method(3) == 40  # the inner one calls the outer one
             assert in_thread(lambda: Owner().method(3)) == 3
         assert Owner().method(3) == 4
@@ -48,7 +48,7 @@ def test_a_method_is_replaced_in_the_thread_that_replaces_it() -> None:
 
 def test_a_classmethod_knows_its_class() -> None:
     original = vars(Owner)["of_class"]
-    with replaced(Owner, "of_class", lambda below, cls, x: (*below(cls, x), cls)):
+    with replaced_in_thread(Owner, "of_class", lambda below, cls, x: (*below(cls, x), cls)):
         assert Heir.of_class(2) == ("Heir", 2, Heir) and in_thread(lambda: Heir.of_class(2)) == ("Heir", 2)
     assert vars(Owner)["of_class"] is original
 
@@ -58,14 +58,14 @@ def test_replacements_of_two_threads_may_end_in_any_order() -> None:
     inside, ended = threading.Event(), threading.Event()
 
     def other() -> int:
-        with replaced(Owner, "method", lambda below, self, x: -below(self, x)):
+        with replaced_in_thread(Owner, "method", lambda below, self, x: -below(self, x)):
             inside.set()
             ended.wait(60)
             return Owner().method(3)
 
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(other()))
-    with replaced(Owner, "method", lambda below, self, x: below(self, x) + 1):
+    with replaced_in_thread(Owner, "method", lambda below, self, x: below(self, x) + 1):
         thread.start()
         inside.wait(60)
         assert Owner().method(3) == 4
@@ -76,7 +76,7 @@ def test_replacements_of_two_threads_may_end_in_any_order() -> None:
 
 def test_a_replacement_ends_with_an_error() -> None:
     original = vars(Owner)["method"]
-    with pytest.raises(ZeroDivisionError), replaced(Owner, "method", lambda below, self, x: x // 0):
+    with pytest.raises(ZeroDivisionError), replaced_in_thread(Owner, "method", lambda below, self, x: x // 0):
         Owner().method(1)
     assert vars(Owner)["method"] is original and Owner().method(1) == 1
 
