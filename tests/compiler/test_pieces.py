@@ -110,6 +110,17 @@ def test_repeated_elements_and_steps_are_no_slab() -> None:
     assert ranges(unallocated((4, 2))[::2], (4, 2)) == {}
 
 
+def test_overlapping_windows_are_no_slab() -> None:
+    """Two windows of two elements of [4] are as many as all of it, and show the second element twice."""
+    assert ranges(unallocated((4,))[:3].unfold(0, 2, 1), (4,)) == {}
+
+
+def test_an_axis_of_one_element_does_not_run_on_behind_a_cut() -> None:
+    """Its stride is longer than the cut, but no step is taken along it."""
+    view = unallocated((4, 6)).unflatten(1, (2, 3))[:, :1, :2]
+    assert view.stride() == (6, 3, 1) and ranges(view, (4, 6)) == {1: (0, 2)}
+
+
 def test_a_scalar_has_a_layout_and_no_dimension_to_cut() -> None:
     view = unallocated(()).view(1, 1)
     layout = layout_in(Piece("w", 0, 0, 1), (), view)

@@ -190,6 +190,8 @@ OMEGA = 0.95**5
         (-0.9, -1.0, OMEGA),  # as good as predicted
         (-0.5, -1.0, 1.0),
         (-0.1, -1.0, 1 / OMEGA),  # far worse than predicted
+        (-0.25, -1.0, 1.0),  # at a threshold, which is between "above" and "below"
+        (-0.75, -1.0, 1.0),
         (0.3, -1.0, 1 / OMEGA),  # the loss rose
         (-0.3, 1.0, OMEGA),  # the model expected worse
         (0.3, 1.0, 1.0),
