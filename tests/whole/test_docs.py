@@ -62,3 +62,12 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     missing = sorted(name for name in named if not (ROOT / name).exists())
     missing += sorted(link for link in linked if not (document.parent / link).exists())
     assert not missing, f"{document.name} names files that do not exist: {', '.join(missing)}"
+
+
+def test_every_block_of_the_readme_runs_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = [block[0] for block in BLOCK.finditer(text)]
+    assert len(blocks) == 3
+    for block in blocks:
+        assert run_blocks(block, "README.md") == 1
