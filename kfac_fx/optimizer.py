@@ -14,7 +14,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
-from kfac_fx.optim.groups import split_group
+from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions, Schedule, takes
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, StepState, check_closure, take_step
@@ -109,6 +109,8 @@ class KFAC(Optimizer):
         first_order = self.options.first_order_rule
         for part in split_group(param_group, self.names, self._unregistered, first_order, self.defaults):
             super().add_param_group(part)
+            if self.options.bound_on("update") is not None:
+                keep_first_lr(self.param_groups[-1])
 
     def _read_registrations(self) -> None:
         self._registrations = self.net.registrations
@@ -276,6 +278,9 @@ class KFAC(Optimizer):
         checkpoint = check_state(self._step_state, self.param_groups, state_dict)
         # torch would convert the state to the dtypes of the parameters, and share what needs no conversion.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        if self.options.bound_on("update") is not None:
+            for group in self.param_groups:
+                keep_first_lr(group)
         restore(self._step_state, self.param_groups, self.state, checkpoint)
         publish(self._step_state, self.param_groups, self.state)
 

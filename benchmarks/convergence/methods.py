@@ -186,6 +186,7 @@ def kfac_empirical(task: Task, model: nn.Module, lr: float | None, seed: int) ->
         seed,
         damping=1e-2,
         norm_constraint=1e-3,
+        norm_constraint_form="gradient",
         estimation_mode="empirical",
         cov_update_every=10,
         invert_every=100,
@@ -229,8 +230,8 @@ METHODS: dict[str, Method] = {
     "KFAC": Method(kfac, "`KFAC(net, lr)`, the default, which takes lr=1 if none is given", lrs=(1.0, 0.3)),
     "KFAC empirical": Method(
         kfac_empirical,
-        "`KFAC(net, lr, damping=1e-2, norm_constraint=1e-3, estimation_mode='empirical', cov_update_every=10, "
-        "invert_every=100)`",
+        "`KFAC(net, lr, damping=1e-2, norm_constraint=1e-3, norm_constraint_form='gradient', "
+        "estimation_mode='empirical', cov_update_every=10, invert_every=100)`",
         lrs=(1.0, 0.3),
     ),
     "KFAC qmodel": Method(

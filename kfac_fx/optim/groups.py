@@ -18,6 +18,7 @@ from kfac_fx.optim.rules import FirstOrder, new_adam_state
 Group = dict[str, Any]
 NewState = Callable[[Tensor], Tensors]  # the state of a new parameter, by name
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # what a group may have of its own, as numbers
+FIRST_LR = "first_lr"  # in a group: its lr when it was added, if `norm_constraint` compares later ones with it
 # "first_order" in a group says which rule moves it.
 OF_ALL_GROUPS = frozenset(option.name for option in fields(KFACOptions)) - {"params", "first_order"}
 
@@ -68,6 +69,17 @@ def split_group(
     return parts
 
 
+def keep_first_lr(group: Group) -> None:
+    """Keep the lr of a group that has no first one.
+
+    A state of an earlier version has none. What schedulers keep as "initial_lr" serves in its place, and only there:
+    OneCycleLR and CyclicLR keep their lowest lr in it.
+    """
+    if FIRST_LR not in group:
+        lr = group.get("initial_lr", group["lr"])
+        group[FIRST_LR] = lr.clone() if isinstance(lr, Tensor) else lr
+
+
 # --- a step's vectors -----------------------------------------------------------------------------------------------
 
 
@@ -91,6 +103,7 @@ class FlatParameters:
     g: Tensor  # the gradient, in float32 at least
     state: Tensors  # of the rule, by name; written in place
     lr: Tensor
+    first_lr: Tensor | None  # when the groups were added; None if they do not keep it
     momentum: Tensor | None  # None if it is no option of groups
     weight_decay: Tensor | None  # None if no parameter has any
 
@@ -155,7 +168,7 @@ class StateVectors:
 class GroupedParameters:
     """The parameters of all groups, with the scalars of their groups on the device."""
 
-    scalars: dict[str, Tensors]  # by the names of `OF_GROUPS` that the groups have, and by parameter
+    scalars: dict[str, Tensors]  # by the names of `OF_GROUPS` and `FIRST_LR` that the groups have, and by parameter
     new_state: NewState  # of the parameters that K-FAC moves
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # by name
     first_order: set[str] = field(default_factory=set)  # names of those that the first-order rule moves
@@ -167,7 +180,9 @@ class GroupedParameters:
         groups: Sequence[Group], names: Mapping[nn.Parameter, str], scalar: Tensor, new: NewState
     ) -> GroupedParameters:
         """scalar: a tensor with the dtype and the device of all scalars. new: the state of K-FAC's parameters."""
-        grouped = GroupedParameters({key: {} for key in OF_GROUPS if all(key in group for group in groups)}, new)
+        grouped = GroupedParameters(
+            {key: {} for key in (*OF_GROUPS, FIRST_LR) if all(key in group for group in groups)}, new
+        )
         for group in groups:
             members = [names[parameter] for parameter in group["params"]]
             grouped.parameters |= zip(members, group["params"], strict=True)
@@ -213,6 +228,7 @@ class GroupedParameters:
             flat.joined({name: dense(gradient) for name, (_, gradient) in with_gradient.items()}, out=state.g),
             state.vectors,
             flat.spread(self.scalars["lr"]),
+            flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,
             flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
             flat.spread(self.scalars["weight_decay"]) if decays else None,
         )

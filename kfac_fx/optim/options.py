@@ -62,9 +62,12 @@ def a_momentum_type(name: str, value: Any) -> None:
         raise ValueError(f"{name} {value!r} is none of {names}.{nearest(value.lower(), MOMENTUM_TYPES)}")
 
 
-def mean_or_sum(name: str, value: Any) -> None:
-    if value not in ("mean", "sum"):
-        raise ValueError(f"{name} {value!r} is neither 'mean' nor 'sum'")
+def either(first: str, second: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value not in (first, second):
+            raise ValueError(f"{name} {value!r} is neither {first!r} nor {second!r}")
+
+    return check
 
 
 def of_first_order(name: str, value: Any) -> None:
@@ -95,8 +98,13 @@ class KFACOptions:
             that is less: the factors of the first batches alone are no curvature to take many steps with. None means 20
             with "adaptive", and 10 otherwise.
         num_burnin_steps: so many first steps only average statistics, and are not counted.
-        norm_constraint: the bound on the squared Fisher norm of an update, which is scaled down to it. With lr=1, start
-            with 1e-2.
+        norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
+            Kullback-Leibler divergence between the predictions before and after the step. Start with 1e-2 for lr=1.
+        norm_constraint_form: "update" bounds lr Δ, momentum included, by norm_constraint (lr / l₀)², so that steps
+            follow a schedule; l₀ is the lr of a parameter group when it was added, its "first_lr". The norm is that of
+            the damped factors and costs a product with them. Weight decay is not in it. "gradient" is TF K-FAC's form:
+            it bounds lr P g before momentum ("adam": lr P v), so a step can be 1 / (1 - momentum) times as long, and lr
+            does nothing while the bound shortens steps.
         weight_decay: decoupled from the gradient.
         adapt_damping: adapt λ (section 6.5 of the paper). `step` then needs `evaluate` or a closure, at least
             on every `damping_adaptation_interval`-th step.
@@ -137,6 +145,7 @@ class KFACOptions:
     invert_every: Annotated[int | None, steps(1)] = None
     num_burnin_steps: Annotated[int, steps(0)] = 0
     norm_constraint: Annotated[float | None, positive] = None
+    norm_constraint_form: Annotated[str, either("update", "gradient")] = "update"
     weight_decay: Annotated[float, not_negative] = 0.0
     adapt_damping: bool = False
     update_damping_immediately: bool = True
@@ -151,7 +160,7 @@ class KFACOptions:
     estimation_mode: str = "gradients"
     fraction: float = 1.0
     seed: int | None = None
-    reduction: Annotated[str, mean_or_sum] = "mean"
+    reduction: Annotated[str, either("mean", "sum")] = "mean"
     first_order: Annotated[Mapping[str, Any] | None, of_first_order] = None
     grad_scaler: torch.amp.GradScaler | None = None
     params: Iterable[Any] | None = None
@@ -236,6 +245,10 @@ class KFACOptions:
         if self.momentum_type is None:
             return "adaptive" if self.lr is None or self.damping is None else "regular"
         return self.momentum_type.lower()
+
+    def bound_on(self, what: str) -> float | None:
+        """`norm_constraint` if it bounds this, "update" or "gradient"."""
+        return self.norm_constraint if self.norm_constraint_form == what else None
 
     @functools.cached_property
     def adaptive(self) -> bool:

@@ -40,7 +40,7 @@ class MomentumRule:
     """Momentum after the preconditioner ("regular") or before it ("adam", TF K-FAC's name; without second moments)."""
 
     kind: str
-    norm_constraint: float | None  # see `clipped`
+    norm_constraint: float | None  # of the form "gradient"; see `clipped`
 
     def __call__(
         self, g: Tensor, v: Tensor, momentum: Tensor, precondition: Product, lr: Tensor
@@ -60,14 +60,36 @@ class MomentumRule:
     def clipped(self, a: Tensor, preconditioned: Tensor, lr: Tensor) -> Tensor:
         """κ P a with κ = min(1, √(norm_constraint / <lr a, lr P a>)).
 
-        This bounds the squared Fisher norm of a step: roughly twice the Kullback-Leibler divergence between the
-        predictions before and after it.
+        This bounds the squared Fisher norm of lr P a, without the momentum that "regular" adds to it.
         """
         if self.norm_constraint is None:
             return preconditioned
-        squared = inner(a, lr.square() * preconditioned)
-        kappa = (self.norm_constraint / squared.clamp(min=torch.finfo(squared.dtype).tiny)).sqrt().clamp(max=1.0)
-        return kappa * preconditioned
+        return shrinking(self.norm_constraint, inner(a, lr.square() * preconditioned)) * preconditioned
+
+
+@dataclass(frozen=True)
+class StepBound:
+    """The bound norm_constraint (lr / l₀)² on the squared Fisher norm of a step, with l₀ the initial learning rate.
+
+    A step follows the schedule of lr while the bound shortens it. With l₀ = lr, lr κ would not depend on lr.
+    """
+
+    norm_constraint: float
+    multiply: Product  # with the damped block-diagonal Fisher F
+
+    def __call__(self, update: Tensor, lr: Tensor, first_lr: Tensor) -> Tensor:
+        """κ Δ with κ = min(1, √(norm_constraint / <l₀ Δ, F l₀ Δ>)).
+
+        Args:
+            lr, first_lr: the present learning rate and l₀, 0-dim or [P]. Where l₀ is zero, lr takes its place.
+        """
+        step = torch.where(first_lr > 0, first_lr, lr) * update
+        return shrinking(self.norm_constraint, inner(step, self.multiply(step))) * update
+
+
+def shrinking(bound: float, squared: Tensor) -> Tensor:
+    """The largest factor κ <= 1 of a vector for which κ² times its squared norm is at most `bound`: 0-dim."""
+    return (bound / squared.clamp(min=torch.finfo(squared.dtype).tiny)).sqrt().clamp(max=1.0)
 
 
 def new_velocity(parameter: Tensor) -> Tensors:

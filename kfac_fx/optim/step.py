@@ -36,6 +36,7 @@ from kfac_fx.optim.rules import (
     Product,
     Products,
     QuadraticModel,
+    StepBound,
     change_by_blocks,
     inner,
     is_finite,
@@ -85,7 +86,7 @@ class StepState:
             setattr(self, name, torch.full_like(self.damping, torch.nan))
         self.size = StepSize.first(self.scalar)
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.scalar.device)
-        self.rule = MomentumRule(self.options.kind, self.options.norm_constraint)
+        self.rule = MomentumRule(self.options.kind, self.options.bound_on("gradient"))
         self.multiply_jacobian = JacobianProducts()
         self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
         self.first_order_update = compiled_function(first_order_update, self.net.backend)
@@ -294,15 +295,17 @@ def update(
         in_blocks.commit(proposal, ok)
     elif in_blocks is not None:
         precondition = preconditioner(state, in_blocks, state.estimator.multiply_inverse)
-        ok = state.move_in_blocks(state.rule, in_blocks, precondition, ok)
+        ok = state.move_in_blocks(state.rule, in_blocks, precondition, step_bound(state, in_blocks), ok)
     if others is not None:
         others.commit(Proposal(*of_first_order), ok)
     return ok
 
 
-def move_in_blocks(rule: MomentumRule, flat: FlatParameters, precondition: Product, ok: Tensor) -> Tensor:
+def move_in_blocks(
+    rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None, ok: Tensor
+) -> Tensor:
     """A whole update of "regular" or "adam", compiled as one. Returns whether it was made."""
-    proposal = propose_by_momentum(rule, flat, precondition)
+    proposal = propose_by_momentum(rule, flat, precondition, bound)
     ok = ok & is_finite(proposal.move)
     flat.commit(proposal, ok)
     return ok
@@ -383,14 +386,24 @@ def propose(state: StepState, flat: FlatParameters) -> Proposal:
     """The move of the parameters in Fisher blocks."""
     precondition = preconditioner(state, flat, state.multiply_inverse)
     if not state.options.quadratic:
-        return propose_by_momentum(state.rule, flat, precondition)
+        return propose_by_momentum(state.rule, flat, precondition, step_bound(state, flat))
     return propose_quadratic(state, flat, precondition)
 
 
-def propose_by_momentum(rule: MomentumRule, flat: FlatParameters, precondition: Product) -> Proposal:
+def propose_by_momentum(
+    rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None
+) -> Proposal:
     assert flat.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
     velocity, update = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr)
+    if bound is not None:  # the velocity stays as it is: momentum is that of an optimizer without the bound
+        assert flat.first_lr is not None, "bug in kfac_fx: a bound on steps, and groups without a first lr"
+        update = bound(update, flat.lr, flat.first_lr)
     return Proposal(flat.displacement(update), {"velocity": velocity})
+
+
+def step_bound(state: StepState, flat: FlatParameters) -> StepBound | None:
+    bound = state.options.bound_on("update")
+    return None if bound is None else StepBound(bound, fisher_product(state, flat))
 
 
 def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:
@@ -419,9 +432,9 @@ def predicted_change(state: StepState, flat: FlatParameters, move: Tensor) -> Te
     The damping counts only as far as it is curvature of the loss: the l2 term.
     """
     if not state.options.quadratic:
-        set_estimator_damping(state)
-        multiply = preconditioner(state, flat, state.estimator.multiply)
-        return change_by_blocks(flat.g, move, multiply, state.estimator.damping - state.options.l2_reg)
+        return change_by_blocks(
+            flat.g, move, fisher_product(state, flat), state.estimator.damping - state.options.l2_reg
+        )
     if flat.one_scale:
         return state.predicted_change.clone()
     model = QuadraticModel.along([move], flat.g, exact_products(state, flat))
@@ -437,6 +450,12 @@ def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[T
         if name in state.registered and name not in flat.parameters and name not in idle
     }
     return Preconditioner(multiply, flat.flat, absent)
+
+
+def fisher_product(state: StepState, flat: FlatParameters) -> Preconditioner:
+    """The product with the damped block-diagonal Fisher, with the present damping."""
+    set_estimator_damping(state)
+    return preconditioner(state, flat, state.estimator.multiply)
 
 
 def exact_products(state: StepState, flat: FlatParameters) -> Products:

@@ -50,6 +50,7 @@ class SlowKFAC:
     invert_every: int = 10
     num_burnin_steps: int = 0
     norm_constraint: float | None = None
+    norm_constraint_form: str = "update"
     weight_decay: float = 0.0
     adapt_damping: bool = False
     damping_adaptation_interval: int = 5
@@ -179,15 +180,22 @@ class SlowKFAC:
     def regular(self, g: Tensor, lr: float) -> Tensor:
         u = self.inverse @ g
         self.v = self.momentum * self.v + self.kappa(g, u, lr) * u
-        return self.v
+        return self.bounded(self.v)
 
     def adam(self, g: Tensor, lr: float) -> Tensor:
         self.v = self.momentum * self.v + g
         u = self.inverse @ self.v
-        return self.kappa(self.v, u, lr) * u
+        return self.bounded(self.kappa(self.v, u, lr) * u)
+
+    def bounded(self, update: Tensor) -> Tensor:
+        if self.norm_constraint is None or self.norm_constraint_form == "gradient":
+            return update
+        fisher = self.damped_fisher(self.damping * self.precon_damping_mult)
+        assert self.lr is not None
+        return min(1.0, math.sqrt(self.norm_constraint / float(self.lr**2 * update @ fisher @ update))) * update
 
     def kappa(self, a: Tensor, u: Tensor, lr: float) -> float:
-        if self.norm_constraint is None:
+        if self.norm_constraint is None or self.norm_constraint_form == "update":
             return 1.0
         return min(1.0, math.sqrt(self.norm_constraint / float(lr**2 * a @ u)))
 

@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "invert_every": 3,
         "num_burnin_steps": 2,
     },
+    "regular, gradient form": {"lr": 0.3, "norm_constraint": 0.02, "norm_constraint_form": "gradient"},
     "adam": {"lr": 0.2, "momentum_type": "adam"},
     "adam, everything": {
         "lr": 0.3,
@@ -46,6 +47,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "damping_adaptation_decay": 0.8,
         "invert_every": 2,
         "num_burnin_steps": 1,
+    },
+    "adam, gradient form": {
+        "lr": 0.3,
+        "momentum_type": "adam",
+        "norm_constraint": 0.02,
+        "norm_constraint_form": "gradient",
     },
     "qmodel": {"momentum": None, "momentum_type": "qmodel"},
     "qmodel, everything": {
@@ -178,6 +185,97 @@ def test_the_learning_rate_is_read_every_step(momentum_type: str) -> None:
         opt.step()
         scheduler.step()
         torch.testing.assert_close(dict(net.named_parameters()), dict(slow.model.named_parameters()))
+
+
+BINDING: dict[str, Any] = {"lr": 0.3, "damping": 0.1, "norm_constraint": 1e-4, "seed": 0}
+
+
+def steps_of(net: CompiledModule, opt: KFAC, numbers: range) -> list[dict[str, torch.Tensor]]:
+    """The moves of the parameters in steps on some batches."""
+    moves = []
+    for number in numbers:
+        x, y = batch(number)
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        opt.step()
+        moves.append({name: parameter.detach() - before[name] for name, parameter in net.named_parameters()})
+    return moves
+
+
+@pytest.mark.parametrize("momentum_type", ["regular", "adam"])
+@pytest.mark.parametrize(("form", "ratio"), [("update", 0.5), ("gradient", 1.0)])
+def test_half_the_learning_rate_halves_a_step_that_the_norm_constraint_shortens(
+    momentum_type: str, form: str, ratio: float
+) -> None:
+    """The form of TF K-FAC cancels the learning rate."""
+    moves = []
+    for factor in (1.0, 0.5):
+        net = compiled_mlp()
+        opt = KFAC(net, momentum_type=momentum_type, norm_constraint_form=form, **BINDING)
+        torch.optim.lr_scheduler.LambdaLR(opt, lambda _, factor=factor: factor)  # type: ignore[misc]
+        moves += steps_of(net, opt, range(1))
+    whole, half = moves
+    for name, move in whole.items():
+        torch.testing.assert_close(half[name], ratio * move)
+
+
+@pytest.mark.parametrize(
+    ("momentum_type", "form"), [("regular", "update"), ("adam", "update"), ("regular", "gradient")]
+)
+def test_the_norm_constraint_bounds_steps_with_momentum(momentum_type: str, form: str) -> None:
+    """The form "gradient" bounds the part of a step that comes from the last gradient alone."""
+    net = compiled_mlp()
+    opt = KFAC(net, momentum_type=momentum_type, norm_constraint_form=form, **BINDING)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)
+    ratios = []
+    for number in range(8):
+        (move,) = steps_of(net, opt, range(number, number + 1))
+        squared = sum((move[name] * product).sum().item() for name, product in opt.estimator.multiply(move).items())
+        ratios.append(squared / (1e-4 * (0.8**number) ** 2))
+        scheduler.step()
+    if form == "update":
+        assert ratios == pytest.approx([1.0] * len(ratios))
+    else:
+        assert max(ratios) > 4
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_the_initial_learning_rate_of_the_norm_constraint_is_in_the_state(scheduled: bool) -> None:
+    def optimizer(lr: float) -> tuple[CompiledModule, KFAC]:
+        net = compiled_mlp()
+        return net, KFAC(net, **{**BINDING, "lr": lr})
+
+    net, opt = optimizer(0.3)
+    if scheduled:
+        torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 0.5)
+    else:
+        opt.param_groups[0]["lr"] = 0.15
+    steps_of(net, opt, range(3))
+    other, resumed = optimizer(0.7)
+    other.load_state_dict(net.state_dict())
+    resumed.load_state_dict(opt.state_dict())
+    assert resumed.param_groups[0]["first_lr"] == 0.3
+    for move, same in zip(steps_of(net, opt, range(3, 6)), steps_of(other, resumed, range(3, 6)), strict=True):
+        assert all(torch.equal(move[name], same[name]) for name in move)
+
+
+def test_a_state_without_an_initial_learning_rate_gets_that_of_its_scheduler() -> None:
+    opt = KFAC(compiled_mlp(), **BINDING)
+    torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 0.5)
+    state = opt.state_dict()
+    for group in state["param_groups"]:
+        del group["first_lr"]
+    resumed = KFAC(compiled_mlp(), **{**BINDING, "lr": 0.7})
+    resumed.load_state_dict(state)
+    assert resumed.param_groups[0]["first_lr"] == 0.3
+
+
+def test_an_initial_learning_rate_that_is_a_tensor_stays_as_it_was() -> None:
+    lr = torch.tensor(0.3, dtype=torch.float64)
+    opt = KFAC(compiled_mlp(), **{**BINDING, "lr": lr})
+    lr.mul_(0.5)
+    assert opt.param_groups[0]["first_lr"].item() == 0.3
 
 
 def test_the_qmodel_reports_its_step_and_momentum() -> None:

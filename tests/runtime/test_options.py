@@ -94,6 +94,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "zero damping": ({"damping": 0.0}, r"damping is 0\.0; it must be positive"),
     "damping mult": ({"precon_damping_mult": -1.0}, r"precon_damping_mult is -1\.0; it must be positive"),
     "norm constraint": ({"norm_constraint": 0.0}, r"norm_constraint is 0\.0; it must be positive"),
+    "norm constraint form": (
+        {"norm_constraint_form": "grad"},
+        r"norm_constraint_form 'grad' is neither 'update' nor 'gradient'",
+    ),
     "adaptation decay": ({"damping_adaptation_decay": 0.0}, r"damping_adaptation_decay is 0\.0; it must be positive"),
     "weight decay": ({"weight_decay": -0.1}, r"weight_decay is -0\.1; it must not be negative"),
     "min damping": ({"min_damping": -0.1}, r"min_damping is -0\.1; it must not be negative"),

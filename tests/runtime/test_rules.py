@@ -13,6 +13,7 @@ from kfac_fx.optim.rules import (
     MomentumRule,
     Preconditioner,
     QuadraticModel,
+    StepBound,
     change_by_blocks,
     inner,
     inner_products,
@@ -68,6 +69,39 @@ def test_the_constraint_of_momentum_before_the_preconditioner_is_on_the_whole_up
     _, update = MomentumRule("adam", bound)(G, 10 * PG, momentum, lambda vector: 2 * vector, LR)
     squared = (LR.square() * update * update / 2).sum()  # the Fisher is the inverse of the preconditioner
     torch.testing.assert_close(squared, torch.tensor(bound, dtype=squared.dtype))
+
+
+FISHER = torch.linspace(0.5, 4.0, 8)  # a diagonal one
+
+
+def squared_norm(step: Tensor) -> float:
+    return (step * FISHER * step).sum().item()
+
+
+@pytest.mark.parametrize("schedule", [1.0, 0.5, 2.0])
+def test_the_bound_on_a_step_follows_the_learning_rate(schedule: float) -> None:
+    bound, lr = StepBound(0.25, lambda vector: FISHER * vector), schedule * LR
+    step = lr * bound(PG, lr, LR)
+    assert squared_norm(step) == pytest.approx(0.25 * schedule**2)
+    torch.testing.assert_close(step / step.norm(), PG / PG.norm())
+
+
+def test_a_step_within_the_bound_is_left_alone() -> None:
+    bound = StepBound(10 * squared_norm(LR * PG), lambda vector: FISHER * vector)
+    assert torch.equal(bound(PG, LR, LR), PG) and not bound(ZERO, LR, LR).any()
+
+
+def test_every_group_follows_its_own_schedule() -> None:
+    first, ratio = (torch.tensor(values).repeat_interleave(4) for values in ([0.1, 0.3], [1.0, 0.5]))
+    bound = StepBound(0.25, lambda vector: FISHER * vector)
+    at_start, later = (lr * bound(PG, lr, first) for lr in (first, ratio * first))
+    assert squared_norm(at_start) == pytest.approx(0.25)
+    torch.testing.assert_close(later, ratio * at_start)
+
+
+def test_a_learning_rate_that_began_at_zero_is_bounded_by_its_present_value() -> None:
+    bound = StepBound(0.25, lambda vector: FISHER * vector)
+    assert squared_norm(LR * bound(PG, LR, torch.tensor(0.0))) == pytest.approx(0.25)
 
 
 def test_the_preconditioner_sees_zeros_where_there_is_no_gradient() -> None:

@@ -124,6 +124,7 @@ class Problem:
             damping=scalar + LAMBDA,
         )
         shared = chosen.of_groups
+        shared |= {} if chosen.bound_on("update") is None else {"first_lr": shared["lr"]}
         self.groups = [{"params": [self.w], "first_order": False, **shared}]
         self.groups += [{"params": [self.free], "first_order": True, **shared}] if free else []
         self.states: dict[Any, Any] = {self.w: {}, self.free: {}}

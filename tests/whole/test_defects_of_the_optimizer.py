@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "invert_every": {"invert_every": 5},
     "num_burnin_steps": {"num_burnin_steps": 1},
     "norm_constraint": {"norm_constraint": 1e-3},
+    "norm_constraint_form": {"norm_constraint": 1e-3, "norm_constraint_form": "gradient"},
     "weight_decay": {"weight_decay": 0.1},
     "precon_damping_mult": {"precon_damping_mult": 3.0},
     "estimation_mode": {"estimation_mode": "exact"},
