@@ -15,7 +15,8 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import keep_first_lr, split_group
-from kfac_fx.optim.options import KFACOptions, Schedule, takes
+from kfac_fx.optim.options import KFACOptions, takes
+from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, StepState, check_closure, take_step
 from kfac_fx.passes.tracing.devices import accelerators

@@ -16,7 +16,7 @@ from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
 from kfac_fx.diagnostics.watched import Watched, watch
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.batch_loss import ObservedForward
-from kfac_fx.optim.options import Schedule
+from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random

@@ -28,7 +28,7 @@ from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
-from kfac_fx.optim.options import KFACOptions, Schedule
+from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import (
     FirstOrder,
     MomentumRule,
@@ -41,6 +41,7 @@ from kfac_fx.optim.rules import (
     inner,
     is_finite,
 )
+from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.recording.backends import compiled_function

@@ -12,7 +12,8 @@ from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.optim.forwards import Forwards, MicroBatches, checked, without_a_trace
-from kfac_fx.optim.options import KFACOptions, Schedule
+from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.statistics.moments import Moments

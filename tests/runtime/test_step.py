@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from kfac_fx.distributed import Replicas
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.forwards import MicroBatches
-from kfac_fx.optim.options import KFACOptions, Schedule
+from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step import (
     Losses,
     StepState,
