@@ -104,10 +104,12 @@ class JacobianProducts:
                 return in_reverse_mode_twice(function, point, tangents)
             try:
                 return in_forward_mode(function, point, tangents)
-            except RuntimeError as error:  # NotImplementedError is one: no forward-mode formula, or no vmap rule
+            except (RuntimeError, KeyError) as error:  # no forward-mode formula, or no vmap rule
                 if fatal(error):
                     raise
                 reason = first_line(error)
+                if isinstance(error, KeyError):  # of the table of the rules of an operation such as torch.cond
+                    reason = f"an operation of higher order has no rule for {reason}"
                 try:
                     result = in_reverse_mode_twice(function, point, tangents, check=True)
                 except RuntimeError as second:

@@ -22,12 +22,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..registration import OWN_FOLDER
@@ -39,6 +40,7 @@ TOOLS_OF_TORCH = ("sympy", "mpmath", "numpy", "networkx", "optree", "typing_exte
 GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 LAYOUT = frozenset({"is_contiguous", "stride", "as_strided", "dim_order", "storage_offset", "data_ptr"})
+CALLED = (FunctionType, MethodType, partial, nn.Module)  # kinds of functions that an operation of torch may be given
 TRAINED = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 
 
@@ -181,7 +183,7 @@ class Unobserved(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(value, FunctionType) for value in (*args, *kwargs.values())):
+        if any(isinstance(value, CALLED) for value in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         tracer = sys.gettrace()
         sys.settrace(None)

@@ -6,13 +6,16 @@ import cProfile
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kfac_fx.passes.graphs.operations import op_name
+from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.outside import Observer, Outside
 
 SCALE = 1.0
@@ -131,3 +134,35 @@ def test_a_tracer_and_a_profiler_go_on_afterwards() -> None:
     profile.create_stats()
     assert "inner" in calls
     assert any(name == "inner" for _, _, name in profile.stats)  # type: ignore[attr-defined]
+
+
+class Branches(nn.Module):
+    """A condition of torch whose branches are methods, partial functions or modules."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.left, self.right = kind, nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def on_the_left(self, x: Tensor) -> Tensor:
+        y: Tensor = self.left(x)
+        return y
+
+    def on_the_right(self, x: Tensor) -> Tensor:
+        y: Tensor = self.right(x)
+        return y
+
+    def forward(self, x: Tensor) -> Any:
+        methods = self.on_the_left, self.on_the_right
+        branches = {
+            "methods": methods,
+            "partial functions": tuple(partial(method) for method in methods),
+            "modules": (self.left, self.right),
+        }
+        return torch.cond(x.sum() > 0, *branches[self.kind], (x,))
+
+
+@pytest.mark.parametrize("kind", ["methods", "partial functions", "modules"])
+def test_the_observer_is_not_in_the_way_of_functions_that_torch_calls(kind: str) -> None:
+    """torch.cond compiles its branches, and Dynamo follows no `sys.gettrace`."""
+    capture = trace_model(Branches(kind), (torch.randn(4, 3),))
+    assert "cond" in [op_name(node) for node in capture.program.graph.nodes]

@@ -277,3 +277,20 @@ def test_a_model_without_either_mode_is_told_what_to_do(x: Tensor) -> None:
         "  in reverse mode, twice: the derivative for '_cdist_backward' is not implemented.\n"
         "momentum_type='regular' and 'adam' need none."
     )
+
+
+def test_an_operation_of_higher_order_without_a_rule_is_named(x: Tensor) -> None:
+    """torch.cond has no rule in the table of its forward derivatives, which is a KeyError of torch."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(3, 5), nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.cond(x.sum() > 0, lambda x: self.left(x), lambda x: self.right(x), (x,))
+
+    net = Branches().double()
+    graph = torch.export.export(net, (x,)).module()
+    with pytest.raises(RuntimeError, match=r"in forward mode: an operation of higher order has no rule for .*Jvp"):
+        fisher_inner_products(calling(graph, x, LOSSES["normal"]), dict(graph.named_parameters()), directions(graph, 2))
