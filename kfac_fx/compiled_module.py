@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, Protocol
 
@@ -32,6 +33,9 @@ from kfac_fx.statistics.moments import Moments, PendingMoments
 
 class ForwardListener(Protocol):
     """An optimizer, which a compiled module tells about its forwards."""
+
+    def forgetting_on_error(self) -> AbstractContextManager[None]:
+        """Entered around every forward in training mode with gradients enabled, which may raise."""
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called before every forward in training mode with gradients enabled.
@@ -160,10 +164,10 @@ class CompiledModule(nn.Module):
             if not captures.recorders or captures.trained.unfrozen:
                 self.recorder(args, kwargs)
             if self._listener is not None:
-                outputs = self._listener.on_forward(args, kwargs)
-                if outputs is None:
-                    outputs = self._plain(*args, **kwargs)
-                self._listener.on_outputs(args, kwargs, outputs)
+                with self._listener.forgetting_on_error():
+                    outputs = self._listener.on_forward(args, kwargs)
+                    outputs = self._plain(*args, **kwargs) if outputs is None else outputs
+                    self._listener.on_outputs(args, kwargs, outputs)
                 return outputs
         return self._plain(*args, **kwargs)
 

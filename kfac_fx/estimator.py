@@ -306,8 +306,11 @@ class FisherEstimator(BlockDiagonalFisher):
 
         Returns False for a batch without cases, which changes nothing, else True.
 
-        Raises ValueError for a batch that is not of `batch_size` cases, ModelChangedError if the outputs of a recording
-        were not the model's.
+        One accumulated batch that is not finite makes the sums of all of them so, and they are skipped and counted in
+        `failures`: fold batches one by one where that may happen.
+
+        Raises ValueError for a batch that is not of `batch_size` cases, which is dropped, ModelChangedError if the
+        outputs of a recording were not the model's.
         """
         usable = self.usable()
         if not self._pending and not self._paused:
@@ -316,6 +319,7 @@ class FisherEstimator(BlockDiagonalFisher):
             accept = usable if accept is None else accept & usable
         if self.batch_size is not None and (recorded := int(self._pending_cases)) != self.batch_size:
             many = "1 case" if recorded == 1 else f"{recorded} cases"
+            self._restore_pending({}, {}, 0, set())
             raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
         self._pending = {key: sums for key, sums in self._pending.items() if key not in self._paused}
@@ -366,8 +370,9 @@ class FisherEstimator(BlockDiagonalFisher):
         return super().state_dict() | generator
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a `state_dict()` of an estimator with the same blocks."""
+        """Load a `state_dict()` of an estimator with the same blocks. Batches that are not folded yet are forgotten."""
         super().load_state_dict(state)
+        self._restore_pending({}, {}, 0, set())
         weights = {key: [f.total_weight for f in block.factors.values()] for key, block in self.blocks.items()}
         self._recorded = {key for key, of_factors in weights.items() if any(map(bool, of_factors))}
         if self._generator is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kfac_fx.checks.unchanged import refuse_without_blocks
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
+from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_several
 from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions, takes
 from kfac_fx.optim.schedule import Schedule
@@ -164,10 +165,17 @@ class KFAC(Optimizer):
                 gradients.
             FactorNotReady: no batch was ever recorded.
         """
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                f"step takes a closure by position, and got a {type(closure).__name__}: write step(loss=loss) for a "
+                "loss, and step() for none"
+            )
+        refuse_several(loss)
         if closure is not None:
             check_closure(self._step_state)
             measures = self._step_state.schedule.adapting and evaluate is None
             measured = self._forwards.train(closure, measures)
+            refuse_several(measured)
             loss = loss if measured is None else measured
         self._follow_registrations()
         try:
@@ -178,6 +186,10 @@ class KFAC(Optimizer):
             publish(self._step_state, self.param_groups, self.state)
             self._published = self.estimator.groups
         return loss
+
+    def forgetting_on_error(self) -> AbstractContextManager[None]:
+        """Entered by the net around a forward: one that raises leaves no statistics."""
+        return self._forwards.forgetting_on_error()
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called by the net: record the batch if statistics are due. Returns the outputs if it ran the forward."""

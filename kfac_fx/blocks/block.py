@@ -171,6 +171,21 @@ def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool 
     raise NotRegisteredError("\n".join(lines))
 
 
+def check_kinds(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises TypeError with all entries of a vector that are no numbers of floating point on a device."""
+    lines = []
+    for name in shapes if isinstance(vector, Mapping) else ():
+        entry: Any = vector.get(name, 0.0)
+        if entry is None:
+            lines.append(f"  {name} is None: write zeros for a parameter without a gradient")
+        elif isinstance(entry, Tensor) and not (entry.is_floating_point() or entry.is_complex()):
+            lines.append(f"  {name} is of {entry.dtype}: write tensor.float()")
+        elif isinstance(entry, Tensor) and entry.device.type == "meta":
+            lines.append(f"  {name} is on the meta device, and has no values")
+    if lines:
+        raise TypeError("\n".join(["the vector has entries that cannot be multiplied:", *lines]))
+
+
 def leading(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     """The additional dimensions of a vector, in front of those of the parameters."""
     name = next((name for name in shapes if name in vector), None) if isinstance(vector, Mapping) else None

@@ -9,7 +9,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import BlockOperator, Operator, check_fits, leading, make_groups
+from kfac_fx.blocks.block import BlockOperator, Operator, check_fits, check_kinds, leading, make_groups
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.factor import Failures, NotRegisteredError
 from kfac_fx.factors.inverses import Inverter
@@ -198,7 +198,9 @@ class BlockDiagonalFisher(Operator):
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
-        groups, shapes, lead = self.groups, self._shapes, leading(vector, self._shapes)
+        groups, shapes = self.groups, self._shapes
+        check_kinds(vector, shapes)
+        lead = leading(vector, shapes)
         if (idle := self.idle(vector)) and idle != shapes.keys():
             groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
             shapes = {name: shape for name, shape in shapes.items() if name not in idle}

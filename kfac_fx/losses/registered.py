@@ -276,6 +276,12 @@ def one_tensor(outputs: Any, name: str, function: str, classes: bool) -> Tensor:
             f"{name} needs one output tensor, and the model returns a {type(outputs).__name__}: say which, "
             f"as in loss=lambda outputs: {function.format(f'outputs[{key!r}]')}"
         )
+    if not outputs.ndim:
+        raise LossError(
+            f"{name} is that of outputs with a dimension of cases, and the model returns one number, as a loss is: let "
+            "the model return what its loss is computed from, too, and say which output that is, as in "
+            f"loss=lambda outputs: {function.format('outputs[1]')}"
+        )
     if classes and outputs.ndim < 2:
         shape = list(outputs.shape)
         raise LossError(f"{name} needs logits of shape [cases, ..., classes], and the model returns {shape}")

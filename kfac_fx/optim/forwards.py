@@ -125,6 +125,17 @@ class Forwards:
 
     # --- what the net and the user report ---------------------------------------------------------------------------
 
+    @contextmanager
+    def forgetting_on_error(self) -> Iterator[None]:
+        """If an exception leaves the block, what forwards in it recorded is forgotten, and the random stream of the
+        targets is as it was."""
+        before, random = self.seen.copy(), self.generator.get_state()
+        with ExitStack() as on_error, self.estimator.forgetting_on_error():
+            on_error.callback(self.generator.set_state, random)
+            on_error.callback(self.seen.forget_after, before)
+            yield
+            on_error.pop_all()
+
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the batch if statistics are due. Returns the outputs if it ran the forward itself, else None."""
         if self.paused:
@@ -220,12 +231,9 @@ class Forwards:
             ValueError: the first closure of all has computed a loss and no gradients; or the closure measures the loss,
                 and has computed only a part of the gradients.
         """
-        before, random = self.seen.copy(), self.generator.get_state()
-        earlier = before.forwards > 0 and any(p.grad is not None for _, p in self.net.named_parameters())
+        earlier = self.seen.forwards > 0 and any(p.grad is not None for _, p in self.net.named_parameters())
         self.zeroed = False
-        with ExitStack() as on_error, torch.enable_grad(), self.estimator.forgetting_on_error():
-            on_error.callback(self.generator.set_state, random)
-            on_error.callback(self.seen.forget_after, before)
+        with torch.enable_grad(), self.forgetting_on_error():
             if self.trained:
                 loss = closure()
             else:
@@ -236,7 +244,6 @@ class Forwards:
                 self.trained = bool(backwards)
             if measures and earlier and not self.zeroed:
                 raise ValueError(PART_ONLY)
-            on_error.pop_all()
         return loss
 
     # --- warnings and fallbacks -------------------------------------------------------------------------------------
@@ -366,7 +373,17 @@ def without_a_trace(
 def checked(loss: Tensor | float | None) -> Tensor | float:
     if loss is None:
         raise ValueError("the closure returned None: it must return the loss of the batch")
+    refuse_several(loss)
     return loss
+
+
+def refuse_several(loss: Any) -> None:
+    """Raises ValueError for losses of single cases in the place of one loss."""
+    if isinstance(loss, Tensor) and loss.dim():
+        raise ValueError(
+            f"the loss has the shape {list(loss.shape)}, and a step takes one number: write loss.mean(), or "
+            "reduction='mean' in the loss function"
+        )
 
 
 def lacks_graph(error: RuntimeError) -> bool:

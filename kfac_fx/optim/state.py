@@ -124,9 +124,11 @@ class Checkpoint:
         by_place = {places.get(key, key): values for key, values in state_dict["state"].items()}
         rules = {place: rule_state(values) for place, values in by_place.items()}
         others = {k: v for values in by_place.values() for k, v in values.items() if "/" in k}
-        others |= flattened(state_dict.get("kfac", {}))
+        others |= flattened(state_dict.get("kfac") or {})
         streams = {name: others.pop(name).cpu() for name in list(others) if name.startswith(f"{LATE}/")}
         late = others.pop(LATE, None)
+        if late is not None and late and f"{LATE}/cpu" not in streams:
+            raise ValueError(f"the state has {LATE!r} and no '{LATE}/cpu', the random state that belongs to it")
         return Checkpoint(
             {place: values for place, values in rules.items() if values},
             {name: value for name, value in others.items() if not name.startswith(WHOLE)},
@@ -153,13 +155,20 @@ def flattened(kfac: Mapping[str, Any]) -> Tensors:
 
 def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
     """Raises ValueError for an optimizer's state_dict that does not fit, before anything of it is loaded."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "this is no state_dict of an optimizer, which has 'state' and 'param_groups': write opt.state_dict()"
+        )
     checkpoint = Checkpoint.of(state_dict)
     if not checkpoint.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
     check_choices(state, checkpoint.whole)
-    expected = {name for name in whole(state) if not name.startswith(LATE)}
+    needed = {name: tensor for name, tensor in whole(state).items() if not name.startswith(LATE)}
+    expected = needed.keys()
     if wrong := sorted(expected ^ checkpoint.whole.keys()):
         raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
+    one_a_block = f"{WHOLE}first_recorded"  # earlier versions have fewer
+    check_shapes({name: tensor for name, tensor in needed.items() if name != one_a_block}, checkpoint.whole)
     state.estimator.check_state({"damping": checkpoint.whole[f"{WHOLE}estimator.damping"], **checkpoint.blocks})
     for n, both in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
         here, there = (", ".join(key for key in OF_GROUPS if key in group) for group in both)
@@ -182,6 +191,22 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     if rows:
         raise ValueError(f"the state does not fit {len(rows)} of {len(parameters)} parameters:\n{table(rows)}")
     return checkpoint
+
+
+def check_shapes(needed: Tensors, given: Tensors) -> None:
+    """Raises ValueError for entries of the whole optimizer that cannot be loaded."""
+    generator = f"{WHOLE}generator"
+    rows = [
+        (name, f"has {list(given[name].shape)}, and needs {list(tensor.shape)}")
+        for name, tensor in needed.items()
+        if given[name].shape != tensor.shape
+    ]
+    if rows:
+        devices = "\nRandom states of one kind of device do not fit another: load on the kind that saved."
+        raise ValueError(
+            f"the state does not fit {len(rows)} entries of the optimizer:\n{table(rows)}"
+            + devices * (generator in dict(rows))
+        )
 
 
 def check_choices(state: StepState, whole: Tensors) -> None:

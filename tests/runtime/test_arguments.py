@@ -29,6 +29,17 @@ class Named(nn.Module):
         return y
 
 
+class OfLoss(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(x), y)
+
+
 def compiled(model: nn.Module = MODEL, **options: Any) -> Any:
     return kfac_fx.compile(model, (X,), **({"loss": "categorical"} | options))
 
@@ -74,6 +85,12 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "an infinite coefficient": (
         lambda: recorded(lambda o: (math.inf, losses.Normal(o))), LossError, "inf; it must be positive and finite",
+    ),
+    "a loss by name of a model that returns its loss": (
+        lambda: kfac_fx.compile(OfLoss(), (X, torch.arange(4) % 3), loss="normal").record(
+            (X, torch.arange(4) % 3), {}
+        ),
+        LossError, r"returns one number, as a loss is: let .* as in loss=lambda outputs: .*Normal\(outputs\[1\]\)",
     ),
     "no losses": (lambda: recorded(lambda o: []), LossError, "returned no loss; return at least one"),
     "an infinite variance": (lambda: losses.Normal(X, var=math.inf), LossError, "it must be a positive float"),

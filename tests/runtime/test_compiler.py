@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -124,6 +125,9 @@ def test_example_keywords_alone_are_inputs() -> None:
 class Silent:
     def __init__(self, answer: Any = None) -> None:
         self.calls, self.answer, self.zeroed = 0, answer, 0
+
+    def forgetting_on_error(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def on_forward(self, args: Any, kwargs: Any) -> Any:
         self.calls += 1

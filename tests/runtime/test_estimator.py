@@ -291,3 +291,33 @@ def test_the_first_batch_may_change_a_registration_and_later_ones_may_not() -> N
         ModelChangedError, match=r"registrations changed after the first batch was recorded: 5\.bias, 5\.wei"
     ):
         est.update_covariances(batch())
+
+
+def test_a_loaded_state_forgets_batches_that_are_not_folded() -> None:
+    est, other = exact(deep(), batch()), FisherEstimator(deep(), estimation_mode="exact")
+    other.update_covariances(batch(3), fold=False)
+    other.load_state_dict(est.state_dict())
+    other.fold()
+    assert_equal(other.state_dict(), est.state_dict())
+
+
+def test_a_batch_of_another_size_is_dropped() -> None:
+    net = deep()
+    est = FisherEstimator(net, batch_size=6)
+    with pytest.raises(ValueError, match=r"a batch of 5 cases was recorded, but batch_size=6\."):
+        est.update_covariances(batch(5))
+    est.update_covariances(batch(6))
+
+
+def test_entries_of_a_vector_that_cannot_be_multiplied_are_told_at_once() -> None:
+    est = exact(deep(), batch())
+    v: dict[str, Any] = noise(est)
+    names = list(v)[:3]
+    v[names[0]], v[names[1]], v[names[2]] = None, v[names[1]].long(), v[names[2]].to("meta")
+    with pytest.raises(TypeError) as failure:
+        est.multiply(v)
+    assert str(failure.value).splitlines()[1:] == [
+        f"  {names[0]} is None: write zeros for a parameter without a gradient",
+        f"  {names[1]} is of torch.int64: write tensor.float()",
+        f"  {names[2]} is on the meta device, and has no values",
+    ]

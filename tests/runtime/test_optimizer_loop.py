@@ -392,3 +392,61 @@ def test_early_inverses_keep_plain_settings_bounded(seed: int) -> None:
         opt.step()
         losses.append(loss.item())
     assert max(losses) < 100 * losses[0] and sum(losses[-5:]) / 5 < 0.5 * max(losses)
+
+
+class Fails(Exception):
+    pass
+
+
+@pytest.mark.parametrize("options", [*KINDS.values(), {"estimation_mode": "empirical"}], ids=[*KINDS, "empirical"])
+def test_a_forward_that_fails_leaves_no_batch_for_the_step(options: dict[str, Any]) -> None:
+    """As one that runs out of memory, and is given up."""
+    after = []
+    for failing in (False, True):
+        net, opt = made(**options)
+        train(net, opt, range(2))
+        opt.zero_grad()
+        if failing:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(opt._forwards, "on_outputs", raising)
+                with pytest.raises(Fails):
+                    net(3 * batch(7)[0])
+        train(net, opt, range(2, 5))
+        after.append(values(net))
+    assert_same(*after)
+
+
+def raising(*_: Any) -> None:
+    raise Fails
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_losses_of_single_cases_are_refused_before_anything_moves(late: bool) -> None:
+    net, opt = made(adapt_damping=True, damping_adaptation_interval=1)
+    before = values(net)
+    x, y = batch(0)
+
+    def closure() -> Tensor:
+        losses = F.cross_entropy(net(x), y, reduction="none")
+        if not late:
+            opt.zero_grad()
+            losses.mean().backward()
+        return losses
+
+    if late:
+        backward(net, 0)
+    with pytest.raises(
+        ValueError, match=r"the loss has the shape \[\d+\], and a step takes one number: write loss\.mean"
+    ):
+        opt.step(**{"evaluate" if late else "closure": closure})
+    with pytest.raises(ValueError, match=r"the loss has the shape"):
+        opt.step(loss=torch.zeros(3))
+    assert_same(before, values(net))
+    assert opt.counter == 0
+
+
+def test_a_loss_in_the_place_of_a_closure_is_explained() -> None:
+    net, opt = made()
+    loss: Any = backward(net, 0)
+    with pytest.raises(TypeError, match=r"a closure by position, and got a Tensor: write step\(loss=loss\)"):
+        opt.step(loss)

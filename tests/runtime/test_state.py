@@ -242,6 +242,23 @@ def be_of_another_momentum_type(state: dict[str, Any]) -> None:
     state |= opt.state_dict()
 
 
+def be_of_another_device(state: dict[str, Any]) -> None:
+    """A generator of a GPU has a state of 16 bytes."""
+    state["state"][0]["kfac/generator"] = torch.zeros(16, dtype=torch.uint8)
+
+
+def have_two_dampings(state: dict[str, Any]) -> None:
+    state["state"][0]["kfac/damping"] = torch.ones(2)
+
+
+def lose_a_random_state(state: dict[str, Any]) -> None:
+    state["state"][0]["kfac/late"] = torch.tensor(True)
+
+
+def lose_all(state: dict[str, Any]) -> None:
+    state.clear()
+
+
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "key": (lose_a_key, r"the state is of another version of KFAC: kfac/skipped on one side only"),
     "factor": (lose_a_factor, r"the state is of another estimator: 1 names or shapes differ, the first is '0.weight"),
@@ -256,6 +273,13 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         be_of_another_momentum_type,
         r"the state is that of a KFAC with other options:\n  momentum_type +'qmodel\w*' in the state, '\w+' here",
     ),
+    "device": (
+        be_of_another_device,
+        r"does not fit 1 entries of the optimizer:\n  kfac/generator +has \[16\], and needs \[\d+\]\nRandom states of",
+    ),
+    "dampings": (have_two_dampings, r"kfac/damping +has \[2\], and needs \[\]$"),
+    "random state": (lose_a_random_state, r"the state has 'kfac/late' and no 'kfac/late/cpu', the random state that"),
+    "everything": (lose_all, r"no state_dict of an optimizer, which has 'state' .*: write opt\.state_dict\(\)"),
     "group": (lose_a_group, r"different number of parameter groups"),
 }
 
@@ -313,3 +337,19 @@ def test_the_state_of_an_optimizer_of_another_kind_is_refused_with_the_differenc
         opts[1][1].load_state_dict(opts[0][1].state_dict())
     assert str(failure.value).splitlines()[:2] == ["the state is that of a KFAC with other options:", f"  {row}"]
     assert_same(before, flat_state(opts[1][1].state_dict()))
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_loaded_state_forgets_the_forwards_before(options: dict[str, Any]) -> None:
+    """A rollback in one process goes on as the first time, whatever was recorded and not yet taken into a step."""
+    after = []
+    for recorded in (False, True):
+        net, opt = made(**options)
+        train(net, opt, range(2))
+        state = copy.deepcopy(opt.state_dict())
+        if recorded:
+            net(3 * batch(7)[0])
+        opt.load_state_dict(state)
+        train(net, opt, range(2, 5))
+        after.append(values(net))
+    assert_same(*after)
