@@ -18,6 +18,7 @@ from kfac_fx.layer_collection import (
     set_default_layer_collection,
     variable_scope,
 )
+from kfac_fx.metrics import Metrics
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,
@@ -62,6 +63,7 @@ __all__ = [
     "LinkError",
     "LossError",
     "LossScaleWarning",
+    "Metrics",
     "ModelChangedError",
     "ModelSpectrum",
     "NotRegisteredError",

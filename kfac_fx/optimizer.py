@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from kfac_fx.checks.unchanged import refuse_without_blocks
 from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_several
@@ -19,8 +20,7 @@ from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions, takes
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import check_state, publish, restore
-from kfac_fx.optim.step import Losses, check_closure, take_step
-from kfac_fx.optim.step_state import StepState
+from kfac_fx.optim.step import Losses, StepState, check_closure, take_step
 from kfac_fx.passes.tracing.devices import accelerators
 
 
@@ -194,7 +194,8 @@ class KFAC(Optimizer):
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called by the net: record the batch if statistics are due. Returns the outputs if it ran the forward."""
-        return self._forwards.on_forward(args, kwargs)
+        with self.phases.measure("record"):
+            return self._forwards.on_forward(args, kwargs)
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Called by the net: until the first step, watch the gradients that the backward sends into the outputs."""
@@ -254,6 +255,11 @@ class KFAC(Optimizer):
     def qmodel_momentum(self) -> Tensor:
         """μ, the coefficient of the previous update in the last step of a "qmodel" type; 0-dim, NaN before."""
         return self._step_state.qmodel_momentum
+
+    @property
+    def phases(self) -> PhaseSeconds:
+        """The seconds by phase, measured while a `Metrics` is attached."""
+        return self._step_state.phases
 
     def counters(self) -> dict[str, int]:
         """For the report: the steps so far, and those that failed. Waits for the device."""

@@ -1,0 +1,331 @@
+"""`Metrics`: its values are the optimizer's, and the training does not notice it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kfac_fx.compiler import compile
+from kfac_fx.diagnostics import phases
+from kfac_fx.diagnostics.phases import PHASES
+from kfac_fx.factors.wide import WideGroup
+from kfac_fx.metrics import Metrics
+from kfac_fx.optimizer import KFAC
+from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, train, values
+
+
+def euclidean(tensors: Mapping[str, Tensor]) -> float:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()]).norm().item()
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_the_values_are_the_optimizers_own(options: dict[str, Any]) -> None:
+    net, opt = made(**options)
+    metrics = Metrics(opt, every=3)
+    train(net, opt, range(2))
+    assert (metrics.values, metrics.step) == ({}, 0)
+    before = values(net)
+    train(net, opt, range(2, 3))
+    assert metrics.step == 3
+    got = metrics.values
+    scalars = ["damping", "rho", "predicted_change"]
+    scalars += ["qmodel_learning_rate", "qmodel_momentum"] * ("qmodel" in options.get("momentum_type", ""))
+    for name in scalars:
+        assert got[name] == pytest.approx(getattr(opt, name).item(), rel=0, abs=0, nan_ok=True), name
+    assert ("qmodel_momentum" in got) == ("qmodel_momentum" in scalars)
+    assert got["lr/0"] == opt.param_groups[0]["lr"]
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+    assert got["norm/gradient"] == pytest.approx(euclidean(gradients))
+    moves = {name: value - before[name] for name, value in values(net).items()}
+    assert got["norm/update"] == pytest.approx(euclidean(moves)) and got["norm/update"] > 0
+    assert all(type(value) is float for value in got.values())
+
+
+def test_memory_is_that_of_the_tensors_of_all_blocks() -> None:
+    net, opt = made()
+    metrics = Metrics(opt, every=1)
+    train(net, opt, range(1))
+    state = {name: tensor for block in opt.estimator.blocks.values() for name, tensor in of(block).items()}
+    factors = [tensor for name, tensor in state.items() if name.endswith(("/moment", "/total_weight"))]
+    inverses = [tensor for name, tensor in state.items() if name.endswith("/-1.0")]
+    assert len(factors) == 12 and len(inverses) == 4  # A, G and positions of two blocks; A and G
+    assert metrics.values["memory/factors"] == sum(tensor.nbytes for tensor in factors)
+    assert metrics.values["memory/inverses"] == sum(tensor.nbytes for tensor in inverses)
+
+
+def of(block: Any) -> dict[str, Tensor]:
+    return {f"{block.registration}/{name}": tensor for name, tensor in block.state().items()}
+
+
+def test_condition_numbers_are_those_of_the_damped_factors() -> None:
+    net, opt = made()
+    metrics = Metrics(opt, every=1, condition="each")
+    train(net, opt, range(3))
+    largest = dict.fromkeys("AG", 0.0)
+    for key, block in opt.estimator.blocks.items():
+        a, g, c = (block.factors[name].value.squeeze(0) for name in ("A", "G", "positions"))
+        pi, root = (a.trace() / a.shape[-1] / (g.trace() / g.shape[-1])).sqrt(), (0.1 / c).sqrt()
+        for name, factor, damping in (("A", a, pi * root), ("G", g, root / pi)):
+            expected = torch.linalg.cond(factor + damping * torch.eye(len(factor), dtype=factor.dtype)).item()
+            assert metrics.values[f"condition/{','.join(key)}/{name}"] == pytest.approx(expected)
+            largest[name] = max(largest[name], expected)
+    for name, expected in largest.items():
+        assert metrics.values[f"condition/{name}"] == pytest.approx(expected)
+
+
+def test_the_filling_of_wide_sides_is_in_no_condition_number() -> None:
+    net = compile(
+        nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double(), loss="categorical", dense_limit=4
+    )
+    opt = KFAC(net, lr=0.3, damping=1e-6, seed=0)
+    metrics = Metrics(opt, every=1, condition="each")
+    train(net, opt, range(1))
+    group = opt.estimator.blocks["0.weight", "0.bias"].group
+    assert isinstance(group, WideGroup) and group.value(group.left).shape == (1, 2, 3, 3)  # 5 rows and one of filling
+    side = group.joined_outputs(group.operators(1.0)[0][0])[0]
+    eigenvalues = torch.linalg.eigvalsh(side)
+    assert eigenvalues.shape == (5,) and eigenvalues[-1] < 0.9  # the filling is 1
+    expected = (eigenvalues[-1] / eigenvalues[0]).item()
+    assert metrics.values["condition/0.weight,0.bias/G"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("frozen", "trained"), [("0", "2"), ("2", "0")])
+def test_a_block_without_factors_has_no_condition_number(frozen: str, trained: str) -> None:
+    net, opt = made()
+    metrics = Metrics(opt, every=1, condition="each")
+    for parameter in net.get_submodule(frozen).parameters():
+        parameter.requires_grad_(False)
+    train(net, opt, range(1))
+    got = metrics.values
+    assert math.isnan(got[f"condition/{frozen}.weight,{frozen}.bias/A"])
+    assert got["condition/A"] == got[f"condition/{trained}.weight,{trained}.bias/A"] >= 1
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_the_largest_condition_number_is_that_of_blocks_with_factors(empty: int) -> None:
+    net, opt = made()
+    metrics = Metrics(opt, every=1, condition="each")
+    train(net, opt, range(1))
+    groups = opt.estimator.groups
+    groups[empty].factors["A"].total_weight.zero_()
+    conditions = metrics._conditions(groups)
+    other = ",".join(groups[1 - empty].registrations[0].parameters)
+    assert conditions["condition/A"] == conditions[f"condition/{other}/A"]
+
+
+def test_condition_none_decomposes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = made()
+    monkeypatch.setattr("kfac_fx.metrics.condition_numbers", lambda group: pytest.fail("decomposed"))
+    metrics = Metrics(opt, every=1, condition=None)
+    train(net, opt, range(1))
+    assert metrics.values and not any(name.startswith("condition") for name in metrics.values)
+
+
+def test_skipped_steps_and_statistics_are_counted() -> None:
+    net, opt = made()
+    metrics = Metrics(opt, every=1)
+    train(net, opt, range(2))
+    opt.zero_grad()
+    backward(net, 2)
+    opt.estimator.groups[0].skipped += 2
+    opt.estimator.groups[1].failed += 3
+    net.get_parameter("2.bias").grad[0] = torch.nan  # type: ignore[index]
+    opt.step()
+    skipped = {name: value for name, value in metrics.values.items() if name.startswith("skipped")}
+    assert skipped == {"skipped/steps": 1.0, "skipped/statistics": 2.0, "skipped/inverses": 3.0}
+    assert metrics.values["norm/update"] == 0 and math.isnan(metrics.values["norm/gradient"])
+
+
+def test_seconds_are_the_mean_of_the_steps_since_the_last_values() -> None:
+    net, opt = made()
+    metrics = Metrics(opt, every=4)
+    train(net, opt, range(4))
+    assert all(metrics.values[f"seconds/{phase}"] > 0 for phase in PHASES)
+    train(net, opt, range(4, 7))
+    opt.phases.totals = dict.fromkeys(PHASES, 0.0)
+    metrics._seconds = dict.fromkeys(PHASES, -8000.0)
+    train(net, opt, range(7, 8))
+    for phase in PHASES:
+        assert metrics.values[f"seconds/{phase}"] == pytest.approx(2000 + opt.phases.totals[phase] / 4, rel=1e-12)
+
+
+def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: now)
+    net, opt = made()
+
+    def slow_down(place: Any, name: str, seconds: float) -> None:
+        real = getattr(place, name)
+
+        def slow(*args: Any, **options: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return real(*args, **options)
+
+        monkeypatch.setattr(place, name, slow)
+
+    slow_down(opt._forwards, "on_forward", 1.0)
+    slow_down(opt.estimator, "fold", 2.0)
+    slow_down(opt.estimator, "update_inverses", 4.0)
+    slow_down(opt._step_state, "move_in_blocks", 8.0)
+    metrics = Metrics(opt, every=1)
+    train(net, opt, range(1))
+    assert [metrics.values[f"seconds/{phase}"] for phase in PHASES] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_steps_are_counted_on_from_a_checkpoint_and_through_the_burn_in() -> None:
+    net, opt = made(num_burnin_steps=2)
+    metrics = Metrics(opt, every=2)
+    train(net, opt, range(3))
+    assert metrics.step == 2
+    other, resumed = made(num_burnin_steps=2)
+    resumed.load_state_dict(opt.state_dict())
+    written: list[int] = []
+    Metrics(resumed, lambda _, step: written.append(step), every=2)
+    train(other, resumed, range(3))
+    assert written == [4, 6]
+
+
+# --- what it does to the training -------------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_steps(every: int | None) -> list[Counter[str]]:
+    net, opt = made()
+    if every is not None:
+        Metrics(opt, every=every)
+    counts = []
+    for number in range(4):
+        opt.zero_grad()
+        backward(net, number)
+        with Operations() as operations:
+            opt.step()
+        counts.append(operations.counts)
+    return counts
+
+
+def test_steps_between_the_intervals_compute_and_read_nothing_more() -> None:
+    without, attached = operations_of_steps(None), operations_of_steps(4)
+    assert attached[:3] == without[:3]
+    assert attached[3] > without[3], "the step that is read"
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_the_training_is_bit_for_bit_the_same(options: dict[str, Any]) -> None:
+    states = []
+    for every in (None, 1):
+        net, opt = made(**options, weight_decay=0.01)
+        if every is not None:
+            Metrics(opt, every=every, condition="each")
+        random = torch.get_rng_state()
+        train(net, opt, range(5))
+        assert torch.equal(random, torch.get_rng_state())
+        states.append({**values(net), **flat_state(opt.state_dict())})
+    assert_same(*states)
+
+
+def test_detach_ends_the_reading_and_keeps_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = made()
+    with Metrics(opt, every=1) as metrics, Metrics(opt, every=2) as other:
+        train(net, opt, range(2))
+        assert (metrics.step, other.step) == (2, 2)
+        other.detach()
+        train(net, opt, range(2, 4))
+    assert (metrics.step, other.step) == (4, 2) and metrics.values
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: pytest.fail("the clock was read"))
+    train(net, opt, range(4, 5))
+    assert metrics.step == 4
+
+
+# --- writers ----------------------------------------------------------------------------------------------------------
+
+
+def test_write_gets_the_values_and_the_step() -> None:
+    net, opt = made()
+    calls: list[tuple[Mapping[str, float], int]] = []
+    metrics = Metrics(opt, lambda got, step: calls.append((got, step)), every=2, condition=None)
+    train(net, opt, range(4))
+    assert [step for _, step in calls] == [2, 4] and calls[1][0] == metrics.values != calls[0][0]
+
+
+def test_to_tensorboard_adds_one_scalar_for_each_value() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: list[tuple[str, float, int]] = []
+
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+            self.scalars.append((tag, scalar_value, global_step))
+
+    writer = Writer()
+    Metrics.to_tensorboard(writer)({"damping": 0.5, "lr/0": 1.0}, 7)
+    assert writer.scalars == [("damping", 0.5, 7), ("lr/0", 1.0, 7)]
+
+
+def test_to_logger_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Metrics.to_logger(logging.getLogger("kfac"))({"damping": 0.5, "rho": math.nan}, 7)
+        Metrics.to_logger(logging.getLogger("kfac"), logging.DEBUG)({"damping": 0.5}, 8)
+    assert [record.getMessage() for record in caplog.records] == ["step 7: damping 0.5, rho nan"]
+
+
+def test_an_error_of_write_leaves_the_step_which_was_made() -> None:
+    net, opt = made()
+
+    def write(got: object, step: int) -> None:
+        raise OSError("disk full")
+
+    Metrics(opt, write, every=1)
+    before = values(net)
+    with pytest.raises(OSError, match="disk full"):
+        train(net, opt, range(1))
+    assert opt.counter == 1 and not torch.equal(before["0.weight"], values(net)["0.weight"])
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_another_optimizer_is_refused() -> None:
+    text = (
+        "Metrics takes a kfac_fx.KFAC, and got a SGD. Where a trainer wraps the optimizer, pass the KFAC that you gave "
+        "it."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        Metrics(torch.optim.SGD([torch.ones(1)], lr=0.1))  # type: ignore[arg-type]
+
+
+def test_all_wrong_arguments_are_named_at_once() -> None:
+    _, opt = made()
+    text = (
+        "write is called as write(values, step), and a dict cannot be called: for a SummaryWriter write "
+        "Metrics.to_tensorboard(writer), for a logging.Logger Metrics.to_logger(logger); every must be a positive "
+        "integer, got 0; condition must be 'largest', 'each' or None, got 'all'"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        Metrics(opt, {}, every=0, condition="all")  # type: ignore[arg-type]
+    for every in (True, 2.5, -1):
+        with pytest.raises(ValueError, match="every must be a positive integer"):
+            Metrics(opt, every=every)  # type: ignore[arg-type]
+    assert opt.phases.readers == 0
