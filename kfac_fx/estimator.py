@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -126,7 +127,7 @@ class FisherEstimator(BlockDiagonalFisher):
             raise ValueError(f"cov_ema_decay must be between 0 and 1, got {cov_ema_decay}.")
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}.")
-        if isinstance(damping, (int, float)) and not damping >= 0:
+        if not 0 <= float(damping) < math.inf:  # the host waits for a tensor, once
             raise ValueError(f"damping must not be negative, got {damping}.")
         roots: list[Root] = sorted({float(exp) for exp in exps} - {1.0})
         roots += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
@@ -309,9 +310,11 @@ class FisherEstimator(BlockDiagonalFisher):
         One accumulated batch that is not finite makes the sums of all of them so, and they are skipped and counted in
         `failures`: fold batches one by one where that may happen.
 
-        Raises ValueError for a batch that is not of `batch_size` cases, which is dropped, ModelChangedError if the
-        outputs of a recording were not the model's.
+        Raises ValueError for a decay out of range, and for a batch that is not of `batch_size` cases, which is dropped;
+        ModelChangedError if the outputs of a recording were not the model's.
         """
+        if decay is not None and not 0 <= decay <= 1:
+            raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         usable = self.usable()
         if not self._pending and not self._paused:
             return True

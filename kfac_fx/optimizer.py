@@ -17,7 +17,7 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_several
 from kfac_fx.optim.groups import keep_first_lr, split_group
-from kfac_fx.optim.options import KFACOptions, takes
+from kfac_fx.optim.options import KFACOptions, positive, takes
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, StepState, check_closure, take_step
@@ -205,11 +205,16 @@ class KFAC(Optimizer):
 
     @property
     def damping(self) -> Tensor:
-        """λ, 0-dim; assigning a number or a tensor writes into it."""
+        """λ, 0-dim; assigning a number or a tensor writes into it. Raises ValueError for a number that is not positive.
+
+        A tensor is not read, because the host would wait for it.
+        """
         return self._step_state.damping
 
     @damping.setter
     def damping(self, value: float | Tensor) -> None:
+        if not isinstance(value, Tensor):
+            positive("damping", value)
         self._step_state.damping.copy_(torch.as_tensor(value))
 
     @property

@@ -130,13 +130,15 @@ class BlockDiagonalFisher(Operator):
 
     @property
     def damping(self) -> Tensor:
-        """λ, a 0-d tensor. Assigning a number or a tensor writes into it."""
+        """λ, a 0-d tensor. Assigning a number or a tensor writes into it. Raises ValueError for a negative number."""
         return self._damping
 
     @damping.setter
     def damping(self, value: float | Tensor) -> None:
         if isinstance(value, Tensor):
             self._damping.copy_(value)
+        elif not 0 <= value < math.inf:
+            raise ValueError(f"damping is {value!r}; it must not be negative")
         else:
             self._damping.fill_(value)
 

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
+from numbers import Real
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
@@ -32,19 +33,33 @@ def compiled(name: str, value: Any) -> None:
         )
 
 
+def number(name: str, value: Any) -> float:
+    """The host waits for a tensor, once, when the optimizer is created. Raises ValueError for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} is {value!r}; it must be a number")
+    return float(value)
+
+
+def finite(name: str, value: Any) -> None:
+    if not math.isfinite(number(name, value)):
+        raise ValueError(f"{name} is {value!r}; it must be finite")
+
+
 def positive(name: str, value: Any) -> None:
-    """For numbers. A tensor is not read, because the host would wait for it; None is an option that was left out."""
-    if value is not None and not isinstance(value, Tensor) and not 0 < value < math.inf:
+    """None is an option that was left out."""
+    if value is not None and not 0 < number(name, value) < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be positive")
 
 
 def not_negative(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, Tensor) and not 0 <= value < math.inf:
+    if value is not None and not 0 <= number(name, value) < math.inf:
         raise ValueError(f"{name} is {value!r}; it must not be negative")
 
 
 def a_weight(name: str, value: Any) -> None:
-    if not 0 <= value <= 1:
+    if value is not None and not 0 <= number(name, value) <= 1:
         raise ValueError(f"{name} is {value!r}; it must be between 0 and 1")
 
 
@@ -57,9 +72,19 @@ def steps(least: int) -> Callable[[str, Any], None]:
 
 
 def a_momentum_type(name: str, value: Any) -> None:
-    if value is not None and value.lower() not in MOMENTUM_TYPES:
+    if value is not None and str(value).lower() not in MOMENTUM_TYPES:
         names = ", ".join(map(repr, MOMENTUM_TYPES))
-        raise ValueError(f"{name} {value!r} is none of {names}.{nearest(value.lower(), MOMENTUM_TYPES)}")
+        raise ValueError(f"{name} {value!r} is none of {names}.{nearest(str(value).lower(), MOMENTUM_TYPES)}")
+
+
+def a_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+
+
+def a_seed(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number")
 
 
 def either(first: str, second: str) -> Callable[[str, Any], None]:
@@ -71,7 +96,14 @@ def either(first: str, second: str) -> Callable[[str, Any], None]:
 
 
 def of_first_order(name: str, value: Any) -> None:
-    FirstOrder.read(value)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {value!r}; it must be a dict of options, as in dict(lr=1e-3)")
+    rule = FirstOrder.read(value)
+    for option in ("lr", "eps", "weight_decay"):
+        not_negative(f"{name}[{option!r}]", getattr(rule, option))
+    betas = rule.betas if isinstance(rule.betas, (tuple, list)) else ()
+    if len(betas) != 2 or not all(0 <= number(f"{name}['betas']", beta) < 1 for beta in betas):
+        raise ValueError(f"{name}['betas'] is {rule.betas!r}; it must be two numbers, from 0 and below 1")
 
 
 # --- the options ------------------------------------------------------------------------------------------------------
@@ -147,19 +179,19 @@ class KFACOptions:
     norm_constraint: Annotated[float | None, positive] = None
     norm_constraint_form: Annotated[str, either("update", "gradient")] = "update"
     weight_decay: Annotated[float, not_negative] = 0.0
-    adapt_damping: bool = False
-    update_damping_immediately: bool = True
+    adapt_damping: Annotated[bool, a_flag] = False
+    update_damping_immediately: Annotated[bool, a_flag] = True
     damping_adaptation_interval: Annotated[int, steps(1)] = 5
-    damping_adaptation_decay: Annotated[float | None, positive] = None
-    damping_decrease_rho_threshold: float = 0.75
-    damping_increase_rho_threshold: float = 0.25
+    damping_adaptation_decay: Annotated[float | None, positive, a_weight] = None
+    damping_decrease_rho_threshold: Annotated[float, finite] = 0.75
+    damping_increase_rho_threshold: Annotated[float, finite] = 0.25
     min_damping: Annotated[float, not_negative] = 1e-8
     l2_reg: Annotated[float, not_negative] = 0.0
     precon_damping_mult: Annotated[float, positive] = 1.0
-    qmodel_update_rescale: float | None = None
+    qmodel_update_rescale: Annotated[float | None, positive] = None
     estimation_mode: str = "gradients"
     fraction: float = 1.0
-    seed: int | None = None
+    seed: Annotated[int | None, a_seed] = None
     reduction: Annotated[str, either("mean", "sum")] = "mean"
     first_order: Annotated[Mapping[str, Any] | None, of_first_order] = None
     grad_scaler: torch.amp.GradScaler | None = None

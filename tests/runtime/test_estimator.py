@@ -207,6 +207,8 @@ def test_state_resumes_bit_for_bit(make: Callable[[], FakeNet]) -> None:
         ({"cov_ema_decay": 1.5}, r"cov_ema_decay must be between 0 and 1, got 1\.5\."),
         ({"fraction": 0}, r"fraction must be above 0 and at most 1, got 0\."),
         ({"damping": -1.0}, r"damping must not be negative, got -1\.0\."),
+        ({"damping": torch.tensor(-1.0)}, r"damping must not be negative, got -1\.0\."),
+        ({"damping": torch.tensor(float("nan"))}, r"damping must not be negative, got nan\."),
     ],
 )
 def test_wrong_options_are_refused_at_once(options: dict[str, Any], text: str) -> None:
@@ -321,3 +323,17 @@ def test_entries_of_a_vector_that_cannot_be_multiplied_are_told_at_once() -> Non
         f"  {names[1]} is of torch.int64: write tensor.float()",
         f"  {names[2]} is on the meta device, and has no values",
     ]
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), 5.0])
+def test_a_decay_and_a_damping_out_of_range_are_refused_and_change_nothing(value: float) -> None:
+    est = exact(deep(), batch())
+    before = copy.deepcopy(est.state_dict())
+    est.update_covariances(batch(), fold=False)
+    with pytest.raises(ValueError, match=r"decay must be between 0 and 1, got"):
+        est.fold(decay=value)
+    assert est.recorded
+    if value != 5.0:
+        with pytest.raises(ValueError, match=r"damping is .*; it must not be negative"):
+            est.damping = value
+    assert_equal(est.state_dict(), before)

@@ -113,6 +113,48 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"first_order": {"beta": (0.9, 0.99)}},
         r"first_order has no option 'beta', only lr, betas, eps, weight_decay\. Did you mean 'betas'\?",
     ),
+    "first order of another kind": (
+        {"first_order": 3},
+        r"first_order is 3; it must be a dict of options, as in dict\(",
+    ),
+    "first lr": ({"first_order": {"lr": -1}}, r"first_order\['lr'\] is -1; it must not be negative"),
+    "first eps": ({"first_order": {"eps": -1}}, r"first_order\['eps'\] is -1; it must not be negative"),
+    "first weight decay": (
+        {"first_order": {"weight_decay": "x"}},
+        r"first_order\['weight_decay'\] is 'x'; it must be a num",
+    ),
+    **{
+        f"betas {betas}": (
+            {"first_order": {"betas": betas}},
+            r"first_order\['betas'\] is .*; it must be two numbers, fr",
+        )
+        for betas in ((0.9, 1.0), (2, 3), 0.9, (0.9,), (0.9, float("nan")))
+    },
+    **{
+        f"{name} of tensor({value})": ({name: torch.tensor(value)}, rf"{name} is tensor\(.*\); it must")
+        for name in ("lr", "damping", "norm_constraint")
+        for value in (-1.0, float("nan"))
+    },
+    "damping of tensor(0)": ({"damping": torch.tensor(0.0)}, r"damping is tensor\(0\.\); it must be positive"),
+    "lr of several": ({"lr": torch.ones(2)}, r"lr is tensor\(\[1., 1.\]\); it must be a number"),
+    **{
+        f"{name} of text": ({name: "0.1"}, rf"{name} is '0\.1'; it must be a (whole )?number")
+        for name in ("lr", "damping", "momentum", "cov_ema_decay", "damping_decrease_rho_threshold", "seed")
+    },
+    "a growing decay": ({"damping_adaptation_decay": 2.0}, r"damping_adaptation_decay is 2\.0; it must be between 0"),
+    **{
+        f"{name} of nan": ({name: float("nan")}, rf"{name} is nan; it must be finite")
+        for name in ("damping_decrease_rho_threshold", "damping_increase_rho_threshold")
+    },
+    **{
+        f"rescale {value}": (
+            {"momentum_type": "qmodel", "lr": None, "momentum": None, "qmodel_update_rescale": value},
+            r"qmodel_update_rescale is (-1\.0|nan); it must be positive",
+        )
+        for value in (-1.0, float("nan"))
+    },
+    "a flag of text": ({"adapt_damping": "no"}, r"adapt_damping is 'no'; it must be True or False"),
+    "a momentum type of another kind": ({"momentum_type": 3}, r"momentum_type 3 is none of 'adaptive', "),
     "fraction": ({"fraction": 0.0}, r"fraction must be above 0 and at most 1, got 0\.0"),
 }
 
@@ -156,6 +198,14 @@ def test_numbers_may_be_tensors() -> None:
     assert opt.damping.item() == pytest.approx(0.2)
     opt.damping = 0.3
     assert opt.damping.item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("damping", [-1.0, 0, float("nan")])
+def test_a_damping_that_is_assigned_is_positive(damping: float) -> None:
+    opt = KFAC(compile(model(), loss="categorical"), lr=0.1, damping=0.1)
+    with pytest.raises(ValueError, match=r"damping is .*; it must be positive"):
+        opt.damping = damping
+    assert opt.damping.item() == pytest.approx(0.1)
 
 
 def test_the_decay_of_the_factors_is_per_step() -> None:
