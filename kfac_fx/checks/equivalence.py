@@ -42,6 +42,7 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     copied = copies(args, kwargs)
     outputs, gradients, buffers = results_of_model(recorder, *copied)
     effects = changes_outside(recorder, args, kwargs, outputs) + inputs_written(recorder, (args, kwargs), copied)
+    del copied  # a batch may be larger than the model
     values = recorder.capture.flatten(args, kwargs)
     try:
         graph_outputs, graph_gradients, graph_buffers = results_of_graph(recorder, values)

@@ -118,7 +118,7 @@ class OutputWatch:
     def check(self, model: str) -> None:
         """Raises ModelChangedError if an earlier comparison is known to have failed. The host does not wait."""
         if self.told is not None and self.copied.query():
-            failed, self.told = bool(self.told), None
+            failed, self.told = self.told, None
             self.failed = None if failed else self.failed
             refuse(failed, model)
 
@@ -129,7 +129,7 @@ class OutputWatch:
         """
         self.pending = None
         if differs.device.type == "cpu":
-            refuse(bool(differs), model)
+            refuse(differs, model)
             return ~differs
         self.failed = differs if self.failed is None else self.failed | differs
         if self.told is None:
@@ -139,7 +139,8 @@ class OutputWatch:
         return ~differs
 
 
-def refuse(differs: bool, model: str) -> None:
+def refuse(differs: Tensor, model: str) -> None:
+    """Raises ModelChangedError if a 0-dim tensor on the host is true."""
     if differs:
         raise ModelChangedError(
             f"{model} computes other outputs now than its captured graph, on the same inputs and random numbers. "

@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Options, Program
 from kfac_fx.passes.layers import LAYERS, collect
-from kfac_fx.passes.layers.rows import Written
 from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.trace import trace_model
 
 NAMES = [step.__name__ for step in PIPELINE]
 
 
-class Toy(Written):
-    """`function(*inputs, **parameters)`; parameters are given by their shapes."""
+class Toy(nn.Module):
+    """`function(*inputs, **parameters)`; parameters are given by their shapes.
+
+    It lies outside of the library, so that the lines of its forward are those of a user.
+    """
 
     def __init__(self, function: Callable[..., Any], **shapes: tuple[int, ...]) -> None:
-        super().__init__(function, shapes)
+        super().__init__()
+        self.function, self.names = function, tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, **{name: getattr(self, name) for name in self.names})
 
 
 def before(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Program:

@@ -180,7 +180,7 @@ def test_projections_are_registered() -> None:
 def test_kfac_trains_on_sequences_of_several_lengths() -> None:
     """The sum of a sequence of signs, from 3 to 5 steps: guessing costs their number, 4 in the mean."""
     torch.manual_seed(0)
-    net = compiled(Last(nn.LSTM(1, 8, batch_first=True)), 16, 4, 1)
+    net = kfac_fx.compile(Last(nn.LSTM(1, 8, batch_first=True)), (torch.randn(16, 4, 1),), loss="mse")
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
     losses = []
     for batch in range(40):
