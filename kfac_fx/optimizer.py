@@ -20,7 +20,8 @@ from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions, positive, takes
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import check_state, publish, restore
-from kfac_fx.optim.step import Losses, StepState, check_closure, take_step
+from kfac_fx.optim.step import Losses, check_closure, take_step
+from kfac_fx.optim.step_state import StepState
 from kfac_fx.passes.tracing.devices import accelerators
 
 

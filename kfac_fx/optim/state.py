@@ -25,7 +25,7 @@ from kfac_fx.optim.adaptive import StepSize
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
 from kfac_fx.optim.options import MOMENTUM_TYPES, KFACOptions
 from kfac_fx.optim.rules import new_adam_state
-from kfac_fx.optim.step import SCALARS, StepState
+from kfac_fx.optim.step_state import SCALARS, StepState
 from kfac_fx.passes.errors import table
 from kfac_fx.passes.tracing.devices import RandomState
 

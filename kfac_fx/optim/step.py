@@ -11,41 +11,33 @@ take_step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.loss_scale import scale_of_caller
-from kfac_fx.diagnostics.phases import PhaseSeconds
-from kfac_fx.distributed import Replicas
-from kfac_fx.estimator import FisherEstimator
-from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.adaptive import Check, StepSize, move, revert
+from kfac_fx.optim.adaptive import Check, move, revert
 from kfac_fx.optim.batch_loss import BatchLoss
-from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one, fisher_inner_products
-from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure
+from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
-from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.proposals import (
+    preconditioner,
+    predicted_change,
+    propose,
+    set_estimator_damping,
+    step_bound,
+)
 from kfac_fx.optim.rules import (
-    FirstOrder,
-    MomentumRule,
-    Preconditioner,
-    Product,
-    Products,
-    QuadraticModel,
-    StepBound,
-    change_by_blocks,
     inner,
     is_finite,
 )
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.step_state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.tracing.devices import RandomState
-from kfac_fx.recording.backends import compiled_function
 from kfac_fx.statistics.moments import Key
 
 UNRECORDED = (
@@ -53,47 +45,6 @@ UNRECORDED = (
     "step(), call the compiled module, net(x) and not the model it was made of, in training mode and with gradients "
     "enabled. Where a trainer calls the model itself, write kfac_fx.compile(model, ..., in_place=True)"
 )
-SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
-
-
-@dataclass
-class StepState:
-    """The state that a KFAC keeps from step to step. Scalars are 0-dim tensors, written in place."""
-
-    net: CompiledModule
-    names: dict[nn.Parameter, str]
-    registered: frozenset[str]  # the names of the parameters in Fisher blocks
-    options: KFACOptions
-    schedule: Schedule
-    estimator: FisherEstimator
-    forwards: Forwards
-    replicas: Replicas  # the processes that take the same step
-    scalar: Tensor  # a zero with the dtype and the device of all scalars
-    damping: Tensor  # λ
-    # Values of the last step that computed them; NaN before.
-    rho: Tensor = field(init=False)
-    predicted_change: Tensor = field(init=False)
-    qmodel_learning_rate: Tensor = field(init=False)
-    qmodel_momentum: Tensor = field(init=False)
-    loss_before: Tensor = field(init=False)
-    size: StepSize = field(init=False)  # of "adaptive"
-    skipped: Tensor = field(init=False)  # the number of steps that changed nothing
-    unobserved: bool = False  # a check did not know the gradient of the outputs
-    late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
-    first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
-    grouped: GroupedParameters | None = None  # None to read the parameter groups anew
-    phases: PhaseSeconds = field(default_factory=PhaseSeconds)
-
-    def __post_init__(self) -> None:
-        for name in SCALARS:
-            setattr(self, name, torch.full_like(self.damping, torch.nan))
-        self.size = StepSize.first(self.scalar)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=self.scalar.device)
-        self.rule = MomentumRule(self.options.kind, self.options.bound_on("gradient"))
-        self.multiply_jacobian = JacobianProducts()
-        self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
-        self.first_order_update = compiled_function(first_order_update, self.net.backend)
-        self.multiply_inverse = compiled_function(self.estimator.multiply_inverse, self.net.backend)
 
 
 @dataclass(frozen=True)
@@ -245,10 +196,6 @@ def update_inverses(state: StepState, keys: Collection[Key] | None = None) -> No
             raise FactorNotReady(UNRECORDED) from error
 
 
-def set_estimator_damping(state: StepState) -> None:
-    state.estimator.damping.copy_(state.damping * state.options.precon_damping_mult)
-
-
 # --- the update -----------------------------------------------------------------------------------------------------
 
 
@@ -309,27 +256,6 @@ def update(
     return ok
 
 
-def move_in_blocks(
-    rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None, ok: Tensor
-) -> Tensor:
-    """A whole update of "regular" or "adam", compiled as one. Returns whether it was made."""
-    proposal = propose_by_momentum(rule, flat, precondition, bound)
-    ok = ok & is_finite(proposal.move)
-    flat.commit(proposal, ok)
-    return ok
-
-
-def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Tensor, Tensors], Tensor]:
-    """An update of the first-order rule, compiled as one: (its move and its new state, whether both are finite).
-
-    A gradient whose square is infinite would give a finite move, and none ever after.
-    """
-    update, new = rule(flat.g, flat.state, flat.flat)
-    move = flat.displacement(update)
-    finite = torch.stack([is_finite(move), *map(is_finite, new.values())]).all()
-    return (move, new), finite
-
-
 def measured_update(
     state: StepState,
     in_blocks: FlatParameters | None,
@@ -385,113 +311,3 @@ def adapt_damping(state: StepState, after: Tensor) -> None:
     damping, rho = state.options.damping_rule(state.damping, state.loss_before, after, state.predicted_change)
     state.damping.copy_(torch.where(state.loss_before.isfinite(), damping, state.damping))
     state.rho.copy_(rho)
-
-
-# --- proposals and their predicted change ---------------------------------------------------------------------------
-
-
-def propose(state: StepState, flat: FlatParameters) -> Proposal:
-    """The move of the parameters in Fisher blocks."""
-    precondition = preconditioner(state, flat, state.multiply_inverse)
-    if not state.options.quadratic:
-        return propose_by_momentum(state.rule, flat, precondition, step_bound(state, flat))
-    return propose_quadratic(state, flat, precondition)
-
-
-def propose_by_momentum(
-    rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None
-) -> Proposal:
-    assert flat.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
-    velocity, update = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr)
-    if bound is not None:  # the velocity stays as it is: momentum is that of an optimizer without the bound
-        assert flat.first_lr is not None, "bug in kfac_fx: a bound on steps, and groups without a first lr"
-        update = bound(update, flat.lr, flat.first_lr)
-    return Proposal(flat.displacement(update), {"velocity": velocity})
-
-
-def step_bound(state: StepState, flat: FlatParameters) -> StepBound | None:
-    bound = state.options.bound_on("update")
-    return None if bound is None else StepBound(bound, fisher_product(state, flat))
-
-
-def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:
-    """The best step along d₁ = P g and d₂ = -v, the previous update: v <- -(α d₁ + μ d₂) = μ v - α P g.
-
-    "qmodel_fixedmu" fixes μ. If the model is not finite, the move is not. Stores -α, μ and the predicted change.
-    """
-    v = flat.state["velocity"]
-    directions = [precondition(flat.g), -v]
-    model = QuadraticModel.along(directions, flat.g, exact_products(state, flat))
-    s = model.best(state.damping)
-    if state.options.momentum is not None:  # None exactly for "qmodel"
-        s = model.best_with_momentum(state.damping, torch.full_like(s[0], state.options.momentum))
-    s = torch.where(model.fisher.isfinite().all(), s, torch.nan)
-    state.qmodel_learning_rate.copy_(-s[0])
-    state.qmodel_momentum.copy_(s[1])
-    if flat.one_scale:
-        state.predicted_change.copy_(model.change(flat.lr * s, state.options.l2_reg))
-    velocity = s[1] * v - s[0] * directions[0]
-    return Proposal(flat.displacement(velocity), {"velocity": velocity})
-
-
-def predicted_change(state: StepState, flat: FlatParameters, move: Tensor) -> Tensor:
-    """The change of the loss that the quadratic model predicts for a move, with weight decay, clipping and groups.
-
-    The damping counts only as far as it is curvature of the loss: the l2 term.
-    """
-    if not state.options.quadratic:
-        return change_by_blocks(
-            flat.g, move, fisher_product(state, flat), state.estimator.damping - state.options.l2_reg
-        )
-    if flat.one_scale:
-        return state.predicted_change.clone()
-    model = QuadraticModel.along([move], flat.g, exact_products(state, flat))
-    return model.change(torch.ones_like(model.slopes), state.options.l2_reg)
-
-
-def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[Tensors], Tensors]) -> Preconditioner:
-    """`multiply` as a product with vectors: the parameters in Fisher blocks that have no gradient count as zero."""
-    idle = state.estimator.idle(flat.parameters)
-    absent = {
-        name: torch.zeros_like(parameter, dtype=state.scalar.dtype)
-        for parameter, name in state.names.items()
-        if name in state.registered and name not in flat.parameters and name not in idle
-    }
-    return Preconditioner(multiply, flat.flat, absent)
-
-
-def fisher_product(state: StepState, flat: FlatParameters) -> Preconditioner:
-    """The product with the damped block-diagonal Fisher, with the present damping."""
-    set_estimator_damping(state)
-    return preconditioner(state, flat, state.estimator.multiply)
-
-
-def exact_products(state: StepState, flat: FlatParameters) -> Products:
-    """Inner products of vectors in the exact Fisher of all micro-batches of the step, averaged by cases."""
-    calls = state.forwards.seen.calls
-    if not calls:
-        raise RuntimeError(
-            f"momentum_type={state.options.kind!r} computes with the step's batch, and net(x) was not "
-            "called in training mode with gradients enabled since the last step"
-        )
-    ggn = state.options.estimation_mode.endswith("GGN")
-    parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
-
-    def products(vectors: Sequence[Tensor]) -> Tensor:
-        by_name, total = [flat.flat.parts(vector) for vector in vectors], torch.zeros_like(state.damping)
-        cases: int | Tensor = 0
-        for args, kwargs in calls:
-            pairs: LossTerms = []
-
-            def losses(at: Tensors, args: Any = args, kwargs: Any = kwargs) -> LossTerms:
-                nonlocal pairs
-                pairs = state.net.losses(*state.net.functional(at, args, kwargs), call=(args, kwargs))
-                return pairs
-
-            of_call = fisher_inner_products(
-                losses, parameters, by_name, ggn=ggn, multiply_jacobian=state.multiply_jacobian
-            )
-            total, cases = total + pairs[0][1].cases * of_call, cases + pairs[0][1].cases
-        return state.replicas.mean(total / at_least_one(cases))
-
-    return products

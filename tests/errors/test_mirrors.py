@@ -17,7 +17,12 @@ from tests.errors.test_floors import ROOT, SOURCES
 OF_MODULES = ("cli", "compiler", "runtime")  # the folders of tests whose files all bear the name of a module
 FOLDERS = (*OF_MODULES, "errors", "whole")
 
-ELSEWHERE = {"kfac_fx.divided.emitted": "test_recording_emitted.py runs both emitted models, which have one protocol"}
+ELSEWHERE = {
+    "kfac_fx.divided.emitted": "test_recording_emitted.py runs both emitted models, which have one protocol",
+    "kfac_fx.optim.proposals": "test_step.py takes whole steps on one problem, whose parts these are",
+    "kfac_fx.optim.moves": "as above",
+    "kfac_fx.optim.step_state": "as above",
+}
 
 
 def has_logic(path: Path) -> bool:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
-from kfac_fx.optim.step import SCALARS
+from kfac_fx.optim.step_state import SCALARS
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 from tests.runtime.slow_kfac import batch, loss_of, mlp

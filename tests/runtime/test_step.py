@@ -15,18 +15,17 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.forwards import MicroBatches
 from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.proposals import exact_products, preconditioner
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step import (
     Losses,
-    StepState,
     check_losses,
-    exact_products,
     flat_parameters,
     measured_update,
-    preconditioner,
     take_step,
     update,
 )
+from kfac_fx.optim.step_state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 
 H = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)

@@ -1,0 +1,48 @@
+"""The updates of a step without the quadratic model: by momentum, and of the first-order rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.groups import FlatParameters, Proposal
+from kfac_fx.optim.rules import (
+    FirstOrder,
+    MomentumRule,
+    Product,
+    StepBound,
+    is_finite,
+)
+
+
+def move_in_blocks(
+    rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None, ok: Tensor
+) -> Tensor:
+    """A whole update of "regular" or "adam", compiled as one. Returns whether it was made."""
+    proposal = propose_by_momentum(rule, flat, precondition, bound)
+    ok = ok & is_finite(proposal.move)
+    flat.commit(proposal, ok)
+    return ok
+
+
+def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Tensor, Tensors], Tensor]:
+    """An update of the first-order rule, compiled as one: (its move and its new state, whether both are finite).
+
+    A gradient whose square is infinite would give a finite move, and none ever after.
+    """
+    update, new = rule(flat.g, flat.state, flat.flat)
+    move = flat.displacement(update)
+    finite = torch.stack([is_finite(move), *map(is_finite, new.values())]).all()
+    return (move, new), finite
+
+
+def propose_by_momentum(
+    rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None
+) -> Proposal:
+    assert flat.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
+    velocity, update = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr)
+    if bound is not None:  # the velocity stays as it is: momentum is that of an optimizer without the bound
+        assert flat.first_lr is not None, "bug in kfac_fx: a bound on steps, and groups without a first lr"
+        update = bound(update, flat.lr, flat.first_lr)
+    return Proposal(flat.displacement(update), {"velocity": velocity})

@@ -1,0 +1,123 @@
+"""The moves that a step proposes, the change of the loss that a move predicts, and the products that both need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.curvature import LossTerms, at_least_one, fisher_inner_products
+from kfac_fx.optim.groups import FlatParameters, Proposal
+from kfac_fx.optim.moves import propose_by_momentum
+from kfac_fx.optim.rules import (
+    Preconditioner,
+    Product,
+    Products,
+    QuadraticModel,
+    StepBound,
+    change_by_blocks,
+)
+from kfac_fx.optim.step_state import StepState
+
+
+def propose(state: StepState, flat: FlatParameters) -> Proposal:
+    """The move of the parameters in Fisher blocks."""
+    precondition = preconditioner(state, flat, state.multiply_inverse)
+    if not state.options.quadratic:
+        return propose_by_momentum(state.rule, flat, precondition, step_bound(state, flat))
+    return propose_quadratic(state, flat, precondition)
+
+
+def step_bound(state: StepState, flat: FlatParameters) -> StepBound | None:
+    bound = state.options.bound_on("update")
+    return None if bound is None else StepBound(bound, fisher_product(state, flat))
+
+
+def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:
+    """The best step along d₁ = P g and d₂ = -v, the previous update: v <- -(α d₁ + μ d₂) = μ v - α P g.
+
+    "qmodel_fixedmu" fixes μ. If the model is not finite, the move is not. Stores -α, μ and the predicted change.
+    """
+    v = flat.state["velocity"]
+    directions = [precondition(flat.g), -v]
+    model = QuadraticModel.along(directions, flat.g, exact_products(state, flat))
+    s = model.best(state.damping)
+    if state.options.momentum is not None:  # None exactly for "qmodel"
+        s = model.best_with_momentum(state.damping, torch.full_like(s[0], state.options.momentum))
+    s = torch.where(model.fisher.isfinite().all(), s, torch.nan)
+    state.qmodel_learning_rate.copy_(-s[0])
+    state.qmodel_momentum.copy_(s[1])
+    if flat.one_scale:
+        state.predicted_change.copy_(model.change(flat.lr * s, state.options.l2_reg))
+    velocity = s[1] * v - s[0] * directions[0]
+    return Proposal(flat.displacement(velocity), {"velocity": velocity})
+
+
+def predicted_change(state: StepState, flat: FlatParameters, move: Tensor) -> Tensor:
+    """The change of the loss that the quadratic model predicts for a move, with weight decay, clipping and groups.
+
+    The damping counts only as far as it is curvature of the loss: the l2 term.
+    """
+    if not state.options.quadratic:
+        return change_by_blocks(
+            flat.g, move, fisher_product(state, flat), state.estimator.damping - state.options.l2_reg
+        )
+    if flat.one_scale:
+        return state.predicted_change.clone()
+    model = QuadraticModel.along([move], flat.g, exact_products(state, flat))
+    return model.change(torch.ones_like(model.slopes), state.options.l2_reg)
+
+
+def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[Tensors], Tensors]) -> Preconditioner:
+    """`multiply` as a product with vectors: the parameters in Fisher blocks that have no gradient count as zero."""
+    idle = state.estimator.idle(flat.parameters)
+    absent = {
+        name: torch.zeros_like(parameter, dtype=state.scalar.dtype)
+        for parameter, name in state.names.items()
+        if name in state.registered and name not in flat.parameters and name not in idle
+    }
+    return Preconditioner(multiply, flat.flat, absent)
+
+
+def fisher_product(state: StepState, flat: FlatParameters) -> Preconditioner:
+    """The product with the damped block-diagonal Fisher, with the present damping."""
+    set_estimator_damping(state)
+    return preconditioner(state, flat, state.estimator.multiply)
+
+
+def exact_products(state: StepState, flat: FlatParameters) -> Products:
+    """Inner products of vectors in the exact Fisher of all micro-batches of the step, averaged by cases."""
+    calls = state.forwards.seen.calls
+    if not calls:
+        raise RuntimeError(
+            f"momentum_type={state.options.kind!r} computes with the step's batch, and net(x) was not "
+            "called in training mode with gradients enabled since the last step"
+        )
+    ggn = state.options.estimation_mode.endswith("GGN")
+    parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
+
+    def products(vectors: Sequence[Tensor]) -> Tensor:
+        by_name, total = [flat.flat.parts(vector) for vector in vectors], torch.zeros_like(state.damping)
+        cases: int | Tensor = 0
+        for args, kwargs in calls:
+            pairs: LossTerms = []
+
+            def losses(at: Tensors, args: Any = args, kwargs: Any = kwargs) -> LossTerms:
+                nonlocal pairs
+                pairs = state.net.losses(*state.net.functional(at, args, kwargs), call=(args, kwargs))
+                return pairs
+
+            of_call = fisher_inner_products(
+                losses, parameters, by_name, ggn=ggn, multiply_jacobian=state.multiply_jacobian
+            )
+            total, cases = total + pairs[0][1].cases * of_call, cases + pairs[0][1].cases
+        return state.replicas.mean(total / at_least_one(cases))
+
+    return products
+
+
+def set_estimator_damping(state: StepState) -> None:
+    state.estimator.damping.copy_(state.damping * state.options.precon_damping_mult)

@@ -1,0 +1,66 @@
+"""The state that a KFAC keeps from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.diagnostics.phases import PhaseSeconds
+from kfac_fx.distributed import Replicas
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.optim.adaptive import StepSize
+from kfac_fx.optim.curvature import JacobianProducts
+from kfac_fx.optim.forwards import Forwards
+from kfac_fx.optim.groups import GroupedParameters
+from kfac_fx.optim.moves import first_order_update, move_in_blocks
+from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.rules import MomentumRule
+from kfac_fx.optim.schedule import Schedule
+from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.recording.backends import compiled_function
+from kfac_fx.statistics.moments import Key
+
+SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
+
+
+@dataclass
+class StepState:
+    """The state that a KFAC keeps from step to step. Scalars are 0-dim tensors, written in place."""
+
+    net: CompiledModule
+    names: dict[nn.Parameter, str]
+    registered: frozenset[str]  # the names of the parameters in Fisher blocks
+    options: KFACOptions
+    schedule: Schedule
+    estimator: FisherEstimator
+    forwards: Forwards
+    replicas: Replicas  # the processes that take the same step
+    scalar: Tensor  # a zero with the dtype and the device of all scalars
+    damping: Tensor  # λ
+    # Values of the last step that computed them; NaN before.
+    rho: Tensor = field(init=False)
+    predicted_change: Tensor = field(init=False)
+    qmodel_learning_rate: Tensor = field(init=False)
+    qmodel_momentum: Tensor = field(init=False)
+    loss_before: Tensor = field(init=False)
+    size: StepSize = field(init=False)  # of "adaptive"
+    skipped: Tensor = field(init=False)  # the number of steps that changed nothing
+    unobserved: bool = False  # a check did not know the gradient of the outputs
+    late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
+    first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors
+    grouped: GroupedParameters | None = None  # None to read the parameter groups anew
+    phases: PhaseSeconds = field(default_factory=PhaseSeconds)
+
+    def __post_init__(self) -> None:
+        for name in SCALARS:
+            setattr(self, name, torch.full_like(self.damping, torch.nan))
+        self.size = StepSize.first(self.scalar)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=self.scalar.device)
+        self.rule = MomentumRule(self.options.kind, self.options.bound_on("gradient"))
+        self.multiply_jacobian = JacobianProducts()
+        self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
+        self.first_order_update = compiled_function(first_order_update, self.net.backend)
+        self.multiply_inverse = compiled_function(self.estimator.multiply_inverse, self.net.backend)
