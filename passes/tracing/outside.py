@@ -111,6 +111,8 @@ class Observer:
     @contextmanager
     def observing(self) -> Iterator[None]:
         tracer, self.before = sys.gettrace(), Walk()
+        collects = gc.isenabled()
+        gc.disable()  # functions that the garbage collector calls are no part of forward
         sys.settrace(self.on_call)
         try:
             with redirect_stdout(Printing(sys.stdout, self)), Unobserved():
@@ -118,6 +120,8 @@ class Observer:
         finally:
             if sys.gettrace() == self.on_call:  # a debugger may have been started
                 sys.settrace(tracer)
+            if collects:
+                gc.enable()
             for holder in self.before.holders:
                 if not holder.same():
                     holder.put_back()

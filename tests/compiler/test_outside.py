@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -166,3 +167,21 @@ def test_the_observer_is_not_in_the_way_of_functions_that_torch_calls(kind: str)
     """torch.cond compiles its branches, and Dynamo follows no `sys.gettrace`."""
     capture = trace_model(Branches(kind), (torch.randn(4, 3),))
     assert "cond" in [op_name(node) for node in capture.program.graph.nodes]
+
+
+def test_functions_of_the_garbage_collector_are_no_part_of_forward() -> None:
+    def collected(phase: str, _: dict[str, Any]) -> None:
+        CALLS.append(len(phase))
+
+    def cycles() -> None:
+        for _ in range(10 * gc.get_threshold()[0]):
+            cycle: list[Any] = []
+            cycle.append(cycle)
+
+    gc.callbacks.append(collected)
+    try:
+        assert "the global CALLS of test_outside.py" not in labels(cycles)
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(collected)
+        CALLS.clear()
