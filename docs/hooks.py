@@ -1,4 +1,4 @@
-"""What the site takes from outside docs/: the examples, as files that pages link to."""
+"""The site shows the examples, which lie outside of docs/, as pages of their own."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def encoded(texts: list[str]) -> tuple[Tensor, Tensor]:
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of every text, summed over its letters: [N]."""
+    """The loss of every text, summed over its letters: [N]."""
     return F.cross_entropy(logits.mT, targets, reduction="none").sum(1)
 
 

@@ -66,7 +66,7 @@ def refuse_other_limit(limit: Any) -> None:
 
 
 def in_place(objects: Iterable[Any], model: Any) -> str:
-    """What to write in the place of objects: their names, if they are the model's."""
+    """The text that a user writes in the place of objects: their names, if they are the model's."""
     known = {id(thing): name for name, thing in (*model.named_parameters(), *model.named_modules())}
     said = []
     for thing in objects:
