@@ -1,7 +1,7 @@
 """A network forgets memorized labels when a weight loses the directions in which the loss is flat.
 
-Data that follow a rule curve the loss in directions that they share. Memorized labels are spread over directions that the
-other data do not see. So the weight is rotated into the eigenvectors of its Fisher block, entries with small
+Data that follow a rule curve the loss in directions that they share. Memorized labels are spread over directions that
+the other data do not see. So the weight is rotated into the eigenvectors of its Fisher block, entries with small
 eigenvalues are set to zero, and the weight is rotated back. A network that learned wrong labels by heart forgets them
 before it forgets the rule: 84 % of new data and all wrong labels are right with all directions, 86 % and 40 % with 2 %.
 
