@@ -74,7 +74,7 @@ def fit_spectrum(
     batch = as_batch(first)
     net.recorder(batch.args, batch.kwargs)  # proves the registrations, which may change them
     parameters = dict(net.model.named_parameters())
-    chosen = parts_of(net.registrations, parameters, parts, memory, factor_dtype)
+    chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     registrations = [block for names in chosen for block in net.registrations if block.owners[0] in names]
     settings = {"case": case, "seed": seed, "factor_dtype": str(factor_dtype), "dtype": str(dtype)}
     manifest = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
@@ -111,8 +111,8 @@ def fit_part(
     estimator = FisherEstimator(
         net, variables=names, exps=(), estimation_mode=mode, seed=seed, factor_dtype=factor_dtype
     )
-    for each in batches:
-        batch = as_batch(each)
+    for item in batches:
+        batch = as_batch(item)
         estimator.update_covariances(*batch.args, targets=batch.targets, fold=False, **batch.kwargs)
     estimator.fold()
     spectrum = estimator.spectrum(damping=0.0, dtype=dtype, device=device)
@@ -126,7 +126,7 @@ def fit_part(
 # --- which parts ------------------------------------------------------------------------------------------------------
 
 
-def parts_of(
+def chosen_parts(
     registrations: Sequence[Registration],
     parameters: Mapping[str, Tensor],
     parts: Parts,
@@ -158,7 +158,7 @@ def parts_of(
             "Pass more, or a smaller dense_limit to kfac_fx.compile."
         )
     bound = memory if memory is not None else smallest_bound([size for _, size in units], parts)
-    return packed(units, bound)
+    return pack_units(units, bound)
 
 
 def joint(registrations: Sequence[Registration]) -> list[tuple[frozenset[str], list[Registration]]]:
@@ -175,7 +175,7 @@ def joint(registrations: Sequence[Registration]) -> list[tuple[frozenset[str], l
     return units
 
 
-def packed(units: Sequence[tuple[frozenset[str], int]], bound: int) -> list[frozenset[str]]:
+def pack_units(units: Sequence[tuple[frozenset[str], int]], bound: int) -> list[frozenset[str]]:
     """Neighbors together, as long as their bytes are within the bound."""
     parts: list[frozenset[str]] = []
     room = 0
@@ -194,7 +194,7 @@ def smallest_bound(sizes: Sequence[int], parts: int) -> int:
     units = [(frozenset[str](), size) for size in sizes]
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(packed(units, middle)) <= parts else (middle + 1, high)
+        low, high = (low, middle) if len(pack_units(units, middle)) <= parts else (middle + 1, high)
     return low
 
 

@@ -45,21 +45,21 @@ def nodes_of(value: Value) -> list[fx.Node]:
     return value.nodes if isinstance(value, Computed) else [value]
 
 
-def moved(value: T, nodes: Mapping[fx.Node, fx.Node]) -> T:
+def with_nodes(value: T, nodes: Mapping[fx.Node, fx.Node]) -> T:
     """Plain data with other nodes in the place of its own, as in a copy of the graph. Data without nodes is returned
     as it is."""
     result: Any = value
     if isinstance(value, fx.Node):
         result = nodes[value]
     elif isinstance(value, (tuple, frozenset)):
-        items = [moved(item, nodes) for item in value]
+        items = [with_nodes(item, nodes) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
             result = type(value)(items)
     elif isinstance(value, Mapping):
-        result = {moved(key, nodes): moved(item, nodes) for key, item in value.items()}
+        result = {with_nodes(key, nodes): with_nodes(item, nodes) for key, item in value.items()}
     elif is_dataclass(value) and not isinstance(value, (type, Layout)):
         old = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        new = {name: moved(item, nodes) for name, item in old.items()}
+        new = {name: with_nodes(item, nodes) for name, item in old.items()}
         if any(new[name] is not old[name] for name in old):
             result = replace(value, **new)
     return result  # type: ignore[no-any-return]

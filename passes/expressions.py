@@ -44,7 +44,7 @@ from .parametrizations.slices import (
     unsqueezed,
     without_data,
 )
-from .pieces import ParameterExpr, Slice, narrowed, ranges, slice_of, unallocated, view_of
+from .pieces import ParameterExpr, Slice, narrowed_slice, ranges, slice_of, unallocated, view_of
 
 RESHAPES = {"reshape", "flatten", "view", "unflatten", "reshape_as"}  # views, unless elements have to be copied
 MOVES_ELEMENTS = RESHAPES | PERMUTES | PARTS | {"squeeze", "unsqueeze", "expand", "expand_as", "view_as"}
@@ -246,7 +246,7 @@ class Expressions:
         if start == stop:
             return None  # not one slice
         ends = [(first, last) for first, last in ((0, start), (stop, value.shape[dim])) if first < last]
-        return ParameterExpr(value.shape, tuple(narrowed(value.slices[0], dim, *places) for places in ends))
+        return ParameterExpr(value.shape, tuple(narrowed_slice(value.slices[0], dim, *places) for places in ends))
 
 
 RULES: dict[

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .computed import moved
+from .computed import with_nodes
 from .errors import plural
 from .matrix import Shape
 from .pieces import ParameterExpr, Piece
@@ -240,17 +240,17 @@ class Program:
 
     def on(self, graph: fx.Graph, nodes: Mapping[fx.Node, fx.Node]) -> Program:
         """The same Program on another graph. nodes: the nodes of the other graph, by those of this one."""
-        return self.but(graph=graph, **{name: moved(getattr(self, name), nodes) for name in WITH_NODES})
+        return self.but(graph=graph, **{name: with_nodes(getattr(self, name), nodes) for name in WITH_NODES})
 
     def copied(self) -> Program:
         """The same on a graph of its own, for passes that write into it: other Programs may share the one of this."""
         graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
         graph.output(graph.graph_copy(self.graph, nodes))
-        (old,), (new,) = (each.find_nodes(op="output") for each in (self.graph, graph))
+        (old,), (new,) = (version.find_nodes(op="output") for version in (self.graph, graph))
         nodes[old], new.meta = new, dict(old.meta)
         for node in nodes.values():
             if ELEMENTS in node.meta:
-                node.meta[ELEMENTS] = moved(node.meta[ELEMENTS], nodes)
+                node.meta[ELEMENTS] = with_nodes(node.meta[ELEMENTS], nodes)
         return self.on(graph, nodes)
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from .computed import Computed, Value
 from .errors import LayerError, fatal
 from .graphs.labels import everything_behind
 from .graphs.operations import op_name
-from .graphs.sizes import in_example, number, shape_of, sizes_of
+from .graphs.sizes import in_example, known_number, shape_of, sizes_of
 from .ir import KEPT, Dims, Note, Program, Registration, Use, literal_attrs, where
 from .layers import Layer
 from .timeline import UNCLEAR, Timeline
@@ -183,7 +183,7 @@ def tied(program: Program, mask: fx.Node) -> tuple[Any, Any]:
 
 def fits_mask(dims: Dims, use: Use, layer: Layer, mask: Sequence[Any]) -> bool:
     """Whether a row of the layer belongs to one position, tried on a mask of different numbers."""
-    sizes, shape = ([number(size) or LENGTH for size in all_] for all_ in (mask, use.output.meta["val"].shape))
+    sizes, shape = ([known_number(size) or LENGTH for size in all_] for all_ in (mask, use.output.meta["val"].shape))
     if len(set(dims)) == 1:
         shape[dims[0]] = sizes[0] * sizes[1]
     numbers = torch.arange(1.0, sizes[0] * sizes[1] + 1).view(sizes)

@@ -133,7 +133,7 @@ def slice_of(parameter: str, view: Tensor, scale: float = 1.0, through: tuple[Pa
     return Slice(box, parameter, view.stride(), int(view.storage_offset()), scale, through)
 
 
-def narrowed(slice_: Slice, dim: int, start: int, stop: int) -> Slice:
+def narrowed_slice(slice_: Slice, dim: int, start: int, stop: int) -> Slice:
     """The part of a slice between these places of its tensor along `dim`."""
     first, _ = slice_.box[dim]
     box = (*slice_.box[:dim], (start, stop), *slice_.box[dim + 1 :])

@@ -219,7 +219,7 @@ def registration(program: Program, uses: list[Use], reasons: dict[frozenset[str]
 def claims(program: Program, notes: list[Note]) -> list[Use]:
     """The matches that stay; a note for each of the others. Raises AmbiguousRegistrationError with all culprits."""
     matches = drop(program.matches, lambda use: WANTED if declared_generic(program, use) else None, notes)
-    matches = drop(matches, lambda use: split_group(program, use), notes)
+    matches = drop(matches, lambda use: split_linked_group(program, use), notes)
     matches = drop(matches, users_layers(program, matches), notes)
     matches = drop(matches, joined_elsewhere(program, matches), notes)
     matches = drop_contained(program, matches, notes)
@@ -238,7 +238,7 @@ def drop(matches: Iterable[Use], reason: Reason, notes: list[Note]) -> list[Use]
     return remaining
 
 
-def split_group(program: Program, use: Use) -> str | None:
+def split_linked_group(program: Program, use: Use) -> str | None:
     names, owners = use.parameter_set, {program.owner(name) for name in use.parameter_set}
     groups = (program.options.groups.get(name) for name in sorted(owners | names))
     split = [group for group in groups if group is not None and group not in (owners, names)]

@@ -140,8 +140,8 @@ class Emission:
                     link = self.graph.create_node("call_module", f"links.{name}", arguments, name=f"{name}_link")
                 with self.graph.inserting_after(link):
                     carrier, linked = (
-                        self.graph.create_node("call_function", operator.getitem, (link, n), name=f"{name}_{what}")
-                        for n, what in ((1, "carrier"), (0, "linked"))
+                        self.graph.create_node("call_function", operator.getitem, (link, n), name=f"{name}_{suffix}")
+                        for n, suffix in ((1, "carrier"), (0, "linked"))
                     )
                 self.stands_for(use, linked, readers)
                 before = carrier, self.copies[use.input]

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .computed import moved
+from .computed import with_nodes
 from .graphs import pytree
 from .graphs.edit import attribute, holder
 from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
@@ -87,7 +87,7 @@ def join(empty: Program, captured: Sequence[tuple[Submodule, Program]]) -> Progr
                 copies[node].meta = {**node.meta, NUMBER: number} | sized_by_cases(node)
         for node in program.graph.nodes:
             if ELEMENTS in node.meta:
-                copies[node].meta[ELEMENTS] = moved(node.meta[ELEMENTS], copies)
+                copies[node].meta[ELEMENTS] = with_nodes(node.meta[ELEMENTS], copies)
     graph.output(tuple(outputs))
     submodules = tuple(part for part, _ in captured)
     return empty.but(graph=graph, root=holder(held), submodules=submodules, history=())
@@ -141,7 +141,7 @@ def copy_of(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> f
 
 def part_of(use: Use, copies: Mapping[fx.Node, fx.Node]) -> Use:
     """The same use in the graph of its own submodule."""
-    return moved(replace(use, nodes=use.nodes & copies.keys()), copies)
+    return with_nodes(replace(use, nodes=use.nodes & copies.keys()), copies)
 
 
 def of_parameters_alone(program: Program) -> bool:

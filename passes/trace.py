@@ -27,14 +27,14 @@ from .tracing.derivatives import forward_mode, takes_derivatives, traced_below_a
 from .tracing.functions import own_backwards
 from .tracing.outside import Outside
 from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
-from .tracing.settings import Settings
+from .tracing.settings import ForwardSettings
 from .tracing.signature import (
     FlatModel,
     Returned,
     constants,
+    copy_with_strides,
     flat_graph,
     input_names,
-    laid_out,
     layout,
     layouts,
     refuse_drawn,
@@ -81,11 +81,11 @@ class Capture:
     assigned: tuple[str, ...] = ()
     outside: Outside = Outside()
 
-    def settings(self, model: nn.Module, inside: bool = False) -> Settings:
+    def settings(self, model: nn.Module, inside: bool = False) -> ForwardSettings:
         """What the graph is specialized to beside its inputs, with the values of now. inside: see `Settings`."""
         root = self.program.root
         tensors = [*root.buffers(), *root.parameters(), *model.buffers()]
-        return Settings(model, self.outside, self.assigned, tensors, inside)
+        return ForwardSettings(model, self.outside, self.assigned, tensors, inside)
 
 
 def trace_model(
@@ -163,7 +163,7 @@ def exported(
     flat.training = model.training  # of this module only: submodules may be in other modes
     # For a view torch.export would guard its base; the next batch need not be a view.
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    copy = laid_out if gaps else torch.clone
+    copy = copy_with_strides if gaps else torch.clone
     tensors = tuple(copy(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in inputs)
     names = input_names(model, args, kwargs)
     with untouched(model), own_backwards(model) as functions, quiet():

@@ -152,7 +152,7 @@ def write_cell(write: Unroller, node: fx.Node) -> State:
     x, state, w, u, b, d = arguments[:6]
     write.meta[UNROLLED] = f"a linear layer in each {kind}_cell"
     product = F.linear(write(x), write(w), write(b))
-    first = [write.first(each, None, product) for each in (state if isinstance(state, (list, tuple)) else [state])]
+    first = [write.first(tensor, None, product) for tensor in (state if isinstance(state, (list, tuple)) else [state])]
     return CELLS[kind](product, F.linear(first[0], write(u), write(d)), first)
 
 
@@ -178,7 +178,7 @@ def write_layers(write: Unroller, node: fx.Node) -> State:
             number = directions * layer + reverse
             its_weights = Weights(*arranged(write(weights[number * count : (number + 1) * count]), biases))
             direction = Direction(CELLS[kind], its_weights, reached, bool(reverse), f"l{layer}{'_reverse' * reverse}")
-            output, end = through_time(write, direction, inputs, [(each, number) for each in state])
+            output, end = through_time(write, direction, inputs, [(tensor, number) for tensor in state])
             outputs.append(output)
             last.append(end)
         write.at("")
@@ -229,7 +229,7 @@ def through_time(
         write.meta[STEP] = step, len(inputs)
         alive = None if reached is None else reached[step]
         product = write.linear(inputs[step], w, b, alive)
-        state = state or [write.first(each, number, product) for each, number in first]
+        state = state or [write.first(tensor, number, product) for tensor, number in first]
         new = layer.cell(product, write.linear(state[0], u, d, alive), state)
         if r is not None:  # the state is a projection of the output gate's result: Sak et al. 2014
             new[0] = write.linear(new[0], r, None, alive)

@@ -96,7 +96,7 @@ class SeriesGroup(RootedGroup):
 
     def product(self, matrix: Tensor, lower: Sequence[Tensor], hats: Sequence[Tensor], members: slice) -> Tensor:
         """F W = c/T L [Σ_d (T - |d|) Ψ̂^|d|] Lᵀ W, or c L [Σ_d Ψ̂^d] Lᵀ W with Ψ̂^-d = (Ψ̂^d)ᵀ."""
-        c, steps = (unsqueeze_like(each[members], matrix) for each in (self.positions(), self.steps()))
+        c, steps = (unsqueeze_like(numbers[members], matrix) for numbers in (self.positions(), self.steps()))
         inner = kron(lower, matrix, transpose=True)
         if self.symmetric:
             inner = 2 * triangle(hats, inner, steps, self.longest) / steps - inner
@@ -171,7 +171,7 @@ class SeriesGroup(RootedGroup):
         lowers, hats = [lower for lower, _, _ in whitened], [hat for _, hat, _ in whitened]
         (left, e_left), (right, e_right) = (eigh(hat if self.symmetric else hat @ hat.mT) for hat in hats)
         products = (left.unsqueeze(-1) * right.unsqueeze(-2)).view(len(self), *self.shape)
-        c, steps = (unsqueeze_like(each.to(products.dtype), products) for each in (self.positions(), self.steps()))
+        c, steps = (unsqueeze_like(count.to(products.dtype), products) for count in (self.positions(), self.steps()))
         w = c * (fejer(products, steps, self.longest) / steps if self.symmetric else 1 - products)
         valid = [side_valid.view(len(self), -1).all(1) for _, _, side_valid in whitened] + [(w > 0).flatten(1).all(1)]
         bases = (e_left, e_right)

@@ -67,9 +67,9 @@ def refuse_other_limit(limit: Any) -> None:
 
 def in_place(objects: Iterable[Any], model: Any) -> str:
     """The text that a user writes in the place of objects: their names, if they are the model's."""
-    known = {id(thing): name for name, thing in (*model.named_parameters(), *model.named_modules())}
+    known = {id(value): name for name, value in (*model.named_parameters(), *model.named_modules())}
     said = []
-    for thing in objects:
-        kind = f"a tensor of shape {list(thing.shape)}" if isinstance(thing, Tensor) else f"a {type(thing).__name__}"
-        said.append(f"write {known[id(thing)]!r} for {kind}" if id(thing) in known else f"{kind} is none")
+    for value in objects:
+        kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        said.append(f"write {known[id(value)]!r} for {kind}" if id(value) in known else f"{kind} is none")
     return "; ".join(said)

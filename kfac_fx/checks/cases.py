@@ -22,16 +22,16 @@ from kfac_fx.passes.graphs.sizes import sizes_of
 from kfac_fx.passes.losses import ANSWER, CONVENTION, free_sizes
 from kfac_fx.recording.recorder import Recorder
 
-TOLERANCE = 1e-4  # of the largest output: rounding is below, another input above
-Places = list[tuple[int, int]]  # (number of the tensor, dimension)
+AXIS_TOLERANCE = 1e-4  # of the largest output: rounding is below, another input above
+TensorDimensions = list[tuple[int, int]]  # (number of the tensor, dimension)
 
 
 @dataclass(frozen=True)
 class Axis:
     """One size of a batch: the dimensions that have it, of the inputs and of the Fisher's outputs."""
 
-    inputs: Places
-    outputs: Places
+    inputs: TensorDimensions
+    outputs: TensorDimensions
 
 
 def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
@@ -45,10 +45,10 @@ def refuse_guess(recorder: Recorder, values: Sequence[Any]) -> None:
         return
     _, outputs = recorder.outputs({}, values)
     axes = with_sizes(recorder) if program.cases is not None else without_sizes(recorder, values, outputs)
-    if axes is None or not mixes(recorder, values, outputs, axes[0]):
+    if axes is None or not mixes_cases(recorder, values, outputs, axes[0]):
         return
     for other in axes[1:]:
-        if not mixes(recorder, values, outputs, other):
+        if not mixes_cases(recorder, values, outputs, other):
             number, dim = other.inputs[0]
             name = program.graph.find_nodes(op="placeholder")[number].target
             if program.cases is None:
@@ -88,7 +88,7 @@ def without_sizes(recorder: Recorder, values: Sequence[Any], outputs: Sequence[T
 
 
 @torch.no_grad()
-def mixes(recorder: Recorder, values: Sequence[Any], before: Sequence[Tensor], axis: Axis) -> bool:
+def mixes_cases(recorder: Recorder, values: Sequence[Any], before: Sequence[Tensor], axis: Axis) -> bool:
     """Whether outputs at other places of the axis change with the first or with the last place of the inputs."""
     number, dim = axis.inputs[0]
     size = values[number].shape[dim]
@@ -103,6 +103,6 @@ def mixes(recorder: Recorder, values: Sequence[Any], before: Sequence[Tensor], a
         for number, dim in axis.outputs:
             apart = (after[number] - before[number]).abs()
             apart.select(dim, place).zero_()
-            if bool(apart.max() > TOLERANCE * before[number].abs().max()):
+            if bool(apart.max() > AXIS_TOLERANCE * before[number].abs().max()):
                 return True
     return False

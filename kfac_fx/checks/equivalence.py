@@ -22,7 +22,7 @@ from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
 from kfac_fx.passes.tracing.calls import map_tensors
-from kfac_fx.passes.tracing.signature import input_names, laid_out, tensors_in
+from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, tensors_in
 from kfac_fx.passes.tracing.substitutes import buffers_kept, parameters_kept
 from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.recorder import Recorder
@@ -253,7 +253,7 @@ def detached(values: list[Any]) -> list[Any]:
 
 def copies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with copies of all tensors."""
-    copied: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(laid_out, (args, dict(kwargs)))
+    copied: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(copy_with_strides, (args, dict(kwargs)))
     return copied
 
 

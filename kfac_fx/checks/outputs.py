@@ -25,17 +25,17 @@ from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.tracing.attributes import untouched
-from kfac_fx.passes.tracing.settings import Settings
+from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.substitutes import buffers_kept, parameters_kept
 from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.recorder import Recorder
 
-EVERY = 1000  # recordings between two comparisons, after those with numbers 1, 2, 4, 8, ...
-ELEMENTS = 1 << 18  # the most elements of an output that are compared, evenly spread
+COMPARISON_INTERVAL = 1000  # recordings between two comparisons, after those with numbers 1, 2, 4, 8, ...
+MOST_ELEMENTS = 1 << 18  # the most elements of an output that are compared, evenly spread
 EXTREME = 1e3  # elements that are so many times larger than the median are fillings, such as masked logits
 
 
-def sample(leaves: Sequence[Any]) -> list[Tensor]:
+def sampled_elements(leaves: Sequence[Any]) -> list[Tensor]:
     """Elements of the outputs of a forward, which take little memory. Outputs that are no numbers are left out.
 
     A single number beside others is left out, too: a sum may cancel, and its relative error says little then.
@@ -50,7 +50,7 @@ def is_compared(leaf: Tensor) -> bool:
 
 
 def taken(tensor: Tensor) -> Tensor:
-    step = math.ceil(tensor.numel() / ELEMENTS) | 1  # odd, so that it is in step with few sizes
+    step = math.ceil(tensor.numel() / MOST_ELEMENTS) | 1  # odd, so that it is in step with few sizes
     return tensor.reshape(-1)[::step].clone()
 
 
@@ -83,13 +83,13 @@ def differs_from_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mappin
     """
     model, emitted = recorder.model, recorder.emitted
     copied_args, copied_kwargs = copies(args, kwargs)
-    outside = Settings(model, recorder.capture.outside)
+    outside = ForwardSettings(model, recorder.capture.outside)
     with full_precision(everything=True), as_unrolled(recorder.program):
         with emitted.isolated(), untouched(model), buffers_kept(model), parameters_kept(model), custom_functions():
-            of_model = sample(detached(pytree.leaves(model(*copied_args, **copied_kwargs))))
+            of_model = sampled_elements(detached(pytree.leaves(model(*copied_args, **copied_kwargs))))
         outside.put_back()
         output, _ = recorder.outputs({}, values)
-    return differ(sample(detached(pytree.leaves(output))), of_model, coarsest_rounding(recorder, values))
+    return differ(sampled_elements(detached(pytree.leaves(output))), of_model, coarsest_rounding(recorder, values))
 
 
 class OutputWatch:
@@ -110,7 +110,7 @@ class OutputWatch:
     def due(self) -> bool:
         """Whether this recording is compared: those with the numbers 1, 2, 4, 8, ..., and every 1000th."""
         self.recordings += 1
-        return self.recordings & (self.recordings - 1) == 0 or self.recordings % EVERY == 0
+        return self.recordings & (self.recordings - 1) == 0 or self.recordings % COMPARISON_INTERVAL == 0
 
     def add(self, differs: Tensor) -> None:
         self.pending = differs if self.pending is None else self.pending | differs
@@ -120,7 +120,7 @@ class OutputWatch:
         if self.told is not None and self.copied.query():
             failed, self.told = self.told, None
             self.failed = None if failed else self.failed
-            refuse(failed, model)
+            refuse_changed_model(failed, model)
 
     def take(self, model: str, differs: Tensor) -> Tensor:
         """Whether what was recorded since the last step may be used, 0-dim on the device.
@@ -129,7 +129,7 @@ class OutputWatch:
         """
         self.pending = None
         if differs.device.type == "cpu":
-            refuse(differs, model)
+            refuse_changed_model(differs, model)
             return ~differs
         self.failed = differs if self.failed is None else self.failed | differs
         if self.told is None:
@@ -139,7 +139,7 @@ class OutputWatch:
         return ~differs
 
 
-def refuse(differs: Tensor, model: str) -> None:
+def refuse_changed_model(differs: Tensor, model: str) -> None:
     """Raises ModelChangedError if a 0-dim tensor on the host is true."""
     if differs:
         raise ModelChangedError(

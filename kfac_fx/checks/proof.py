@@ -61,7 +61,7 @@ class ProofTap(Tap):
         def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             try:
                 rows, grad_rows = both(output_grad, input, *tensors)
-                check_shapes(rows, grad_rows, (g, o, inputs))
+                check_row_shapes(rows, grad_rows, (g, o, inputs))
                 self.cases.add(grad_rows.shape[0])
                 self.reached = self.reached or reaches_others(rows, grad_rows)
                 if some:
@@ -89,7 +89,7 @@ def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
     return bool(both.all(0).any())
 
 
-def check_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -> None:
+def check_row_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -> None:
     """Raises ValueError if these are no rows of a matrix [g, o, i]."""
     g, o, i = sizes
     cases, positions = grad_rows.shape[:2]

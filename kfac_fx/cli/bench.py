@@ -27,7 +27,7 @@ INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # steps
 WARM = 2  # steps before the first round, which make factors, inverses and states
 LEARNING_RATE = 1e-6  # the learning rate: the models hardly change
 PLAIN, STATISTICS, INVERSES = "K-FAC, plain", "K-FAC, with statistics", "K-FAC, with inverses"
-EVERY = {PLAIN: (NEVER, NEVER), STATISTICS: (1, NEVER), INVERSES: (NEVER, 1)}
+PHASE_INTERVALS = {PLAIN: (NEVER, NEVER), STATISTICS: (1, NEVER), INVERSES: (NEVER, 1)}
 
 
 @dataclass
@@ -80,7 +80,7 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
     """
     problem.model.train()
     contestants = {"SGD": plain_contestant(problem, SGD), "AdamW": plain_contestant(problem, AdamW)}
-    for name, (statistics_every, inverses_every) in EVERY.items():
+    for name, (statistics_every, inverses_every) in PHASE_INTERVALS.items():
         net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
         optimizer = kfac_fx.KFAC(
             net,

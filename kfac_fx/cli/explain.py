@@ -35,7 +35,7 @@ def explain(program: Program, name: str) -> str:
     if name not in program.aliases:
         raise CommandError(f"the model has no trainable parameter {name!r}.{nearest(name, program.aliases)}")
     parameter = program.aliases[name]
-    registrations = [each for each in program.registrations if parameter in each.owners]
+    registrations = [registration for registration in program.registrations if parameter in registration.owners]
     lines = [*heading(program, parameter), ""]
     for registration in registrations:
         lines += [*block_lines(program, registration), ""]
@@ -114,7 +114,7 @@ def node_words(place: fx.Node) -> str:
 
 def ways_to_change(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
     """What to write to change the block."""
-    structured = [each for each in registrations if not each.generic]
+    structured = [registration for registration in registrations if not registration.generic]
     for registration in structured:
         layer = program.layers[registration.layer]
         others = [name for name in layer.approximations if name != registration.approximation]

@@ -13,9 +13,9 @@ import kfac_fx
 from kfac_fx.cli.problem import CommandError, module_by_name, module_of_file
 from kfac_fx.passes.errors import nearest
 from kfac_fx.spectrum.batches import as_batch
-from kfac_fx.spectrum.model_spectrum import CASES
+from kfac_fx.spectrum.model_spectrum import CASE_KINDS
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+FACTOR_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def add_factors(command: argparse.ArgumentParser) -> None:
@@ -30,12 +30,12 @@ def add_factors(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder; a run resumes in its own")
     command.add_argument("--loss", metavar="NAME", help="the loss on the outputs, such as categorical or normal")
     command.add_argument("--mode", default="gradients", help="the estimation mode; default: %(default)s")
-    command.add_argument("--case", choices=CASES, help="correct the eigenvalues, case by case")
+    command.add_argument("--case", choices=CASE_KINDS, help="correct the eigenvalues, case by case")
     command.add_argument("--parts", type=int, default=1, help="record so many parts of the parameters, one by one")
     command.add_argument("--memory", type=float, metavar="GB", help="that the factors of a part may take")
     command.add_argument("--seed", type=int, default=0, help="of the samples; default: %(default)s")
-    command.add_argument("--factors", choices=DTYPES, help="the precision of the factors")
-    command.add_argument("--decompositions", choices=DTYPES, help="the precision of the decompositions")
+    command.add_argument("--factors", choices=FACTOR_DTYPES, help="the precision of the factors")
+    command.add_argument("--decompositions", choices=FACTOR_DTYPES, help="the precision of the decompositions")
 
 
 def write_factors(model: torch.nn.Module, options: argparse.Namespace) -> str:
@@ -56,8 +56,8 @@ def write_factors(model: torch.nn.Module, options: argparse.Namespace) -> str:
             memory=None if options.memory is None else int(options.memory * 1e9),
             folder=options.out,
             seed=options.seed,
-            factor_dtype=DTYPES.get(options.factors),
-            dtype=DTYPES.get(options.decompositions),
+            factor_dtype=FACTOR_DTYPES.get(options.factors),
+            dtype=FACTOR_DTYPES.get(options.decompositions),
         )
     except (ValueError, RuntimeError, TypeError) as error:
         raise CommandError(f"{type(error).__name__}: {error}", status=1) from error

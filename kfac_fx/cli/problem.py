@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.passes.errors import nearest
 
-LIBRARIES = ("timm", "torchvision", "transformers")
+MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
 DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
 
 
@@ -126,11 +126,13 @@ def read(options: argparse.Namespace) -> Problem:
 def load(spec: str, arguments: Mapping[str, Any]) -> nn.Module:
     """The model that `spec` names; see the module's docstring. Raises CommandError."""
     library, slash, name = spec.partition("/")
-    if slash and name and library in LIBRARIES and ":" not in spec:
+    if slash and name and library in MODEL_LIBRARIES and ":" not in spec:
         return model_of_library(library, name, arguments)
     path, colon, name = spec.rpartition(":")
     if not (colon and path and name):
-        forms = ", ".join(["package.module:callable", "file.py:callable", *(f"{each}/NAME" for each in LIBRARIES)])
+        forms = ", ".join(
+            ["package.module:callable", "file.py:callable", *(f"{library}/NAME" for library in MODEL_LIBRARIES)]
+        )
         if spec.endswith(".py"):
             raise CommandError(f"{spec!r} is a file: name the model in it, as in {spec}:Net")
         raise CommandError(f"{spec!r} does not name a model: write it as {forms}")

@@ -24,11 +24,11 @@ from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 
-TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
+SCALE_TOLERANCE = 1e-2  # of a factor; a weight on purpose is further away from 1
 SCALER, LARGE = 2**4, 2**13  # a loss scale is a power of two: from here on it may be one, and it is
 NO_CLASSES = 0.1  # of a gradient's size, in its sums over classes; a penalty on logits is a small part of a loss
 TORCH_VARIANCE = 0.5  # at which a Normal loss is a sum of squares, as mse_loss with reduction="sum"
-LISTED = 8  # parameters that a warning names
+LISTED_PARAMETERS = 8  # parameters that a warning names
 WHY = (
     "Curvature and gradient must be those of one loss: damping and step size depend on it. This was seen at the first "
     "step, from the gradient of the model's outputs."
@@ -98,11 +98,11 @@ def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     """
     labels = sum(factor.with_targets * factor.cases for factor in of_loss)
     most = sum(factor.cases for factor in of_loss) / labels
-    return 1.0 - TOLERANCE <= multiple <= (1.0 + TOLERANCE) * most
+    return 1.0 - SCALE_TOLERANCE <= multiple <= (1.0 + SCALE_TOLERANCE) * most
 
 
 def near(number: float, other: float) -> bool:
-    return abs(number - other) <= TOLERANCE * other
+    return abs(number - other) <= SCALE_TOLERANCE * other
 
 
 def is_loss_scale(multiple: float, autocast: bool) -> bool:
@@ -228,7 +228,7 @@ def axis_of_classes(gradient: Tensor) -> int | None:
         return None
     rest = {axis: float(gradient.sum(axis).abs().sum()) / size for axis in range(1, gradient.ndim)}
     *between, last = rest
-    return next((axis for axis in between if rest[axis] <= PROPORTIONAL < TOLERANCE < rest[last]), None)
+    return next((axis for axis in between if rest[axis] <= PROPORTIONAL < SCALE_TOLERANCE < rest[last]), None)
 
 
 # --- parameters without curvature -----------------------------------------------------------------------------------
@@ -251,11 +251,11 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor]) 
     right = torch.stack([curved[name] | ~gradients[name].any() for name in names])
     wrong = [name for name, is_right in zip(names, right.tolist(), strict=True) if not is_right]
     if wrong:
-        more = f" and {len(wrong) - LISTED:,} more" if len(wrong) > LISTED else ""
+        more = f" and {len(wrong) - LISTED_PARAMETERS:,} more" if len(wrong) > LISTED_PARAMETERS else ""
         warn_user(
             LossScaleWarning(
                 "the trained loss depends on parameters that no registered loss depends on: "
-                f"{', '.join(wrong[:LISTED])}{more}.\n"
+                f"{', '.join(wrong[:LISTED_PARAMETERS])}{more}.\n"
                 "Without curvature their steps are gradients divided by the damping. Register all losses, as in "
                 "loss=lambda outputs: [...], or train these parameters with another optimizer. This was seen at the "
                 "first step, from gradients and factors."

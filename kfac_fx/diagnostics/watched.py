@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.distributions import IGNORED
+from kfac_fx.losses.distributions import IGNORE_INDEX
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, out_of_memory
 from kfac_fx.passes.graphs import pytree
@@ -288,7 +288,7 @@ def part_with_targets(loss: LossFunction) -> float:
     """The part of the cases that has a target."""
     if not isinstance(loss, Categorical) or loss.targets is None or loss.targets.is_floating_point():
         return 1.0
-    return max(1, int((loss.targets != IGNORED).sum())) / loss.all_cases
+    return max(1, int((loss.targets != IGNORE_INDEX).sum())) / loss.all_cases
 
 
 def factor_of_value(

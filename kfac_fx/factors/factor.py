@@ -33,7 +33,7 @@ from kfac_fx.linalg.matrices import Root, unsqueeze_like
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.matrix import Shape
-from kfac_fx.statistics.row_sums import whole
+from kfac_fx.statistics.row_sums import whole_statistic
 
 
 @dataclass
@@ -130,7 +130,7 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
     statistic of the factor F. Gradients of generic parameters stay, because they are squared when the batch is
     complete.
     """
-    sums = {whole(name): moment for name, moment in moments.items() if name != "per_case"}
+    sums = {whole_statistic(name): moment for name, moment in moments.items() if name != "per_case"}
     if "square" in sums:
         sums["square"] = sums["square"].flatten()  # as it is when it comes from per-case gradients
     if "per_case" in moments:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.blocks import block as blocks
-from kfac_fx.checks.proof import check_shapes
+from kfac_fx.checks.proof import check_row_shapes
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.layer_collection.find_use import Collection, Nodes, in_time
 from kfac_fx.linalg.matrices import Root
@@ -28,7 +28,7 @@ from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
 from kfac_fx.statistics.lagged import LAGGED, unfolded
 from kfac_fx.statistics.moments import Key
-from kfac_fx.statistics.row_sums import Rows, canonical, named, whole
+from kfac_fx.statistics.row_sums import Rows, canonical, named, whole_statistic
 from kfac_fx.taps.rows import both_rows
 
 REGISTERED_BY = {
@@ -382,7 +382,7 @@ def checked_rows(registration: Registration, use: Use, layer: Layer, grad: Tenso
     try:
         rows, grad_rows = both_rows(registration, use, layer)(grad, value)
         if not registration.structure.needs_pixels:  # pixels are not as many as output positions
-            check_shapes(rows, grad_rows, (g, o, i - bias))
+            check_row_shapes(rows, grad_rows, (g, o, i - bias))
     except (RuntimeError, ValueError, IndexError) as error:
         if fatal(error):
             raise
@@ -397,7 +397,7 @@ def over_sources(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
     once, listed = ("count", "A", "A_diag", "A1", "pairs"), ("per_case", "gradient")
     return {
-        name: first if whole(name) in once else torch.stack([s[name] for s in sources]) if name in listed
+        name: first if whole_statistic(name) in once else torch.stack([s[name] for s in sources]) if name in listed
         else torch.stack([s[name] for s in sources]).sum(0)
         for name, first in sources[0].items()
     }  # fmt: skip

@@ -227,8 +227,8 @@ def rescued_eigh(matrix: Tensor, place: Place = HERE) -> tuple[Tensor, Tensor]:
     if place.device is None and place.dtype is None:
         values, vectors = eigh(matrix)
     else:  # one by one, so that a place has room for one of them
-        each = [eigh(one.to(place.device or one.device, place.dtype or one.dtype)) for one in matrix.split(1)]
-        values, vectors = (torch.cat([side.to(matrix) for side in sides]) for sides in zip(*each, strict=True))
+        pairs = [eigh(part.to(place.device or part.device, place.dtype or part.dtype)) for part in matrix.split(1)]
+        values, vectors = (torch.cat([side.to(matrix) for side in sides]) for sides in zip(*pairs, strict=True))
     if not values.isfinite().all():
         values, vectors = eigh(matrix.double())
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
@@ -298,7 +298,8 @@ def older_settings(everything: bool) -> list[tuple[Callable[[Any], None], Any, A
 def products_are_full() -> bool:
     """Whether matrix products of float32 are computed in float32 by the settings of now."""
     chosen = [backend.fp32_precision for backend in (TORCH_BACKENDS.cuda.matmul, TORCH_BACKENDS.mkldnn.matmul)]
-    return all((TORCH_BACKENDS.fp32_precision if one == "none" else one) in ("none", "ieee") for one in chosen)
+    effective = [TORCH_BACKENDS.fp32_precision if precision == "none" else precision for precision in chosen]
+    return all(precision in ("none", "ieee") for precision in effective)
 
 
 def full_precision_in_eager() -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from kfac_fx.passes.errors import LossError
 __all__ = ["Categorical", "LossFunction", "MultiBernoulli", "Normal", "NormalMeanVariance", "OnehotCategorical"]
 
 
-IGNORED = -100  # the class number of a target that is left out, as in `F.cross_entropy`
+IGNORE_INDEX = -100  # the class number of a target that is left out, as in `F.cross_entropy`
 
 
 class Categorical(LossFunction):
@@ -65,7 +65,7 @@ class Categorical(LossFunction):
 
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
         """The only class whose logit should grow, since the gradient is s (p - e); -100 where the gradient is zero."""
-        return torch.where(gradient.any(-1), gradient.argmin(-1), IGNORED)
+        return torch.where(gradient.any(-1), gradient.argmin(-1), IGNORE_INDEX)
 
     def _target_shape(self) -> torch.Size:
         return self.inputs.shape[:-1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from kfac_fx.losses.distributions import DISTRIBUTIONS, IGNORED, Categorical, NormalMeanVariance
+from kfac_fx.losses.distributions import DISTRIBUTIONS, IGNORE_INDEX, Categorical, NormalMeanVariance
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, TargetsMissing, nearest
 from kfac_fx.passes.torch_losses import SHORT, TORCH_LOSSES, TorchLoss
@@ -136,7 +136,7 @@ def likelihood(
     if of_torch.classes_second and inputs.dim() > 2:
         inputs, case_dim = inputs.movedim(1, -1), max(0, case_dim - 1)
     if kept is not None and targets is not None:
-        targets = torch.where(kept, targets, IGNORED)
+        targets = torch.where(kept, targets, IGNORE_INDEX)
     loss = DISTRIBUTIONS[of_torch.distribution](inputs, targets=targets)
     loss = (loss if kept is None else loss.keeping(kept)).with_cases_at(case_dim)
     averages = of_torch.averages_elements and reduction == "mean"
@@ -182,7 +182,7 @@ class LossSpec:
         if isinstance(result, list | tuple) and not result:
             raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
         single = not isinstance(result, list | tuple) or _is_pair(result)
-        losses = [_pair(each, self.name) for each in ([result] if single else result)]
+        losses = [_pair(loss, self.name) for loss in ([result] if single else result)]
         if targets is None:
             return losses
         each_targets = [targets] if len(losses) == 1 and isinstance(targets, Tensor) else targets

@@ -30,7 +30,7 @@ from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.recording.recorder import Recorder
 
-Tensors = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 
 
 @dataclass(eq=False)
@@ -103,12 +103,12 @@ class BatchLoss:
                 self.start.restore()
             yield
 
-    def at(self, parameters: Tensors) -> list[Values]:
+    def at(self, parameters: NamedTensors) -> list[Values]:
         """The values at `parameters`, by name."""
         with self.same_noise():
             return [self.values(forward, parameters) for forward in self.forwards]
 
-    def values(self, forward: ObservedForward, parameters: Tensors) -> Values:
+    def values(self, forward: ObservedForward, parameters: NamedTensors) -> Values:
         outputs, fisher = self.net.functional(parameters, forward.args, forward.kwargs)
         losses = self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs))
         leaves = pytree.flatten(outputs)[0]
@@ -154,7 +154,7 @@ class BatchLoss:
         sums = [loss.inputs.sum() for values in at for _, loss in values.losses]
         return self.mean(torch.stack(sums).isfinite().all().to(sums[0].dtype)) == 1
 
-    def along(self, parameters: Tensors, direction: Tensors) -> tuple[Tensor, Tensor]:
+    def along(self, parameters: NamedTensors, direction: NamedTensors) -> tuple[Tensor, Tensor]:
         """(<d, F d> with the exact Fisher of the batch, <∇h, d> through the observed outputs), [] each."""
         names = list(direction)
         point = tuple(parameters[name] for name in names)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.checks.outputs import differ, sample
+from kfac_fx.checks.outputs import differ, sampled_elements
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
 from kfac_fx.diagnostics.watched import Watched, watch
@@ -190,14 +190,14 @@ class Forwards:
         return None
 
     def keep(self, outputs: list[Any]) -> None:
-        self.recorded = sample(outputs)
+        self.recorded = sampled_elements(outputs)
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Compare the outputs with those that were recorded. In the first step, and where a check is due, watch the
         gradients that the user's backward sends into them."""
         if self.recorded is not None and not self.paused:
             rounding = self.net.rounding(args, kwargs)
-            self.estimator.outputs.add(differ(self.recorded, sample(pytree.leaves(outputs)), rounding))
+            self.estimator.outputs.add(differ(self.recorded, sampled_elements(pytree.leaves(outputs)), rounding))
             self.recorded = None
         if self.paused or self.recorder is None:
             return

@@ -29,7 +29,7 @@ from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.recording.case_sources import Measurement, Source, measured, source_vectors
+from kfac_fx.recording.case_sources import CaseSource, Measurement, measurement_source, source_vectors
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.case_gradients import Cases
 from kfac_fx.statistics.moments import Key
@@ -113,13 +113,14 @@ class CaseRecorder:
             ]
             output, fisher = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
             examples = emitted.examples(values)
-            backward = Backward(self, registrations, live, [p for each in probes for p in each.values()], examples)
+            all_probes = [probe for by_use in probes for probe in by_use.values()]
+            backward = Backward(self, registrations, live, all_probes, examples)
             if measurement is not None:
                 output_leaves = [t for t in pytree.leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
                 constants = [leaf.detach().requires_grad_() for leaf in output_leaves]
                 rebuilt = losses_of.rebuilt(output, output_leaves, constants)
                 backward.outputs, rows = output_leaves, examples
-                sources = iter([measured(measurement, rebuilt, targets, constants, examples)])
+                sources = iter([measurement_source(measurement, rebuilt, targets, constants, examples)])
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
                 backward.outputs, rows, sums = fisher, int(losses_of.cases(losses)), losses_of.summed(losses)
@@ -129,7 +130,7 @@ class CaseRecorder:
                     return [self.slots(loss.inputs, loss.case_axes, constants, backward) for _, loss in losses]
 
                 sources = (
-                    Source([loss.inputs for _, loss in sums], vectors, constants, lambda: [o for o, _ in layout()])
+                    CaseSource([loss.inputs for _, loss in sums], vectors, constants, lambda: [o for o, _ in layout()])
                     for vectors in source_vectors(mode, sums, lambda: [s for _, s in layout()], by_row, generator)
                 )
             for source, last in with_last(sources):
@@ -203,7 +204,7 @@ class Backward:
             if not registration.generic
         }
 
-    def __call__(self, source: Source, consume: Consumer, keep: bool) -> None:
+    def __call__(self, source: CaseSource, consume: Consumer, keep: bool) -> None:
         """Send a source back. keep: another source comes."""
         apart = self.of.apart
         keep_for_examples = keep or not self.of.settled or any(r.parameters in apart for r in self.registrations)
@@ -296,7 +297,7 @@ class Backward:
         return [torch.zeros_like(leaf) if g is None else dense(g) for leaf, g in zip(leaves, grads, strict=True)]
 
 
-def with_last(sources: Iterator[Source]) -> Iterator[tuple[Source, bool]]:
+def with_last(sources: Iterator[CaseSource]) -> Iterator[tuple[CaseSource, bool]]:
     """Every source, and whether it is the last."""
     source = next(sources, None)
     while source is not None:

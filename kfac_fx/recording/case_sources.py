@@ -29,7 +29,7 @@ Measurement = Callable[..., Tensor]  # of what the model returns, and the target
 
 
 @dataclass(frozen=True)
-class Source:
+class CaseSource:
     """Gradients that are sent back from tensors which depend on the outputs.
 
     tensors, vectors: the inputs of the losses, and their gradients. leaves: the outputs as constants.
@@ -49,13 +49,17 @@ class Source:
         return pulled_back(self.tensors, vectors, self.leaves)
 
 
-def measured(measurement: Measurement, outputs: Any, targets: Any, leaves: Sequence[Tensor], examples: int) -> Source:
+def measurement_source(
+    measurement: Measurement, outputs: Any, targets: Any, leaves: Sequence[Tensor], examples: int
+) -> CaseSource:
     """The source of a function of (what the model returns, the targets), or of the outputs if there are no targets."""
     values = measurement(outputs) if targets is None else measurement(outputs, targets)
     if not isinstance(values, Tensor) or values.shape != (examples,):
         what = list(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ValueError(f"a measurement is one number for every example, [{examples}], and this one returned {what}.")
-    return Source([values], [torch.ones_like(values)], leaves, lambda: [torch.arange(examples, device=values.device)])
+    return CaseSource(
+        [values], [torch.ones_like(values)], leaves, lambda: [torch.arange(examples, device=values.device)]
+    )
 
 
 def source_vectors(

@@ -226,8 +226,8 @@ def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, T
     chunk: by statistic ([k, ...], the same of `of_inputs`).
     """
     sums: Statistics = {}
-    for name, (each, once) in chunk.items():
-        sums[name] = {0: once, 1: each, 2: each.sum(0)}[power_of_gradient(name)]
+    for name, (by_vector, once) in chunk.items():
+        sums[name] = {0: once, 1: by_vector, 2: by_vector.sum(0)}[power_of_gradient(name)]
     return additive(approximation, sums)
 
 

@@ -22,7 +22,7 @@ from kfac_fx.passes.ir import KEPT, Dims, Note, Program
 from kfac_fx.passes.padding import padding, spread
 
 PaddingMask = str | Callable[..., Tensor]
-LISTED = 8  # uses in a message
+LISTED_USES = 8  # uses in a message
 WANTED_SHAPE = "wanted [cases, positions], nonzero where a position is real"
 
 
@@ -54,7 +54,7 @@ def refuse_unfit_mask(program: Program) -> None:
     if not any(KEPT in use.attrs for use in uses):
         raise RegistrationError(
             f"padding_mask fits none of the {plural(len(uses), 'use')}, so padding would be in every factor:\n"
-            f"{listed(program.unmasked)}\n"
+            f"{listed_notes(program.unmasked)}\n"
             "Give a mask with the cases and positions of the layers' outputs, and an example with different numbers of "
             "cases and positions; or leave padding_mask out."
         )
@@ -62,15 +62,15 @@ def refuse_unfit_mask(program: Program) -> None:
         warn_user(
             UserWarning(
                 f"padding_mask does not fit {len(program.padded):,} of {plural(len(uses), 'use')}, whose factors may "
-                f"have padding:\n{listed(program.padded)}"
+                f"have padding:\n{listed_notes(program.padded)}"
             )
         )
 
 
-def listed(notes: Sequence[Note]) -> str:
+def listed_notes(notes: Sequence[Note]) -> str:
     """The first notes as a table, and the number of the others."""
-    more = f"\n  and {len(notes) - LISTED:,} more, in net.report" if len(notes) > LISTED else ""
-    return table([(note.subject, note.reason) for note in notes[:LISTED]]) + more
+    more = f"\n  and {len(notes) - LISTED_USES:,} more, in net.report" if len(notes) > LISTED_USES else ""
+    return table([(note.subject, note.reason) for note in notes[:LISTED_USES]]) + more
 
 
 def mask_of_call(

@@ -24,13 +24,13 @@ from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.trace import Capture
-from kfac_fx.passes.tracing.settings import Settings
+from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes
 from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat
-from kfac_fx.taps.subsample import PHASES
+from kfac_fx.taps.subsample import ROBERTS_STEPS
 from kfac_fx.taps.tap import Tap, make_probes
 
 
@@ -55,7 +55,7 @@ class Recorder:
     loss: LossSpec | RegisteredLosses | None = None
     statistics: Mapping[Key, tuple[str, ...]] | None = None
     proven: bool = False
-    settings: Settings | None = None
+    settings: ForwardSettings | None = None
     absent: frozenset[str] = frozenset()
     verify: bool = True
     loop_reason: str | None = field(default=None, init=False)
@@ -145,7 +145,7 @@ class Recorder:
         if generator is not None:
             phases = torch.rand(2, generator=generator, dtype=torch.float64, device=generator.device).to(device)
         else:  # written there by a kernel each, since the host would wait for a copy
-            numbers = (self.recordings * step % 1.0 for step in PHASES)
+            numbers = (self.recordings * step % 1.0 for step in ROBERTS_STEPS)
             phases = torch.stack([torch.full((), number, dtype=torch.float64, device=device) for number in numbers])
         for tap in self.sampled:
             tap.phases = phases

@@ -111,7 +111,7 @@ POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src {script_sou
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A cell of a table. sort: the number that it is sorted by, if its text is none."""
 
     text: str
@@ -132,8 +132,8 @@ class Contents:
 
     headline: str
     share: Mapping[str, int]
-    blocks: Sequence[Sequence[Cell]]
-    passes: Sequence[Sequence[Cell]]
+    blocks: Sequence[Sequence[TableCell]]
+    passes: Sequence[Sequence[TableCell]]
     sections: Sequence[tuple[str, Sequence[str]]]
     graph: networkx.DiGraph
 
@@ -150,7 +150,7 @@ def page(contents: Contents) -> str:
         '<h2>graph</h2>\n<p class="where" id="where" aria-live="polite">Select a row or a node.</p>\n'
         f'<div id="graph">{drawing(contents.graph)}</div>',
         *(section(title, lines) for title, lines in contents.sections),
-        f"<h2>passes</h2>\n{table(PASS_COLUMNS, contents.passes)}",
+        f"<h2>passes</h2>\n{html_table(PASS_COLUMNS, contents.passes)}",
         f"<script>{SCRIPT}</script>",
     ]
     return (
@@ -185,16 +185,18 @@ def bar(share: Mapping[str, int]) -> str:
     return f'<div class="bar">{parts}</div>\n<p class="key">{key}</p>'
 
 
-def block_table(blocks: Sequence[Sequence[Cell]], linked: bool = True) -> str:
+def block_table(blocks: Sequence[Sequence[TableCell]], linked: bool = True) -> str:
     """The table of blocks. linked: with what the script needs to sort it and to connect it with the graph."""
-    numbered = [(Cell(str(number)), *cells) for number, cells in enumerate(blocks)]
+    numbered = [(TableCell(str(number)), *cells) for number, cells in enumerate(blocks)]
     if not linked:
-        return table(BLOCK_COLUMNS, numbered)
+        return html_table(BLOCK_COLUMNS, numbered)
     attributes = [f' data-blocks="{number}" tabindex="0"' for number in range(len(blocks))]
-    return table(BLOCK_COLUMNS, numbered, attributes)
+    return html_table(BLOCK_COLUMNS, numbered, attributes)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], attributes: Sequence[str] | None = None) -> str:
+def html_table(
+    columns: Sequence[str], rows: Sequence[Sequence[TableCell]], attributes: Sequence[str] | None = None
+) -> str:
     """A table. attributes: of every row, if the script sorts the table."""
     label = "<button>{}</button>" if attributes is not None else "{}"
     heads = (f'<th class="{cell_class(column)}">{label.format(escape(column))}</th>' for column in columns)
@@ -207,7 +209,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], attributes: Se
     return f'<div class="wide"><table{name}>\n{body}\n</table></div>'
 
 
-def cell_text(column: str, cell: Cell) -> str:
+def cell_text(column: str, cell: TableCell) -> str:
     sort = "" if cell.sort is None else f' data-sort="{cell.sort}"'
     return f'<td class="{cell_class(column)}" data-column="{escape(column)}"{sort}>{escape(cell.text)}</td>'
 
@@ -240,8 +242,8 @@ class Lanes:
         self.row = {node: number for number, node in enumerate(order)}
         for node, row in self.row.items():
             before = sorted(self.graph.predecessors(node), key=self.row.__getitem__)
-            wanted = [self.lane[each] for each in before] + list(range(len(self.free)))
-            lane = next((each for each in wanted if self.free[each] <= row), len(self.free))
+            wanted = [self.lane[source] for source in before] + list(range(len(self.free)))
+            lane = next((lane for lane in wanted if self.free[lane] <= row), len(self.free))
             readers = [self.row[reader] for reader in self.graph.successors(node)]
             self.lane[node] = lane
             self.free[lane : lane + 1] = [max(readers, default=row + 1)]

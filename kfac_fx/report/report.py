@@ -21,7 +21,7 @@ from kfac_fx.passes.errors import plural
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
 from kfac_fx.report.graph import block_graph, dot
-from kfac_fx.report.page import Cell, Contents, fragment, page
+from kfac_fx.report.page import Contents, TableCell, fragment, page
 from kfac_fx.report.rows import ReportRow, factor_dtype, memory_text, rows
 from kfac_fx.taps.subsample import described
 
@@ -249,15 +249,15 @@ class Report:
         share["unused"] = self.elements["total"] - self.elements["registered"]
         blocks = [
             (
-                *map(Cell, row.cells[:2]),
-                Cell(row.cells[2], row.uses),
-                *map(Cell, row.cells[3:]),
-                Cell(f"{row.elements:,}", row.elements),
-                Cell(memory_text(row.bytes), row.bytes),
+                *map(TableCell, row.cells[:2]),
+                TableCell(row.cells[2], row.uses),
+                *map(TableCell, row.cells[3:]),
+                TableCell(f"{row.elements:,}", row.elements),
+                TableCell(memory_text(row.bytes), row.bytes),
             )
             for row in self.rows
         ]
-        passes = [tuple(map(Cell, (r.name, f"{r.nodes:,}", r.summary, f"{r.seconds:.3f}"))) for r in self.history]
+        passes = [tuple(map(TableCell, (r.name, f"{r.nodes:,}", r.summary, f"{r.seconds:.3f}"))) for r in self.history]
         sections = [(title, lines) for title, lines in self.sections() if title != "passes"]
         return Contents(self.headline, share, blocks, passes, sections, self.to_networkx())
 

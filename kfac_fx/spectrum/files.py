@@ -26,7 +26,7 @@ from kfac_fx.statistics.moments import Key
 VALUES = "values"
 
 
-class Net(CaseNet, Protocol):
+class DescribedNet(CaseNet, Protocol):
     """The part of a compiled module that a manifest describes."""
 
     @property
@@ -35,7 +35,7 @@ class Net(CaseNet, Protocol):
     def registrations(self) -> tuple[Registration, ...]: ...
 
 
-def manifest_of(net: Net, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
+def manifest_of(net: DescribedNet, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
     """What the files of a folder are of. settings: how they were made, which a resumed run must share."""
     registrations = list(registrations)
     parameters = dict(net.model.named_parameters())
@@ -124,7 +124,7 @@ def save_spectrum(spectrum: ModelSpectrum, folder: str | Path) -> None:
 
 
 def load_spectrum(
-    net: Net, folder: str | Path, *, scale: float | Tensor = 1.0, damping: Damping = 0.0
+    net: DescribedNet, folder: str | Path, *, scale: float | Tensor = 1.0, damping: Damping = 0.0
 ) -> ModelSpectrum:
     """Load a spectrum that `save_spectrum` or `fit_spectrum` wrote for the same model.
 

@@ -24,11 +24,11 @@ from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.recording.case_sources import Measurement
 from kfac_fx.spectrum.batches import as_batch
 from kfac_fx.spectrum.queries import Queries
-from kfac_fx.spectrum.solve import Product, Solution, conjugate_gradients
+from kfac_fx.spectrum.solve import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.statistics.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.statistics.moments import Key
 
-CASES = ("row", "position", "sequence")
+CASE_KINDS = ("row", "position", "sequence")
 
 
 class CaseNet(Protocol):
@@ -85,9 +85,9 @@ class ModelSpectrum(Spectrum):
 
         Raises ValueError for an unknown case or mode, and if there are no batches.
         """
-        if case not in CASES:
-            known = ", ".join(map(repr, CASES))
-            raise ValueError(f"unknown case {case!r}; known are {known}.{nearest(case, CASES)}")
+        if case not in CASE_KINDS:
+            known = ", ".join(map(repr, CASE_KINDS))
+            raise ValueError(f"unknown case {case!r}; known are {known}.{nearest(case, CASE_KINDS)}")
         totals = {key: torch.zeros_like(system.values[index]) for key, (system, index) in self.places().items()}
         number = 0
 
@@ -98,8 +98,8 @@ class ModelSpectrum(Spectrum):
                 for _, turned in system.in_basis(index, kind):
                     totals[key] += sum_of_squares(turned)
 
-        for each in batches:
-            batch = as_batch(each)
+        for item in batches:
+            batch = as_batch(item)
             counts = self.net.record_cases(
                 batch.args,
                 batch.kwargs,
@@ -149,7 +149,9 @@ class ModelSpectrum(Spectrum):
     # --- solving ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def solve(self, vector: Vector, product: Product, *, tolerance: float = 1e-8, iterations: int = 100) -> Solution:
+    def solve(
+        self, vector: Vector, product: NamedProduct, *, tolerance: float = 1e-8, iterations: int = 100
+    ) -> Solution:
         """(H + δ I)⁻¹ v by conjugate gradients, with this spectrum as the preconditioner.
 
         Args:

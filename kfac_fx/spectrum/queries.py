@@ -23,7 +23,7 @@ from kfac_fx.recording.case_sources import Measurement
 from kfac_fx.recording.exact import tracked
 from kfac_fx.spectrum.manifests import FORMAT, write_manifest
 from kfac_fx.statistics import case_gradients
-from kfac_fx.statistics.case_gradients import Cases, LowRank, by_rows, inner_products
+from kfac_fx.statistics.case_gradients import Cases, LowRank, by_rows, query_products
 from kfac_fx.statistics.moments import Key
 
 BY = ("sum", "block", "position")
@@ -39,7 +39,7 @@ class Queries:
         record: hands over the gradients of the examples of a batch; see `ModelSpectrum.record`.
     """
 
-    matrices: Mapping[Key, case_gradients.Queries]
+    matrices: Mapping[Key, case_gradients.QueryGradients]
     record: Record
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Queries:
         parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def add(key: Key, of_examples: Cases) -> None:
-            products = inner_products(of_examples, self.matrices[key])
+            products = query_products(of_examples, self.matrices[key])
             parts.setdefault(key, []).append((of_examples.first, products))
 
         counts = self.record(batch, add, measurement)
@@ -97,7 +97,7 @@ class Queries:
         scores = [
             self.scores_in_file(None if path is None else path / f"scores-{n:06}.safetensors", batch, measurement)
             for n, batch in enumerate(
-                tracked(((1, each) for each in batches), number, f"scores of {len(self)} queries")
+                tracked(((1, item) for item in batches), number, f"scores of {len(self)} queries")
             )
         ]
         if not scores:
@@ -123,7 +123,7 @@ class Queries:
 
         def add(key: Key, of_examples: Cases) -> None:
             if of_examples.whole is not None:
-                products = inner_products(of_examples, self.matrices[key])
+                products = query_products(of_examples, self.matrices[key])
                 parts.setdefault(key, []).append(products.unsqueeze(-1))
                 return
             for rows in of_examples.uses:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Vector = Mapping[str, Tensor]
-Product = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+from kfac_fx.factors.stacks import Vector
+
+NamedProduct = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
 class Solution(NamedTuple):

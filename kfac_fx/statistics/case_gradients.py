@@ -181,10 +181,10 @@ class LowRank:
         return self.left @ self.right
 
 
-Queries = Tensor | LowRank  # [Q, g, o, i]
+QueryGradients = Tensor | LowRank  # [Q, g, o, i]
 
 
-def inner_products(cases: Cases, queries: Queries) -> Tensor:
+def query_products(cases: Cases, queries: QueryGradients) -> Tensor:
     """<W_n, P_q> for all cases and queries P: [Q, N]."""
     if cases.whole is not None:
         whole = queries.dense() if isinstance(queries, LowRank) else queries
@@ -193,7 +193,7 @@ def inner_products(cases: Cases, queries: Queries) -> Tensor:
     return torch.stack(each).sum(0)
 
 
-def products_of_use(cases: Cases, rows: Rows, queries: Queries) -> Tensor:
+def products_of_use(cases: Cases, rows: Rows, queries: QueryGradients) -> Tensor:
     """As `inner_products`, in the cheaper order: P r first, for every position, or d rᵀ first, for every query."""
     positions, many = rows.d.shape[1], len(queries)
     if isinstance(queries, LowRank) or rows.ids or positions * many <= positions + many:
@@ -202,7 +202,7 @@ def products_of_use(cases: Cases, rows: Rows, queries: Queries) -> Tensor:
     return torch.cat([flat @ part.gradients().to(flat.dtype).flatten(1).mT for _, part in cases.chunks()], dim=1)
 
 
-def by_rows(cases: Cases, queries: Queries) -> Iterator[Tensor]:
+def by_rows(cases: Cases, queries: QueryGradients) -> Iterator[Tensor]:
     """dᵀ P r of every row of one use: [Q, N, S], in parts of the cases."""
     g, o, i = cases.matrix
     wide = queries.left.shape[-1] if isinstance(queries, LowRank) else o

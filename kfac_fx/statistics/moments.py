@@ -14,7 +14,7 @@ from torch import Tensor
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import split
 from kfac_fx.passes.ir import Registration
-from kfac_fx.statistics.row_sums import whole
+from kfac_fx.statistics.row_sums import whole_statistic
 
 Key = tuple[str, ...]  # the names of the parameters of a registration
 POWER_OF_GRADIENT = {
@@ -26,7 +26,7 @@ POWER_OF_GRADIENT = {
 
 def power_of_gradient(statistic: str) -> int:
     """The power p of the output gradient in a statistic: a loss times s makes the statistic times s^p."""
-    return POWER_OF_GRADIENT[whole(statistic)]
+    return POWER_OF_GRADIENT[whole_statistic(statistic)]
 
 
 @dataclass

@@ -30,7 +30,7 @@ from kfac_fx.statistics.row_sums import VARIANTS, Rows, homogeneous, statistic
 
 
 @statistic(lambda g, o, i, n: (), VARIANTS, "count/reduced")
-def count(rows: Rows) -> Tensor:
+def reduced_count(rows: Rows) -> Tensor:
     if rows.mask is not None:
         return rows.mask.any(1).sum().to(rows.d.dtype)
     cases, positions = rows.d.shape[:2]

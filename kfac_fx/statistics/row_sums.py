@@ -121,7 +121,7 @@ def named(name: str) -> Statistic:
     return STATISTICS[name] if name in STATISTICS else VARIANTS[name]
 
 
-def whole(name: str) -> str:
+def whole_statistic(name: str) -> str:
     """The statistic that a variant is a kind of: `"A/8"`, A in eight diagonal blocks -> `"A"`."""
     return name.partition("/")[0]
 

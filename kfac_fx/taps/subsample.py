@@ -26,13 +26,16 @@ from kfac_fx.passes.ir import KEPT, Program, Registration, Sampling, Use, tensor
 from kfac_fx.passes.layers import Layer
 
 TF_INPUTS, TF_PATCHES = 0.2, 3.0  # the defaults of TF K-FAC
-PHASES = (0.7548776662466927, 0.5698402909980532)  # multiples of these fill the unit square evenly (Roberts, 2018)
+ROBERTS_STEPS = (
+    0.7548776662466927,
+    0.5698402909980532,
+)  # multiples of these fill the unit square evenly (Roberts, 2018)
 SHARES = 10_000  # the smallest share is 1 / SHARES; `share_of` rounds up, so at least one case or row is taken
 SAMPLED = ("A", "A_diag")
 
 ALL_ROWS = Sampling()
 Ratio = tuple[int, int]  # whole numbers, because sizes may be symbolic
-Parts = tuple[Ratio, Ratio | None]  # the share of the cases; the rows for every input
+SampledShares = tuple[Ratio, Ratio | None]  # the share of the cases; the rows for every input
 
 
 def read_sampling(inputs: bool | float, patches: bool | float) -> Sampling | None:
@@ -51,7 +54,7 @@ def read_sampling(inputs: bool | float, patches: bool | float) -> Sampling | Non
     return None if share == 1 and most is None else Sampling(float(share), most)
 
 
-def sampled_parts(registration: Registration, use: Use, layer: Layer) -> Parts | None:
+def sampled_parts(registration: Registration, use: Use, layer: Layer) -> SampledShares | None:
     """The parts that a tap samples; None if it uses all rows."""
     sampling = registration.sampling
     if sampling is None or sampling == ALL_ROWS or why_all_rows(registration, use, layer):
@@ -101,7 +104,7 @@ def share_of(total: int, share: Ratio) -> int:
 
 def sample(
     both: Callable[..., tuple[Tensor, Tensor]],
-    parts: Parts | None,
+    parts: SampledShares | None,
     phases: Tensor | None,
     axis: int,
     output_grad: Tensor,

@@ -22,9 +22,9 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED
-from kfac_fx.statistics.row_sums import Matrix, named, whole
+from kfac_fx.statistics.row_sums import Matrix, named, whole_statistic
 from kfac_fx.taps.rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
-from kfac_fx.taps.subsample import SAMPLED, Parts, sample, sampled_parts
+from kfac_fx.taps.subsample import SAMPLED, SampledShares, sample, sampled_parts
 
 Probes = Mapping[str, Tensor]
 OF_INPUTS = ("count", "A", "A_diag")  # sums that do not contain gradient rows
@@ -98,7 +98,7 @@ def sums_of(
     bias: bool,
     mask: int | None,
     real: RealRows | None,
-    sampling: Parts | None,
+    sampling: SampledShares | None,
     axis: int,
     short: BothRows | None,
 ) -> SumsOf:
@@ -128,7 +128,7 @@ def sums_of(
         _, all_grad_rows = both(output_grad, input.narrow(axis, 0, 1), *values)  # the rows of all cases are not needed
         return lambda name: (
             of(name, fewer, fewer, fewer_mask) * scale
-            if whole(name) in SAMPLED
+            if whole_statistic(name) in SAMPLED
             else of(name, all_grad_rows, all_grad_rows, row_mask)
         )
 
@@ -146,7 +146,7 @@ def tap_function(
 
     def times(name: str, values: list[Any]) -> Any:
         """The number of cases with the same rows; the gradient is already the sum over these cases."""
-        return values[cases] if cases is not None and whole(name) in OF_INPUTS else 1
+        return values[cases] if cases is not None and whole_statistic(name) in OF_INPUTS else 1
 
     def placed(name: str, value: Tensor, shape: torch.Size) -> Tensor:
         """Per-case gradients in the rows of their tower: they add up over the uses of a case, not over towers."""

@@ -17,7 +17,7 @@ from ..ir import Options, Submodule
 from ..trace import Capture, trace_model
 from ..tracing.calls import Call
 from ..tracing.devices import kinds
-from ..tracing.settings import Settings
+from ..tracing.settings import ForwardSettings
 from ..tracing.signature import call_key
 from .following import ObservedRead
 from .reads import Operation
@@ -39,7 +39,7 @@ class CapturedSubmodule:
     capture: Capture
     key: Any
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
-    settings: Settings | None = None
+    settings: ForwardSettings | None = None
 
     @property
     def effects(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..computed import moved
+from ..computed import with_nodes
 from ..errors import RegistrationError
 from ..graphs.sizes import NUMBER, in_example, shape_of
 from ..ir import KEPT, Note, Program
@@ -63,7 +63,7 @@ def with_masks(program: Program, sizes: Sequence[MaskSizes | None]) -> Program:
         for key, use in zip(keys, uses_of_part, strict=True):
             if KEPT in use.attrs:
                 assert part.mask is not None, "bug in kfac_fx: a use with a mask in a submodule without one"
-                joined_mask = moved(use.attrs[KEPT], {part.mask: mask})
+                joined_mask = with_nodes(use.attrs[KEPT], {part.mask: mask})
                 uses[key] = replace(uses[key], attrs={**uses[key].attrs, KEPT: joined_mask}, mask_dims=use.mask_dims)
     registrations = tuple(
         replace(registration, uses=tuple(uses[r, n] for n in range(len(registration.uses))))

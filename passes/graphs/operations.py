@@ -107,7 +107,7 @@ def overloads(name: str) -> list[OpOverload]:
     """The overloads of the ATen operation of this name; none if there is no such operation."""
     packet = getattr(torch.ops.aten, name, None)
     names = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
-    return [getattr(packet, each) for each in names]
+    return [getattr(packet, name) for name in names]
 
 
 def changes_memory(node: fx.Node) -> bool:
@@ -177,4 +177,4 @@ def aten_order(overload: Any, name: str) -> tuple[str, ...]:
     """The arguments of an ATen operation in ATen's order, under the names that `SPELLED_OUT[name]` has for them."""
     defaults = SPELLED_OUT[name][1]
     names = [argument.name for argument in schema(overload).arguments]
-    return tuple(each if each in defaults else ATEN_NAMES.get(each, each) for each in names)
+    return tuple(name if name in defaults else ATEN_NAMES.get(name, name) for name in names)

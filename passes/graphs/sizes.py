@@ -32,7 +32,7 @@ def sizes_of(node: fx.Node) -> list[str]:
     return [str(size) for size in shape_of(node)]
 
 
-def number(size: int | torch.SymInt) -> int | None:
+def known_number(size: int | torch.SymInt) -> int | None:
     """The size as a number; None for a symbol that the capture did not find to be a number."""
     return int(str(size)) if str(size).isdigit() else None
 

@@ -89,12 +89,12 @@ def place_operands(node: fx.Node, name: str) -> None:
     """`torch.add(input=x, other=y)` -> `torch.add(x, y)`. Other arguments stay where they are."""
     if not node.kwargs or not inspect.isbuiltin(node.target):
         return
-    placed = max((leading(node, arguments) for arguments in schemas(name)), key=len, default=[])
+    placed = max((leading_keywords(node, arguments) for arguments in schemas(name)), key=len, default=[])
     node.args = (*node.args, *(node.kwargs[key] for key in placed))
     node.kwargs = {key: value for key, value in node.kwargs.items() if key not in placed}
 
 
-def leading(node: fx.Node, arguments: list[Any]) -> list[str]:
+def leading_keywords(node: fx.Node, arguments: list[Any]) -> list[str]:
     """The keywords of those operands of a node that follow its positional arguments in a schema."""
     keys: list[str] = []
     for argument in arguments[len(node.args) :]:

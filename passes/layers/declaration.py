@@ -186,7 +186,7 @@ def layer(
         check_roles(layer_name, form)
         check_layouts(layer_name, form, layouts or {})
         names = approximations if pixels is None else (*approximations, *FROM_PIXELS)
-        check_approximations(layer_name, default, names)
+        check_declared_approximations(layer_name, default, names)
         return Layer(layer_name, [form], default, names, (), location(function))
 
     return declare
@@ -240,7 +240,7 @@ def check_layouts(name: str, form: Form, layouts: Mapping[str, LayoutSpec]) -> N
             )
 
 
-def check_approximations(name: str, default: str, names: tuple[str, ...]) -> None:
+def check_declared_approximations(name: str, default: str, names: tuple[str, ...]) -> None:
     for approximation in (default, *names):
         if approximation not in APPROXIMATIONS:
             raise LayerError(

@@ -99,7 +99,7 @@ class LinearMaps:
         """The map whose last step is this node. None if the step neither mixes nor joins what is mixed, or if sizes or
         numbers on the way depend on the batch."""
         if node not in self.maps:
-            joins = mixes(node) or op_name(node) in JOINS
+            joins = mixes_elements(node) or op_name(node) in JOINS
             parameter = self.parameter(node) if joins and self.label[node] is Label.PURE else None
             self.maps[node] = None if parameter is None or not self.mixed[node] else self.insert(node, parameter)
         return self.maps[node]
@@ -107,10 +107,10 @@ class LinearMaps:
     def parameter(self, node: fx.Node) -> fx.Node | None:
         if node not in self.parameters:
             self.parameters[node], self.mixed[node] = node if node.op == "get_attr" else None, False
-            if node.op != "get_attr" and (op_name(node) in MOVES_ENTRIES or mixes(node)):
+            if node.op != "get_attr" and (op_name(node) in MOVES_ENTRIES or mixes_elements(node)):
                 sources = {self.parameter(operand) for operand in node.all_input_nodes}
                 self.parameters[node] = sources.pop() if len(sources) == 1 else None
-                self.mixed[node] = mixes(node) or any(self.mixed[operand] for operand in node.all_input_nodes)
+                self.mixed[node] = mixes_elements(node) or any(self.mixed[operand] for operand in node.all_input_nodes)
         return self.parameters[node]
 
     def insert(self, node: fx.Node, parameter: fx.Node) -> LinearMap | None:
@@ -131,7 +131,7 @@ class LinearMaps:
             return LinearMap(self.graph.get_attr(name), columns)
 
 
-def mixes(node: fx.Node) -> bool:
+def mixes_elements(node: fx.Node) -> bool:
     return "upsample_" in op_name(node) or op_name(node) in MIXES
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from ..graphs.operations import computed
 from ..matrix import Shape
 from ..parametrization import Parametrization, RowPair, RowsStep, WeightExample
-from ..pieces import Box, ParameterExpr, Region, Slice, narrowed, slice_of, unallocated, view_of
+from ..pieces import Box, ParameterExpr, Region, Slice, narrowed_slice, slice_of, unallocated, view_of
 from ..registration import Use
 
 JOINS = {"cat", "concat", "concatenate", "stack"}
@@ -111,7 +111,7 @@ def cropped(slice_: Slice, box: Box, dims: list[int]) -> Slice | None:
         first, last = max(start, slice_.box[dim][0]), min(stop, slice_.box[dim][1])
         if first >= last:
             return None
-        slice_ = narrowed(slice_, dim, first, last)
+        slice_ = narrowed_slice(slice_, dim, first, last)
     inside = tuple((slice_.box[dim][0] - box[dim][0], slice_.box[dim][1] - box[dim][0]) for dim in dims)
     return replace(slice_, box=inside, strides=tuple(slice_.strides[dim] for dim in dims))
 

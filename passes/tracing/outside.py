@@ -45,7 +45,7 @@ TRAINED = frozenset({"requires_grad", "is_leaf", "grad_fn"})
 
 
 @dataclass(frozen=True)
-class Point:
+class OutsideName:
     """A name outside of the model.
 
     Attributes:
@@ -85,7 +85,7 @@ class Outside:
         effects: what its functions do beside computing, as in "prints (layers.py:12)".
     """
 
-    points: tuple[Point, ...] = ()
+    points: tuple[OutsideName, ...] = ()
     names: frozenset[str] = frozenset()
     effects: tuple[str, ...] = ()
 
@@ -135,7 +135,7 @@ class Observer:
         self.codes[code] = namespace if followed(code.co_filename, namespace.get("__name__", "")) else None
         if self.codes[code] is None or in_torch(code.co_filename):
             return
-        for point in Reads.of(code).points(code, namespace):
+        for point in BytecodeNames.of(code).points(code, namespace):
             point.summary(self.before)
         if any(name != "__class__" for name in code.co_freevars):
             values = frame.f_locals
@@ -150,12 +150,12 @@ class Observer:
 
     def outside(self) -> Outside:
         """What the observed functions read."""
-        points: dict[tuple[int, str], Point] = {}
+        points: dict[tuple[int, str], OutsideName] = {}
         names: set[str] = set()
         for code, namespace in self.codes.items():
             if namespace is None:
                 continue
-            reads = Reads.of(code)
+            reads = BytecodeNames.of(code)
             if not in_torch(code.co_filename):
                 names |= reads.attributes | reads.strings
             for point in reads.points(code, namespace):
@@ -164,7 +164,7 @@ class Observer:
             points.setdefault((id(point.holder), point.name), point)
         return Outside(tuple(points.values()), frozenset(names), tuple(self.effects))
 
-    def cells(self) -> Iterator[Point]:
+    def cells(self) -> Iterator[OutsideName]:
         """The closure cells of the functions that ran. A frame does not know its function, which its code leads to."""
         for function in gc.get_referrers(*self.variables) if self.variables else ():
             if not isinstance(function, FunctionType) or not function.__closure__:
@@ -176,7 +176,7 @@ class Observer:
                 for name, cell in cells.items():
                     if name != "__class__":
                         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-                        yield Point(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
+                        yield OutsideName(f"{name} in the closure of {code.co_name} ({where})", cell, "cell_contents")
 
 
 class Unobserved(TorchFunctionMode):
@@ -213,7 +213,7 @@ class Printing:
 
 
 @dataclass(frozen=True)
-class Reads:
+class BytecodeNames:
     """The names in a function's bytecode."""
 
     globals: frozenset[str]
@@ -223,7 +223,7 @@ class Reads:
 
     @staticmethod
     @cache
-    def of(code: CodeType) -> Reads:
+    def of(code: CodeType) -> BytecodeNames:
         by_kind: dict[str, set[str]] = {"globals": set(), "attributes": set(), "imported": set()}
         for instruction in dis.get_instructions(code):
             if instruction.opname in GLOBALS:
@@ -233,21 +233,21 @@ class Reads:
             elif instruction.opname == "IMPORT_NAME":
                 by_kind["imported"].add(instruction.argval)
         strings = {constant for constant in code.co_consts if isinstance(constant, str)}
-        return Reads(**{kind: frozenset(names) for kind, names in by_kind.items()}, strings=frozenset(strings))
+        return BytecodeNames(**{kind: frozenset(names) for kind, names in by_kind.items()}, strings=frozenset(strings))
 
-    def points(self, code: CodeType, namespace: dict[str, Any]) -> Iterator[Point]:
+    def points(self, code: CodeType, namespace: dict[str, Any]) -> Iterator[OutsideName]:
         """The globals and what is read from modules and classes among them."""
         file, shallow = Path(code.co_filename).name, in_torch(code.co_filename)
         seen: set[int] = set()
         for name in sorted(self.globals):
             value = namespace.get(name, MISSING)
             if (value is not MISSING or not hasattr(builtins, name)) and (not shallow or callable(value)):
-                yield Point(f"the global {name} of {file}", namespace, name, shallow)
+                yield OutsideName(f"the global {name} of {file}", namespace, name, shallow)
             yield from self.within(name, value, seen)
         for name in sorted(self.imported):
             yield from self.within(name, sys.modules.get(name), seen)
 
-    def within(self, label: str, value: Any, seen: set[int]) -> Iterator[Point]:
+    def within(self, label: str, value: Any, seen: set[int]) -> Iterator[OutsideName]:
         """What is read from a module or a class: the entries that have a name of an attribute in the bytecode."""
         if id(value) in seen or not isinstance(value, (ModuleType, type)):
             return
@@ -262,7 +262,7 @@ class Reads:
             for name in sorted(self.attributes & holder.keys()):
                 entry = holder[name]
                 if not isinstance(entry, ModuleType) and (not shallow or callable(entry)):
-                    yield Point(f"{label}.{name}", holder, name, shallow)
+                    yield OutsideName(f"{label}.{name}", holder, name, shallow)
                 yield from self.within(f"{label}.{name}", entry, seen)
 
 

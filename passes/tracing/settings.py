@@ -22,10 +22,10 @@ TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS | {CALL} 
 WEIGHT_NORMS = ("_g", "_orig")  # suffixes of parameters from which hooks of torch.nn.utils compute a weight
 
 
-NOTHING = Outside()
+NOTHING_OUTSIDE = Outside()
 
 
-class Settings:
+class ForwardSettings:
     """The values of everything that a capture of `model` is valid for.
 
     Attributes:
@@ -36,7 +36,7 @@ class Settings:
     def __init__(
         self,
         model: nn.Module,
-        outside: Outside = NOTHING,
+        outside: Outside = NOTHING_OUTSIDE,
         without: Iterable[str] = (),
         live: Iterable[Tensor] = (),
         inside: bool = False,
@@ -76,7 +76,7 @@ class Settings:
             if not holder.same():
                 holder.put_back()
 
-    def anew(self) -> Settings:
+    def anew(self) -> ForwardSettings:
         """The same, with the values of now."""
         new = copy.copy(self)
         new.take()

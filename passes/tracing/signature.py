@@ -27,7 +27,7 @@ from .outside import Observer
 from .summary import SYMBOLS, Walk, slots
 
 RETURNED = (Tensor, bool, int, float, complex, str, type(None), *SYMBOLS)
-DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth
+ARGUMENT_DEPTH = 3  # objects inside of an argument are searched for tensors down to this depth
 
 
 class LeftOut:
@@ -90,7 +90,7 @@ def refuse_hidden_tensors(model: str, leaves: list[Any]) -> None:
         )
 
 
-def holds_tensor(value: Any, depth: int = DEPTH) -> bool:
+def holds_tensor(value: Any, depth: int = ARGUMENT_DEPTH) -> bool:
     if isinstance(value, Tensor):
         return True
     if depth == 0 or isinstance(value, (nn.Module, type)):
@@ -133,7 +133,7 @@ def layout(tensor: Tensor) -> Any:
     return tuple(order)
 
 
-def laid_out(tensor: Tensor) -> Tensor:
+def copy_with_strides(tensor: Tensor) -> Tensor:
     """A copy that lies in memory as the tensor does, also where gaps are between its elements. `clone` closes these.
 
     Elements that overlap are copied apart.

@@ -142,7 +142,7 @@ def recurrent(
 def _(kind: str, x: Tensor, state: Sequence[Tensor], *options: Any) -> list[Tensor]:
     *_, bidirectional, _batch_first = options
     width = state[0].shape[-1] * (2 if bidirectional else 1)
-    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(each) for each in state)]
+    return [x.new_empty(*x.shape[:-1], width), *(torch.empty_like(tensor) for tensor in state)]
 
 
 @torch.library.custom_op("kfac_fx::recurrent_cell", mutates_args=())

@@ -34,7 +34,7 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CALLS = (ModuleType, MethodType, partial)
 NO_OBJECTS = (nn.Module, Tensor, fx.Proxy, random.Random, *CALLS, *SYMBOLS, *PLAIN, *CONTAINERS)
 FEW = 64  # longer containers that forward does not name are compared by their length
-DEPTH = 2  # objects inside of objects down to this depth are compared whole, deeper ones by what forward names
+COMPARED_DEPTH = 2  # objects inside of objects down to this depth are compared whole, deeper ones by what forward names
 LIBRARIES = ("torch", "numpy", "kfac_fx", "passes")
 OF_PYTHON = ("types", "argparse", "collections", "os")  # modules of Python whose objects are configurations
 MISSING = object()  # stands for a name that is bound to nothing
@@ -120,7 +120,7 @@ class Entries:
             dict.pop(self.mapping, key, None) if value is MISSING else dict.__setitem__(self.mapping, key, value)
 
 
-class Elements:
+class ListElements:
     """The elements of a list or deque."""
 
     def __init__(self, elements: list[Any] | deque[Any]) -> None:
@@ -239,7 +239,7 @@ class Walk:
         self.empty: list[Any] = []
         self.seen: dict[tuple[int, bool, int], Any] = {}
 
-    def of(self, value: Any, named: bool = False, depth: int = DEPTH) -> Any:
+    def of(self, value: Any, named: bool = False, depth: int = COMPARED_DEPTH) -> Any:
         """named: whether forward names the attribute or the variable that the value is in."""
         kind = type(value)
         if kind in ATOMS or isinstance(value, PLAIN):
@@ -274,7 +274,7 @@ class Walk:
         if isinstance(value, set):
             self.holders.append(Members(value))
         elif isinstance(value, (list, deque)):
-            self.holders.append(Elements(value))
+            self.holders.append(ListElements(value))
         summaries = (self.of(element, named, depth) for element in value)
         return frozenset(summaries) if isinstance(value, (set, frozenset)) else tuple(summaries)
 

@@ -30,7 +30,7 @@ from .substitutes import checkpoints_off
 from .threads import replaced_in_thread
 
 # Words of torch's errors about branches on values of tensors.
-VALUES = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")
+VALUE_ERRORS = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")
 
 Function = type[torch.autograd.Function]
 Apply = Callable[..., Any]
@@ -155,7 +155,7 @@ def untraceable(model: nn.Module, error: Exception) -> str:
         frame = frame.tb_next
     place = "" if path is None else f"; torch gave up in {path or type(model).__name__}{line}"
     shown = "".join(f"  {text}\n" for text in (source, f"{type(error).__name__}: {first_line(error)}") if text)
-    if any(word in str(error) for word in VALUES):
+    if any(word in str(error) for word in VALUE_ERRORS):
         advice = (
             "Replace what depends on the values of tensors (if, while, .item(), .numpy()) by tensor operations such as "
             "torch.where."

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from kfac_fx.passes.computed import Computed, moved, nodes_of
+from kfac_fx.passes.computed import Computed, nodes_of, with_nodes
 from kfac_fx.passes.matrix import Layout
 
 GRAPH, COPY = fx.Graph(), fx.Graph()
@@ -42,14 +42,14 @@ def test_a_node_is_behind_itself_and_a_computed_value_has_its_arguments_behind_i
     ],
 )
 def test_nodes_are_replaced_wherever_they_stand(value: Any, wanted: Any) -> None:
-    assert moved(value, COPIES) == wanted
+    assert with_nodes(value, COPIES) == wanted
 
 
 @pytest.mark.parametrize("value", [(1, "a", (2.0,)), Data(3), frozenset({1}), Layout((2, 3)), Data, None])
 def test_data_without_nodes_is_the_same_object(value: Any) -> None:
-    assert moved(value, COPIES) is value
+    assert with_nodes(value, COPIES) is value
 
 
 def test_a_node_that_the_copy_lacks_is_an_error() -> None:
     with pytest.raises(KeyError):
-        moved((GRAPH.placeholder("z"),), COPIES)
+        with_nodes((GRAPH.placeholder("z"),), COPIES)

@@ -16,7 +16,7 @@ from kfac_fx.passes.pieces import (
     Slice,
     axis_along,
     layout_in,
-    narrowed,
+    narrowed_slice,
     ranges,
     region_in,
     slice_of,
@@ -133,7 +133,7 @@ def test_slabs_keep_a_view() -> None:
     assert slice_ == Slice(((0, 4), (0, 2)), "w", (1, 4), 8, 0.5) and slice_.shape == (4, 2)
     again = view_of(slice_)
     assert (again.shape, again.stride(), again.storage_offset()) == (view.shape, view.stride(), view.storage_offset())
-    assert narrowed(slice_, 1, 1, 2) == Slice(((0, 4), (1, 2)), "w", (1, 4), 12, 0.5)
+    assert narrowed_slice(slice_, 1, 1, 2) == Slice(((0, 4), (1, 2)), "w", (1, 4), 12, 0.5)
 
 
 def test_layouts_that_copy_are_no_views() -> None:

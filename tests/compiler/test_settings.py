@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kfac_fx.passes.tracing.outside import Outside
-from kfac_fx.passes.tracing.settings import Settings
+from kfac_fx.passes.tracing.settings import ForwardSettings
 
 CHANGES: dict[str, Any] = {
     "a number": lambda model: setattr(model[0], "tau", 0.5),
@@ -38,7 +38,7 @@ def toy() -> nn.Sequential:
 @pytest.mark.parametrize("change", CHANGES)
 def test_settings_change_with(change: str) -> None:
     model = toy()
-    settings = Settings(model)
+    settings = ForwardSettings(model)
     assert settings.hold() and settings.changed() == []
     CHANGES[change](model)
     assert not settings.hold() and settings.changed()
@@ -47,7 +47,7 @@ def test_settings_change_with(change: str) -> None:
 @pytest.mark.parametrize("change", ["a number", "in a list", "in a dictionary", "in a configuration"])
 def test_settings_are_put_back(change: str) -> None:
     model = toy()
-    settings = Settings(model)
+    settings = ForwardSettings(model)
     CHANGES[change](model)
     settings.put_back()
     assert settings.hold()
@@ -55,7 +55,7 @@ def test_settings_are_put_back(change: str) -> None:
 
 def test_settings_hold_where_equal_values_replace_others() -> None:
     model = toy()
-    settings = Settings(model)
+    settings = ForwardSettings(model)
     model[0].tau, model[0].options = float("1.0"), {"tau": float("1.0")}
     assert settings.hold()
     assert all(holder.same() for holder in settings.holders)  # compared by identity again
@@ -64,14 +64,14 @@ def test_settings_hold_where_equal_values_replace_others() -> None:
 def test_settings_do_without_what_forward_sets() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].tau = 1.0
-    settings = Settings(model, without={"0.tau"})
+    settings = ForwardSettings(model, without={"0.tau"})
     model[0].tau = 2.0
     assert settings.hold()
 
 
 def test_settings_are_taken_anew_without_what_is_left_out() -> None:
     model = toy()
-    settings = Settings(model)
+    settings = ForwardSettings(model)
     model[0].tau = 2.0
     settings.leave_out(settings.changed())
     model[0].tau = 3.0
@@ -80,20 +80,20 @@ def test_settings_are_taken_anew_without_what_is_left_out() -> None:
 
 def test_a_weight_that_a_hook_of_torch_computes_is_no_setting() -> None:
     model = torch.nn.utils.spectral_norm(nn.Linear(2, 2))
-    settings = Settings(model)
+    settings = ForwardSettings(model)
     model(torch.ones(1, 2))
     assert settings.hold()
 
 
 def test_a_function_of_a_class_of_torch_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(nn.Linear(2, 2))
+    settings = ForwardSettings(nn.Linear(2, 2))
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
     assert not settings.hold()
 
 
 def test_what_runs_around_a_graph_is_no_setting_of_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    settings = Settings(model, inside=True)
+    settings = ForwardSettings(model, inside=True)
     model.forward = torch.tanh
     model.register_forward_hook(lambda *args: None)
     assert settings.hold()
@@ -104,7 +104,7 @@ def test_what_runs_around_a_graph_is_no_setting_of_it() -> None:
 def test_deep_in_an_object_only_what_forward_names_is_a_setting() -> None:
     model = nn.Linear(2, 2)
     model.trainer = SimpleNamespace(loop=SimpleNamespace(epoch=SimpleNamespace(step=1, scale=1.0)))
-    settings = Settings(model, Outside(names=frozenset({"trainer", "scale"})))
+    settings = ForwardSettings(model, Outside(names=frozenset({"trainer", "scale"})))
     model.trainer.loop.epoch.step = 2
     assert settings.hold()
     model.trainer.loop.epoch.scale = 2.0

@@ -15,7 +15,7 @@ from kfac_fx.passes.graphs.sizes import (
     NUMBER,
     counted,
     in_example,
-    number,
+    known_number,
     number_of_cases,
     shape_of,
     size,
@@ -38,7 +38,7 @@ def test_sizes_are_numbers_or_the_symbols_of_the_capture() -> None:
     cases, positions, width = sizes_of(y)
     assert width == "3" and not cases.isdigit() and not positions.isdigit() and cases != positions
     assert sizes_of(x)[:2] == [cases, positions] or sizes_of(x)[2] == "5"
-    assert [number(size) for size in shape_of(y)] == [None, None, 3]
+    assert [known_number(size) for size in shape_of(y)] == [None, None, 3]
     assert [in_example(size) for size in shape_of(y)] == [N, T, 3]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.statistics import case_gradients as module
-from kfac_fx.statistics.case_gradients import Cases, LowRank, inner_products, sum_of_squares, weighted_squares
+from kfac_fx.statistics.case_gradients import Cases, LowRank, query_products, sum_of_squares, weighted_squares
 from kfac_fx.statistics.row_sums import Rows, canonical, gradient
 
 CASES, POSITIONS, GROUPS, OUT, IN = 5, 3, 2, 4, 6
@@ -73,8 +73,8 @@ def test_all_functions_are_those_of_the_gradients(form: str, chunk: int, monkeyp
         torch.testing.assert_close(sum_of_squares(kind), each.square().sum(0))
         torch.testing.assert_close(weighted_squares(kind, weights), (each.square() * weights).sum((1, 2, 3)))
         for wanted in (queries, few):
-            torch.testing.assert_close(inner_products(kind, wanted), torch.einsum("ngoi,qgoi->qn", each, wanted))
-        torch.testing.assert_close(inner_products(kind, low), torch.einsum("ngoi,qgoi->qn", each, low.dense()))
+            torch.testing.assert_close(query_products(kind, wanted), torch.einsum("ngoi,qgoi->qn", each, wanted))
+        torch.testing.assert_close(query_products(kind, low), torch.einsum("ngoi,qgoi->qn", each, low.dense()))
 
 
 @every_form

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kfac_fx.losses import Categorical, Normal
-from kfac_fx.recording.case_sources import measured, source_vectors
+from kfac_fx.recording.case_sources import measurement_source, source_vectors
 
 
 def test_slots_of_a_loss_are_sent_back_one_after_another_and_add_up() -> None:
@@ -38,7 +38,7 @@ def test_exact_sources_are_the_columns_of_the_factor() -> None:
 
 def test_one_example_is_sent_back_alone() -> None:
     leaf = torch.randn(3, 2, requires_grad=True)
-    source = measured(lambda outputs: outputs.square().sum(1), leaf, None, [leaf], 3)
+    source = measurement_source(lambda outputs: outputs.square().sum(1), leaf, None, [leaf], 3)
     (everything,), (one,) = source.cotangents(), source.cotangents(1)
     torch.testing.assert_close(everything, 2 * leaf.detach())
     torch.testing.assert_close(one[1], 2 * leaf.detach()[1])
@@ -48,6 +48,6 @@ def test_one_example_is_sent_back_alone() -> None:
 def test_a_measurement_is_one_number_for_every_example() -> None:
     leaf = torch.randn(3, 2, requires_grad=True)
     with pytest.raises(ValueError, match=r"\[3\], and this one returned \[3, 2\]"):
-        measured(lambda outputs: outputs, leaf, None, [leaf], 3)
+        measurement_source(lambda outputs: outputs, leaf, None, [leaf], 3)
     with pytest.raises(ValueError, match=r"\[3\], and this one returned a float"):
-        measured(lambda outputs, targets: 1.0, leaf, 0, [leaf], 3)  # type: ignore[arg-type, return-value]
+        measurement_source(lambda outputs, targets: 1.0, leaf, 0, [leaf], 3)  # type: ignore[arg-type, return-value]

@@ -12,7 +12,7 @@ from torch import Tensor
 import kfac_fx
 from kfac_fx import Batch, RegistrationError, fit_spectrum
 from kfac_fx import fitting as module
-from kfac_fx.fitting import joint, packed, parts_of, smallest_bound
+from kfac_fx.fitting import chosen_parts, joint, pack_units, smallest_bound
 from kfac_fx.recording.recorder import Recorder
 from tests.runtime.single_cases import T, Text, V
 
@@ -100,7 +100,7 @@ def test_a_killed_run_resumes_and_ends_equal(tmp_path: Path, monkeypatch: pytest
         kfac_fx.load_spectrum(net, tmp_path)
     monkeypatch.setattr(module, "fit_part", lambda *args: done.append(args) or fit_part(*args))
     assert same(fit_spectrum(net, batches, case="row", parts=4, folder=tmp_path), whole)
-    assert len(done) == len(parts_of(net.registrations, dict(net.model.named_parameters()), 4, None)) > 2
+    assert len(done) == len(chosen_parts(net.registrations, dict(net.model.named_parameters()), 4, None)) > 2
     assert same(kfac_fx.load_spectrum(net, tmp_path), whole)
     with pytest.raises(ValueError, match=r"(?s)holds something else:.*seed.*is 0 in the folder, and 1 here"):
         fit_spectrum(net, batches, case="row", folder=tmp_path, seed=1)
@@ -110,7 +110,7 @@ def test_a_bound_on_memory_makes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     net, batches = net_and_data()
     parameters = dict(net.model.named_parameters())
     sizes = [module.bytes_of(registration, parameters, None) for registration in net.registrations]
-    chosen = parts_of(net.registrations, parameters, 1, max(sizes))
+    chosen = chosen_parts(net.registrations, parameters, 1, max(sizes))
     assert len(chosen) > 1 and frozenset().union(*chosen) == parameters.keys()
     assert same(fit_spectrum(net, batches, memory=max(sizes)), fit_spectrum(net, batches))
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_a_bound_on_memory_makes_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_neighbors_are_packed_as_evenly_as_they_can_be() -> None:
     assert [smallest_bound([3, 1, 4, 1, 5], parts) for parts in (1, 2, 3, 9)] == [14, 8, 5, 5]
     units = [(frozenset([name]), size) for name, size in zip("abcde", [3, 1, 4, 1, 5], strict=True)]
-    assert [sorted(names) for names in packed(units, 8)] == [["a", "b", "c"], ["d", "e"]]
+    assert [sorted(names) for names in pack_units(units, 8)] == [["a", "b", "c"], ["d", "e"]]
 
 
 def test_pieces_of_one_parameter_stay_together() -> None:

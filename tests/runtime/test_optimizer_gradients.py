@@ -123,7 +123,9 @@ class NoHostReads(TorchDispatchMode):
 def test_an_ordinary_step_reads_nothing_back_from_the_device(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outputs, "refuse", lambda differs, model: None)  # a CPU reads it, for it need not wait
+    monkeypatch.setattr(
+        outputs, "refuse_changed_model", lambda differs, model: None
+    )  # a CPU reads it, for it need not wait
     net, opt = made(**options, weight_decay=0.1)
     train(net, opt, range(3))
     backward(net, 3)  # no inverses are due, and "adaptive" checks its step size

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kfac_fx.checks import outputs
-from kfac_fx.checks.outputs import OutputWatch, differ, sample
+from kfac_fx.checks.outputs import OutputWatch, differ, sampled_elements
 from kfac_fx.passes.errors import ModelChangedError
 
 X = torch.randn(20, 5)
@@ -64,13 +64,13 @@ def test_other_shapes_are_another_function() -> None:
 
 
 def test_a_sample_is_of_the_floating_outputs_and_not_of_a_number_beside_them() -> None:
-    assert [tuple(tensor.shape) for tensor in sample([X, X.sum(), X.argmax(1), "text", None])] == [(100,)]
-    assert [tuple(tensor.shape) for tensor in sample([X.sum()])] == [(1,)]
+    assert [tuple(tensor.shape) for tensor in sampled_elements([X, X.sum(), X.argmax(1), "text", None])] == [(100,)]
+    assert [tuple(tensor.shape) for tensor in sampled_elements([X.sum()])] == [(1,)]
 
 
 def test_a_sample_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "ELEMENTS", 10)
-    (small,) = sample([X])
+    monkeypatch.setattr(outputs, "MOST_ELEMENTS", 10)
+    (small,) = sampled_elements([X])
     assert small.numel() <= 10 and torch.equal(small, X.reshape(-1)[::11])
 
 

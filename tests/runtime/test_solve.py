@@ -9,13 +9,13 @@ from torch.func import functional_call, vmap
 
 import kfac_fx
 from kfac_fx import ConvergenceWarning, ModelSpectrum, Relative
-from kfac_fx.spectrum.solve import Product, conjugate_gradients
+from kfac_fx.spectrum.solve import NamedProduct, conjugate_gradients
 from tests.runtime.single_cases import Gradients
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def curved() -> tuple[ModelSpectrum, Product, Tensor, list[str]]:
+def curved() -> tuple[ModelSpectrum, NamedProduct, Tensor, list[str]]:
     """The spectrum of a network of three layers with badly scaled inputs, products with its Gauss-Newton matrix, and
     that matrix."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))

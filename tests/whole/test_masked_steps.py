@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection, ModelChangedError
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.graphs.sizes import in_example, number
+from kfac_fx.passes.graphs.sizes import in_example, known_number
 from kfac_fx.statistics.lagged import LAGGED
 from tests.runtime.fisher_cases import sequence_statistics
 
@@ -313,5 +313,5 @@ def test_sizes_of_the_example_stay_symbols() -> None:
     captured = kfac_fx.capture(nn.Linear(I, H), (torch.randn(N, T, I),))
     (x,) = (node for node in captured.program.graph.nodes if node.op == "placeholder")
     cases, *_, width = x.meta["val"].shape
-    assert in_example(cases) == N and number(cases) is None and str(cases).startswith("s")
-    assert in_example(width) == number(width) == I and in_example(7) == 7
+    assert in_example(cases) == N and known_number(cases) is None and str(cases).startswith("s")
+    assert in_example(width) == known_number(width) == I and in_example(7) == 7
