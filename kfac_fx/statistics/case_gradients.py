@@ -24,6 +24,8 @@ from kfac_fx.statistics.row_sums import (
     with_bias,
 )
 
+ADDED_AT_ONCE = 2**16  # numbers that are added in one product
+
 
 @dataclass(frozen=True)
 class Cases:
@@ -188,7 +190,7 @@ def query_products(cases: Cases, queries: QueryGradients) -> Tensor:
     """<W_n, P_q> for all cases and queries P: [Q, N]."""
     if cases.whole is not None:
         whole = queries.dense() if isinstance(queries, LowRank) else queries
-        return whole.flatten(1) @ cases.whole.to(whole.dtype).flatten(1).mT
+        return products_of_all(whole, cases.whole)
     each = [products_of_use(Cases(cases.matrix, (rows,)), rows, queries) for rows in side_by_side(cases.uses)]
     return torch.stack(each).sum(0)
 
@@ -198,8 +200,16 @@ def products_of_use(cases: Cases, rows: Rows, queries: QueryGradients) -> Tensor
     positions, many = rows.d.shape[1], len(queries)
     if isinstance(queries, LowRank) or rows.ids or positions * many <= positions + many:
         return torch.cat([part.sum(-1) for part in by_rows(cases, queries)], dim=1)
-    flat = queries.flatten(1)
-    return torch.cat([flat @ part.gradients().to(flat.dtype).flatten(1).mT for _, part in cases.chunks()], dim=1)
+    return torch.cat([products_of_all(queries, part.gradients()) for _, part in cases.chunks()], dim=1)
+
+
+def products_of_all(queries: Tensor, gradients: Tensor) -> Tensor:
+    """<W_n, P_q> of matrices [N, g, o, i] and [Q, g, o, i]: [Q, N].
+
+    Summed piece by piece: BLAS adds the products of float32 one after another, which loses four digits in an embedding
+    of a large vocabulary."""
+    pieces = (matrices.flatten(1).split(ADDED_AT_ONCE, dim=1) for matrices in (queries, gradients.to(queries.dtype)))
+    return torch.stack([left @ right.mT for left, right in zip(*pieces, strict=True)]).sum(0)
 
 
 def by_rows(cases: Cases, queries: QueryGradients) -> Iterator[Tensor]:
