@@ -83,7 +83,20 @@ process. The proof keeps the matrices of one registration at a time. `verify=Fal
 
     {command}
 """
-FILES = ("step_time", "step_parts", "host_time", "compile_time", "scale", "proof_memory")
+SOLVE = """\
+## Conjugate gradients
+
+The table gives the iterations of `ModelSpectrum.solve` for (H + δ I) x = v, to a residual of 1e-6 in float64. H is the
+Gauss-Newton matrix of a mean of squared errors over 500 cases, and v is the gradient. The networks have width 10 and
+tanh. *none* is plain conjugate gradients, *factors* has the Kronecker factors as the preconditioner, *root* their
+square root, *blocks* the exact blocks of H, one a layer.
+
+The preconditioner helps where the condition within blocks is bad. Exact blocks do not help four layers either: the
+directions along which H is close to zero change several layers, and no preconditioner of single layers knows them.
+
+    {command}
+"""
+FILES = ("step_time", "step_parts", "host_time", "compile_time", "scale", "proof_memory", "conjugate_gradients")
 Row = dict[str, Any]
 
 
@@ -92,7 +105,9 @@ def write() -> None:
 
 
 def page() -> str:
-    step, parts, host, compiling, scale, proof = (json.loads((RESULTS / f"{name}.json").read_text()) for name in FILES)
+    step, parts, host, compiling, scale, proof, solve = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in FILES
+    )
     sections = [
         INTRODUCTION.format(**step),
         *step_time(step),
@@ -104,6 +119,8 @@ def page() -> str:
         table(by_pass(scale["results"]), "{:.2f}"),
         PROOF.format(**proof),
         table(proof["MB"], "{:,.0f}"),
+        SOLVE.format(**solve),
+        table(solve["iterations"], "{}"),
     ]
     return "\n".join(sections)
 

@@ -15,10 +15,12 @@ from tests.runtime.single_cases import Gradients
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def curved() -> tuple[ModelSpectrum, NamedProduct, Tensor, list[str]]:
-    """The spectrum of a network of three layers with badly scaled inputs, products with its Gauss-Newton matrix, and
-    that matrix."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
+def curved(hidden: int = 2) -> tuple[ModelSpectrum, NamedProduct, Tensor, list[str]]:
+    """The spectrum of a network with so many hidden layers and badly scaled inputs, products with its Gauss-Newton
+    matrix, and that matrix."""
+    widths = (4, *[5] * hidden)
+    layers = [part for i, o in zip(widths, widths[1:], strict=False) for part in (nn.Linear(i, o), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(5, 2))
     x = torch.randn(40, 4) * torch.tensor([10.0, 1.0, 0.1, 3.0])
     estimator = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x,), loss="normal"), estimation_mode="exact")
     estimator.update_covariances(x)
@@ -60,6 +62,28 @@ def test_a_matrix_of_kronecker_products_takes_one_iteration() -> None:
     assert spectrum.solve(v, undamped).iterations == 1
     damped = lambda u: {name: hu + 1e-2 * u[name] for name, hu in undamped(u).items()}  # noqa: E731
     assert conjugate_gradients(v, damped, dict, (), 1e-8, 1000).iterations > 10
+
+
+def test_bad_scales_within_blocks_take_few_iterations() -> None:
+    spectrum, product, h, names = curved(hidden=1)
+    spectrum = spectrum.at(damping=1e-4)
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    preconditioned, plain = (
+        spectrum.solve(v, product, tolerance=1e-8, iterations=2000, exponent=exponent) for exponent in (1.0, 0.0)
+    )
+    expected = torch.linalg.solve(h + 1e-4 * torch.eye(len(h)), flat(v, names))
+    for found in (preconditioned, plain):
+        torch.testing.assert_close(flat(found.vector, names), expected, rtol=1e-5, atol=1e-3)
+    assert 2 * preconditioned.iterations < plain.iterations
+
+
+def test_an_exponent_of_zero_is_no_preconditioner() -> None:
+    spectrum, product, _, _ = curved()
+    v = {name: torch.randn(shape) for name, shape in spectrum.shapes.items()}
+    damped = lambda u: {name: hu + 1e-2 * u[name] for name, hu in product(u).items()}  # noqa: E731
+    expected = conjugate_gradients(v, damped, dict, (), 1e-8, 1000)
+    found = spectrum.solve(v, product, iterations=1000, exponent=0.0)
+    assert torch.equal(found.residuals, expected.residuals)
 
 
 def test_many_right_hand_sides_are_solved_at_once() -> None:

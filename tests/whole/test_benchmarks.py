@@ -9,6 +9,7 @@ from benchmarks import (
     __main__,
     agreement,
     agreement_kronfluence,
+    conjugate_gradients,
     cost_docs,
     host_time,
     methods,
@@ -120,3 +121,9 @@ def test_every_phase_of_a_spectrum_takes_time() -> None:
         assert len(times) == len(statistics.PHASES) and all(second >= 0 for second in times) and sum(times) > 0
     if importlib.util.find_spec("kronfluence") is not None:
         assert len(statistics.table({"UCI network": statistics.uci(64)}, 1).splitlines()) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # what torch loads for jvp
+def test_the_preconditioner_of_one_layer_is_its_matrix() -> None:
+    (row,) = conjugate_gradients.iterations(1, scaled=True, dampings=[1e-2])
+    assert row["factors"] == row["blocks"] == 1 < row["none"]
