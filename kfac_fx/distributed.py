@@ -7,6 +7,7 @@ processes, and only these are sent. From equal factors every process computes eq
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,10 +31,14 @@ class Replicas:
         """The number of processes; 1 if torch.distributed is not initialized."""
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
 
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group."""
+        return dist.get_rank(self.group) if self.number > 1 else 0
+
     def own(self, seed: int | None) -> int:
         """A seed of this process, from a common seed; None: from torch's."""
-        rank = dist.get_rank(self.group) if self.number > 1 else 0
-        return rank + (torch.initial_seed() if seed is None else seed)
+        return self.rank + (torch.initial_seed() if seed is None else seed)
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over processes."""
@@ -46,16 +51,56 @@ class Replicas:
         """Sums over processes, in one message for every dtype and device."""
         if self.number == 1:
             return list(tensors)
-        members_of: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for n, tensor in enumerate(tensors):
-            members_of.setdefault((tensor.dtype, tensor.device), []).append(n)
         totals: dict[int, Tensor] = {}
-        for members in members_of.values():
-            message = torch.cat([tensors[n].detach().reshape(-1) for n in members])
+        for members in alike(tensors):
+            message = joined(tensors, members)
             dist.all_reduce(message, group=self.group)
-            parts = message.split([tensors[n].numel() for n in members])
-            totals |= {n: part.view(tensors[n].shape) for n, part in zip(members, parts, strict=True)}
+            totals |= zip(members, parts(message, [tensors[n] for n in members]), strict=True)
         return [totals[n] for n in range(len(tensors))]
+
+    def reduce(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Sums over processes, each in one process only: those of tensors[n] in process n, and here of one's own.
+
+        One message for every process, dtype and device. Every process passes tensors of the same shapes.
+        """
+        totals: dict[int, Tensor] = {}
+        waiting: list[Any] = []
+        for process, of_process in enumerate(tensors):
+            for members in alike(of_process):
+                message = joined(of_process, members)
+                waiting.append(dist.reduce(message, group=self.group, group_dst=process, async_op=True))
+                if process == self.rank:
+                    totals |= zip(members, parts(message, [of_process[n] for n in members]), strict=True)
+        for work in waiting:
+            work.wait()
+        return [totals[n] for n in range(len(totals))]
+
+    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The tensors of all processes in all processes, in one message, behind each other in the order of `like`.
+
+        tensors: of this process. like[n]: tensors of the shapes and dtypes of those of process n.
+        """
+        everything = [tensor for of_process in like for tensor in of_process]
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in everything))
+        sizes = [sum(tensor.numel() for tensor in of_process) for of_process in like]
+        sizes += [0] * (self.number - len(sizes))
+        message = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]) if tensors else None
+        device = everything[0].device
+        # An all-gather sends shares of equal length, and an all-reduce sends every element twice.
+        if self.number * max(sizes) <= 2 * sum(sizes):
+            share = torch.zeros(max(sizes), dtype=dtype, device=device)
+            if message is not None:
+                share[: len(message)] = message
+            shares = [torch.empty_like(share) for _ in sizes]
+            dist.all_gather(shares, share, group=self.group)
+            whole = torch.cat([filled[:size] for filled, size in zip(shares, sizes, strict=True)])
+        else:
+            whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            if message is not None:
+                start = sum(sizes[: self.rank])
+                whole[start : start + len(message)] = message
+            dist.all_reduce(whole, group=self.group)
+        return [part.to(tensor.dtype) for part, tensor in zip(parts(whole, everything), everything, strict=True)]
 
     def check_options(self, options: Mapping[str, str]) -> None:
         """Raises ValueError if the processes have different options, with all of them. options: by name, as text."""
@@ -88,3 +133,24 @@ class Replicas:
                 "independently with KFAC(..., process_group=g), where g = torch.distributed.new_group([rank], "
                 "use_local_synchronization=True)."
             )
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of the tensors that fit into one message, by dtype and device."""
+    members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for n, tensor in enumerate(tensors):
+        members.setdefault((tensor.dtype, tensor.device), []).append(n)
+    return list(members.values())
+
+
+def joined(tensors: Sequence[Tensor], members: Sequence[int]) -> Tensor:
+    return torch.cat([tensors[n].detach().reshape(-1) for n in members])
+
+
+def parts(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a message that was made of tensors of these shapes."""
+    split = message.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(split, like, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.blocks.block import BlockOperator
 from kfac_fx.blocks.fisher import BlockDiagonalFisher, check_variables
 from kfac_fx.blocks.spectrum import Damping
 from kfac_fx.checks.arguments import refuse_other_variables
@@ -17,7 +19,7 @@ from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.checks.unchanged import refuse_untrained, refuse_without_blocks
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
-from kfac_fx.factors.factor import additive
+from kfac_fx.factors.factor import additive, packed, unpacked
 from kfac_fx.layer_collection import LayerCollection
 from kfac_fx.linalg.matrices import Root, full_precision
 from kfac_fx.losses.sources import check_mode
@@ -332,6 +334,9 @@ class FisherEstimator(BlockDiagonalFisher):
             with full_precision():
                 for group in self.groups:
                     for members in runs([r.parameters in self._pending for r in group.registrations]):
+                        group.updated = True
+                        if not group.here:
+                            continue
                         sums = [self._pending[r.parameters] for r in group.registrations[members]]
                         group.update(sums, cases, decay=decay, accept=accept, members=members)
             self.newcomers = frozenset(self._pending.keys() - self._recorded)
@@ -341,15 +346,30 @@ class FisherEstimator(BlockDiagonalFisher):
         return not empty
 
     def _total(self) -> int | Tensor:
-        """Add all sums up over the processes; returns the number of cases."""
+        """Add all sums up over the processes, or over those of each owner at the owner. Returns the number of cases."""
         if self.replicas is None or self.replicas.number == 1:
             return self._pending_cases
-        everything = [self._pending_gradients, *self._pending.values()]
-        cases = torch.as_tensor(self._pending_cases, dtype=torch.float64, device=self.damping.device)
-        cases, *totals = self.replicas.total([cases, *(value for sums in everything for value in sums.values())])
+        totals = self.replicas.total(list(self._pending_gradients.values()))
+        self._pending_gradients = dict(zip(self._pending_gradients, totals, strict=True))
+        groups = {key: self.blocks[key].group for key in self._pending}
+        messages = {key: packed(group.structure, self._pending[key]) for key, group in groups.items()}
+        dtypes = [tensor.dtype for sums in messages.values() for tensor in sums.values()]
+        precise = functools.reduce(torch.promote_types, dtypes[:1], self.damping.dtype)
+        cases = torch.as_tensor(self._pending_cases, dtype=precise, device=self.damping.device)
+        members = [key for key, group in groups.items() if group.here]
+        if self.owners is None:
+            cases, *totals = self.replicas.total([cases, *(t for key in members for t in messages[key].values())])
+        else:
+            by_owner: list[list[Tensor]] = [[] for _ in range(self.replicas.number)]
+            for key, group in groups.items():
+                assert group.owner is not None, f"bug in kfac_fx: {key} has no owner among blocks that have one"
+                by_owner[group.owner] += messages[key].values()
+            totals = self.replicas.reduce([[cases, *tensors] if tensors else [] for tensors in by_owner])
+            cases, totals = (totals[0], totals[1:]) if totals else (cases, [])
         total = iter(totals)
-        for sums in everything:
-            sums.update({name: next(total) for name in sums})
+        for key in members:
+            sums = {name: next(total) for name in messages[key]}
+            self._pending[key] = unpacked(groups[key].structure, sums)
         return cases
 
     @torch.no_grad()
@@ -376,8 +396,7 @@ class FisherEstimator(BlockDiagonalFisher):
         """Load a `state_dict()` of an estimator with the same blocks. Batches that are not folded yet are forgotten."""
         super().load_state_dict(state)
         self._restore_pending({}, {}, 0, set())
-        weights = {key: [f.total_weight for f in block.factors.values()] for key, block in self.blocks.items()}
-        self._recorded = {key for key, of_factors in weights.items() if any(map(bool, of_factors))}
+        self._recorded = {key for key, block in self.blocks.items() if has_factors(block)}
         if self._generator is not None:
             self._generator.set_state(state["generator"])
 
@@ -386,6 +405,13 @@ class FisherEstimator(BlockDiagonalFisher):
             "FisherEstimator objects cannot be copied or pickled. Create one for the other net and call "
             "load_state_dict(est.state_dict())."
         )
+
+
+def has_factors(block: BlockOperator) -> bool:
+    """Waits for the device. Of a block of another process, as those that are stacked with it."""
+    if not block.group.here:
+        return block.group.updated
+    return any(bool(factor.total_weight) for factor in block.factors.values())
 
 
 def runs(flags: Sequence[bool]) -> list[slice]:

@@ -156,7 +156,7 @@ class Metrics:
             self.write(self.values, self.step)
 
     def _read(self, before: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor | float]:
-        optimizer, groups = self.optimizer, self.optimizer.estimator.groups
+        optimizer, groups = self.optimizer, self.optimizer.estimator.kept
         names = ["damping", "rho", "predicted_change"]
         names += ["qmodel_learning_rate", "qmodel_momentum"] * optimizer.options.quadratic
         values: dict[str, Tensor | float] = {name: getattr(optimizer, name) for name in names}

@@ -22,6 +22,7 @@ from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.optim.step_state import StepState
+from kfac_fx.ownership import BlockOwners
 from kfac_fx.passes.tracing.devices import accelerators
 
 
@@ -84,6 +85,8 @@ class KFAC(Optimizer):
             fraction=options.fraction,
         )
         self.estimator.replicas = replicas = Replicas(options.process_group)
+        if options.strategy is not None:
+            self.estimator.owners = BlockOwners(replicas, options.strategy)
         self.generator = torch.Generator(example.device).manual_seed(replicas.own(options.seed))
         schedule = Schedule(options)
         self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, accelerators(names))
@@ -268,7 +271,10 @@ class KFAC(Optimizer):
         return self._step_state.phases
 
     def counters(self) -> dict[str, int]:
-        """For the report: the steps so far, and those that failed. Waits for the device."""
+        """For the report: the steps so far, and those that failed. Waits for the device.
+
+        With owners, the failures are those of the blocks that this process keeps.
+        """
         failures = [block.failures for block in self.estimator.blocks.values()]
         return {
             "steps": self.counter,

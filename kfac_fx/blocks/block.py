@@ -138,9 +138,14 @@ class BlockOperator(Operator):
         return self.group.failures(self.member)
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors of the block by name, sharing memory; "ready": whether there are factors, and inverses."""
+        """All tensors of the block by name, sharing memory; "ready": whether there are factors, and inverses.
+
+        A block that another process keeps has "ready" alone.
+        """
         group, index = self.group, self.member.start
         state = {"ready": torch.tensor([group.updated, group.inverted])}
+        if not group.here:
+            return state
         state |= {name: getattr(group, name)[index] for name in ("skipped", "failed")}
         for name, stack in group.factors.items():
             state |= {f"{name}/moment": stack.moment[index], f"{name}/total_weight": stack.total_weight[index]}

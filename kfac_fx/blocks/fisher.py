@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,18 @@ class Blocks(dict[Key, BlockOperator]):
         )
 
 
+class Owners(Protocol):
+    """The processes among which the blocks are divided (`kfac_fx.ownership`)."""
+
+    @property
+    def rank(self) -> int: ...
+    def assign(self, blocks: Sequence[BlockGroup], owners: Mapping[str, int]) -> Sequence[int]: ...
+    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]: ...
+
+
+META = torch.device("meta")
+
+
 class BlockDiagonalFisher(Operator):
     """F + λ I by blocks, over all of `parameters`. Vectors may have sparse tensors; products are dense.
 
@@ -47,6 +60,7 @@ class BlockDiagonalFisher(Operator):
         self.roots = tuple(roots)
         self._damping = damping
         self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
+        self.owners: Owners | None = None  # None: this process keeps all blocks
         self._registrations: tuple[Registration, ...] | None = None
 
     @abstractmethod
@@ -58,7 +72,7 @@ class BlockDiagonalFisher(Operator):
         registrations, parameters = self.wanted()
         trained = [r for r in registrations if any(parameters[name].requires_grad for name in r.owners)]
         frozen = [registration for registration in registrations if registration not in trained]
-        self._make_blocks([trained, frozen], registrations, parameters)
+        self._make_blocks([trained, frozen], registrations, parameters, {})
 
     @torch.no_grad()
     def extend(self) -> None:
@@ -76,7 +90,8 @@ class BlockDiagonalFisher(Operator):
         }
         cohorts = [[unchanged[key] for key in cohort if key in unchanged] for cohort in self._cohorts]
         new = [registration for registration in registrations if registration.parameters not in unchanged]
-        self._make_blocks([*cohorts, new], registrations, parameters)
+        owners = {name: block.group.owner for block in before.values() for name in block.registration.owners}
+        self._make_blocks([*cohorts, new], registrations, parameters, owners)
         for key in unchanged:
             block, earlier = self._blocks[key], before[key]
             state = earlier.state()
@@ -89,16 +104,20 @@ class BlockDiagonalFisher(Operator):
         cohorts: Sequence[Sequence[Registration]],
         registrations: tuple[Registration, ...],
         parameters: Mapping[str, Tensor],
+        owners: Mapping[str, int | None],
     ) -> None:
-        """cohorts: registrations that are recorded and decomposed at the same times, so that they may be stacked."""
+        """
+        Args:
+            cohorts: registrations that are recorded and decomposed at the same times, so that they may be stacked.
+            owners: of parameters that have one already; what is computed for them stays where it is.
+        """
         self._cohorts = [[registration.parameters for registration in cohort] for cohort in cohorts]
-        self._groups = [
-            group
-            for cohort in cohorts
-            for group in make_groups(
-                cohort, parameters, roots=self.roots, damping=self._damping, dtype=self.factor_dtype
-            )
-        ]
+        owner_of = self._owners_of(registrations, parameters, owners)
+        self._groups = []
+        for cohort in cohorts:
+            for owner in dict.fromkeys(owner_of[registration.parameters] for registration in cohort):
+                members = [registration for registration in cohort if owner_of[registration.parameters] == owner]
+                self._groups += self._make_groups(members, parameters, owner)
         blocks = [BlockOperator(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in blocks}
         self._blocks = Blocks(
@@ -106,8 +125,50 @@ class BlockDiagonalFisher(Operator):
         )
         names = dict.fromkeys(name for registration in registrations for name in registration.owners)
         self._shapes = {name: parameters[name].shape for name in names}
-        self._inverter = Inverter(self._groups, self.roots)
         self._registrations = registrations
+        self._inverter = Inverter(self.kept, self.roots)
+
+    def _owners_of(
+        self,
+        registrations: Sequence[Registration],
+        parameters: Mapping[str, Tensor],
+        owners: Mapping[str, int | None],
+    ) -> Mapping[Key, int | None]:
+        """The owner of every registration; None: every process. owners: those that parameters have already."""
+        keys = [registration.parameters for registration in registrations]
+        if self.owners is None:
+            return dict.fromkeys(keys)
+        blocks = [
+            group
+            for registration in registrations
+            for group in make_groups(
+                [registration],
+                parameters,
+                roots=self.roots,
+                damping=self._damping,
+                dtype=self.factor_dtype,
+                device=META,
+            )
+        ]
+        known = {name: owner for name, owner in owners.items() if owner is not None}
+        return dict(zip(keys, self.owners.assign(blocks, known), strict=True))
+
+    def _make_groups(
+        self, registrations: Sequence[Registration], parameters: Mapping[str, Tensor], owner: int | None
+    ) -> list[BlockGroup]:
+        """The groups of registrations with one owner, without memory if that is another process."""
+        here = self.owners is None or owner == self.owners.rank
+        groups = make_groups(
+            registrations,
+            parameters,
+            roots=self.roots,
+            damping=self._damping,
+            dtype=self.factor_dtype,
+            device=None if here else META,
+        )
+        for group in groups:
+            group.owner, group.here = owner, here
+        return groups
 
     @property
     def groups(self) -> list[BlockGroup]:
@@ -115,6 +176,11 @@ class BlockDiagonalFisher(Operator):
         if self._registrations is None:
             self.build()
         return self._groups
+
+    @property
+    def kept(self) -> list[BlockGroup]:
+        """The groups whose factors and inverses this process keeps: all but those of other owners."""
+        return [group for group in self.groups if group.here]
 
     @property
     def blocks(self) -> Blocks:
@@ -154,8 +220,11 @@ class BlockDiagonalFisher(Operator):
             self.groups[0].check_updated()
         if keys is not None:
             ready = [group for group in ready if any(r.parameters in keys for r in group.registrations)]
-        inverter = self._inverter if len(ready) == len(self.groups) else Inverter(ready, self.roots)
+        all_ready = len(ready) == len(self.groups)
+        inverter = self._inverter if all_ready else Inverter([group for group in ready if group.here], self.roots)
         inverter.update()
+        for group in ready:  # those of other owners, too, who decompose them at the same time
+            group.inverted = group.inverted or bool(self.roots)
 
     def idle(self, names: Container[str]) -> frozenset[str]:
         """The parameters, none of them among `names`, whose blocks have no factors or no inverses yet, because they
@@ -222,8 +291,25 @@ class BlockDiagonalFisher(Operator):
         parts = split(vector, registrations)
         product: dict[str, Tensor] = {}
         for group in groups:
-            product |= group.unpack(group.multiply(group.pack(parts), root, transpose), parts)
+            if group.here:
+                product |= group.unpack(group.multiply(group.pack(parts), root, transpose), parts)
+        if self.owners is not None:
+            product = self._gathered(product, groups, parts)
         return joined(product, registrations, vector)
+
+    def _gathered(
+        self, product: Mapping[str, Tensor], groups: Sequence[BlockGroup], like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The products of all processes, by the names of the registrations. product: of this process."""
+        assert self.owners is not None, "bug in kfac_fx: products of several processes, and no owners"
+        names: dict[int, list[str]] = {}
+        for group in groups:
+            assert group.owner is not None, "bug in kfac_fx: a block without an owner among those that have one"
+            names.setdefault(group.owner, []).extend(n for r in group.registrations for n in r.parameters)
+        of_process = [names.get(n, []) for n in range(max(names) + 1)]
+        mine = [product[name] for name in names.get(self.owners.rank, [])]
+        everything = self.owners.gather(mine, [[like[name] for name in of_owner] for of_owner in of_process])
+        return dict(zip((name for of_owner in of_process for name in of_owner), everything, strict=True))
 
     # --- failures and state -----------------------------------------------------------------------------------------
 
@@ -250,7 +336,16 @@ class BlockDiagonalFisher(Operator):
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if the names or shapes of a state are not those of this estimator."""
         mine = self.state_dict()
-        if wrong := sorted(mine.keys() ^ state.keys()) or sorted(n for n in mine if mine[n].shape != state[n].shape):
+        elsewhere = tuple(f"{','.join(key)}/" for key, block in self.blocks.items() if not block.group.here)
+        others = {name for name in state.keys() - mine.keys() if name.startswith(elsewhere)}
+        if self.owners is not None and (absent := mine.keys() - state.keys()):
+            raise ValueError(
+                f"the state lacks {len(absent)} tensors of blocks that this process keeps, first {min(absent)!r}. Each "
+                "process has the state of its own blocks only: save and load with torch.distributed.checkpoint, which "
+                "brings those of all processes together, or load on every process what that same process saved."
+            )
+        given = state.keys() - others
+        if wrong := sorted(mine.keys() ^ given) or sorted(n for n in mine if mine[n].shape != state[n].shape):
             raise ValueError(
                 f"the state is of another estimator: {len(wrong)} names or shapes differ, the first is {wrong[0]!r}."
             )

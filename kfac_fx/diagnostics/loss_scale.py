@@ -241,7 +241,7 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor]) 
     some are distributions that the library knows. Parameters in no block follow the first-order rule; they are right.
     """
     curved: dict[str, Tensor] = {}
-    for block in estimator.blocks.values():
+    for block in (block for block in estimator.blocks.values() if block.group.here):
         curvature = block.factors["G" if "G" in block.factors else "F"].moment.any()
         for name in block.registration.owners:
             curved[name] = curved[name] | curvature if name in curved else curvature

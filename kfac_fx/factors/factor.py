@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.matrices import Root, unsqueeze_like
+from kfac_fx.linalg.packed import pack_symmetric, unpack_symmetric
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.matrix import Shape
@@ -87,7 +88,12 @@ class Factor:
 
     @property
     def value(self) -> Tensor:
-        """The average. Raises FactorNotReady before the first update; waits for the device."""
+        """The average; waits for the device.
+
+        Raises FactorNotReady before the first update, NotRegisteredError if another process keeps it.
+        """
+        if self.moment.is_meta:
+            raise NotRegisteredError(kept_elsewhere(self.owner))
         if not self.total_weight.item():
             raise FactorNotReady(
                 f"factor {self.name} of {self.owner} read before its first update: "
@@ -115,6 +121,14 @@ class NotRegisteredError(KeyError):
         return str(self.args[0])
 
 
+def kept_elsewhere(registration: str, process: int | None = None) -> str:
+    which = "another process" if process is None else f"process {process}"
+    return (
+        f"the factors and inverses of {registration} are kept by {which} of the group: read them there, or write "
+        "KFAC(..., placement='replicated'), which keeps all of them in every process."
+    )
+
+
 def unknown_root(root: Root, roots: Mapping[Root, object]) -> str:
     if isinstance(root, str):
         return f"no {root.replace('_', ' ')} is kept: pass compute_{root}=True to FisherEstimator."
@@ -137,6 +151,23 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
         p = moments["per_case"].flatten(0, -2)
         sums[approximation.left.statistic] = p.square().sum(0) if approximation.left.diagonal else p.mT @ p
     return sums
+
+
+def packed(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The result of `additive` as messages carry it: of symmetric matrices the elements on and above the diagonal."""
+    symmetric = symmetric_statistics(approximation)
+    return {name: pack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
+
+
+def unpacked(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `packed`."""
+    symmetric = symmetric_statistics(approximation)
+    return {name: unpack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
+
+
+def symmetric_statistics(approximation: Approximation) -> set[str]:
+    sides = (side for side in (approximation.left, approximation.right) if side is not None)
+    return {side.statistic for side in sides if not side.diagonal}
 
 
 def batch_values(approximation: Approximation, sums: Mapping[str, Tensor], cases: int | Tensor) -> dict[str, Tensor]:

@@ -23,7 +23,14 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from kfac_fx.factors.factor import Failures, NotRegisteredError, Stack, batch_values, unknown_root
+from kfac_fx.factors.factor import (
+    Failures,
+    NotRegisteredError,
+    Stack,
+    batch_values,
+    kept_elsewhere,
+    unknown_root,
+)
 from kfac_fx.linalg.matrices import (
     HERE,
     Place,
@@ -75,7 +82,12 @@ class BlockGroup:
         skipped: the number of skipped updates of every block, [L].
         failed: the number of failed decompositions of every block, [L].
         updated, inverted: whether there are factors and roots.
+        owner: the process that keeps the factors and roots; None: every process.
+        here: whether this process keeps them. Otherwise they are on the meta device, without memory.
     """
+
+    owner: int | None = None
+    here = True
 
     def __init__(
         self,
@@ -228,17 +240,33 @@ class BlockGroup:
         pi, root = pi_correction(inputs, outputs), (damping / self.positions()).sqrt().unsqueeze(-1)
         return {**dict.fromkeys(self.sides[1:], pi * root), self.left: root / pi}
 
+    @property
+    def cost(self) -> int:
+        """Σ d³ over all matrices [d, d] that are decomposed: the operations, up to a constant."""
+        operators = [(self.as_operator(side, self.factors[side.factor].moment), side) for side in self.decomposed]
+        return sum(operator.numel() * self.size(side) for operator, side in operators)
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all factors and roots."""
+        tensors = {id(tensor): tensor for operators in self.roots.values() for tensor in operators}
+        return sum(tensor.numel() for tensor in (*tensors.values(), *(s.moment for s in self.factors.values())))
+
     def failures(self, members: slice = ALL_BLOCKS) -> Failures:
-        """The failures of some of the blocks; waits for the device."""
+        """The failures of some of the blocks, as far as this process keeps them; waits for the device."""
+        if not self.here:
+            return Failures(0, 0)
         return Failures(int(self.failed[members].sum()), int(self.skipped[members].sum()))
 
     def check_updated(self) -> None:
-        """Raises FactorNotReady before the first update."""
+        """Raises FactorNotReady before the first update, NotRegisteredError if another process keeps the factors."""
         if not self.updated:
             raise FactorNotReady(
                 f"factors of {self.registrations[0]} read before their first update: "
                 "call estimator.update_covariances(inputs) first."
             )
+        if not self.here:
+            raise NotRegisteredError(kept_elsewhere(str(self.registrations[0]), self.owner))
 
     # --- products ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
@@ -20,6 +20,7 @@ P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
 
+PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu")
 
 # --- checks of one option: (name, value) -> None, or a ValueError -----------------------------------------------------
@@ -71,10 +72,13 @@ def steps(least: int) -> Callable[[str, Any], None]:
     return check
 
 
-def a_momentum_type(name: str, value: Any) -> None:
-    if value is not None and str(value).lower() not in MOMENTUM_TYPES:
-        names = ", ".join(map(repr, MOMENTUM_TYPES))
-        raise ValueError(f"{name} {value!r} is none of {names}.{nearest(str(value).lower(), MOMENTUM_TYPES)}")
+def one_of(choices: Sequence[str], optional: bool = False) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if not (optional and value is None) and str(value).lower() not in choices:
+            names = ", ".join(map(repr, choices))
+            raise ValueError(f"{name} {value!r} is none of {names}.{nearest(str(value).lower(), choices)}")
+
+    return check
 
 
 def a_flag(name: str, value: Any) -> None:
@@ -161,6 +165,12 @@ class KFACOptions:
         grad_scaler: the GradScaler in use. "empirical" needs it, because it sees scaled gradients.
         params: parameter groups with their own lr, momentum and weight_decay; None puts all parameters into one group.
         process_group: of DistributedDataParallel, which averages the gradients; None takes the default group, if any.
+        placement: where Fisher blocks live in the processes of `process_group`. "replicated": every process keeps the
+            factors and inverses of all blocks. "owners": one process keeps those of a block, and sends its products to
+            the others; the largest blocks are placed first, each in the process with the least work so far.
+            "round_robin": one block after another, in turn, as in TF K-FAC. Both divide the memory of factors and
+            inverses and the decompositions by the number of processes, and cost a message of the size of the
+            parameters in a step.
 
     Raises:
         ValueError: for options that do not exist, lie out of range or do not fit together.
@@ -171,7 +181,7 @@ class KFACOptions:
     _: KW_ONLY
     damping: Annotated[float | Tensor | None, positive] = None
     momentum: Annotated[float | None, not_negative] = 0.9
-    momentum_type: Annotated[str | None, a_momentum_type] = None
+    momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES, optional=True)] = None
     cov_ema_decay: Annotated[float, a_weight] = 0.95
     cov_update_every: Annotated[int | None, steps(1)] = None
     invert_every: Annotated[int | None, steps(1)] = None
@@ -197,6 +207,7 @@ class KFACOptions:
     grad_scaler: torch.amp.GradScaler | None = None
     params: Iterable[Any] | None = None
     process_group: Any = None
+    placement: Annotated[str, one_of(PLACEMENTS)] = "replicated"
 
     def __post_init__(self) -> None:
         annotations = get_type_hints(KFACOptions, include_extras=True)
@@ -277,6 +288,11 @@ class KFACOptions:
         if self.momentum_type is None:
             return "adaptive" if self.lr is None or self.damping is None else "regular"
         return self.momentum_type.lower()
+
+    @functools.cached_property
+    def strategy(self) -> str | None:
+        """How blocks are divided among processes (`kfac_fx.ownership`); None if every process keeps all."""
+        return None if self.placement.lower() == PLACEMENTS[0] else self.placement.lower()
 
     def bound_on(self, what: str) -> float | None:
         """`norm_constraint` if it bounds this, "update" or "gradient"."""

@@ -22,8 +22,8 @@ FLOORS = {
     "numerics": "kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",
     "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks kfac_fx.divided",
     "models": "kfac_fx.capture_cache kfac_fx.in_place kfac_fx.layer_collection kfac_fx.fisher_blocks "
-    "kfac_fx.report kfac_fx.compiled_module kfac_fx.compiler kfac_fx.distributed kfac_fx.placement kfac_fx.estimator "
-    "kfac_fx.spectrum kfac_fx.fitting",
+    "kfac_fx.report kfac_fx.compiled_module kfac_fx.compiler kfac_fx.distributed kfac_fx.placement kfac_fx.ownership "
+    "kfac_fx.estimator kfac_fx.spectrum kfac_fx.fitting",
     "training": "kfac_fx.diagnostics kfac_fx.optim kfac_fx.optimizer kfac_fx.metrics",
     "programs": "kfac_fx kfac_fx.demo kfac_fx.cli",
 }

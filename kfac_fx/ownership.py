@@ -1,0 +1,87 @@
+"""The process that keeps a Fisher block: its factors, its inverses, and K-FAC's momentum of its parameters.
+
+With `KFAC(..., placement="owners")` or "round_robin" every block has one owner among the processes of a training. The
+sums of all processes over a batch are added up at the owner alone, who decomposes the factors and multiplies with the
+inverses; one message brings the products of all owners to all processes. Memory and decompositions are divided by the
+number of processes. "replicated" keeps all blocks in all processes, which saves the message of the products.
+
+Every process computes the same placement from the same registrations, without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kfac_fx.distributed import Replicas
+from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.placement import longest_processing_time, makespan, round_robin
+
+Strategy = Callable[[Sequence[float], int], tuple[int, ...]]
+STRATEGIES: Mapping[str, Strategy] = {"owners": longest_processing_time, "round_robin": round_robin}
+
+
+@dataclass(frozen=True)
+class BlockOwners:
+    """The owners of the blocks of one optimizer. strategy: a key of `STRATEGIES`."""
+
+    replicas: Replicas
+    strategy: str
+
+    @property
+    def rank(self) -> int:
+        return self.replicas.rank
+
+    def assign(self, blocks: Sequence[BlockGroup], owners: Mapping[str, int]) -> list[int]:
+        """The owner of every block.
+
+        Blocks with a parameter in common have one owner, because the momentum of a parameter has one place. Processing
+        times are the operations of the decompositions. Where this leaves a process with more than its part of all
+        elements and a largest block, the numbers of elements take their place; then none has more (Graham 1969).
+
+        Args:
+            blocks: groups of one block each.
+            owners: of parameters by name, where they have one already.
+        """
+        number, result = self.replicas.number, [0] * len(blocks)
+        new: list[list[int]] = []
+        for members in connected(blocks):
+            known = [owners[name] for n in members for name in names_of(blocks[n]) if name in owners]
+            for n in members if known else ():
+                result[n] = known[0]
+            new += [] if known else [members]
+        elements = [sum(blocks[n].elements for n in members) for members in new]
+        costs = [sum(blocks[n].cost + blocks[n].elements for n in members) for members in new]
+        placed = STRATEGIES[self.strategy](costs, number)
+        if self.strategy == "owners" and makespan(elements, placed, number) > most(elements, number):
+            placed = longest_processing_time(elements, number)
+        for members, owner in zip(new, placed, strict=True):
+            for n in members:
+                result[n] = owner
+        return result
+
+    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """See `Replicas.gather`."""
+        return tensors if self.replicas.number == 1 else self.replicas.gather(tensors, like)
+
+
+def most(elements: Sequence[float], ranks: int) -> float:
+    """The most elements that a process should have."""
+    return sum(elements) / ranks + max(elements, default=0)
+
+
+def names_of(block: BlockGroup) -> tuple[str, ...]:
+    """The parameters of a group of one block."""
+    return block.registrations[0].owners
+
+
+def connected(blocks: Sequence[BlockGroup]) -> list[list[int]]:
+    """The places of the blocks in sets; blocks with a parameter in common are in one set."""
+    set_of: dict[str, list[int]] = {}
+    for n, block in enumerate(blocks):
+        merged = {id(members): members for name in names_of(block) if (members := set_of.get(name)) is not None}
+        members = sorted([n, *(m for some in merged.values() for m in some)])
+        set_of |= dict.fromkeys((name for m in members for name in names_of(blocks[m])), members)
+    return sorted({id(members): members for members in set_of.values()}.values())
