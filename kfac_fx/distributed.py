@@ -52,8 +52,8 @@ class Replicas:
         if self.number == 1:
             return list(tensors)
         totals: dict[int, Tensor] = {}
-        for members in alike(tensors):
-            message = joined(tensors, members)
+        for members in fitting_together(tensors):
+            message = message_of(tensors, members)
             dist.all_reduce(message, group=self.group)
             totals |= zip(members, parts(message, [tensors[n] for n in members]), strict=True)
         return [totals[n] for n in range(len(tensors))]
@@ -66,8 +66,8 @@ class Replicas:
         totals: dict[int, Tensor] = {}
         waiting: list[Any] = []
         for process, of_process in enumerate(tensors):
-            for members in alike(of_process):
-                message = joined(of_process, members)
+            for members in fitting_together(of_process):
+                message = message_of(of_process, members)
                 waiting.append(dist.reduce(message, group=self.group, group_dst=process, async_op=True))
                 if process == self.rank:
                     totals |= zip(members, parts(message, [of_process[n] for n in members]), strict=True)
@@ -138,7 +138,7 @@ class Replicas:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+def fitting_together(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The places of the tensors that fit into one message, by dtype and device."""
     members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for n, tensor in enumerate(tensors):
@@ -146,7 +146,7 @@ def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
     return list(members.values())
 
 
-def joined(tensors: Sequence[Tensor], members: Sequence[int]) -> Tensor:
+def message_of(tensors: Sequence[Tensor], members: Sequence[int]) -> Tensor:
     return torch.cat([tensors[n].detach().reshape(-1) for n in members])
 
 

@@ -19,7 +19,7 @@ from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.checks.unchanged import refuse_untrained, refuse_without_blocks
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
-from kfac_fx.factors.factor import additive, packed, unpacked
+from kfac_fx.factors.factor import additive, packed_sums, unpacked_sums
 from kfac_fx.layer_collection import LayerCollection
 from kfac_fx.linalg.matrices import Root, full_precision
 from kfac_fx.losses.sources import check_mode
@@ -352,7 +352,7 @@ class FisherEstimator(BlockDiagonalFisher):
         totals = self.replicas.total(list(self._pending_gradients.values()))
         self._pending_gradients = dict(zip(self._pending_gradients, totals, strict=True))
         groups = {key: self.blocks[key].group for key in self._pending}
-        messages = {key: packed(group.structure, self._pending[key]) for key, group in groups.items()}
+        messages = {key: packed_sums(group.structure, self._pending[key]) for key, group in groups.items()}
         dtypes = [tensor.dtype for sums in messages.values() for tensor in sums.values()]
         precise = functools.reduce(torch.promote_types, dtypes[:1], self.damping.dtype)
         cases = torch.as_tensor(self._pending_cases, dtype=precise, device=self.damping.device)
@@ -369,7 +369,7 @@ class FisherEstimator(BlockDiagonalFisher):
         total = iter(totals)
         for key in members:
             sums = {name: next(total) for name in messages[key]}
-            self._pending[key] = unpacked(groups[key].structure, sums)
+            self._pending[key] = unpacked_sums(groups[key].structure, sums)
         return cases
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ class BlockOwners:
         number, result = self.replicas.number, [0] * len(blocks)
         new: list[list[int]] = []
         for members in connected(blocks):
-            known = [owners[name] for n in members for name in names_of(blocks[n]) if name in owners]
+            known = [owners[name] for n in members for name in named_in(blocks[n]) if name in owners]
             for n in members if known else ():
                 result[n] = known[0]
             new += [] if known else [members]
@@ -72,7 +72,7 @@ def most(elements: Sequence[float], ranks: int) -> float:
     return sum(elements) / ranks + max(elements, default=0)
 
 
-def names_of(block: BlockGroup) -> tuple[str, ...]:
+def named_in(block: BlockGroup) -> tuple[str, ...]:
     """The parameters of a group of one block."""
     return block.registrations[0].owners
 
@@ -81,7 +81,7 @@ def connected(blocks: Sequence[BlockGroup]) -> list[list[int]]:
     """The places of the blocks in sets; blocks with a parameter in common are in one set."""
     set_of: dict[str, list[int]] = {}
     for n, block in enumerate(blocks):
-        merged = {id(members): members for name in names_of(block) if (members := set_of.get(name)) is not None}
+        merged = {id(members): members for name in named_in(block) if (members := set_of.get(name)) is not None}
         members = sorted([n, *(m for some in merged.values() for m in some)])
-        set_of |= dict.fromkeys((name for m in members for name in names_of(blocks[m])), members)
+        set_of |= dict.fromkeys((name for m in members for name in named_in(blocks[m])), members)
     return sorted({id(members): members for members in set_of.values()}.values())

@@ -153,14 +153,14 @@ def additive(approximation: Approximation, moments: Mapping[str, Tensor]) -> dic
     return sums
 
 
-def packed(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def packed_sums(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The result of `additive` as messages carry it: of symmetric matrices the elements on and above the diagonal."""
     symmetric = symmetric_statistics(approximation)
     return {name: pack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
 
 
-def unpacked(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `packed`."""
+def unpacked_sums(approximation: Approximation, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `packed_sums`."""
     symmetric = symmetric_statistics(approximation)
     return {name: unpack_symmetric(tensor) if name in symmetric else tensor for name, tensor in sums.items()}
 
