@@ -37,18 +37,26 @@ NamedTensors = Mapping[str, Tensor]
 class ObservedForward:
     """One forward of a step whose loss is measured."""
 
+    recorder: Recorder
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    returned: Any  # what the model returned, detached
     leaves: Sequence[int]  # the returned leaves through which the loss is trained
     at_outputs: bool  # whether these are the Fisher's outputs
+    rounding: float = 0.0  # the ε of the coarsest precision that takes part in it
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the user's loss, by leaf
 
     @staticmethod
-    def of(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> ObservedForward:
+    def of(
+        recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, rounding: float = 0.0
+    ) -> ObservedForward:
         """Observe the gradients that the backward sends into `outputs`, what the model returned."""
-        returned = pytree.flatten(outputs)[0]
+        returned, spec = pytree.flatten(outputs)
         leaves, at_outputs = hooked_leaves(recorder, returned)
-        forward = ObservedForward(args, kwargs, leaves, at_outputs)
+        kept = [value.detach() if isinstance(value, Tensor) else value for value in returned]
+        for leaf in leaves if at_outputs else ():
+            kept[leaf] = kept[leaf].clone()  # the user or a CUDA graph may write over it before the step
+        forward = ObservedForward(recorder, args, kwargs, pytree.unflatten(kept, spec), leaves, at_outputs, rounding)
         for leaf in leaves:
             if returned[leaf].requires_grad:
                 returned[leaf].register_hook(partial(forward.take, leaf))
@@ -108,11 +116,29 @@ class BatchLoss:
         with self.same_noise():
             return [self.values(forward, parameters) for forward in self.forwards]
 
+    def returned(self, parameters: NamedTensors) -> list[Values]:
+        """The values at the parameters of the forwards, `parameters`, up to rounding: those that the forwards returned,
+        if they returned the Fisher's outputs."""
+        with self.same_noise():
+            return [
+                self.values_of(forward, forward.returned) if forward.at_outputs else self.values(forward, parameters)
+                for forward in self.forwards
+            ]
+
     def values(self, forward: ObservedForward, parameters: NamedTensors) -> Values:
-        outputs, fisher = self.net.functional(parameters, forward.args, forward.kwargs)
-        losses = self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs))
-        leaves = pytree.flatten(outputs)[0]
-        return Values(losses, [leaves[n] for n in forward.leaves])
+        recorder, args, kwargs = forward.recorder, forward.args, forward.kwargs
+        if recorder.whole:
+            outputs, fisher = recorder.outputs(parameters, recorder.capture.flatten(args, kwargs))
+        else:  # a call that was not captured may come
+            outputs, fisher = self.net.functional(parameters, args, kwargs)
+        return self.values_of(forward, outputs, fisher)
+
+    def values_of(self, forward: ObservedForward, outputs: Any, fisher: tuple[Tensor, ...] | None = None) -> Values:
+        """The values of what the model returned. fisher: the Fisher's outputs; None: the observed leaves."""
+        returned = pytree.flatten(outputs)[0]
+        leaves = [returned[n] for n in forward.leaves]
+        fisher = tuple(leaves) if fisher is None else fisher
+        return Values(self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs)), leaves)
 
     def change(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
         """h(after) - h(before), []. `before`: where the gradients were observed. Without observed gradients: its
@@ -154,12 +180,14 @@ class BatchLoss:
         sums = [loss.inputs.sum() for values in at for _, loss in values.losses]
         return self.mean(torch.stack(sums).isfinite().all().to(sums[0].dtype)) == 1
 
-    def along(self, parameters: NamedTensors, direction: NamedTensors) -> tuple[Tensor, Tensor]:
-        """(<d, F d> with the exact Fisher of the batch, <∇h, d> through the observed outputs), [] each."""
+    def along(self, parameters: NamedTensors, direction: NamedTensors) -> tuple[Tensor, Tensor, list[Values]]:
+        """(<d, F d> with the exact Fisher of the batch, <∇h, d> through the observed outputs, [] each; the values at
+        `parameters`)."""
         names = list(direction)
         point = tuple(parameters[name] for name in names)
         tangents = tuple(direction[name].to(parameters[name].dtype).unsqueeze(0) for name in names)
         results: list[tuple[Tensor, Tensor, int | Tensor]] = []
+        here: list[Values] = []
         with self.same_noise():
             for forward in self.forwards:
                 found: list[Values] = []
@@ -172,9 +200,23 @@ class BatchLoss:
 
                 primals, pushed = self.multiply_jacobian(inputs_of_losses, point, tangents)
                 results.append(self.products(forward, found[0], primals, [product[0] for product in pushed]))
+                losses = [(weight, loss.at(at)) for (weight, loss), at in zip(found[0].losses, primals, strict=False)]
+                here.append(Values(losses, list(primals[len(losses) :])))
         total = sum(cases for _, _, cases in results)
         fisher = torch.stack([f * (cases / at_least_one(total)) for f, _, cases in results]).sum()
-        return self.mean(fisher), self.mean(torch.stack([slope for _, slope, _ in results]).sum())
+        return self.mean(fisher), self.mean(torch.stack([slope for _, slope, _ in results]).sum()), here
+
+    def between(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
+        """<z' - z, F_z (z' - z)> with the Fisher of the losses at their inputs z, and z' after: to second order in the
+        parameters <d, F d> of the step d between them. []."""
+        terms: list[tuple[Tensor, Tensor, int | Tensor]] = []
+        for forward, old, new in zip(self.forwards, before, after, strict=True):
+            inputs = [loss.inputs for _, loss in old.losses]
+            moved = [loss.inputs - z for (_, loss), z in zip(new.losses, inputs, strict=True)]
+            moved += [b - a for a, b in zip(old.leaves, new.leaves, strict=True)]
+            terms.append(self.products(forward, old, inputs, moved))
+        total = sum(cases for _, _, cases in terms)
+        return self.mean(torch.stack([fisher * (cases / at_least_one(total)) for fisher, _, cases in terms]).sum())
 
     def products(
         self, forward: ObservedForward, values: Values, primals: Sequence[Tensor], pushed: Sequence[Tensor]

@@ -202,7 +202,8 @@ class Forwards:
         if self.paused or self.recorder is None:
             return
         if self.schedule.checking:
-            self.seen.observed.append(ObservedForward.of(self.recorder, args, kwargs, outputs))
+            rounding = self.net.rounding(args, kwargs)
+            self.seen.observed.append(ObservedForward.of(self.recorder, args, kwargs, outputs, rounding))
         if self.checked or self.before is None:
             return
         watched = watch(self.recorder, args, kwargs, outputs, self.before)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from kfac_fx.optim.options import KFACOptions
 
+FIRST_CHECKS = 3  # before there is a step size to try
+
 
 def is_early(steps: int, every: int) -> bool:
     """Whether `steps` is 0, 1, 2, 5, 10, 20, 50, ... and below `every`."""
@@ -46,8 +48,13 @@ class Schedule:
         step."""
         return self.options.adaptive and not self.burning_in and self.checks(self.counter)
 
+    @property
+    def checking_exactly(self) -> bool:
+        """Whether a check takes a product with the Jacobian."""
+        return self.counter < FIRST_CHECKS
+
     def checks(self, counter: int) -> bool:
-        return counter < 3 or counter % self.options.damping_rule.interval == 0
+        return counter < FIRST_CHECKS or counter % self.options.damping_rule.interval == 0
 
     @property
     def steps_since_check(self) -> int:

@@ -224,7 +224,8 @@ def new_check(state: StepState, loss_scale: float) -> Check:
     )
     state.unobserved = state.unobserved or not batch.observed
     parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
-    return Check.of(batch, parameters, state.schedule.steps_since_check)
+    schedule = state.schedule
+    return Check.of(batch, parameters, schedule.steps_since_check, schedule.checking_exactly)
 
 
 def update(

@@ -143,6 +143,7 @@ class EmittedGraph:
         read = attributes_read(self.module)
         self.parameter_names = [name for name, _ in self.model.named_parameters() if name in read]
         self.buffer_names = [name for name, _ in self.model.named_buffers(remove_duplicate=False) if name in read]
+        self.tied = not read <= {*self.parameter_names, *self.buffer_names}  # read under other names, too
         self.random = any(is_random(node) for node in self.module.graph.nodes)
         self.placeholders = [node for node in self.program.graph.nodes if node.op == "placeholder"]
         self.compiled = compiled_graph(self.call, self.module.graph, self.backend)
@@ -167,7 +168,9 @@ class EmittedGraph:
         return replace(self, **changes)
 
     def call(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
-        results: RunOutputs = functional_call(self.module, {**parameters, **buffers}, (*values, probes))
+        results: RunOutputs = functional_call(
+            self.module, {**parameters, **buffers}, (*values, probes), tie_weights=self.tied
+        )
         return results
 
     def run(

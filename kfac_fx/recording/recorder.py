@@ -287,7 +287,10 @@ class Recorder:
 
     def outputs(self, parameters: Mapping[str, Tensor], values: Any) -> RunOutputs:
         """(what the model returns, the Fisher's outputs) at other parameters; nothing of the model changes."""
-        live = {name: parameters.get(name, value.detach()) for name, value in self.live_parameters().items()}
+        live = {
+            name: parameters[name] if name in parameters else self.model.get_parameter(name).detach()
+            for name in self.emitted.parameter_names
+        }
         with self.emitted.isolated():
             output, fisher = self.run_without_taps(live, self.copied_buffers(), values)
         return self.capture.unflatten(output), fisher

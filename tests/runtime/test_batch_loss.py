@@ -105,10 +105,30 @@ def test_the_slope_and_the_fisher_along_a_direction_are_those_of_the_loss(
     def pairs(at: Mapping[str, Tensor]) -> Any:
         return net.losses(*net.functional(at, (X,), {}))
 
-    fisher, slope = batch.along(here, d)
+    fisher, slope, _ = batch.along(here, d)
     torch.testing.assert_close(fisher, fisher_inner_products(pairs, here, [d])[0, 0])
     expected = sum((p.grad * d[name]).sum() for name, p in net.named_parameters() if p.grad is not None)
     torch.testing.assert_close(slope, expected)
+
+
+@pytest.mark.parametrize(("distribution", "loss"), TRAINED.values(), ids=TRAINED)
+def test_what_the_forward_returned_and_the_primals_of_a_product_are_the_values_at_its_parameters(
+    distribution: Any, loss: Callable[[Tensor], Tensor]
+) -> None:
+    net = compile(network(), (X,), loss=distribution)
+    outputs = net(X)
+    forward = ObservedForward.of(net.recorder((X,), {}), (X,), {}, outputs)
+    batch = BatchLoss(net, [forward], JacobianProducts(), 1.0, False, lambda tensor: tensor, (), None)
+    with torch.no_grad():
+        outputs.zero_()  # as a CUDA graph may
+    here, there = parameters_of(net), parameters_of(net, 0.5)
+    (expected,) = batch.at(here)
+    for (values,) in batch.returned(here), batch.along(here, there)[2]:
+        assert values.cases == expected.cases
+        torch.testing.assert_close(values.leaves, expected.leaves)
+        for (weight, known), (wanted, at) in zip(values.losses, expected.losses, strict=True):
+            assert weight == wanted and type(known) is type(at)
+            torch.testing.assert_close(known.inputs, at.inputs)
 
 
 def test_a_loss_inside_the_forward_is_that_which_the_user_trains() -> None:
@@ -134,7 +154,7 @@ def test_micro_batches_of_different_sizes_are_one_batch() -> None:
     for measure in (
         lambda batch: batch.value(batch.at(here)),
         lambda batch: batch.change(batch.at(here), batch.at(there)),
-        lambda batch: torch.stack(batch.along(here, d)),
+        lambda batch: torch.stack(batch.along(here, d)[:2]),
     ):
         torch.testing.assert_close(measure(parts), measure(whole))
 
@@ -142,7 +162,7 @@ def test_micro_batches_of_different_sizes_are_one_batch() -> None:
 def test_without_gradients_only_the_curvature_is_known() -> None:
     net = compile(network(), (X,), loss="normal")
     batch = observed(net)
-    batch.forwards = [ObservedForward((X,), {}, [], False)]
+    batch.forwards = [ObservedForward(net.recorder((X,), {}), (X,), {}, None, [], False)]
     here, there = parameters_of(net), parameters_of(net, 0.5)
     before = batch.at(here)
     assert not batch.observed and batch.value(before) == torch.inf
