@@ -32,7 +32,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..registration import OWN_FOLDER
-from .summary import LIBRARIES, MISSING, Attributes, Entries, Same, Walk, getattr_or_missing, of_library
+from .holders import MISSING, Attributes, Entries, getattr_or_missing
+from .summary import LIBRARIES, Same, Walk, of_library
 
 TORCH, PYTHON = f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 NN = f"{TORCH}nn{os.sep}"

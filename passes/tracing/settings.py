@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..torch_private import BACKWARD_HOOKS, CALL, FLAT_WEIGHTS, FORWARD_HOOKS, parameters_of
+from .holders import Entries
 from .outside import Outside
-from .summary import ATOMS, CONTAINERS, Entries, Same, Walk, has_fields, is_data
+from .summary import ATOMS, CONTAINERS, Same, Walk, has_fields, is_data
 
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS | {CALL}  # attributes that torch itself sets

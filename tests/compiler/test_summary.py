@@ -1,4 +1,4 @@
-"""Summaries differ when something in a value differs, and holders notice it."""
+"""Summaries differ when something in a value differs, and their holders notice it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kfac_fx.passes.tracing.summary import Entries, Walk, plain, slots
+from kfac_fx.passes.tracing.summary import Walk, plain, slots
 
 
 class Slotted:
@@ -108,20 +108,3 @@ def test_a_tensor_that_a_graph_reads_may_be_written_into() -> None:
 
 def test_slots_have_the_names_of_the_attributes() -> None:
     assert slots(Slotted()) == ["_Slotted__private", "later", "scale"]
-
-
-class Registry(dict[str, float]):
-    """As those of transformers, whose `get` has other arguments."""
-
-    def get(self, key: str) -> float:  # type: ignore[override]
-        return super().get(key) or 0.0
-
-
-def test_a_dictionary_may_have_another_get() -> None:
-    registry = Registry(a=1.0)
-    holder = Entries(registry, ["a", "b"], 1)
-    assert holder.values[0] == 1.0 and holder.same()
-    registry["a"] = 2.0
-    assert not holder.same()
-    holder.put_back()
-    assert registry == {"a": 1.0}

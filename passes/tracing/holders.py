@@ -1,0 +1,176 @@
+"""Holders of values that may be changed in place, which tell at little cost whether they may have changed.
+
+A holder keeps a shallow copy of what it holds. If it still holds the same objects, nothing changed there; that takes
+one comparison of identities for each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from operator import is_
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..torch_private import version
+
+MISSING = object()  # stands for a name that is bound to nothing
+
+
+class Holder(Protocol):
+    """Something that can be changed in place."""
+
+    def same(self) -> bool:
+        """Whether it still holds the same objects."""
+
+    def put_back(self) -> None:
+        """Let it hold what it held."""
+
+
+def value_at(mapping: Any, key: Any) -> Any:
+    """The value of a key, or MISSING. A subclass of dict may have another `get`, as registries have."""
+    return dict.get(mapping, key, MISSING) if isinstance(mapping, dict) else mapping.get(key, MISSING)
+
+
+class Entries:
+    """Some entries of a dictionary.
+
+    size: the number of all its entries, if another one would be a change. without: a key that does not count.
+    owner: the class that the dictionary belongs to.
+    """
+
+    def __init__(
+        self,
+        mapping: Any,
+        keys: Collection[Any],
+        size: int | None,
+        *,
+        without: str | None = None,
+        owner: type | None = None,
+    ) -> None:
+        self.mapping, self.keys, self.without, self.owner = mapping, tuple(keys), without, owner
+        self.size = None if size is None else size - (without in mapping)
+        self.values = [value_at(mapping, key) for key in self.keys]
+        self.whole = owner is None and size == len(self.keys)
+
+    def same(self) -> bool:
+        mapping = self.mapping
+        if self.whole:
+            return tuple(mapping) == self.keys and all(map(is_, mapping.values(), self.values))
+        if self.size is not None and len(mapping) != self.size + (self.without in mapping):
+            return False
+        return all(map(is_, [value_at(mapping, key) for key in self.keys], self.values))
+
+    def put_back(self) -> None:
+        if self.whole:  # its class may refuse changes, as frozen configurations do
+            kind = OrderedDict if isinstance(self.mapping, OrderedDict) else dict
+            kind.clear(self.mapping)
+            kind.update(self.mapping, zip(self.keys, self.values, strict=True))
+            return
+        now = [value_at(self.mapping, key) for key in self.keys]
+        for key, value, before in zip(self.keys, now, self.values, strict=True):
+            if value is not before:
+                self.write(key, before)
+
+    def write(self, key: Any, value: Any) -> None:
+        if self.owner is not None:
+            delattr(self.owner, key) if value is MISSING else setattr(self.owner, key, value)
+        elif isinstance(self.mapping, dict):
+            dict.pop(self.mapping, key, None) if value is MISSING else dict.__setitem__(self.mapping, key, value)
+
+
+class ListElements:
+    """The elements of a list or deque."""
+
+    def __init__(self, elements: list[Any] | deque[Any]) -> None:
+        self.elements, self.copy = elements, list(elements)
+
+    def same(self) -> bool:
+        return len(self.elements) == len(self.copy) and all(map(is_, self.elements, self.copy))
+
+    def put_back(self) -> None:
+        self.elements.clear()
+        self.elements.extend(self.copy)
+
+
+class Members:
+    """The members of a set."""
+
+    def __init__(self, members: set[Any]) -> None:
+        self.members, self.copy = members, set(members)
+
+    def same(self) -> bool:
+        return self.members == self.copy
+
+    def put_back(self) -> None:
+        self.members.clear()
+        self.members.update(self.copy)
+
+
+class Length:
+    """The length of a container whose elements are not compared."""
+
+    def __init__(self, container: Any) -> None:
+        self.container, self.length = container, len(container)
+
+    def same(self) -> bool:
+        return len(self.container) == self.length
+
+    def put_back(self) -> None:
+        pass
+
+
+class Attributes:
+    """Attributes of an object that are not in a dictionary: slots, and the content of a cell."""
+
+    def __init__(self, value: Any, names: Collection[str]) -> None:
+        self.value, self.names = value, tuple(names)
+        self.values = self.now()
+
+    def now(self) -> list[Any]:
+        return [getattr_or_missing(self.value, name) for name in self.names]
+
+    def same(self) -> bool:
+        return all(map(is_, self.now(), self.values))
+
+    def put_back(self) -> None:
+        for name, now, before in zip(self.names, self.now(), self.values, strict=True):
+            if now is not before:
+                delattr(self.value, name) if before is MISSING else setattr(self.value, name, before)
+
+
+class ArrayNumbers:
+    """The numbers of an array of numpy."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.copy = array, array.copy()
+
+    def same(self) -> bool:
+        now, before = self.array, self.copy
+        alike = now.shape == before.shape and now.dtype == before.dtype
+        return alike and bool(now.tobytes() == before.tobytes())
+
+    def put_back(self) -> None:
+        if self.array.shape == self.copy.shape:
+            self.array[...] = self.copy
+
+
+class Version:
+    """How often a tensor was written into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, version(tensor)
+
+    def same(self) -> bool:
+        return version(self.tensor) == self.version
+
+    def put_back(self) -> None:
+        pass
+
+
+def getattr_or_missing(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except (AttributeError, ValueError):  # a slot, or a cell, that is empty
+        return MISSING
