@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection
+from contextvars import ContextVar
+from functools import partial
+from itertools import repeat
 from operator import is_
+from types import FunctionType, MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -28,9 +32,9 @@ class Holder(Protocol):
         """Let it hold what it held."""
 
 
-def value_at(mapping: Any, key: Any) -> Any:
-    """The value of a key, or MISSING. A subclass of dict may have another `get`, as registries have."""
-    return dict.get(mapping, key, MISSING) if isinstance(mapping, dict) else mapping.get(key, MISSING)
+def value_at(mapping: Any, key: Any, default: Any) -> Any:
+    """The value of a key. A subclass of dict may have another `get`, as registries have."""
+    return dict.get(mapping, key, default) if isinstance(mapping, dict) else mapping.get(key, default)
 
 
 class Entries:
@@ -51,8 +55,13 @@ class Entries:
     ) -> None:
         self.mapping, self.keys, self.without, self.owner = mapping, tuple(keys), without, owner
         self.size = None if size is None else size - (without in mapping)
-        self.values = [value_at(mapping, key) for key in self.keys]
+        plain = type(mapping) in (dict, MappingProxyType)
+        self.get = mapping.get if plain else partial(value_at, mapping)
+        self.values = self.now()
         self.whole = owner is None and size == len(self.keys)
+
+    def now(self) -> list[Any]:
+        return list(map(self.get, self.keys, repeat(MISSING)))
 
     def same(self) -> bool:
         mapping = self.mapping
@@ -60,7 +69,7 @@ class Entries:
             return tuple(mapping) == self.keys and all(map(is_, mapping.values(), self.values))
         if self.size is not None and len(mapping) != self.size + (self.without in mapping):
             return False
-        return all(map(is_, [value_at(mapping, key) for key in self.keys], self.values))
+        return all(map(is_, self.now(), self.values))
 
     def put_back(self) -> None:
         if self.whole:  # its class may refuse changes, as frozen configurations do
@@ -68,8 +77,7 @@ class Entries:
             kind.clear(self.mapping)
             kind.update(self.mapping, zip(self.keys, self.values, strict=True))
             return
-        now = [value_at(self.mapping, key) for key in self.keys]
-        for key, value, before in zip(self.keys, now, self.values, strict=True):
+        for key, value, before in zip(self.keys, self.now(), self.values, strict=True):
             if value is not before:
                 self.write(key, before)
 
@@ -154,6 +162,71 @@ class ArrayNumbers:
     def put_back(self) -> None:
         if self.array.shape == self.copy.shape:
             self.array[...] = self.copy
+
+
+class BufferBytes:
+    """The bytes of a bytearray, an array of Python's or a memoryview."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer, self.copy = buffer, bytes(buffer)
+
+    def same(self) -> bool:
+        return bytes(self.buffer) == self.copy
+
+    def put_back(self) -> None:
+        now = memoryview(self.buffer)
+        if now.nbytes == len(self.copy) and not now.readonly:
+            now.cast("B")[:] = self.copy
+
+
+class ContextValue:
+    """The value of a context variable."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self.variable, self.value = variable, variable.get(MISSING)
+
+    def same(self) -> bool:
+        return self.variable.get(MISSING) is self.value
+
+    def put_back(self) -> None:
+        if self.value is not MISSING:
+            self.variable.set(self.value)
+
+
+class FunctionCode:
+    """The code of a function and its defaults."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function, self.code = function, function.__code__
+        self.defaults, self.keywords = function.__defaults__, function.__kwdefaults__
+
+    def same(self) -> bool:
+        now = self.function
+        return now.__code__ is self.code and now.__defaults__ is self.defaults and now.__kwdefaults__ is self.keywords
+
+    def put_back(self) -> None:
+        now = self.function
+        now.__code__, now.__defaults__, now.__kwdefaults__ = self.code, self.defaults, self.keywords
+
+
+class ObjectClasses:
+    """The classes of objects."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self.classes: list[type] = []
+
+    def add(self, value: Any) -> None:
+        self.objects.append(value)
+        self.classes.append(type(value))
+
+    def same(self) -> bool:
+        return list(map(type, self.objects)) == self.classes
+
+    def put_back(self) -> None:
+        for value, kind in zip(self.objects, self.classes, strict=True):
+            if type(value) is not kind:
+                value.__class__ = kind
 
 
 class Version:

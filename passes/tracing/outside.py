@@ -240,7 +240,8 @@ class BytecodeNames:
         """The globals and what is read from modules and classes among them."""
         file, shallow = Path(code.co_filename).name, in_torch(code.co_filename)
         seen: set[int] = set()
-        for name in sorted(self.globals):
+        looked_up = self.strings & namespace.keys() if "globals" in self.globals else frozenset()
+        for name in sorted(self.globals | looked_up):
             value = namespace.get(name, MISSING)
             if (value is not MISSING or not hasattr(builtins, name)) and (not shallow or callable(value)):
                 yield OutsideName(f"the global {name} of {file}", namespace, name, shallow)

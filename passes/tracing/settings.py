@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..torch_private import BACKWARD_HOOKS, CALL, FLAT_WEIGHTS, FORWARD_HOOKS, parameters_of
 from .holders import Entries
 from .outside import Outside
-from .summary import ATOMS, CONTAINERS, Same, Walk, has_fields, is_data
+from .summary import ATOMS, CONTAINERS, Walk, has_fields
 
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 TORCHS = frozenset(nn.Module().__dict__) - {"training"} | FLAT_WEIGHTS | {CALL}  # attributes that torch itself sets
@@ -53,17 +53,16 @@ class ForwardSettings:
         self.take()
 
     def take(self) -> None:
-        self.values, walk = self.taken()
-        self.holders, self.empty = walk.holders, walk.empty
+        self.values, self.walk = self.taken()
 
     def hold(self) -> bool:
         """Whether everything still has the values that it had."""
-        if not any(self.empty) and all(holder.same() for holder in self.holders):
+        if self.walk.same():
             return True
         values, walk = self.taken()
         if values != self.values:
             return False
-        self.holders, self.empty = walk.holders, walk.empty
+        self.walk = walk
         return True
 
     def changed(self) -> list[str]:
@@ -73,7 +72,7 @@ class ForwardSettings:
 
     def put_back(self) -> None:
         """Let everything hold what it held."""
-        for holder in self.holders:
+        for holder in self.walk.holders:
             if not holder.same():
                 holder.put_back()
 
@@ -104,6 +103,7 @@ def of_modules(model: nn.Module, without: Collection[str], inside: bool, walk: W
     for path, module in model.named_modules():
         prefix, held, around = f"{path}." if path else "", module.__dict__, inside and not path
         values[f"the class of {path or 'the model'}"] = type(module)
+        walk.classes.add(module)
         changing |= {id(held[name]) for name in held if f"{prefix}{name}" in without and has_content(held[name])}
         names = [
             name for name in held
@@ -144,8 +144,7 @@ def of_classes(model: nn.Module, without: Collection[str], walk: Walk) -> dict[s
             names = [name for name in held if not name.startswith("__") or type(held[name]) in ATOMS]
             names = [name for name in names if f"{path_of(base)}.{name}" not in without]
         for name in names:
-            data = is_data(name, held[name])
-            values[f"{path_of(base)}.{name}"] = walk.of(held[name], walk.is_named(name)) if data else Same(held[name])
+            values[f"{path_of(base)}.{name}"] = walk.of(held[name], walk.is_named(name))
         walk.holders.append(Entries(held, names, None if of_torch else len(held), owner=base))
     return values
 

@@ -100,14 +100,15 @@ def holds_tensor(value: Any, depth: int = ARGUMENT_DEPTH) -> bool:
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The facts about inputs that a capture holds for, except shapes: structure, dtypes, devices, values, autocast."""
+    """The facts about a call that a capture holds for, except shapes: structure, dtypes, devices, values, autocast, and
+    the default dtype."""
     leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
     walk = Walk(identity=False)
     kinds = tuple(
         (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
         for leaf in leaves
     )
-    return autocast(), str(spec), kinds
+    return autocast(), torch.get_default_dtype(), str(spec), kinds
 
 
 def constants(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

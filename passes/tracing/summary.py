@@ -1,8 +1,9 @@
 """Summaries of values that a capture depends on.
 
 A summary is hashable, and equal to a later one as long as nothing in the value changed. It follows containers, arrays,
-objects with a `__dict__` or `__slots__`, bound methods and functools.partial. Tensors, modules and functions are told
-by identity: a graph reads the tensors themselves, and the functions that forward runs are watched by `outside`.
+objects with a `__dict__` or `__slots__`, bound methods, functools.partial, weak references and context variables; of
+functions and classes that forward names also defaults and attributes. Tensors and modules are told by identity: a graph
+reads the tensors themselves. Closures are watched by `outside`.
 
 While a value is summarized, everything in it that may be changed in place is noted as a holder (see `holders`). If
 every holder still holds the same objects, the summary is the same.
@@ -10,24 +11,44 @@ every holder still holds the same objects, the summary is the same.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Collection
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from numbers import Number
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..torch_private import version
-from .holders import ArrayNumbers, Attributes, ListElements, Entries, Holder, Length, Members, Version, getattr_or_missing
+from .holders import (
+    MISSING,
+    ArrayNumbers,
+    Attributes,
+    BufferBytes,
+    ContextValue,
+    Entries,
+    FunctionCode,
+    Holder,
+    Length,
+    ListElements,
+    Members,
+    ObjectClasses,
+    Version,
+    getattr_or_missing,
+)
 
 CONTAINERS = (dict, list, set, deque)
+BUFFERS = (bytearray, memoryview, array)
 PLAIN = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 ATOMS = frozenset({bool, int, float, str, type(None), FunctionType})  # the most frequent of PLAIN, for speed
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -36,7 +57,7 @@ NO_OBJECTS = (nn.Module, Tensor, fx.Proxy, random.Random, *CALLS, *SYMBOLS, *PLA
 FEW = 64  # longer containers that forward does not name are compared by their length
 COMPARED_DEPTH = 2  # objects inside of objects down to this depth are compared whole, deeper ones by what forward names
 LIBRARIES = ("torch", "numpy", "kfac_fx", "passes")
-OF_PYTHON = ("types", "argparse", "collections", "os")  # modules of Python whose objects are configurations
+OF_PYTHON = ("types", "argparse", "collections", "os", "_thread")  # modules of Python whose objects are configurations
 
 
 class Same:
@@ -70,15 +91,21 @@ class Walk:
     identity: bool = True
 
     def __post_init__(self) -> None:
-        self.holders: list[Holder] = []
+        self.classes = ObjectClasses()
+        self.holders: list[Holder] = [self.classes]
         self.empty: list[Any] = []
         self.seen: dict[tuple[int, bool, int], Any] = {}
+
+    def same(self) -> bool:
+        """Whether no holder has changed, so that the summaries are the same."""
+        return not any(self.empty) and all(holder.same() for holder in self.holders)
 
     def of(self, value: Any, named: bool = False, depth: int = COMPARED_DEPTH) -> Any:
         """named: whether forward names the attribute or the variable that the value is in."""
         kind = type(value)
         if kind in ATOMS or isinstance(value, PLAIN):
-            return kind, value
+            follow = named and isinstance(value, (FunctionType, type)) and (id(value), named, 0) not in self.seen
+            return (kind, value, *self.of_code(value)) if follow else (kind, value)
         if isinstance(value, Tensor):
             if not named or id(value) in self.live or isinstance(value, nn.Parameter):
                 return Tensor, Same(value)
@@ -89,12 +116,22 @@ class Walk:
             return kind, Same(value) if self.identity else self.seen[key]
         self.seen[key] = len(self.seen)
         if isinstance(value, (tuple, frozenset, *CONTAINERS)):
-            return kind, len(value), self.of_container(value, named, depth)
+            return kind, len(value), self.of_container(value, named, depth), self.of_fields(value, named, depth)
         if isinstance(value, MethodType):
             return kind, value.__func__, self.of(value.__self__, named, depth)
         if isinstance(value, partial):
             self.holders.append(Attributes(value, ("func", "args", "keywords")))
             return kind, *(self.of(part, named, depth) for part in (value.func, value.args, value.keywords))
+        if isinstance(value, ReferenceType):
+            return kind, self.of(value(), named, depth)
+        if isinstance(value, MappingProxyType):
+            return kind, *(self.of(mapping, named, depth) for mapping in gc.get_referents(value))
+        if isinstance(value, ContextVar):
+            self.holders.append(ContextValue(value))
+            return kind, Same(value), self.of(value.get(MISSING), named, depth)
+        if isinstance(value, BUFFERS):
+            self.holders.append(BufferBytes(value))
+            return kind, bytes(value)
         if (numpy := sys.modules.get("numpy")) and isinstance(value, numpy.ndarray):
             return self.of_array(value, named)
         return self.of_object(value, named, depth)
@@ -112,6 +149,26 @@ class Walk:
             self.holders.append(ListElements(value))
         summaries = (self.of(element, named, depth) for element in value)
         return frozenset(summaries) if isinstance(value, (set, frozenset)) else tuple(summaries)
+
+    def of_fields(self, value: Any, named: bool, depth: int) -> Any:
+        """The attributes of a container or a function."""
+        attributes = getattr(value, "__dict__", value)
+        if attributes is value or not attributes:
+            self.empty += [attributes] if attributes is not value else []
+            return ()
+        self.holders.append(Entries(attributes, attributes, len(attributes)))
+        return tuple((name, self.of(entry, named, depth)) for name, entry in attributes.items())
+
+    def of_code(self, value: FunctionType | type) -> tuple[Any, ...]:
+        """Of a function of the user's that forward names: its code, defaults and attributes. Of a class: its values."""
+        self.seen[id(value), True, 0] = len(self.seen)
+        if isinstance(value, type):
+            return tuple(self.of_class(base, True, 0) for base in value.__mro__ if not of_library(base))
+        if of_library(value):
+            return ()
+        self.holders.append(FunctionCode(value))
+        parts = value.__defaults__, value.__kwdefaults__
+        return value.__code__, *(self.of(part, True) for part in parts), self.of_fields(value, True, COMPARED_DEPTH)
 
     def of_array(self, value: Any, named: bool) -> Any:
         if value.size > FEW and not named:
@@ -134,6 +191,7 @@ class Walk:
             keys = [name for name in attributes if whole or self.is_named(name)]
             self.holders.append(Entries(attributes, keys, len(attributes)))
             parts += [(name, self.of(attributes[name], named, depth - 1)) for name in keys]
+        self.classes.add(value)
         if slots_of:
             self.holders.append(Attributes(value, slots_of))
             parts += [(name, self.of(getattr_or_missing(value, name), named, depth - 1)) for name in slots_of]
@@ -143,11 +201,13 @@ class Walk:
         return kind, Same(value) if self.identity else None, tuple(parts)
 
     def of_class(self, base: type, named: bool, depth: int) -> Any:
-        """The values that a class holds for its instances."""
-        data = {name: entry for name, entry in vars(base).items() if is_data(name, entry)}
-        keys = [name for name in data if depth > 0 or self.is_named(name)]
-        self.holders.append(Entries(vars(base), keys, None, owner=base))
-        return tuple((name, self.of(data[name], named, depth - 1)) for name in keys)
+        """The values that a class holds for its instances, and the functions that forward names."""
+        held = vars(base)
+        keys = [name for name in held if self.is_named(name) or (depth > 0 and is_data(name, held[name]))]
+        if keys and (place := (id(base), named, -1 if depth > 0 else -2)) not in self.seen:
+            self.seen[place] = len(self.seen)
+            self.holders.append(Entries(held, keys, None, owner=base))
+        return tuple((name, self.of(held[name], named, depth - 1)) for name in keys)
 
     def is_named(self, name: str) -> bool:
         return name in self.names
@@ -181,9 +241,9 @@ def slots(value: Any) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def of_library(kind: type) -> bool:
-    """Whether a class is Python's, torch's or numpy's, and not the user's."""
-    root = kind.__module__.partition(".")[0]
+def of_library(kind: type | FunctionType) -> bool:
+    """Whether a class or a function is Python's, torch's or numpy's, and not the user's."""
+    root = (kind.__module__ or "").partition(".")[0]
     return root in LIBRARIES or root in sys.stdlib_module_names
 
 

@@ -58,7 +58,7 @@ def test_settings_hold_where_equal_values_replace_others() -> None:
     settings = ForwardSettings(model)
     model[0].tau, model[0].options = float("1.0"), {"tau": float("1.0")}
     assert settings.hold()
-    assert all(holder.same() for holder in settings.holders)  # compared by identity again
+    assert settings.walk.same()  # compared by identity again
 
 
 def test_settings_do_without_what_forward_sets() -> None:

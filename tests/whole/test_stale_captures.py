@@ -7,9 +7,13 @@ tensors, and a change of what it reads.
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from contextvars import ContextVar
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +46,44 @@ class OfClass:
     scale = 1.0
 
 
-SLOTS, OBJECT = Slots(), OfClass()
+class Described:
+    """A descriptor with a value of its own."""
+
+    value = 1.0
+
+    def __get__(self, owner: Any, kind: Any) -> float:
+        return self.value
+
+
+class Constants:
+    scale, described = 1.0, Described()
+
+    @classmethod
+    def scaled(cls, x: Tensor) -> Tensor:
+        return x * cls.scale
+
+    def times(self, x: Tensor) -> Tensor:
+        return x
+
+
+SLOTS, OBJECT, METHODS = Slots(), OfClass(), Constants()
+
+
+def with_default(x: Tensor, scale: float = 1.0) -> Tensor:
+    return x * scale
+
+
+def counting(function: Callable[[Tensor], Tensor]) -> Any:
+    """As a decorator that keeps its setting on the function."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return function(x) * scaled.scale  # type: ignore[attr-defined, no-any-return]
+
+    scaled.scale = 1.0  # type: ignore[attr-defined]
+    return scaled
+
+
+DECORATED = counting(lambda x: x)
 
 
 def scaling(factor: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
@@ -116,6 +157,23 @@ READERS: dict[str, Reader] = {
         lambda model, x: x * float(ARRAY[1]), lambda model, value: ARRAY.__setitem__(1, value)),
     "a global partial function": (
         lambda model, x: PARTIAL(x), lambda model, value: PARTIAL.keywords.update(other=value)),
+    "a global that is looked up by its name": (
+        lambda model, x: x * globals()["NUMBER"], lambda model, value: set_global("NUMBER", value)),
+    "a default of a function": (
+        lambda model, x: with_default(x), lambda model, value: setattr(with_default, "__defaults__", (value,))),
+    "an attribute of a function": (
+        lambda model, x: DECORATED(x), lambda model, value: setattr(DECORATED, "scale", value)),
+    "a value that a class reads itself": (
+        lambda model, x: Constants.scaled(x), lambda model, value: setattr(Constants, "scale", value)),
+    "a method of a global object's class": (
+        lambda model, x: METHODS.times(x),
+        lambda model, value: setattr(Constants, "times", lambda self, x: x * value)),
+    "a value of a descriptor": (
+        lambda model, x: x * METHODS.described,
+        lambda model, value: setattr(vars(Constants)["described"], "value", value)),
+    "the default dtype": (
+        lambda model, x: x * (1.0 if torch.get_default_dtype() == torch.float32 else 3.0),
+        lambda model, value: torch.set_default_dtype(torch.float32 if value == 1.0 else torch.float64)),
     "a deep configuration": (
         lambda model, x: x * model.config.model.block.norm.scale,
         lambda model, value: setattr(model.config.model.block.norm, "scale", value)),
@@ -418,6 +476,13 @@ class Holder:
     """An object with an attribute of any name."""
 
 
+class Fields(list[Any]):
+    """A list with attributes."""
+
+
+KEPT: list[Holder] = []  # what weak references refer to
+
+
 def put_into(kind: str, value: Any) -> tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]:
     """(a container of this kind, how to read what it holds, how to write it)."""
     if kind == "object":
@@ -428,6 +493,37 @@ def put_into(kind: str, value: Any) -> tuple[Any, Callable[[Any], Any], Callable
         slotted = Slots()
         slotted.scale = value
         return slotted, lambda held: held.scale, lambda held, new: setattr(held, "scale", new)
+    if kind == "class":
+        local = type("Local", (), {"inner": value})
+        return local, lambda held: held.inner, lambda held, new: setattr(held, "inner", new)
+    if kind == "default":
+
+        def returning(inner: Any = value) -> Any:
+            return inner
+
+        return returning, lambda held: held(), lambda held, new: setattr(held, "__defaults__", (new,))
+    if kind == "cell":
+
+        def closed() -> Any:
+            return value
+
+        return closed, lambda held: held(), lambda held, new: setattr(held.__closure__[0], "cell_contents", new)
+    if kind in ("function", "thread", "fields"):
+        with_fields: Any = {"function": lambda: None, "thread": threading.local(), "fields": Fields()}[kind]
+        with_fields.inner = value
+        return with_fields, lambda held: held.inner, lambda held, new: setattr(held, "inner", new)
+    if kind == "variable":
+        variable: ContextVar[Any] = ContextVar("variable")
+        variable.set(value)
+        return variable, lambda held: held.get(), lambda held, new: held.set(new)
+    if kind == "view":
+        view = MappingProxyType({"key": value})
+        return view, lambda held: held["key"], lambda held, new: gc.get_referents(held)[0].update(key=new)
+    if kind == "weak":
+        kept = Holder()
+        kept.inner = value  # type: ignore[attr-defined]
+        KEPT.append(kept)
+        return weakref.ref(kept), lambda held: held().inner, lambda held, new: setattr(held(), "inner", new)
     if kind == "list":
         return [0.0] * 70 + [value], lambda held: held[70], lambda held, new: held.__setitem__(70, new)
     if kind == "dict":
@@ -439,11 +535,14 @@ def put_into(kind: str, value: Any) -> tuple[Any, Callable[[Any], Any], Callable
     return partial, lambda held: held.keywords["key"], lambda held, new: held.keywords.update(key=new)
 
 
-KINDS = ("object", "slots", "list", "dict", "array", "partial")
+KINDS = (
+    "object", "slots", "class", "list", "dict", "array", "fields", "view", "weak",
+    "partial", "default", "cell", "function", "thread", "variable",
+)  # fmt: skip
 ANYTHING: Any = None
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     path=st.lists(st.sampled_from(KINDS), min_size=0, max_size=5),
     place=st.sampled_from(["global", "attribute", "closure", "class", "argument"]),
