@@ -1,6 +1,6 @@
 """K-FAC for PyTorch: a torch.fx compiler that finds every use of every parameter, and the optimizer that it feeds."""
 
-from kfac_fx import fisher_blocks, losses
+from kfac_fx import fisher_blocks, losses, plot
 from kfac_fx.blocks.spectrum import Relative, Spectrum
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
@@ -87,6 +87,7 @@ __all__ = [
     "load_spectrum",
     "losses",
     "plain_backward",
+    "plot",
     "save_spectrum",
     "set_default_layer_collection",
     "variable_scope",

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kfac_fx.demo.tasks import METHODS, Settings
 from kfac_fx.demo.training import Point, Run
+from kfac_fx.plot import INK, SOFT, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,10 +78,14 @@ def settings_text(settings: Settings) -> str:
 
 
 def verdict(name: str, runs: Runs) -> str:
-    """One sentence: when K-FAC reached AdamW's best loss or, if it did not, when AdamW reached K-FAC's."""
+    """When K-FAC reached AdamW's best loss, and its share of AdamW's steps and time; or when AdamW reached K-FAC's."""
     kfac, adamw = runs["kfac"], runs["adamw"]
     if reached := kfac.reached(adamw.best.loss):
-        return f"{name}: K-FAC reached AdamW's best loss in {amount(reached)}; AdamW took {amount(adamw.best)}."
+        took = f"{name}: K-FAC reached AdamW's best loss in {amount(reached)}; AdamW took {amount(adamw.best)}."
+        if not adamw.best.step:
+            return took
+        steps, seconds = reached.step / adamw.best.step, reached.seconds / adamw.best.seconds
+        return f"{took} These are {steps:.2f} of its steps and {seconds:.2f} of its time."
     passed = adamw.reached(kfac.best.loss) or adamw.best
     missed = f"{name}: K-FAC did not reach AdamW's best loss in {amount(kfac.final)}"
     return f"{missed}; AdamW reached K-FAC's in {amount(passed)}."
@@ -93,16 +98,11 @@ def amount(point: Point) -> str:
 # --- plot -----------------------------------------------------------------------------------------------------------
 
 COLORS = {"sgd": "#8a8f98", "adamw": "#d9822b", "kfac": "#2f6db3"}
-INK, SOFT = "#1c2430", "#5c6675"
 
 
 def draw(by_task: Mapping[str, Runs], path: Path) -> None:
     """Write a PNG: a row for every task, with the loss against steps and against seconds. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.6 * len(by_task) + 0.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(3.6 * len(by_task) + 0.4, width=11)
     rows = figure.subplots(len(by_task), 2, squeeze=False, sharey="row")
     for (name, runs), (by_step, by_second) in zip(by_task.items(), rows, strict=True):
         panel(by_step, runs, lambda point: float(point.step), "steps")
@@ -138,10 +138,7 @@ def panel(axes: Axes, runs: Runs, along: Callable[[Point], float], label: str) -
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label, color=SOFT)
     limit(axes, runs, along)
-    axes.tick_params(colors=SOFT, labelsize=9)
-    axes.grid(axis="y", color="#e6e9ed", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b8bfc8")
+    style(axes)
 
 
 def limit(axes: Axes, runs: Runs, along: Callable[[Point], float]) -> None:
