@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import platform
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,9 +35,9 @@ GRIDS: dict[str, dict[str, Grid]] = {
         "sgd": {"lr": [0.01, 0.03, 0.1], "momentum": [0.9, 0.95]},
         "adamw": {"lr": [0.003, 0.01, 0.03], "weight_decay": [0.0, 0.01]},
     },
-    "classifier": {
-        "sgd": {"lr": [0.1, 0.3, 1.0], "momentum": [0.9, 0.95]},
-        "adamw": {"lr": [0.01, 0.03, 0.1], "weight_decay": [0.0, 0.01]},
+    "deep plain network": {
+        "sgd": {"lr": [0.003, 0.01, 0.03], "momentum": [0.9, 0.95]},
+        "adamw": {"lr": [0.0003, 0.001, 0.003], "weight_decay": [0.0, 0.01]},
     },
 }
 
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "kfac_fx": kfac_fx.__version__}
-    command = " ".join(["python", "-m", "benchmarks.sweep", *(sys.argv[1:] if arguments is None else arguments)])
+    command = shlex.join(["python", "-m", "benchmarks.sweep", *(sys.argv[1:] if arguments is None else arguments)])
     origin = {"command": command, "versions": versions, "device": str(options.device)}
     found = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -182,7 +182,7 @@ def spectra(source: KFAC | FisherEstimator) -> Figure:
         scale = ListedColormap([colors(0.9 * step / 255) for step in range(256)])
         bar = figure.colorbar(ScalarMappable(cmap=scale), ax=list(panels), ticks=[0, 1], aspect=30)
         bar.ax.set_yticklabels([order[0], order[-1]], fontsize=8, color=INK)
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
     return figure
 
 
@@ -226,5 +226,6 @@ def style(axes: Axes) -> None:
     """A quiet frame: two lines, soft numbers, a horizontal grid."""
     axes.tick_params(colors=SOFT, labelsize=9)
     axes.grid(axis="y", color="#e6e9ed", linewidth=0.6)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b8bfc8")

@@ -108,7 +108,8 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser(
         "demo",
         help="K-FAC beside SGD and AdamW on two small problems, in minutes",
-        description="Train an autoencoder and a classifier of handwritten digits with SGD, AdamW and K-FAC.",
+        description="Train a deep autoencoder and a deep network without skips and norms with SGD and AdamW, whose "
+        "learning rates are tuned, and with K-FAC, which has no settings.",
     )
     show.add_argument("--steps", type=step_count, help="training steps of SGD and AdamW; K-FAC takes a fifth of them")
     show.add_argument("--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps, to see whether it runs")

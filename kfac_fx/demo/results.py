@@ -142,10 +142,10 @@ def panel(axes: Axes, runs: Runs, along: Callable[[Point], float], label: str) -
 
 
 def limit(axes: Axes, runs: Runs, along: Callable[[Point], float]) -> None:
-    """Show where the methods differ: a logarithmic axis for losses near zero; otherwise, without the first descent."""
+    """Show where the methods differ: a logarithmic axis if losses fall far; otherwise, without the first descent."""
     lows = [run.best.loss for run in runs.values()]
     starts = [run.points[0].loss for run in runs.values()]
-    if max(starts) > 100 * min(lows) > 0:
+    if max(starts) > 10 * min(lows) > 0:
         axes.set_yscale("log")
         return
     room = max(lows) - min(lows) or 1.0

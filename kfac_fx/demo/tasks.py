@@ -1,14 +1,15 @@
-"""Two small problems on the 1,797 digits of scikit-learn, 8 x 8 pixels of 17 intensities, and the methods' settings.
+"""Two small problems that are hard for first-order methods, and the methods' settings.
 
-One is a deep sigmoid autoencoder, which is hard for first-order methods (Hinton & Salakhutdinov 2006; Martens & Grosse
-2015, section 13). The other is a classifier with one layer of each kind. `benchmarks/sweep.py` chose the settings of
-SGD and AdamW; a test compares them with `benchmarks/results/sweep.json`. K-FAC has none.
+One is a deep sigmoid autoencoder of the 1,797 digits of scikit-learn, 8 x 8 pixels (Hinton & Salakhutdinov 2006;
+Martens & Grosse 2015, section 13). The other is a deep network without skips and norms. `benchmarks/sweep.py` chose the
+settings of SGD and AdamW; a test compares them with `benchmarks/results/sweep.json`. K-FAC has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ SETTINGS: dict[str, dict[str, Settings]] = {
         "adamw": {"lr": 0.01, "weight_decay": 0.01},
         "kfac": {},
     },
-    "classifier": {
-        "sgd": {"lr": 0.3, "momentum": 0.9},
-        "adamw": {"lr": 0.03, "weight_decay": 0.0},
+    "deep plain network": {
+        "sgd": {"lr": 0.01, "momentum": 0.9},
+        "adamw": {"lr": 0.001, "weight_decay": 0.0},
         "kfac": {},
     },
 }
@@ -45,6 +46,9 @@ def method_steps(method: str, steps: int) -> int:
 INTENSITIES = 17  # a pixel counts the dark dots, 0 to 16, of a 4 x 4 patch of the scan
 CODE = 16
 WIDTHS = (64, 256, 128, 64, CODE)
+
+POINTS, CLASSES = 40, 10  # of a wave
+PLAIN_WIDTH, PLAIN_LAYERS = 64, 34
 
 
 @dataclass(frozen=True)
@@ -100,22 +104,31 @@ def tasks(device: torch.device) -> list[Task]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    intensities = torch.as_tensor(digits.images, dtype=torch.int64).to(device)  # [1797, 8, 8]
-    labels = torch.as_tensor(digits.target, dtype=torch.int64).to(device)
-    pixels = intensities.flatten(1).float() / (INTENSITIES - 1)  # [1797, 64], 0 to 1
+    pixels = torch.as_tensor(digits.data, dtype=torch.float32).to(device) / (INTENSITIES - 1)  # [1797, 64], 0 to 1
+    shapes, labels = (tensor.to(device) for tensor in waves())
     return [
         Task("autoencoder", pixels, pixels, autoencoder, summed_cross_entropy, "multi_bernoulli", steps=3000),
-        Task(
-            "classifier",
-            intensities,
-            labels,
-            Classifier,
-            smoothed_cross_entropy,
-            "categorical",
-            steps=600,
-            measure_every=5,
-        ),
+        Task("deep plain network", shapes, labels, plain_network, F.cross_entropy, "categorical", steps=1000),
     ]
+
+
+def waves(cases: int = 4096) -> tuple[Tensor, Tensor]:
+    """Noisy shapes [N, 40] of ten classes and their labels [N], in the manner of MNIST-1D (Greydanus 2020).
+
+    A class is a smooth random shape of 12 points. A case is its shape at a random place of a circle, scaled, and
+    disturbed by smooth noise.
+    """
+    random = partial(torch.randn, generator=(generator := torch.Generator().manual_seed(0)))
+
+    def smooth(rows: int, points: int) -> Tensor:
+        return F.avg_pool1d(random(rows, points + 4), 5, stride=1) * 5**0.5
+
+    labels = torch.randint(CLASSES, (cases,), generator=generator)
+    shapes = F.pad(smooth(CLASSES, 12)[labels], (0, POINTS - 12))
+    starts = torch.randint(POINTS, (cases, 1), generator=generator)
+    placed = shapes.gather(1, (torch.arange(POINTS) - starts) % POINTS)
+    waves = placed * (1 + 0.4 * random(cases, 1)) + 0.25 * smooth(cases, POINTS)
+    return waves / waves.std(), labels
 
 
 def summed_cross_entropy(logits: Tensor, pixels: Tensor) -> Tensor:
@@ -142,6 +155,18 @@ def autoencoder() -> nn.Sequential:
         layers.append(linear)
         if outputs != CODE:
             layers.append(nn.Sigmoid())
+    return nn.Sequential(*layers[:-1])
+
+
+def plain_network() -> nn.Sequential:
+    """34 tanh layers of width 64 without skips and norms, from Glorot's start: [N, 40] -> [N, 10] logits."""
+    widths = (POINTS, *(PLAIN_LAYERS - 1) * (PLAIN_WIDTH,), CLASSES)
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+        linear = nn.Linear(inputs, outputs)
+        nn.init.xavier_uniform_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
 

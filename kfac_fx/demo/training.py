@@ -61,6 +61,8 @@ def train(
 ) -> Run:
     """Train `model` in place; stop early at a loss that is not finite. Only the training steps are timed.
 
+    On the CPU these are seconds of the processor, which other programs do not change.
+
     Args:
         net: the compiled `model`, if K-FAC trains it and it is compiled already.
         listener: called after every measurement.
@@ -70,16 +72,17 @@ def train(
     else:
         step = first_order_step(method, task, model, settings)
     device = task.inputs.device
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
     torch.manual_seed(seed)  # of the targets that K-FAC samples
     points, seconds = [Point(0, 0.0, task.measure(model))], 0.0
     batches = task.batches(seed)
     for number in range(1, steps + 1):
         inputs, targets = next(batches)
         synchronize(device)
-        started = time.perf_counter()
+        started = clock()
         step(inputs, targets)
         synchronize(device)
-        seconds += time.perf_counter() - started
+        seconds += clock() - started
         if number % task.measure_every == 0 or number == steps:
             points.append(Point(number, seconds, task.measure(model)))
             if listener is not None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kfac_fx.demo.tasks import Task, tasks
+from kfac_fx.demo.tasks import Task, tasks, waves
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,17 @@ def test_an_epoch_shows_no_image_twice(both: dict[str, Task]) -> None:
     numbered = Task(**{**vars(task), "inputs": torch.arange(1797), "targets": torch.arange(1797)})
     seen = [x for (x, _), _ in zip(numbered.batches(0), range(3), strict=False)]
     assert len(torch.cat(seen).unique()) == 3 * task.batch
+
+
+def test_the_shapes_of_a_class_are_alike_up_to_their_place() -> None:
+    shapes, labels = waves(cases=200)
+    again, same = waves(cases=200)
+    assert torch.equal(shapes, again) and torch.equal(labels, same) and shapes.shape == (200, 40)
+    spectra = torch.fft.rfft(shapes).abs()  # a shift changes the phase only
+    spectra = spectra / spectra.norm(dim=1, keepdim=True)
+    alike = spectra @ spectra.T
+    equal = labels[:, None] == labels
+    assert alike[equal].mean() > alike[~equal].mean() + 0.1
 
 
 def test_the_measured_loss_is_that_of_all_images(both: dict[str, Task]) -> None:

@@ -1,4 +1,4 @@
-"""What is installed is what is in the tree: the wheel, the list of packages, the link and the alias."""
+"""What is installed is what is in the tree: the sdist, the wheel, the list of packages, the link and the alias."""
 
 import os
 import shutil
@@ -38,18 +38,24 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built offline from a copy of the sources, unpacked in a folder of its own."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, built offline from a copy of the sources, and the wheel that is built from the sdist."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("distributions")
     for name in ("passes", "kfac_fx"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source, cwd=out)
-    (path,) = out.glob("*.whl")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    """The wheel, unpacked."""
+    (path,) = distributions.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
-        archive.extractall(out / "unpacked")
-    return out / "unpacked"
+        archive.extractall(distributions / "unpacked")
+    return distributions / "unpacked"
 
 
 def test_the_list_of_packages_is_the_folders() -> None:
@@ -78,6 +84,37 @@ for name in {modules()!r}:
     assert place.startswith({str(wheel)!r}), place
 """
     run(sys.executable, "-I", "-S", "-c", program, cwd=tmp_path)
+
+
+TRAINING = """
+import sys
+sys.path.insert(0, "site")
+import kfac_fx, torch
+assert kfac_fx.__file__.startswith(sys.argv[1]), kfac_fx.__file__
+net = kfac_fx.compile(torch.nn.Linear(3, 1), loss="mse")
+optimizer = kfac_fx.KFAC(net)
+x = torch.randn(8, 3)
+losses = []
+for _ in range(5):
+    optimizer.zero_grad()
+    losses.append(torch.nn.functional.mse_loss(net(x), x.sum(1, keepdim=True)))
+    losses[-1].backward()
+    optimizer.step()
+assert losses[-1] < losses[0]
+print(kfac_fx.__version__)
+"""
+
+
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_a_distribution_installs_into_an_empty_folder_and_trains(
+    kind: str, distributions: Path, tmp_path: Path
+) -> None:
+    (path,) = distributions.glob(kind)
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", "site"]
+    run(sys.executable, "-m", "pip", "install", *options, path, cwd=tmp_path)
+    (tmp_path / "train.py").write_text(TRAINING)
+    assert run(sys.executable, "-P", "train.py", tmp_path / "site", cwd=tmp_path).strip() == kfac_fx.__version__
+    assert any((tmp_path / "site" / "bin").iterdir())  # the command
 
 
 def test_passes_is_one_package_under_both_names() -> None:
