@@ -77,7 +77,7 @@ def training(history: History) -> Figure:
     """
     figure = new_figure(4.8)
     above, below = figure.subplots(2, 1, sharex=True)
-    steps = steps_of(history)
+    steps = read_steps(history)
     marker = "." if len(steps) <= 50 else ""
     above.plot(steps, history["damping"], BLUE, marker=marker)
     above.set_yscale("log")
@@ -108,7 +108,7 @@ def phases(history: History) -> Figure:
     """
     figure = new_figure(3.2)
     axes = figure.subplots()
-    steps = steps_of(history)
+    steps = read_steps(history)
     later = slice(1 if len(steps) > 1 else 0, None)
     lengths = torch.tensor([0, *steps]).diff()[later]
     milliseconds = {phase: [1000 * value for value in history[f"seconds/{phase}"]] for phase in PHASES}
@@ -204,7 +204,7 @@ def eigenvalues(estimator: FisherEstimator) -> dict[str, dict[str, tuple[Tensor,
     return {factor: result[factor] for factor in sorted(result)}
 
 
-def steps_of(history: History) -> list[int]:
+def read_steps(history: History) -> list[int]:
     if not len(history):
         raise ValueError(EMPTY)
     return history.steps

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 QUICK = 20  # --quick divides the steps by this
-LONGEST = 12  # rows of a report that is printed whole
+LONGEST_REPORT = 12  # rows of a report that is printed whole
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def compare(task: Task, options: DemoOptions, console: Console) -> Runs:
 
     model = task.model(options.seed)
     net = compile_task(task, model)
-    console.print(net.report if len(net.report.rows) <= LONGEST else net.report.headline)
+    console.print(net.report if len(net.report.rows) <= LONGEST_REPORT else net.report.headline)
     console.print()
     budget = options.steps or max(1, task.steps // (QUICK if options.quick else 1))
     runs = {}

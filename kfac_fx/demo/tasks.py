@@ -47,7 +47,7 @@ INTENSITIES = 17  # a pixel counts the dark dots, 0 to 16, of a 4 x 4 patch of t
 CODE = 16
 WIDTHS = (64, 256, 128, 64, CODE)
 
-POINTS, CLASSES = 40, 10  # of a wave
+POINTS, CLASSES = 40, 10  # of a shape
 PLAIN_WIDTH, PLAIN_LAYERS = 64, 34
 
 
@@ -105,14 +105,14 @@ def tasks(device: torch.device) -> list[Task]:
 
     digits = load_digits()
     pixels = torch.as_tensor(digits.data, dtype=torch.float32).to(device) / (INTENSITIES - 1)  # [1797, 64], 0 to 1
-    shapes, labels = (tensor.to(device) for tensor in waves())
+    shapes, labels = (tensor.to(device) for tensor in shifted_shapes())
     return [
         Task("autoencoder", pixels, pixels, autoencoder, summed_cross_entropy, "multi_bernoulli", steps=3000),
         Task("deep plain network", shapes, labels, plain_network, F.cross_entropy, "categorical", steps=1000),
     ]
 
 
-def waves(cases: int = 4096) -> tuple[Tensor, Tensor]:
+def shifted_shapes(cases: int = 4096) -> tuple[Tensor, Tensor]:
     """Noisy shapes [N, 40] of ten classes and their labels [N], in the manner of MNIST-1D (Greydanus 2020).
 
     A class is a smooth random shape of 12 points. A case is its shape at a random place of a circle, scaled, and

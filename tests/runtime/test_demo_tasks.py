@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kfac_fx.demo.tasks import Task, tasks, waves
+from kfac_fx.demo.tasks import Task, shifted_shapes, tasks
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def test_an_epoch_shows_no_image_twice(both: dict[str, Task]) -> None:
 
 
 def test_the_shapes_of_a_class_are_alike_up_to_their_place() -> None:
-    shapes, labels = waves(cases=200)
-    again, same = waves(cases=200)
+    shapes, labels = shifted_shapes(cases=200)
+    again, same = shifted_shapes(cases=200)
     assert torch.equal(shapes, again) and torch.equal(labels, same) and shapes.shape == (200, 40)
     spectra = torch.fft.rfft(shapes).abs()  # a shift changes the phase only
     spectra = spectra / spectra.norm(dim=1, keepdim=True)
