@@ -13,13 +13,14 @@ from torch import nn
 
 from kfac_fx.checks.proof import prove
 from kfac_fx.checks.trained import Trained
-from kfac_fx.checks.unchanged import Structure, refuse_unfit, refuse_without_values
+from kfac_fx.checks.unchanged import Structure, refuse_inference_mode, refuse_unfit, refuse_without_values
 from kfac_fx.divided.emitted import EmittedSubmodules, emitted_division
 from kfac_fx.divided.frames import UncapturedCall
 from kfac_fx.divided.inputs import number_of_examples
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import (
+    PUBLIC,
     AmbiguousRegistrationError,
     ModelChangedError,
     RegistrationError,
@@ -32,7 +33,9 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.trace import Capture, trace_model
+from kfac_fx.passes.tracing.devices import accelerators, same_random
 from kfac_fx.passes.tracing.signature import capture_key
+from kfac_fx.passes.tracing.substitutes import values_kept
 from kfac_fx.passes.tracing.threads import CAPTURING
 from kfac_fx.recording.agreement import agreeing, continuing, with_generic
 from kfac_fx.recording.emitted import EmittedGraph
@@ -128,6 +131,12 @@ class CaptureCache:
 
         Raises ModelChangedError, UntraceableError, RegistrationError and its kinds.
         """
+        if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
+            raise TypeError(
+                f"the inputs of forward are a tuple and a dict, and not a {type(args).__name__} and a "
+                f"{type(kwargs).__name__}: write (x,) and {{}} for one tensor, as in net.record((x,), {{}})"
+            )
+        refuse_inference_mode("a batch is recorded")
         self.structure.check()
         if self.trained.unfrozen:
             self.register_unfrozen()
@@ -145,7 +154,8 @@ class CaptureCache:
                 if not recorder.absent <= recorder.frozen:
                     cached[-1] = agreeing(cached[-1], self.registrations, masked=self.masked)
                 return cached[-1]
-        refuse_without_values(self.model, self.arguments.verify)
+        if self.arguments.verify:
+            refuse_without_values(self.model)
         with CAPTURING, self.trained.in_captures():
             recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.exported(
                 args, kwargs, every_size=any(map(self.has_settings_of, cached))
@@ -195,7 +205,8 @@ class CaptureCache:
     ) -> Result:
         """`action` on the capture for these inputs and on its inputs, again after every call that had to be captured.
 
-        Raises UntraceableError if the model calls its submodules differently each time.
+        Raises UntraceableError if the model calls its submodules differently each time, and the model's own error if
+        it does not run on these inputs.
         """
         path = ""
         for _ in range(MAX_ROUNDS):
@@ -205,14 +216,32 @@ class CaptureCache:
             except UncapturedCall as uncaptured:
                 self.capture_call(recorder, args, kwargs, uncaptured)
                 path = uncaptured.path
+            except RuntimeError as error:
+                self.raise_the_models_own(error, args, kwargs)
+                raise
         raise self.unstable(path)
+
+    def raise_the_models_own(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Run the model on inputs on which its graph has failed: its own error names its modules and lines."""
+        if isinstance(error, PUBLIC) or fatal(error):
+            return
+        refuse_without_values(self.model)
+        with same_random(accelerators(self.model.parameters())), values_kept(self.model.buffers()):
+            try:
+                self.model(*args, **kwargs)
+            except Exception as models_own:
+                raise models_own from None
 
     def record_in_training(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], generator: torch.Generator | None
     ) -> tuple[Any, PendingMoments]:
         """See `Recorder`. A call that no graph serves is captured afterwards, and nothing was recorded then."""
         recorder = self.recorder(args, kwargs)
-        outputs, pending = recorder.record_in_training(recorder.capture.flatten(args, kwargs), generator)
+        try:
+            outputs, pending = recorder.record_in_training(recorder.capture.flatten(args, kwargs), generator)
+        except RuntimeError as error:
+            self.raise_the_models_own(error, args, kwargs)
+            raise
         emitted = recorder.emitted
         if isinstance(emitted, EmittedSubmodules) and emitted.uncaptured is not None:
             self.capture_call(recorder, args, kwargs, emitted.uncaptured)

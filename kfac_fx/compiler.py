@@ -10,20 +10,24 @@ from torch import nn
 from kfac_fx.capture_cache import CompileArguments
 from kfac_fx.checks.arguments import (
     refuse_other_approximations,
+    refuse_other_inputs,
+    refuse_other_layers,
     refuse_other_limit,
     refuse_other_links,
+    refuse_other_models,
     refuse_unfit_names,
 )
-from kfac_fx.checks.unchanged import refuse_unfit, unwrapped
+from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_unfit, unwrapped
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.layer_collection import LayerCollection
 from kfac_fx.losses.registered import loss_from
-from kfac_fx.passes.errors import LinkError, RegistrationError, nearest
+from kfac_fx.passes.errors import RegistrationError, nearest
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.recording.backends import COMPILE_BACKENDS
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.taps.subsample import read_sampling
+from kfac_fx.values import a_flag
 
 DENSE_LIMIT = 4096
 
@@ -102,6 +106,10 @@ def compile(
 
     Each error names all culprits.
     """
+    refuse_inference_mode("a model is compiled")
+    refuse_other_inputs(example_inputs, example_kwargs)
+    for option, flag in {"strict": strict, "verify": verify, "in_place": in_place}.items():
+        a_flag(option, flag)
     if backend not in COMPILE_BACKENDS:
         names = ", ".join(COMPILE_BACKENDS)
         raise ValueError(f"backend={backend!r} is none of {names}.{nearest(backend, COMPILE_BACKENDS)}")
@@ -134,8 +142,7 @@ def compile(
         raise RegistrationError(
             "the module is already compiled; pass the original model, net.model, to kfac_fx.compile"
         )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"kfac_fx.compile takes a torch.nn.Module, not a {type(model).__name__}")
+    refuse_other_models(model, "kfac_fx.compile")
     wrapper, model = model, unwrapped(model)
     if inner := [name for name, module in model.named_modules() if isinstance(module, CompiledModule)]:
         raise RegistrationError(
@@ -145,10 +152,8 @@ def compile(
     refuse_unfit_names(model)
     refuse_other_approximations(approximations, model)
     refuse_other_limit(dense_limit)
-    if isinstance(linked, str) or (not isinstance(linked, Mapping) and any(isinstance(group, str) for group in linked)):
-        raise LinkError('linked takes groups of names, as in linked=[("fc.weight", "fc.bias")], not names')
+    refuse_other_links(linked, model)
     groups = linked if isinstance(linked, Mapping) else dict.fromkeys(map(tuple, linked))
-    refuse_other_links(groups, model)
     options = Options(
         linked={frozenset([group] if isinstance(group, str) else group): value for group, value in groups.items()},
         approximations=approximations or {},
@@ -161,7 +166,7 @@ def compile(
     )
     arguments = CompileArguments(
         options,
-        collect(*LAYERS.values(), *layers),
+        collect(*LAYERS.values(), *refuse_other_layers(layers)),
         None if loss is None else loss_from(loss),
         verify,
         backend,

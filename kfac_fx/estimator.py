@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from kfac_fx.blocks.fisher import BlockDiagonalFisher, check_variables
 from kfac_fx.blocks.spectrum import Damping
 from kfac_fx.checks.arguments import refuse_other_variables
 from kfac_fx.checks.outputs import OutputWatch
-from kfac_fx.checks.unchanged import refuse_untrained, refuse_without_blocks
+from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_untrained, refuse_without_blocks, refuse_wrapped
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.factor import additive, packed_sums, unpacked_sums
@@ -28,6 +27,18 @@ from kfac_fx.passes.ir import Registration
 from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
 from kfac_fx.statistics.moments import Key, Moments
+from kfac_fx.values import (
+    a_flag,
+    a_process_group,
+    a_seed,
+    a_share,
+    a_weight,
+    finite_numbers,
+    not_negative,
+    optional,
+    refuse,
+    whole,
+)
 
 
 class Net(Protocol):
@@ -114,6 +125,8 @@ class FisherEstimator(BlockDiagonalFisher):
         the model has no trained parameters.
         """
         # Every argument is checked before the collection is finalized: a wrong one must leave it usable.
+        refuse_wrapped(net, "FisherEstimator")
+        refuse_inference_mode("a FisherEstimator is created")
         collection = net if isinstance(net, LayerCollection) else None
         if collection is None and not hasattr(net, "record"):
             raise TypeError(
@@ -122,16 +135,24 @@ class FisherEstimator(BlockDiagonalFisher):
             )
         named = dict((net.model if isinstance(net, LayerCollection) else net).named_parameters())
         if variables is not None and collection is None:
-            refuse_other_variables(variables := list(variables), net)
+            variables = refuse_other_variables(variables, net)
         check_mode(estimation_mode)
         refuse_untrained(named.items())
-        if not 0 <= cov_ema_decay <= 1:
-            raise ValueError(f"cov_ema_decay must be between 0 and 1, got {cov_ema_decay}.")
-        if not 0 < fraction <= 1:
-            raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}.")
-        if not 0 <= float(damping) < math.inf:  # the host waits for a tensor, once
-            raise ValueError(f"damping must not be negative, got {damping}.")
-        roots: list[Root] = sorted({float(exp) for exp in exps} - {1.0})
+        a_weight("cov_ema_decay", cov_ema_decay)
+        a_share("fraction", fraction)
+        not_negative("damping", damping)  # the host waits for a tensor, once
+        flags = {
+            "compute_cholesky": compute_cholesky,
+            "compute_cholesky_inverse": compute_cholesky_inverse,
+            "compute_params_stats": compute_params_stats,
+        }
+        for name, flag in flags.items():
+            a_flag(name, flag)
+        optional(whole(1, "cases"), "batch_size", batch_size)
+        optional(whole(1, "bytes"), "memory", memory)
+        optional(a_seed, "seed", seed)
+        optional(a_process_group, "process_group", process_group)
+        roots: list[Root] = sorted(set(finite_numbers("exps", exps)) - {1.0})
         roots += ["cholesky"] * compute_cholesky + ["cholesky_inverse"] * compute_cholesky_inverse
         example = next(iter(named.values()))
         if factor_dtype is not None and factor_dtype not in (torch.float32, torch.float64):
@@ -139,7 +160,7 @@ class FisherEstimator(BlockDiagonalFisher):
         if not isinstance(damping, Tensor):
             precision = factor_dtype or torch.promote_types(example.dtype.to_real(), torch.float32)
             damping = torch.full((), float(damping), dtype=precision, device=example.device)
-        super().__init__(roots, damping)
+        super().__init__(roots, damping.reshape(()) if damping.dim() else damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
         self._pending: dict[Key, dict[str, Tensor]] = {}
         self._pending_cases: int | Tensor = 0
@@ -315,8 +336,9 @@ class FisherEstimator(BlockDiagonalFisher):
         Raises ValueError for a decay out of range, and for a batch that is not of `batch_size` cases, which is dropped;
         ModelChangedError if the outputs of a recording were not the model's.
         """
-        if decay is not None and not 0 <= decay <= 1:
-            raise ValueError(f"decay must be between 0 and 1, got {decay}.")
+        optional(a_weight, "decay", decay)
+        if accept is not None and not (isinstance(accept, Tensor) and accept.dtype == torch.bool and not accept.dim()):
+            raise refuse("accept", accept, "be a 0-dim tensor of torch.bool")
         usable = self.usable()
         if not self._pending and not self._paused:
             return True

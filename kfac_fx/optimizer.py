@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kfac_fx.checks.unchanged import refuse_without_blocks
+from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_without_blocks, refuse_without_values
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_several
+from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
-from kfac_fx.optim.options import KFACOptions, positive, takes
+from kfac_fx.optim.options import KFACOptions, takes
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.optim.step_state import StepState
 from kfac_fx.ownership import BlockOwners
 from kfac_fx.passes.tracing.devices import accelerators
+from kfac_fx.values import positive, single
 
 
 class KFAC(Optimizer):
@@ -68,6 +69,8 @@ class KFAC(Optimizer):
     @takes(KFACOptions)
     def __init__(self, options: KFACOptions) -> None:
         self.net: CompiledModule = options.net
+        refuse_inference_mode("a KFAC is created")
+        refuse_without_values(self.net.model)
         refuse_without_blocks(self.net.registrations, self.net.named_parameters())
         self.options = options
         names = {parameter: name for name, parameter in self.net.named_parameters()}
@@ -175,12 +178,19 @@ class KFAC(Optimizer):
                 f"step takes a closure by position, and got a {type(closure).__name__}: write step(loss=loss) for a "
                 "loss, and step() for none"
             )
-        refuse_several(loss)
+        refuse_inference_mode("a step is taken")
+        for name, function in (("evaluate", evaluate), ("previous", previous)):
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"step({name}=...) takes a closure that returns a loss, and got a {type(function).__name__}: write "
+                    "step(loss=loss) for a loss"
+                )
+        refuse_other_losses(loss)
         if closure is not None:
             check_closure(self._step_state)
             measures = self._step_state.schedule.adapting and evaluate is None
             measured = self._forwards.train(closure, measures)
-            refuse_several(measured)
+            refuse_other_losses(measured)
             loss = loss if measured is None else measured
         self._follow_registrations()
         try:
@@ -217,9 +227,8 @@ class KFAC(Optimizer):
 
     @damping.setter
     def damping(self, value: float | Tensor) -> None:
-        if not isinstance(value, Tensor):
-            positive("damping", value)
-        self._step_state.damping.copy_(torch.as_tensor(value))
+        single("damping", value) if isinstance(value, Tensor) else positive("damping", value)
+        self._step_state.damping.copy_(torch.as_tensor(value).reshape(()))
 
     @property
     def counter(self) -> int:

@@ -86,9 +86,9 @@ for _error in PUBLIC:  # a traceback shows the name that the user imports
     _error.__module__ = "kfac_fx"
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The sentence " Did you mean 'x'?" for the closest of `names`, or nothing if none is close."""
-    near = difflib.get_close_matches(name, list(names), n=1)
+def nearest(name: object, names: Iterable[str]) -> str:
+    """The sentence " Did you mean 'x'?" for the closest of `names`, or nothing if none is close or this is no name."""
+    near = difflib.get_close_matches(name, list(names), n=1) if isinstance(name, str) else []
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

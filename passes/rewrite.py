@@ -157,7 +157,10 @@ class Emission:
         held: dict[str, Any] = {target: attribute(program.root, target) for target in targets}
         held |= {f"taps.{name}": tap for name, tap in self.taps.items()}
         held |= {f"links.{name}": link for name, link in self.links.items()}
-        return fx.GraphModule({**held, **self.modules}, graph, "Emitted")
+        module = fx.GraphModule({**held, **self.modules}, graph, "Emitted")
+        # fx's own call prints generated code beside an error; each GraphModule has a class of its own.
+        type(module).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return module
 
 
 def add_probes(graph: fx.Graph) -> fx.Node:

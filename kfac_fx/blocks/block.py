@@ -179,13 +179,17 @@ def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool 
 def check_kinds(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises TypeError with all entries of a vector that are no numbers of floating point on a device."""
     lines = []
+    if isinstance(vector, Mapping) and (others := [type(key).__name__ for key in vector if not isinstance(key, str)]):
+        raise TypeError(f"a vector is a dict of tensors by parameter name, and has a key that is a {others[0]}")
     for name in shapes if isinstance(vector, Mapping) else ():
-        entry: Any = vector.get(name, 0.0)
+        entry: Any = vector.get(name, torch.zeros(()))
         if entry is None:
             lines.append(f"  {name} is None: write zeros for a parameter without a gradient")
-        elif isinstance(entry, Tensor) and not (entry.is_floating_point() or entry.is_complex()):
+        elif not isinstance(entry, Tensor):
+            lines.append(f"  {name} is a {type(entry).__name__}: write torch.as_tensor(value)")
+        elif not (entry.is_floating_point() or entry.is_complex()):
             lines.append(f"  {name} is of {entry.dtype}: write tensor.float()")
-        elif isinstance(entry, Tensor) and entry.device.type == "meta":
+        elif entry.device.type == "meta":
             lines.append(f"  {name} is on the meta device, and has no values")
     if lines:
         raise TypeError("\n".join(["the vector has entries that cannot be multiplied:", *lines]))

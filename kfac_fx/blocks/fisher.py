@@ -20,6 +20,7 @@ from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
+from kfac_fx.values import not_negative, number, single
 
 
 class Blocks(dict[Key, BlockOperator]):
@@ -201,12 +202,8 @@ class BlockDiagonalFisher(Operator):
 
     @damping.setter
     def damping(self, value: float | Tensor) -> None:
-        if isinstance(value, Tensor):
-            self._damping.copy_(value)
-        elif not 0 <= value < math.inf:
-            raise ValueError(f"damping is {value!r}; it must not be negative")
-        else:
-            self._damping.fill_(value)
+        single("damping", value) if isinstance(value, Tensor) else not_negative("damping", value)
+        self._damping.copy_(value.reshape(())) if isinstance(value, Tensor) else self._damping.fill_(value)
 
     def update_inverses(self, keys: Collection[Key] | None = None) -> None:
         """Decompose the damped factors. Raises FactorNotReady before the first update of the factors.
@@ -265,7 +262,7 @@ class BlockDiagonalFisher(Operator):
 
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """(F + λ I)^exp v; exp must be 1 or among `exps`."""
-        return self._multiply(vector, float(exp))
+        return self._multiply(vector, number("exp", exp))
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
@@ -335,6 +332,9 @@ class BlockDiagonalFisher(Operator):
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if the names or shapes of a state are not those of this estimator."""
+        if not isinstance(state, Mapping):
+            kind = type(state).__name__
+            raise ValueError(f"a state is a dict of tensors by name, and not a {kind}: write estimator.state_dict()")
         mine = self.state_dict()
         elsewhere = tuple(f"{','.join(key)}/" for key, block in self.blocks.items() if not block.group.here)
         others = {name for name in state.keys() - mine.keys() if name.startswith(elsewhere)}
@@ -345,10 +345,15 @@ class BlockDiagonalFisher(Operator):
                 "brings those of all processes together, or load on every process what that same process saved."
             )
         given = state.keys() - others
-        if wrong := sorted(mine.keys() ^ given) or sorted(n for n in mine if mine[n].shape != state[n].shape):
+        if wrong := sorted(mine.keys() ^ given) or sorted(n for n in mine if not fits(state[n], mine[n])):
             raise ValueError(
                 f"the state is of another estimator: {len(wrong)} names or shapes differ, the first is {wrong[0]!r}."
             )
+
+
+def fits(entry: object, like: Tensor) -> bool:
+    """Whether an entry of a state can be copied into a tensor."""
+    return isinstance(entry, Tensor) and entry.shape == like.shape and not entry.is_meta
 
 
 def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:

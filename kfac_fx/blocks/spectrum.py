@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from kfac_fx.blocks.block import check_fits, leading
+from kfac_fx.blocks.block import check_fits, check_kinds, leading
 from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import Place, dense
 from kfac_fx.linalg.vectors import joined, split
@@ -30,6 +30,7 @@ from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, ta
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.case_gradients import Cases
 from kfac_fx.statistics.moments import Key
+from kfac_fx.values import not_negative, single, whole
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,16 @@ class Spectrum:
     damping: Damping
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a negative number, RegistrationError for a damping of other blocks."""
+        """Raises ValueError for numbers that are negative or not finite, RegistrationError for a damping of other
+        blocks."""
         damping = self.damping
         amounts = list(damping.values()) if isinstance(damping, Mapping) else [damping]
         numbers = [amount.factor if isinstance(amount, Relative) else amount for amount in amounts]
         for name, value in (("scale", self.scale), *(("damping", value) for value in numbers)):
-            if isinstance(value, (int, float)) and not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}.")
+            if isinstance(value, Tensor) and value.device.type != "cpu":  # the host would wait to read it
+                single(name, value)
+            else:
+                not_negative(name, value)
         if isinstance(damping, Mapping):
             self.check_damping(damping)
 
@@ -273,6 +277,7 @@ class Spectrum:
 
     def many(self, vector: Vector) -> tuple[tuple[int, ...], dict[str, Tensor]]:
         """(the additional dimensions, the vector by the names of the registrations with these flattened into one)."""
+        check_kinds(vector, self.shapes)
         lead = leading(vector, self.shapes)
         check_fits(vector, {name: (*lead, *shape) for name, shape in self.shapes.items()}, alone=True)
         many = {name: dense(tensor).reshape(math.prod(lead), *self.shapes[name]) for name, tensor in vector.items()}
@@ -291,6 +296,7 @@ class Spectrum:
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]."""
+        whole(1, "samples")("count", count)
 
         def drawn(system: System) -> dict[str, Tensor]:
             values = system.values

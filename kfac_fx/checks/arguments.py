@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError, UntraceableError
+from kfac_fx.passes.errors import ApproximationError, LayerError, LinkError, RegistrationError, UntraceableError
 
-UNFIT = "\"'\\\n\r"  # characters that generated code does not quote
+UNFIT = "\"'\\\n\r\0"  # characters that generated code does not quote
 
 
 def refuse_unfit_names(model: nn.Module) -> None:
@@ -46,17 +46,53 @@ def refuse_other_approximations(approximations: Any, model: nn.Module) -> None:
         )
 
 
-def refuse_other_links(groups: Iterable[Any], model: nn.Module) -> None:
-    """Raises LinkError for members of a group that are no names."""
-    members = [member for group in groups if not isinstance(group, str) for member in group]
+def refuse_other_models(model: Any, by: str) -> None:
+    """Raises TypeError for anything but a module."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"{by} takes a torch.nn.Module, and got the class: write {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{by} takes a torch.nn.Module, not a {type(model).__name__}")
+
+
+def refuse_other_inputs(args: Any, kwargs: Any) -> None:
+    """Raises TypeError unless these are the arguments of a call: several or one tensor, and some by name."""
+    if args is not None and not isinstance(args, (tuple, list, Tensor)):
+        wanted = "example_kwargs={'x': x} for arguments by name" if isinstance(args, Mapping) else "(x,) for one tensor"
+        raise TypeError(f"example_inputs is a {type(args).__name__}; it must be a tuple: write {wanted}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"example_kwargs is a {type(kwargs).__name__}; it must be a dict, as in {{'mask': mask}}")
+
+
+def refuse_other_layers(layers: Any) -> list[Any]:
+    """The layers. Raises LayerError unless there are several; what they are is checked where they are collected."""
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        kind = type(layers).__name__
+        raise LayerError(f"layers takes a list of layers that @kfac_fx.layer(...) declares, and got a {kind}")
+    return list(layers)
+
+
+def refuse_other_links(linked: Any, model: nn.Module) -> None:
+    """Raises LinkError unless these are groups of names; a key of a mapping may be one name."""
+    groups = list(linked) if isinstance(linked, Iterable) and not isinstance(linked, (str, Tensor)) else [linked]
+    groups = [(group,) if isinstance(group, str) and isinstance(linked, Mapping) else group for group in groups]
+    if wrong := [group for group in groups if isinstance(group, (str, Tensor)) or not isinstance(group, Iterable)]:
+        kind = "names" if isinstance(wrong[0], str) else f"a {type(wrong[0]).__name__}"
+        raise LinkError(f'linked takes groups of names, as in linked=[("fc.weight", "fc.bias")], not {kind}')
+    members = [member for group in groups for member in group]
     if wrong := [member for member in members if not isinstance(member, str)]:
         raise LinkError(f"linked takes groups of names: {in_place(wrong, model)}")
 
 
-def refuse_other_variables(variables: Iterable[Any], model: Any) -> None:
-    """Raises RegistrationError for variables that are no names."""
-    if wrong := [variable for variable in variables if not isinstance(variable, str)]:
+def refuse_other_variables(variables: Any, model: Any) -> list[str]:
+    """The names. Raises RegistrationError for variables that are no names."""
+    if isinstance(variables, (str, Tensor)) or not isinstance(variables, Iterable):
+        raise RegistrationError(
+            f"variables is {variables!r}; it takes names of parameters, as in variables=['fc.weight', 'fc.bias']"
+        )
+    names = list(variables)
+    if wrong := [variable for variable in names if not isinstance(variable, str)]:
         raise RegistrationError(f"variables takes names of parameters: {in_place(wrong, model)}")
+    return names
 
 
 def refuse_other_limit(limit: Any) -> None:

@@ -30,10 +30,12 @@ class Structure:
         self.objects = named_objects(model)
         self.holders = [held(module) for module in model.modules() for held in (parameters_of, submodules_of)]
         self.held: list[dict[str, Any]] = [dict(holder) for holder in self.holders]
+        self.shapes = {name: (parameter, parameter.shape) for name, parameter in model.named_parameters()}
 
     def check(self) -> None:
-        """Raises ModelChangedError with the names of all that was replaced, added or removed."""
+        """Raises ModelChangedError with the names of all that was replaced, added or removed, or has another shape."""
         if all(map(same_objects, self.holders, self.held)):
+            self.check_shapes()
             return
         now = named_objects(self.model)
         changed = [name for name in dict.fromkeys((*self.objects, *now)) if self.objects.get(name) is not now.get(name)]
@@ -44,6 +46,19 @@ class Structure:
             "The factors and the optimizer still hold the old ones. Compile again, or change values in place with "
             "parameter.data.copy_(...) or load_state_dict."
         )
+
+    def check_shapes(self) -> None:
+        """Raises ModelChangedError for parameters whose `data` was replaced by a tensor of another shape."""
+        changed = [
+            (name, f"was {list(shape)} and is {list(parameter.shape)}")
+            for name, (parameter, shape) in self.shapes.items()
+            if parameter.shape != shape
+        ]
+        if changed:
+            raise ModelChangedError(
+                f"parameters have another shape than when kfac_fx.compile was called:\n{table(changed)}\n"
+                "Their factors and momenta have the old shape. Compile again, and create the optimizer again."
+            )
 
 
 def same_objects(holder: dict[str, Any], held: dict[str, Any]) -> bool:
@@ -67,6 +82,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(original) if isinstance(original, nn.Module) else model
 
 
+def refuse_wrapped(net: Any, by: str) -> None:
+    """Raises ValueError for a wrapper of a compiled module, which hides the parameters' names from what uses them."""
+    inner = unwrapped(net) if isinstance(net, nn.Module) else net
+    if inner is not net and hasattr(inner, "registrations"):
+        raise ValueError(
+            f"{by} takes the module that kfac_fx.compile returned, and got {type(net).__name__} around it: write "
+            f"{by}(net, ...) with net = kfac_fx.compile(model, ...), and call the wrapper, as in wrapper(x)"
+        )
+
+
 def averages_gradients(wrapper: nn.Module) -> bool:
     """Whether DistributedDataParallel is among the wrappers of a model."""
     if isinstance(wrapper, nn.parallel.DistributedDataParallel):
@@ -80,6 +105,7 @@ def refuse_unfit(model: nn.Module) -> None:
     refuse_sharded(model)
     refuse_scripted(model)
     refuse_without_shapes(model)
+    refuse_of_inference(model)
     refuse_complex(model)
     refuse_overlapping(model)
 
@@ -114,11 +140,29 @@ def refuse_without_shapes(model: nn.Module) -> None:
         )
 
 
-def refuse_without_values(model: nn.Module, verify: bool) -> None:
-    if verify and (names := [name for name, param in model.named_parameters() if param.is_meta]):
+def refuse_of_inference(model: nn.Module) -> None:
+    if names := [name for name, param in model.named_parameters() if param.is_inference()]:
         raise UntraceableError(
-            f"these parameters are on the meta device and have no values, so the graph cannot be verified: "
-            f"{', '.join(names)}.\n"
+            f"these parameters were made in torch.inference_mode and cannot be trained: {', '.join(names)}.\n"
+            "Make the model outside of torch.inference_mode."
+        )
+
+
+def refuse_inference_mode(what: str) -> None:
+    """Raises RuntimeError in `torch.inference_mode`, whose tensors autograd cannot use afterwards."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{what} in torch.inference_mode, whose tensors autograd cannot use afterwards: leave the block before, or "
+            "write torch.no_grad() in its place"
+        )
+
+
+def refuse_without_values(model: nn.Module) -> None:
+    """Raises UntraceableError for parameters on the meta device."""
+    if names := [name for name, param in model.named_parameters() if param.is_meta]:
+        raise UntraceableError(
+            f"these parameters are on the meta device and have no values, so nothing can be verified, recorded or "
+            f"trained: {', '.join(names)}.\n"
             "Give them values first, as with model.to_empty(device=...) and load_state_dict. For the report alone, "
             "compile without example inputs or with verify=False."
         )

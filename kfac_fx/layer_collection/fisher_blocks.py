@@ -223,7 +223,7 @@ class Kind:
 
     def ours(self, approx: str) -> str | None:
         """Our name of an approximation; None if the kind does not have it."""
-        return self.approximations.get(approx)
+        return self.approximations.get(approx) if isinstance(approx, str) else None
 
 
 INDEP = {"kron_indep": "kron_indep"} | {
@@ -247,7 +247,7 @@ KINDS: Mapping[str, Kind] = {
 
 def kind_named(kind: str) -> Kind:
     """Raises ApproximationError for a kind that does not exist."""
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ApproximationError(f"{kind!r} is no kind of layer; there are {', '.join(KINDS)}.{nearest(kind, KINDS)}")
     return KINDS[kind]
 

@@ -10,7 +10,13 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, fx, nn
 
-from kfac_fx.checks.unchanged import refuse_unfit
+from kfac_fx.checks.arguments import (
+    refuse_other_inputs,
+    refuse_other_limit,
+    refuse_other_models,
+    refuse_unfit_names,
+)
+from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_unfit
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, nearest
 from kfac_fx.passes.ir import Options, Program
@@ -100,6 +106,10 @@ class CapturedModel:
 
     def calls_of(self, module: str) -> list[list[fx.Node]]:
         """The operations of every call of a submodule, in order."""
+        if not isinstance(module, str):
+            raise RegistrationError(
+                f"a module is named here, as in outputs_of('layers.0'), and this is a {type(module).__name__}"
+            )
         calls: dict[str, list[fx.Node]] = {}
         for node in self.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
@@ -139,7 +149,12 @@ def capture(
 
     Raises UntraceableError if no single graph holds the model, LayerError for declarations that contradict others.
     """
+    refuse_other_models(model, "kfac_fx.capture")
+    refuse_inference_mode("a model is captured")
     refuse_unfit(model)
+    refuse_unfit_names(model)
+    refuse_other_limit(dense_limit)
+    refuse_other_inputs(example_inputs, example_kwargs)
     args = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     options = Options(
         modules={name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name},

@@ -18,6 +18,7 @@ from kfac_fx.passes.ir import GENERIC, Sampling, Use
 from kfac_fx.passes.layers.conv import disagreement
 from kfac_fx.statistics.moments import Key
 from kfac_fx.taps.subsample import ALL_ROWS, read_sampling
+from kfac_fx.values import optional, whole
 
 
 def register_layer(
@@ -112,8 +113,7 @@ def register_generic(
     approx: str | None,
     reuse: Reuse,
 ) -> FisherBlock:
-    if batch_size is not None and batch_size < 1:
-        raise RegistrationError(f"batch_size={batch_size} must be at least 1")
+    optional(whole(1, "cases"), "batch_size", batch_size)
     names = collection.names_of(params)
     approximation = collection.chosen(kind, names, approx)
     block = block_class(GENERIC, approximation, False)(collection, names, approximation)

@@ -34,6 +34,7 @@ class Categorical(LossFunction):
     targets_like = "class numbers, one for each distribution"
 
     def __init__(self, logits: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
+        self.check_outputs(logits)
         if logits.ndim and logits.shape[-1] == 1:
             raise LossError(
                 f"logits of shape {list(logits.shape)} have one class, whose probability is always 1; one logit for "
@@ -72,7 +73,18 @@ class Categorical(LossFunction):
 
     def _negative_log_likelihood(self, targets: Tensor) -> Tensor:
         logits = precise(self.inputs).reshape(-1, self.inputs.shape[-1])
-        return F.cross_entropy(logits, targets.reshape(-1), reduction="sum")
+        try:
+            return F.cross_entropy(logits, targets.reshape(-1), reduction="sum")
+        except IndexError as error:  # on a CPU; other devices assert
+            raise LossError(
+                f"Categorical: {error} There are {logits.shape[-1]} classes, counted from 0; -100 leaves a case out"
+            ) from error
+
+    def check_targets(self, targets: Tensor) -> None:
+        if targets.dtype not in (torch.int64, torch.uint8):  # those that F.cross_entropy takes
+            raise LossError(
+                f"Categorical: targets are of {targets.dtype}, expected {self.targets_like}: write targets.long()"
+            )
 
     def _sample(self, generator: torch.Generator | None) -> Tensor:
         # If independent exponential clocks have rates p, clock k rings first with probability p_k. torch.multinomial
@@ -90,6 +102,9 @@ class OnehotCategorical(Categorical):
     def targets_behind(self, gradient: Tensor) -> Tensor | None:
         classes = F.one_hot(gradient.argmin(-1), self.inputs.shape[-1]).to(self.inputs.dtype)
         return classes * gradient.any(-1, keepdim=True)
+
+    def check_targets(self, targets: Tensor) -> None:
+        LossFunction.check_targets(self, targets)  # they may be numbers of floating point
 
     def _target_shape(self) -> torch.Size:
         return self.inputs.shape
@@ -137,7 +152,7 @@ class Normal(LossFunction):
 
 def check_variance(var: float) -> None:
     """Raises LossError."""
-    if isinstance(var, Tensor) or not 0 < var < math.inf:
+    if not isinstance(var, (int, float)) or not 0 < var < math.inf:
         raise LossError(f"Normal: var is {var!r}; it must be a positive float")
 
 
@@ -155,6 +170,7 @@ class NormalMeanVariance(LossFunction):
     natural = False
 
     def __init__(self, mean: Tensor, variance: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
+        self.check_outputs(mean, variance)
         if mean.shape != variance.shape:
             raise LossError(
                 f"NormalMeanVariance: the mean has shape {list(mean.shape)}, the variance {list(variance.shape)}"

@@ -43,11 +43,18 @@ class LossFunction(ABC):
     natural: ClassVar[bool] = True
 
     def __init__(self, inputs: Tensor, targets: Tensor | None = None, seed: int | None = None) -> None:
+        self.check_outputs(inputs)
         self.inputs = inputs
         self.seed = seed
         self.targets = targets
         self.kept: Tensor | None = None
         self.real_cases: int | Tensor | None = None
+
+    @classmethod
+    def check_outputs(cls, *outputs: object) -> None:
+        """Raises LossError for outputs that are no tensors."""
+        if others := [type(output).__name__ for output in outputs if not isinstance(output, Tensor)]:
+            raise LossError(f"{cls.__name__} takes tensors that forward returns, and got a {others[0]}")
 
     @property
     def cases(self) -> int | Tensor:
@@ -112,7 +119,13 @@ class LossFunction(ABC):
                 f"{type(self).__name__}: targets have shape {list(self.targets.shape)}, expected {list(expected)}, "
                 f"{self.targets_like}"
             )
+        self.check_targets(self.targets)
         return self._negative_log_likelihood(self.targets.detach())
+
+    def check_targets(self, targets: Tensor) -> None:
+        """Raises LossError for complex targets; a loss over classes also for numbers that are not whole."""
+        if targets.is_complex():
+            raise LossError(f"{type(self).__name__}: targets are of {targets.dtype}, expected {self.targets_like}")
 
     def evaluate_on_sample(self, generator: torch.Generator | None = None) -> Tensor:
         """The loss of targets drawn from the predictive distribution, []. No gradient passes through the sample."""

@@ -6,6 +6,7 @@ mini-batch, computed by the same graph. The towers of a loss add up to one batch
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ class LossSpec:
         losses = [_pair(loss, self.name) for loss in ([result] if single else result)]
         if targets is None:
             return losses
-        each_targets = [targets] if len(losses) == 1 and isinstance(targets, Tensor) else targets
+        each_targets = targets if isinstance(targets, (list, tuple)) or len(losses) > 1 else [targets]
         if not isinstance(each_targets, Sequence) or len(each_targets) != len(losses):
             raise LossError(f"{self.name} gives {len(losses)} losses: pass as many targets, in a tuple")
         for (_, loss), target in zip(losses, each_targets, strict=True):
@@ -224,7 +225,7 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
         )
     if isinstance(spec, type) and issubclass(spec, LossFunction):
         return LossSpec(_of_one_tensor(spec, spec.__name__), f"loss={spec.__name__}", named=True)
-    if isinstance(spec, LossFunction) or not callable(spec):
+    if isinstance(spec, (type, LossFunction)) and not name_in_torch(spec) or not callable(spec):
         raise LossError(
             f"loss is a {type(spec).__name__}; pass a name, a class of kfac_fx.losses, or a function of the outputs "
             "such as lambda logits: kfac_fx.losses.Categorical(logits)"
@@ -235,6 +236,15 @@ def loss_from(spec: str | type[LossFunction] | Callable[[Any], Any]) -> LossSpec
             f"loss={trained} needs targets, and K-FAC draws its own: write its name, "
             + (f"loss={known!r}" if known else f"one of {', '.join(map(repr, NAMES))}")
         )
+    try:
+        inspect.signature(spec).bind(None)
+    except TypeError as error:
+        raise LossError(
+            f"the function given as loss is called with what the model returns, and does not take that: {error}. Write "
+            "loss=lambda outputs: kfac_fx.losses.Categorical(outputs)"
+        ) from error
+    except ValueError:  # a function without a signature
+        pass
     return LossSpec(spec, "the function given as loss")
 
 

@@ -27,7 +27,7 @@ LossPairs = Sequence[tuple[float, LossFunction]]  # (coefficient, loss)
 Cotangents = list[Tensor | None]  # of every input of a loss; None: nothing is sent back
 
 
-def check_mode(mode: str) -> None:
+def check_mode(mode: object) -> None:
     """Raises ValueError for a mode that does not exist."""
     if mode not in MODES:
         modes = ", ".join(map(repr, MODES))

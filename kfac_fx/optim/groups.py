@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import precise
-from kfac_fx.optim.options import KFACOptions, not_negative
+from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import FirstOrder, new_adam_state
+from kfac_fx.values import not_negative, number, single
 
 Group = dict[str, Any]
 NewState = Callable[[Tensor], Tensors]  # the state of a new parameter, by name
@@ -47,9 +49,9 @@ def split_group(
             f"KFAC(..., {written}), and not {', '.join(common)} in a group"
         )
     for name in of_groups:
-        not_negative(name, group.get(name))
-    params: Any = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-    members: list[Any] = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+        if name in group:
+            not_negative(name, group[name])
+    members = members_of(group)
     foreign = [list(parameter.shape) for parameter in members if parameter not in names]
     if foreign:
         raise ValueError(
@@ -67,6 +69,22 @@ def split_group(
         decay = {} if first_order.weight_decay is None else {"weight_decay": first_order.weight_decay}
         parts.append({**options, **decay, "params": outside, "lr": first_order.lr, "first_order": True})
     return parts
+
+
+def members_of(group: Any) -> list[Any]:
+    """The parameters of a user's group. Raises TypeError for anything else."""
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise TypeError(
+            f"a parameter group is a dict such as {{'params': [...], 'lr': 0.1}}, and not {reprlib.repr(group)}"
+        )
+    params: Any = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    members = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in params]
+    if others := [member for member in members if not isinstance(member, Tensor)]:
+        raise TypeError(
+            f"a parameter group has parameters, and not {reprlib.repr(others[0])}: write net.get_parameter(name) for a "
+            "name, as in params=[net.get_parameter('0.weight')]"
+        )
+    return members
 
 
 def keep_first_lr(group: Group) -> None:
@@ -200,7 +218,12 @@ class GroupedParameters:
                 name = names[group["params"][0]]
                 for key, scalars in self.scalars.items():
                     value = group[key]
-                    scalars[name].copy_(value) if isinstance(value, Tensor) else scalars[name].fill_(value)
+                    if isinstance(value, Tensor):
+                        single(key, value)
+                        scalars[name].copy_(value.reshape(()))
+                    else:
+                        number(f"{key} of a parameter group", value)
+                        scalars[name].fill_(value)
                 if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
                     self.decaying.update(names[parameter] for parameter in group["params"])
 

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from numbers import Real
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from kfac_fx.checks.unchanged import refuse_wrapped
+from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.rules import DampingRule, FirstOrder, new_adaptive_state, new_velocity
 from kfac_fx.passes.errors import nearest
+from kfac_fx.values import (
+    a_flag,
+    a_process_group,
+    a_seed,
+    a_share,
+    a_weight,
+    finite,
+    not_negative,
+    number,
+    optional,
+    positive,
+    whole,
+)
 
 P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
@@ -22,11 +35,13 @@ SelfT = TypeVar("SelfT")
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu")
+STEPS = "steps"
 
 # --- checks of one option: (name, value) -> None, or a ValueError -----------------------------------------------------
 
 
 def compiled(name: str, value: Any) -> None:
+    refuse_wrapped(value, "KFAC")
     if not hasattr(value, "attach") or not hasattr(value, "registrations"):
         raise ValueError(
             f"KFAC needs a compiled module and got a {type(value).__name__}: "
@@ -34,61 +49,13 @@ def compiled(name: str, value: Any) -> None:
         )
 
 
-def number(name: str, value: Any) -> float:
-    """The host waits for a tensor, once, when the optimizer is created. Raises ValueError for anything else."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{name} is {value!r}; it must be a number")
-    return float(value)
-
-
-def finite(name: str, value: Any) -> None:
-    if not math.isfinite(number(name, value)):
-        raise ValueError(f"{name} is {value!r}; it must be finite")
-
-
-def positive(name: str, value: Any) -> None:
-    """None is an option that was left out."""
-    if value is not None and not 0 < number(name, value) < math.inf:
-        raise ValueError(f"{name} is {value!r}; it must be positive")
-
-
-def not_negative(name: str, value: Any) -> None:
-    if value is not None and not 0 <= number(name, value) < math.inf:
-        raise ValueError(f"{name} is {value!r}; it must not be negative")
-
-
-def a_weight(name: str, value: Any) -> None:
-    if value is not None and not 0 <= number(name, value) <= 1:
-        raise ValueError(f"{name} is {value!r}; it must be between 0 and 1")
-
-
-def steps(least: int) -> Callable[[str, Any], None]:
+def one_of(choices: Sequence[str]) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of steps, at least {least}")
-
-    return check
-
-
-def one_of(choices: Sequence[str], optional: bool = False) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if not (optional and value is None) and str(value).lower() not in choices:
+        if str(value).lower() not in choices:
             names = ", ".join(map(repr, choices))
             raise ValueError(f"{name} {value!r} is none of {names}.{nearest(str(value).lower(), choices)}")
 
     return check
-
-
-def a_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be True or False")
-
-
-def a_seed(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ValueError(f"{name} is {value!r}; it must be a whole number")
 
 
 def either(first: str, second: str) -> Callable[[str, Any], None]:
@@ -100,14 +67,24 @@ def either(first: str, second: str) -> Callable[[str, Any], None]:
 
 
 def of_first_order(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, Mapping):
+    if not isinstance(value, Mapping):
         raise ValueError(f"{name} is {value!r}; it must be a dict of options, as in dict(lr=1e-3)")
     rule = FirstOrder.read(value)
-    for option in ("lr", "eps", "weight_decay"):
-        not_negative(f"{name}[{option!r}]", getattr(rule, option))
+    not_negative(f"{name}['lr']", rule.lr)
+    not_negative(f"{name}['eps']", rule.eps)
+    optional(not_negative, f"{name}['weight_decay']", rule.weight_decay)
     betas = rule.betas if isinstance(rule.betas, (tuple, list)) else ()
     if len(betas) != 2 or not all(0 <= number(f"{name}['betas']", beta) < 1 for beta in betas):
         raise ValueError(f"{name}['betas'] is {rule.betas!r}; it must be two numbers, from 0 and below 1")
+
+
+def a_mode(name: str, value: Any) -> None:
+    check_mode(value)
+
+
+def a_grad_scaler(name: str, value: Any) -> None:
+    if not isinstance(value, torch.amp.GradScaler):
+        raise ValueError(f"{name} is {value!r}; it must be a torch.amp.GradScaler")
 
 
 # --- the options ------------------------------------------------------------------------------------------------------
@@ -181,17 +158,17 @@ class KFACOptions:
     _: KW_ONLY
     damping: Annotated[float | Tensor | None, positive] = None
     momentum: Annotated[float | None, not_negative] = 0.9
-    momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES, optional=True)] = None
+    momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES)] = None
     cov_ema_decay: Annotated[float, a_weight] = 0.95
-    cov_update_every: Annotated[int | None, steps(1)] = None
-    invert_every: Annotated[int | None, steps(1)] = None
-    num_burnin_steps: Annotated[int, steps(0)] = 0
+    cov_update_every: Annotated[int | None, whole(1, STEPS)] = None
+    invert_every: Annotated[int | None, whole(1, STEPS)] = None
+    num_burnin_steps: Annotated[int, whole(0, STEPS)] = 0
     norm_constraint: Annotated[float | None, positive] = None
     norm_constraint_form: Annotated[str, either("update", "gradient")] = "update"
     weight_decay: Annotated[float, not_negative] = 0.0
     adapt_damping: Annotated[bool, a_flag] = False
     update_damping_immediately: Annotated[bool, a_flag] = True
-    damping_adaptation_interval: Annotated[int, steps(1)] = 5
+    damping_adaptation_interval: Annotated[int, whole(1, STEPS)] = 5
     damping_adaptation_decay: Annotated[float | None, positive, a_weight] = None
     damping_decrease_rho_threshold: Annotated[float, finite] = 0.75
     damping_increase_rho_threshold: Annotated[float, finite] = 0.25
@@ -199,21 +176,25 @@ class KFACOptions:
     l2_reg: Annotated[float, not_negative] = 0.0
     precon_damping_mult: Annotated[float, positive] = 1.0
     qmodel_update_rescale: Annotated[float | None, positive] = None
-    estimation_mode: str = "gradients"
-    fraction: float = 1.0
+    estimation_mode: Annotated[str, a_mode] = "gradients"
+    fraction: Annotated[float, a_share] = 1.0
     seed: Annotated[int | None, a_seed] = None
     reduction: Annotated[str, either("mean", "sum")] = "mean"
     first_order: Annotated[Mapping[str, Any] | None, of_first_order] = None
-    grad_scaler: torch.amp.GradScaler | None = None
+    grad_scaler: Annotated[torch.amp.GradScaler | None, a_grad_scaler] = None
     params: Iterable[Any] | None = None
-    process_group: Any = None
+    process_group: Annotated[Any, a_process_group] = None
     placement: Annotated[str, one_of(PLACEMENTS)] = "replicated"
 
     def __post_init__(self) -> None:
         annotations = get_type_hints(KFACOptions, include_extras=True)
         for field in fields(self):
-            for check in getattr(annotations[field.name], "__metadata__", ()):
-                check(field.name, getattr(self, field.name))
+            value, annotation = getattr(self, field.name), annotations[field.name]
+            may_be_left_out = value is None and (
+                field.default is None or type(None) in get_args(get_args(annotation)[0])
+            )
+            for check in () if may_be_left_out else getattr(annotation, "__metadata__", ()):
+                check(field.name, value)
         self.check_step_size()
         if self.reduction == "sum" and (self.quadratic or self.adaptive or self.adapt_damping):
             raise ValueError(
@@ -328,7 +309,8 @@ class KFACOptions:
     @property
     def first_damping(self) -> float | Tensor:
         """λ before the first step."""
-        return 1.0 if self.damping is None else self.damping
+        damping = 1.0 if self.damping is None else self.damping
+        return damping.reshape(()) if isinstance(damping, Tensor) else damping
 
     @property
     def intervals(self) -> tuple[int, int]:

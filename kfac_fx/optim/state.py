@@ -155,10 +155,11 @@ def flattened(kfac: Mapping[str, Any]) -> Tensors:
 
 def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
     """Raises ValueError for an optimizer's state_dict that does not fit, before anything of it is loaded."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+    if not is_state(state_dict):
         raise ValueError(
             "this is no state_dict of an optimizer, which has 'state' and 'param_groups': write opt.state_dict()"
         )
+    refuse_other_entries(state_dict["state"])
     checkpoint = Checkpoint.of(state_dict)
     if not checkpoint.whole:
         raise ValueError(f"the state has no {WHOLE!r} entries: it is that of another kind of optimizer")
@@ -193,6 +194,27 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     return checkpoint
 
 
+def is_state(state_dict: Any) -> bool:
+    """Whether this has the form of the state_dict of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        return False
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    named = isinstance(states, Mapping) and all(isinstance(values, Mapping) for values in states.values())
+    return named and isinstance(groups, Sequence) and all("params" in group for group in groups)
+
+
+def refuse_other_entries(states: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Raises ValueError for entries of the state of parameters that cannot be copied."""
+    rows = [
+        (str(name), "is on the meta device" if isinstance(value, Tensor) else f"is a {type(value).__name__}")
+        for values in states.values()
+        for name, value in values.items()
+        if not isinstance(value, Tensor) or value.is_meta
+    ]
+    if rows:
+        raise ValueError(f"{len(rows)} entries of the state are no tensors with values:\n{table(rows)}")
+
+
 def check_shapes(needed: Tensors, given: Tensors) -> None:
     """Raises ValueError for entries of the whole optimizer that cannot be loaded."""
     generator = f"{WHOLE}generator"
@@ -213,9 +235,11 @@ def check_choices(state: StepState, whole: Tensors) -> None:
     """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
     rows: list[tuple[str, str]] = []
     for name, here in choices(state.options).items():
-        place = int(whole.get(f"{WHOLE}{name}", torch.tensor(UNKNOWN)))
-        if place != UNKNOWN and CHOICES[name][place] != here:
-            rows.append((name, f"{CHOICES[name][place]!r} in the state, {here!r} here"))
+        kinds, entry = CHOICES[name], whole.get(f"{WHOLE}{name}", torch.tensor(UNKNOWN))
+        place = int(entry) if entry.numel() == 1 else len(kinds)
+        if place not in (UNKNOWN, kinds.index(here)):
+            there = repr(kinds[place]) if place in range(len(kinds)) else "another kind"
+            rows.append((name, f"{there} in the state, {here!r} here"))
     if rows:
         raise ValueError(
             f"the state is that of a KFAC with other options:\n{table(rows)}\n"

@@ -32,6 +32,7 @@ from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat
 from kfac_fx.taps.subsample import ROBERTS_STEPS
 from kfac_fx.taps.tap import Tap, make_probes
+from kfac_fx.values import a_share, whole
 
 
 @dataclass
@@ -192,9 +193,15 @@ class Recorder:
             only: the parameters whose registrations are recorded; None: all. The others have no probes.
             on_outputs: called with what the model returns, in a list.
 
-        Raises ValueError for an unknown mode, LossError if no loss or no targets are known.
+        Raises ValueError for an unknown mode or an option out of range, LossError if no loss or no targets are known.
         """
         check_mode(mode)
+        a_share("fraction", fraction)
+        whole(1, "bytes")("memory", memory)
+        if isinstance(only, str):
+            raise ValueError(f"only is {only!r}; it must be several names of parameters, as in only={{{only!r}}}")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise ValueError(f"generator is {generator!r}; it must be a torch.Generator")
         self.sample_anew(generator)
         targets = self.part_of_targets(targets, values, fraction)
         values, saved, losses_of = self.emitted.part(values, fraction), SavedBytes(), self.losses

@@ -19,7 +19,7 @@ FLOORS = {
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
     "pipelines": "passes.pipeline passes.near passes.divided passes",
-    "numerics": "kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",
+    "numerics": "kfac_fx.values kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",
     "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks kfac_fx.divided",
     "models": "kfac_fx.capture_cache kfac_fx.in_place kfac_fx.layer_collection kfac_fx.fisher_blocks "
     "kfac_fx.report kfac_fx.compiled_module kfac_fx.compiler kfac_fx.distributed kfac_fx.placement kfac_fx.ownership "

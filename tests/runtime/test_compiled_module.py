@@ -291,7 +291,7 @@ def test_parameters_may_lie_side_by_side_and_one_of_two_may_be_a_constant(
 def test_parameters_without_values_are_refused_where_something_is_to_be_proved() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 3), torch.ones(2, 4)
-    text = r"have no values, so the graph cannot be verified: weight, bias\.\nGive them values first"
+    text = r"have no values, so nothing can be verified, recorded or trained: weight, bias\.\nGive them values first"
     with pytest.raises(kfac_fx.UntraceableError, match=text):
         kfac_fx.compile(model, (x,), loss="normal")
     for net in (kfac_fx.compile(model, loss="normal"), kfac_fx.compile(model, (x,), loss="normal", verify=False)):

@@ -153,11 +153,11 @@ def test_a_gain_and_its_weight_share_no_factor() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"cov_ema_decay": 2.0}, "cov_ema_decay must be between 0 and 1, got 2.0"),
-        ({"fraction": 0.0}, "fraction must be above 0 and at most 1, got 0.0"),
-        ({"damping": -1.0}, "damping must not be negative, got -1.0"),
+        ({"cov_ema_decay": 2.0}, "cov_ema_decay is 2.0; it must be between 0 and 1"),
+        ({"fraction": 0.0}, "fraction is 0.0; it must be above 0 and at most 1"),
+        ({"damping": -1.0}, "damping is -1.0; it must not be negative"),
         ({"estimation_mode": "gradient"}, "gradient"),
-        ({"exps": ["half"]}, "could not convert string to float: 'half'"),
+        ({"exps": ["half"]}, "a number in exps is 'half'; it must be a number"),
     ],
     ids=["cov_ema_decay", "fraction", "damping", "estimation_mode", "exps"],
 )

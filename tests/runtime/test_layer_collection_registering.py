@@ -128,7 +128,7 @@ def test_numbers_of_uses_that_contradict_each_other_are_refused() -> None:
         lc.register_fully_connected_multi(W, None, "matmul", num_uses=0)
     with pytest.raises(RegistrationError, match="several outputs; register them with the _multi function"):
         lc.register_fully_connected(W, None, nodes)
-    with pytest.raises(RegistrationError, match="batch_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="batch_size is 0; it must be a whole number of cases, at least 1"):
         lc.register_generic("b0", 0)
 
 

@@ -333,7 +333,7 @@ def test_groups_of_parameters_have_dampings_of_their_own() -> None:
         spectrum.at(damping={"upp": 1.0, "*": 0.5})
     with pytest.raises(RegistrationError, match=r"is missing"):
         spectrum.at(damping={"up": 1.0})
-    with pytest.raises(ValueError, match=r"damping must not be negative, got -1"):
+    with pytest.raises(ValueError, match=r"damping is -1.*; it must not be negative"):
         spectrum.at(damping=Relative(-1))
 
 

@@ -155,7 +155,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     },
     "a flag of text": ({"adapt_damping": "no"}, r"adapt_damping is 'no'; it must be True or False"),
     "a momentum type of another kind": ({"momentum_type": 3}, r"momentum_type 3 is none of 'adaptive', "),
-    "fraction": ({"fraction": 0.0}, r"fraction must be above 0 and at most 1, got 0\.0"),
+    "fraction": ({"fraction": 0.0}, r"fraction is 0\.0; it must be above 0 and at most 1"),
 }
 
 

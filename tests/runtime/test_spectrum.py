@@ -243,9 +243,9 @@ def test_factors_that_are_not_there_are_named() -> None:
 
 def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
     est = exact(mixed(), batch())
-    with pytest.raises(ValueError, match=r"^damping must not be negative, got -1\.$"):
+    with pytest.raises(ValueError, match=r"^damping is -1; it must not be negative$"):
         est.spectrum(damping=-1)
-    with pytest.raises(ValueError, match=r"^scale must not be negative, got -2\.0\.$"):
+    with pytest.raises(ValueError, match=r"^scale is -2\.0; it must not be negative$"):
         est.spectrum().at(scale=-2.0)
     one = next(iter(est.blocks))
     with pytest.raises(

@@ -1,0 +1,105 @@
+"""Checks of single arguments: (name, value) -> None, or a ValueError that says what the value is and what it must be.
+
+The host waits for the device of a tensor, so these are for arguments that are read once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SEEDS = range(-(2**63), 2**64)  # those that a torch.Generator takes
+
+
+def refuse(name: str, value: Any, wanted: str) -> ValueError:
+    """The error of an argument; wanted: what follows "it must". A tensor of many numbers is shown by its shape."""
+    if isinstance(value, Tensor) and (value.is_meta or value.numel() > 8):
+        shown = f"a tensor of shape {list(value.shape)}{' on the meta device' * value.is_meta}"
+    else:
+        shown = repr(value)
+    return ValueError(f"{name} is {shown}; it must {wanted}")
+
+
+def number(name: str, value: Any) -> float:
+    """The value of a number or of a tensor with one element. Raises ValueError for anything else."""
+    given = value
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise refuse(name, given, "be a number")
+    return float(value)
+
+
+def single(name: str, tensor: Tensor) -> None:
+    """A check of a tensor that is not read, because the host would wait for its device."""
+    if tensor.numel() != 1 or tensor.is_meta or tensor.is_complex():
+        raise refuse(name, tensor, "be a number")
+
+
+def within(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, Any], None]:
+    """A check of a number. wanted: the words for `holds`."""
+
+    def check(name: str, value: Any) -> None:
+        amount = number(name, value)
+        if not holds(amount):
+            raise refuse(name, value, "be finite" if math.isinf(amount) else wanted)
+
+    return check
+
+
+finite = within("be finite", math.isfinite)
+positive = within("be positive", lambda value: 0 < value < math.inf)
+not_negative = within("not be negative", lambda value: 0 <= value < math.inf)
+a_weight = within("be between 0 and 1", lambda value: 0 <= value <= 1)
+a_share = within("be above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def whole(least: int, of: str) -> Callable[[str, Any], None]:
+    """A check of a whole number of these, such as "steps"."""
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise refuse(name, value, f"be a whole number of {of}, at least {least}")
+
+    return check
+
+
+def a_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise refuse(name, value, "be True or False")
+
+
+def a_seed(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in SEEDS:
+        raise refuse(name, value, "be a whole number, from -2**63 and below 2**64")
+
+
+def finite_numbers(name: str, values: Any) -> list[float]:
+    """Several numbers. Raises ValueError for anything else."""
+    if isinstance(values, (str, Tensor)) or not isinstance(values, Iterable):
+        raise refuse(name, values, "be several numbers, as in (-1,)")
+    values = list(values)
+    for value in values:
+        finite(f"a number in {name}", value)
+    return [float(value) for value in values]
+
+
+def a_process_group(name: str, value: Any) -> None:
+    if not (torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)):
+        raise refuse(
+            name,
+            value,
+            "be a group of torch.distributed: torch.distributed.group.WORLD, once init_process_group was called, or a "
+            "result of new_group(ranks)",
+        )
+
+
+def optional(check: Callable[[str, Any], object], name: str, value: Any) -> None:
+    """A check of an argument that may be left out."""
+    if value is not None:
+        check(name, value)

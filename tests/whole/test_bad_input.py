@@ -1,0 +1,396 @@
+"""One row for every wrong input over the whole API: the call, the kind of the error, and what it says to write.
+
+Further rows of `compile` are in test_arguments.py, those of KFAC's options in test_options.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kfac_fx
+from kfac_fx import LossError, ModelChangedError, RegistrationError, UntraceableError, losses
+
+X, Y = torch.randn(8, 4), torch.arange(8) % 3
+META = torch.empty((), device="meta")
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def compiled(model: nn.Module | None = None, inputs: Any = None, **options: Any) -> Any:
+    return kfac_fx.compile(model or mlp(), inputs, **{"loss": "categorical", **options})
+
+
+def trained(**options: Any) -> tuple[Any, kfac_fx.KFAC]:
+    net = compiled()
+    opt = kfac_fx.KFAC(net, **{"lr": 0.1, "damping": 0.1, **options})
+    train(net, opt)
+    return net, opt
+
+
+def train(net: Any, opt: kfac_fx.KFAC, x: Tensor = X) -> None:
+    opt.zero_grad()
+    F.cross_entropy(net(x), Y).backward()
+    opt.step()
+
+
+def estimated(**options: Any) -> Any:
+    est = kfac_fx.FisherEstimator(compiled(), **{"damping": 0.1, **options})
+    est.update_covariances(X)
+    est.update_inverses()
+    return est
+
+
+def vector(entry: Callable[[Tensor], Any]) -> dict[str, Any]:
+    return {name: entry(torch.ones_like(parameter)) for name, parameter in mlp().named_parameters()}
+
+
+def recorded(mode: str = "empirical", **options: Any) -> Any:
+    return compiled().record((X,), {}, mode=mode, **options)
+
+
+def collection() -> Any:
+    lc = kfac_fx.LayerCollection(kfac_fx.capture(mlp(), (X,)))
+    lc.register_categorical_predictive_distribution(lc.outputs_of("2"))
+    return lc
+
+
+def in_inference_mode(action: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return action()
+
+
+def of_wider_parameters() -> None:
+    net, opt = trained()
+    net.model[0].weight.data, net.model[0].bias.data = torch.randn(7, 4), torch.randn(7)
+    net.model[2].weight.data = torch.randn(3, 7)
+    train(net, opt)
+
+
+def loaded(change: Callable[[dict[str, Any]], Any]) -> None:
+    _, opt = trained()
+    state = copy.deepcopy(opt.state_dict())
+    changed = change(state)
+    opt.load_state_dict(state if changed is None else changed)
+
+
+def no_lr(name: str, value: Any) -> None:
+    net, opt = trained()
+    opt.param_groups[0][name] = value
+    train(net, opt)
+
+
+def stepped(*args: Any, **kwargs: Any) -> None:
+    net, opt = trained()
+    F.cross_entropy(net(X), Y).backward()
+    opt.step(*args, **kwargs)
+
+
+Rows = dict[str, tuple[Callable[[], Any], type[Exception], str]]
+INPUTS: Rows = {
+    "KFAC of torch.compile(net)": (
+        lambda: kfac_fx.KFAC(torch.compile(compiled(), backend="eager")), ValueError,
+        r"KFAC takes the module that kfac_fx.compile returned, and got OptimizedModule around it: write KFAC\(net, ",
+    ),
+    "FisherEstimator of torch.compile(net)": (
+        lambda: kfac_fx.FisherEstimator(torch.compile(compiled(), backend="eager")),  # type: ignore[arg-type]
+        ValueError, r"got OptimizedModule around it: write FisherEstimator\(net, ",
+    ),
+    "KFAC of a list": (lambda: kfac_fx.KFAC([1]), ValueError, "KFAC needs a compiled module and got a list"),
+    "a meta model": (
+        lambda: kfac_fx.KFAC(compiled(mlp().to("meta"))), UntraceableError,
+        "on the meta device and have no values, so nothing can be .* trained: 0.weight, 0.bias",
+    ),
+    "a record of a meta model": (
+        lambda: compiled(mlp().to("meta"), (X.to("meta"),), verify=False).record((X.to("meta"),), {}),
+        UntraceableError, "on the meta device and have no values",
+    ),
+    "capture(None)": (lambda: kfac_fx.capture(None), TypeError, "capture takes a torch.nn.Module, not a NoneType"),  # type: ignore[arg-type]
+    "capture of a class": (
+        lambda: kfac_fx.capture(nn.Linear), TypeError, r"capture takes .*, and got the class: write Linear\(\.\.\.\)",  # type: ignore[arg-type]
+    ),
+    "capture of a name that would be executed": (
+        lambda: kfac_fx.capture(nn.Sequential(__import__("collections").OrderedDict({'a"b': nn.Linear(4, 3)})), (X,)),
+        UntraceableError, "Rename the modules and parameters",
+    ),
+    "inputs, a number": (lambda: compiled(inputs=3), TypeError, r"example_inputs is a int; .* write \(x,\) for one"),
+    "inputs, a dict": (lambda: compiled(inputs={"x": X}), TypeError, "must be a tuple: write example_kwargs={'x': x}"),
+    "kwargs, a list": (lambda: compiled(example_kwargs=[X]), TypeError, "example_kwargs is a list; it must be a dict"),
+    **{
+        f"{option} is a text": (lambda option=option: compiled(**{option: "no"}), ValueError, f"{option} is 'no'; it m")
+        for option in ("strict", "verify", "in_place")
+    },
+    "backend=3": (lambda: compiled(backend=3), ValueError, "backend=3 is none of eager, inductor"),
+    "linked=3": (lambda: compiled(linked=3), kfac_fx.LinkError, "linked takes groups of names, .*, not a int"),
+    "linked=[3]": (lambda: compiled(linked=[3]), kfac_fx.LinkError, "linked takes groups of names, .*, not a int"),
+    "layers=3": (lambda: compiled(layers=3), kfac_fx.LayerError, "layers takes a list of layers .*, and got a int"),
+    **{
+        f"sub_sample_{of}={value!r}": (
+            lambda of=of, value=value: compiled(**{f"sub_sample_{of}": value}), RegistrationError,
+            f"sub_sample_{of} is .*; it must be True, False or a finite number",
+        )
+        for of in ("inputs", "patches") for value in ("a", math.inf)
+    },
+    "record of a tensor": (
+        lambda: compiled().record(X, {}), TypeError,
+        r"a tuple and a dict, and not a Tensor and a dict: write .*, as in net.record\(\(x,\), \{\}\)",
+    ),
+    "functional of a tensor": (lambda: compiled().functional({}, X, {}), TypeError, "not a Tensor and a dict"),
+    "record without kwargs": (lambda: compiled().record((X,), None), TypeError, "not a tuple and a NoneType"),
+    "fraction=2": (lambda: recorded("gradients", fraction=2), ValueError, "fraction is 2; it must be above 0 and at m"),
+    "fraction=0": (lambda: recorded("gradients", fraction=0), ValueError, "fraction is 0; it must be above 0 and at m"),
+    "memory=-1": (lambda: recorded("exact", memory=-1), ValueError, "memory is -1; it must be a whole number of bytes"),
+    "only, a name": (lambda: recorded("gradients", only="0.w"), ValueError, "only is '0.w'; it must be several names"),
+    "a generator": (lambda: recorded("gradients", generator=3), ValueError, "generator is 3; it must be a torch.Gener"),
+    "mode=None": (lambda: recorded(None), ValueError, "unknown estimation_mode None; known are 'gradients', "),  # type: ignore[arg-type]
+}  # fmt: skip
+LOSSES: Rows = {
+    "a loss of no outputs": (
+        lambda: recorded("gradients") and compiled(loss=lambda: 1), LossError,
+        "is called with what the model returns, and does not take that: too many positional arguments. Write loss=lam",
+    ),
+    "a loss of two": (lambda: compiled(loss=lambda o, y: 1), LossError, "missing a required argument: 'y'. Write los"),
+    "a loss that is a class": (lambda: compiled(loss=int), LossError, "loss is a type; pass a name"),
+    "a variance of text": (lambda: losses.Normal(X, var="a"), LossError, "var is 'a'; it must be a positive float"),  # type: ignore[arg-type]
+    "no logits": (lambda: losses.Categorical(None), LossError, "Categorical takes tensors .*, and got a NoneType"),  # type: ignore[arg-type]
+    "no mean": (lambda: losses.Normal(None), LossError, "Normal takes tensors that forward returns, and got a NoneT"),  # type: ignore[arg-type]
+    **{
+        f"targets of {dtype}": (
+            lambda dtype=dtype: recorded(targets=Y.to(dtype)), LossError,
+            f"Categorical: targets are of {dtype}, expected class numbers, .*: write targets.long()",
+        )
+        for dtype in (torch.float32, torch.int32)
+    },
+    "targets of numpy": (
+        lambda: recorded(targets=Y.numpy()), LossError, r"targets are a ndarray; write torch.as_tensor\(targets\)",
+    ),
+    "a dict of targets": (lambda: recorded(targets={"y": Y}), LossError, "targets are a dict; write torch.as_tensor"),
+    "targets out of range": (
+        lambda: recorded(targets=Y + 9), LossError, r"Target \d+ is out of bounds. There are 3 classes, counted from 0",
+    ),
+}  # fmt: skip
+ESTIMATORS: Rows = {
+    "cov_ema_decay": (lambda: estimated(cov_ema_decay="a"), ValueError, "cov_ema_decay is 'a'; it must be a number"),
+    "damping=None": (lambda: estimated(damping=None), ValueError, "damping is None; it must be a number"),
+    "damping of two": (lambda: estimated(damping=torch.ones(2)), ValueError, r"damping is tensor.*; it must be a numb"),
+    "exps=-1": (lambda: estimated(exps=-1), ValueError, r"exps is -1; it must be several numbers, as in \(-1,\)"),
+    "exps of nan": (lambda: estimated(exps=[math.nan]), ValueError, "a number in exps is nan; it must be finite"),
+    "cholesky": (lambda: estimated(compute_cholesky="no"), ValueError, "compute_cholesky is 'no'; it must be True or"),
+    "batch_size=0": (lambda: estimated(batch_size=0), ValueError, "batch_size is 0; it must be a whole number of cas"),
+    "seed": (lambda: estimated(seed="a"), ValueError, "seed is 'a'; it must be a whole number"),
+    "process_group": (
+        lambda: estimated(process_group="world"), ValueError, "process_group is 'world'; it must be a group of torch.d",
+    ),
+    "variables, a name": (
+        lambda: estimated(variables="0.weight"), RegistrationError, "variables is '0.weight'; it takes names of param",
+    ),
+    "decay of a fold": (lambda: estimated().fold(decay="a"), ValueError, "decay is 'a'; it must be a number"),
+    "accept of a fold": (lambda: estimated().fold(accept=3), ValueError, "accept is 3; it must be a 0-dim tensor of t"),
+    "an exponent": (
+        lambda: estimated().multiply_matpower({}, 3), ValueError, r"exp is \{\}; it must be a number",
+    ),
+    "a vector of texts": (
+        lambda: estimated().multiply_inverse(vector(lambda v: "a")), TypeError, r"0.weight is a str: write torch.as_te",
+    ),
+    "a vector of numpy": (
+        lambda: estimated().spectrum().multiply(vector(lambda v: v.numpy())), TypeError, "0.weight is a ndarray: write",
+    ),
+    "a vector by parameters": (
+        lambda: estimated().multiply_inverse(dict.fromkeys(mlp().parameters(), X)), TypeError,
+        "a vector is a dict of tensors by parameter name, and has a key that is a Parameter",
+    ),
+    "a spectrum of integers": (
+        lambda: estimated().spectrum().multiply(vector(lambda v: v.long())), TypeError, "of torch.int64: write tensor.",
+    ),
+    "a scale": (lambda: estimated().spectrum(scale=torch.tensor(-1.0)), ValueError, "scale is tensor.*not be negative"),
+    "a scale of text": (lambda: estimated().spectrum(scale="a"), ValueError, "scale is 'a'; it must be a number"),
+    "a damping": (lambda: estimated().spectrum(damping=math.nan), ValueError, "damping is nan; it must not be negati"),
+    **{
+        f"{count!r} samples": (
+            lambda count=count: estimated().spectrum().sample(count), ValueError, "count is .*; .* of samples, at leas",
+        )
+        for count in (0, -1, 1.5, "a", None)
+    },
+    **{
+        f"a state {state!r}": (
+            lambda state=state: estimated().load_state_dict(state), ValueError,
+            "a state is a dict of tensors by name, and not a .*: write estimator.state_dict",
+        )
+        for state in (None, 3, "x")
+    },
+    "a state of nothing": (
+        lambda: (est := estimated()).load_state_dict(dict.fromkeys(est.state_dict())), ValueError,
+        "the state is of another estimator: 23 names or shapes differ, the first is '0.weight,0.bias/A/-1.0'",
+    ),
+}  # fmt: skip
+OPTIMIZERS: Rows = {
+    "step(3)": (lambda: stepped(3), TypeError, r"step takes a closure by position, and got a int: write step\(loss="),
+    "a loss of text": (lambda: stepped(loss="a"), ValueError, "the loss of a step is 'a'; it must be a number"),
+    "a meta loss": (lambda: stepped(loss=META), ValueError, "the loss of a step is .* on the meta device; it must be"),
+    "evaluate=3": (lambda: stepped(evaluate=3), TypeError, r"step\(evaluate=\.\.\.\) takes a closure that returns a l"),
+    "previous=3": (lambda: stepped(previous=3), TypeError, r"step\(previous=\.\.\.\) takes a closure that returns a l"),
+    **{
+        f"damping = {value!r}": (
+            lambda value=value: setattr(trained()[1], "damping", value), ValueError, "damping is .*; it must be a numb",
+        )
+        for value in ("a", None, torch.ones(2), META)
+    },
+    **{
+        f"{name} of a group": (lambda name=name: no_lr(name, "a"), ValueError, f"{name} of a parameter group is 'a'; i")
+        for name in ("lr", "momentum", "weight_decay")
+    },
+    "lr of two": (lambda: no_lr("lr", torch.ones(2)), ValueError, r"lr is tensor\(\[1., 1.\]\); it must be a number"),
+    "params by name": (
+        lambda: trained(params=["0.weight"]), TypeError, r"has parameters, and not '0.weight': write net.get_paramet",
+    ),
+    "a group of none": (lambda: trained(params=[{"lr": 1}]), TypeError, "a parameter group is a dict such as .*and no"),
+    "lr=None in a group": (
+        lambda: trained()[1].add_param_group({"params": [], "lr": None}), ValueError, "lr is None; it must be a number",
+    ),
+    **{
+        f"a state {state!r}": (
+            lambda state=state: loaded(lambda _: state), ValueError, r"this is no state_dict of an optimizer, which ha",
+        )
+        for state in (3, {"state": None, "param_groups": []}, {"state": {}, "param_groups": None})
+    },
+    **{
+        f"a state with a {value!r}": (
+            lambda value=value: loaded(lambda s: s["state"][0].update(velocity=value)), ValueError,
+            "1 entries of the state are no tensors with values:\n  velocity  is ",
+        )
+        for value in (None, 3, "a", META)
+    },
+    "a state of an unknown kind": (
+        lambda: loaded(lambda s: s["state"][0].update({"kfac/momentum_type": torch.tensor(77)})), ValueError,
+        "momentum_type  another kind in the state, 'regular' here",
+    ),
+}  # fmt: skip
+COLLECTIONS: Rows = {
+    **{
+        f"outputs_of({name!r})": (
+            lambda name=name: collection().outputs_of(name), RegistrationError, "a module is named here, as in outputs",
+        )
+        for name in (None, 3)
+    },
+    **{
+        f"batch_size={size!r}": (
+            lambda size=size: collection().auto_register_layers(batch_size=size), ValueError,
+            "batch_size is .*; it must be a whole number of cases, at least 1",
+        )
+        for size in (0, "a", -1)
+    },
+    **{
+        f"kind {kind!r}": (
+            lambda kind=kind: collection().default_approximation(kind), kfac_fx.ApproximationError, "is no kind of lay",
+        )
+        for kind in (None, [])
+    },
+    "no approximation": (
+        lambda: collection().set_default_generic_approximation([]), kfac_fx.ApproximationError, r"\[\] is not a valid",
+    ),
+}  # fmt: skip
+INFERENCE: Rows = {
+    "compile": (lambda: in_inference_mode(compiled), RuntimeError, "a model is compiled in torch.inference_mode"),
+    "capture": (lambda: in_inference_mode(lambda: kfac_fx.capture(mlp())), RuntimeError, "a model is captured in"),
+    "a model": (
+        lambda: compiled(in_inference_mode(mlp)), UntraceableError,
+        "these parameters were made in torch.inference_mode and cannot be trained: 0.weight, .*\nMake the model out",
+    ),
+    "KFAC": (lambda: (n := compiled(), in_inference_mode(lambda: kfac_fx.KFAC(n))), RuntimeError, "a KFAC is create"),
+    "step": (lambda: in_inference_mode(trained()[1].step), RuntimeError, "a step is taken in torch.inference_mode"),
+    "record": (
+        lambda: (n := compiled(), in_inference_mode(lambda: n.record((X,), {}))), RuntimeError, "a batch is recorded i",
+    ),
+    "FisherEstimator": (
+        lambda: (n := compiled(), in_inference_mode(lambda: kfac_fx.FisherEstimator(n))), RuntimeError, "is created in",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", INPUTS)
+def test_wrong_models_and_inputs(row: str) -> None:
+    raises(*INPUTS[row])
+
+
+@pytest.mark.parametrize("row", LOSSES)
+def test_wrong_losses_and_targets(row: str) -> None:
+    raises(*LOSSES[row])
+
+
+@pytest.mark.parametrize("row", ESTIMATORS)
+def test_wrong_arguments_of_an_estimator(row: str) -> None:
+    raises(*ESTIMATORS[row])
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS)
+def test_wrong_arguments_of_an_optimizer(row: str) -> None:
+    raises(*OPTIMIZERS[row])
+
+
+@pytest.mark.parametrize("row", COLLECTIONS)
+def test_wrong_arguments_of_a_collection(row: str) -> None:
+    raises(*COLLECTIONS[row])
+
+
+@pytest.mark.parametrize("row", INFERENCE)
+def test_inference_mode(row: str) -> None:
+    raises(*INFERENCE[row])
+
+
+def raises(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical"])
+@pytest.mark.parametrize("x", [X.double(), torch.randn(8, 7)], ids=["another dtype", "another shape"])
+def test_inputs_that_the_model_refuses_raise_its_own_error(
+    mode: str, x: Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, _ = trained(estimation_mode=mode)
+    with pytest.raises(RuntimeError) as of_model:
+        net.model(x)
+    with pytest.raises(RuntimeError) as of_net:
+        net(x)
+    assert str(of_net.value) == str(of_model.value)
+    assert not any("<eval_with_key>" in str(entry.path) for entry in of_net.traceback)
+    assert capsys.readouterr().err == ""  # fx prints generated code
+
+
+def test_parameters_of_another_shape_are_named() -> None:
+    with pytest.raises(
+        ModelChangedError, match=r"another shape than .*\n  0.weight  was \[5, 4\] and is \[7, 4\]\n  0"
+    ):
+        of_wider_parameters()
+
+
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    _, opt = trained()
+    before = copy.deepcopy(opt.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong["state"][0]["kfac/damping"] = None
+    wrong["state"][0]["velocity"].fill_(7.0)
+    with pytest.raises(ValueError, match="kfac/damping  is a NoneType"):
+        opt.load_state_dict(wrong)
+    after = opt.state_dict()["state"][0]
+    torch.testing.assert_close(after, before["state"][0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_numbers_with_one_dimension_are_taken() -> None:
+    _, opt = trained(lr=torch.tensor([0.1]), damping=torch.tensor([0.2]))
+    assert opt.damping.shape == () and opt.damping.item() == pytest.approx(0.2)
+    opt.damping = torch.tensor([0.3])
+    assert opt.damping.item() == pytest.approx(0.3)
+    est = estimated(damping=torch.tensor([0.5]))
+    est.damping = np.float32(0.25)
+    assert est.damping.item() == 0.25
