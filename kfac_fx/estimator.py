@@ -36,8 +36,8 @@ from kfac_fx.values import (
     finite_numbers,
     not_negative,
     optional,
-    refuse,
-    whole,
+    whole_number,
+    wrong_value,
 )
 
 
@@ -148,8 +148,8 @@ class FisherEstimator(BlockDiagonalFisher):
         }
         for name, flag in flags.items():
             a_flag(name, flag)
-        optional(whole(1, "cases"), "batch_size", batch_size)
-        optional(whole(1, "bytes"), "memory", memory)
+        optional(whole_number(1, "cases"), "batch_size", batch_size)
+        optional(whole_number(1, "bytes"), "memory", memory)
         optional(a_seed, "seed", seed)
         optional(a_process_group, "process_group", process_group)
         roots: list[Root] = sorted(set(finite_numbers("exps", exps)) - {1.0})
@@ -338,7 +338,7 @@ class FisherEstimator(BlockDiagonalFisher):
         """
         optional(a_weight, "decay", decay)
         if accept is not None and not (isinstance(accept, Tensor) and accept.dtype == torch.bool and not accept.dim()):
-            raise refuse("accept", accept, "be a 0-dim tensor of torch.bool")
+            raise wrong_value("accept", accept, "be a 0-dim tensor of torch.bool")
         usable = self.usable()
         if not self._pending and not self._paused:
             return True

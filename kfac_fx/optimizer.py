@@ -24,7 +24,7 @@ from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.optim.step_state import StepState
 from kfac_fx.ownership import BlockOwners
 from kfac_fx.passes.tracing.devices import accelerators
-from kfac_fx.values import positive, single
+from kfac_fx.values import one_element, positive
 
 
 class KFAC(Optimizer):
@@ -227,7 +227,7 @@ class KFAC(Optimizer):
 
     @damping.setter
     def damping(self, value: float | Tensor) -> None:
-        single("damping", value) if isinstance(value, Tensor) else positive("damping", value)
+        one_element("damping", value) if isinstance(value, Tensor) else positive("damping", value)
         self._step_state.damping.copy_(torch.as_tensor(value).reshape(()))
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 SEEDS = range(-(2**63), 2**64)  # those that a torch.Generator takes
 
 
-def refuse(name: str, value: Any, wanted: str) -> ValueError:
+def wrong_value(name: str, value: Any, wanted: str) -> ValueError:
     """The error of an argument; wanted: what follows "it must". A tensor of many numbers is shown by its shape."""
     if isinstance(value, Tensor) and (value.is_meta or value.numel() > 8):
         shown = f"a tensor of shape {list(value.shape)}{' on the meta device' * value.is_meta}"
@@ -31,58 +31,58 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise refuse(name, given, "be a number")
+        raise wrong_value(name, given, "be a number")
     return float(value)
 
 
-def single(name: str, tensor: Tensor) -> None:
+def one_element(name: str, tensor: Tensor) -> None:
     """A check of a tensor that is not read, because the host would wait for its device."""
     if tensor.numel() != 1 or tensor.is_meta or tensor.is_complex():
-        raise refuse(name, tensor, "be a number")
+        raise wrong_value(name, tensor, "be a number")
 
 
-def within(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, Any], None]:
+def number_that(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, Any], None]:
     """A check of a number. wanted: the words for `holds`."""
 
     def check(name: str, value: Any) -> None:
         amount = number(name, value)
         if not holds(amount):
-            raise refuse(name, value, "be finite" if math.isinf(amount) else wanted)
+            raise wrong_value(name, value, "be finite" if math.isinf(amount) else wanted)
 
     return check
 
 
-finite = within("be finite", math.isfinite)
-positive = within("be positive", lambda value: 0 < value < math.inf)
-not_negative = within("not be negative", lambda value: 0 <= value < math.inf)
-a_weight = within("be between 0 and 1", lambda value: 0 <= value <= 1)
-a_share = within("be above 0 and at most 1", lambda value: 0 < value <= 1)
+finite = number_that("be finite", math.isfinite)
+positive = number_that("be positive", lambda value: 0 < value < math.inf)
+not_negative = number_that("not be negative", lambda value: 0 <= value < math.inf)
+a_weight = number_that("be between 0 and 1", lambda value: 0 <= value <= 1)
+a_share = number_that("be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
-def whole(least: int, of: str) -> Callable[[str, Any], None]:
+def whole_number(least: int, of: str) -> Callable[[str, Any], None]:
     """A check of a whole number of these, such as "steps"."""
 
     def check(name: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise refuse(name, value, f"be a whole number of {of}, at least {least}")
+            raise wrong_value(name, value, f"be a whole number of {of}, at least {least}")
 
     return check
 
 
 def a_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise refuse(name, value, "be True or False")
+        raise wrong_value(name, value, "be True or False")
 
 
 def a_seed(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value not in SEEDS:
-        raise refuse(name, value, "be a whole number, from -2**63 and below 2**64")
+        raise wrong_value(name, value, "be a whole number, from -2**63 and below 2**64")
 
 
 def finite_numbers(name: str, values: Any) -> list[float]:
     """Several numbers. Raises ValueError for anything else."""
     if isinstance(values, (str, Tensor)) or not isinstance(values, Iterable):
-        raise refuse(name, values, "be several numbers, as in (-1,)")
+        raise wrong_value(name, values, "be several numbers, as in (-1,)")
     values = list(values)
     for value in values:
         finite(f"a number in {name}", value)
@@ -91,7 +91,7 @@ def finite_numbers(name: str, values: Any) -> list[float]:
 
 def a_process_group(name: str, value: Any) -> None:
     if not (torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)):
-        raise refuse(
+        raise wrong_value(
             name,
             value,
             "be a group of torch.distributed: torch.distributed.group.WORLD, once init_process_group was called, or a "

@@ -20,7 +20,7 @@ from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
-from kfac_fx.values import not_negative, number, single
+from kfac_fx.values import not_negative, number, one_element
 
 
 class Blocks(dict[Key, BlockOperator]):
@@ -202,7 +202,7 @@ class BlockDiagonalFisher(Operator):
 
     @damping.setter
     def damping(self, value: float | Tensor) -> None:
-        single("damping", value) if isinstance(value, Tensor) else not_negative("damping", value)
+        one_element("damping", value) if isinstance(value, Tensor) else not_negative("damping", value)
         self._damping.copy_(value.reshape(())) if isinstance(value, Tensor) else self._damping.fill_(value)
 
     def update_inverses(self, keys: Collection[Key] | None = None) -> None:
@@ -345,13 +345,13 @@ class BlockDiagonalFisher(Operator):
                 "brings those of all processes together, or load on every process what that same process saved."
             )
         given = state.keys() - others
-        if wrong := sorted(mine.keys() ^ given) or sorted(n for n in mine if not fits(state[n], mine[n])):
+        if wrong := sorted(mine.keys() ^ given) or sorted(n for n in mine if not loadable(state[n], mine[n])):
             raise ValueError(
                 f"the state is of another estimator: {len(wrong)} names or shapes differ, the first is {wrong[0]!r}."
             )
 
 
-def fits(entry: object, like: Tensor) -> bool:
+def loadable(entry: object, like: Tensor) -> bool:
     """Whether an entry of a state can be copied into a tensor."""
     return isinstance(entry, Tensor) and entry.shape == like.shape and not entry.is_meta
 

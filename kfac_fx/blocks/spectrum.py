@@ -30,7 +30,7 @@ from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, ta
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.case_gradients import Cases
 from kfac_fx.statistics.moments import Key
-from kfac_fx.values import not_negative, single, whole
+from kfac_fx.values import not_negative, one_element, whole_number
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Spectrum:
         numbers = [amount.factor if isinstance(amount, Relative) else amount for amount in amounts]
         for name, value in (("scale", self.scale), *(("damping", value) for value in numbers)):
             if isinstance(value, Tensor) and value.device.type != "cpu":  # the host would wait to read it
-                single(name, value)
+                one_element(name, value)
             else:
                 not_negative(name, value)
         if isinstance(damping, Mapping):
@@ -296,7 +296,7 @@ class Spectrum:
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `count` samples from N(0, (s F + δ I)⁻¹), by parameter: [count, *shape]."""
-        whole(1, "samples")("count", count)
+        whole_number(1, "samples")("count", count)
 
         def drawn(system: System) -> dict[str, Tensor]:
             values = system.values

@@ -35,7 +35,7 @@ from kfac_fx.passes.pipeline import verify
 from kfac_fx.recording.masks import checked_mask
 from kfac_fx.statistics.moments import Key
 from kfac_fx.taps.subsample import read_sampling
-from kfac_fx.values import optional, whole
+from kfac_fx.values import optional, whole_number
 
 
 class LayerCollection(RegisterMethods):
@@ -215,7 +215,7 @@ class LayerCollection(RegisterMethods):
         towers and for a size that is no multiple of batch_size, LinkError for linked parameters that no layer has.
         """
         self.check_open()
-        optional(whole(1, "cases"), "batch_size", batch_size)
+        optional(whole_number(1, "cases"), "batch_size", batch_size)
         self.create_subgraph()
         wanted = self.parameters if var_list is None else self.names_of(list(var_list))
         blocks = Scan(self, list(wanted), batch_size).blocks()

@@ -18,7 +18,7 @@ from kfac_fx.passes.ir import GENERIC, Sampling, Use
 from kfac_fx.passes.layers.conv import disagreement
 from kfac_fx.statistics.moments import Key
 from kfac_fx.taps.subsample import ALL_ROWS, read_sampling
-from kfac_fx.values import optional, whole
+from kfac_fx.values import optional, whole_number
 
 
 def register_layer(
@@ -113,7 +113,7 @@ def register_generic(
     approx: str | None,
     reuse: Reuse,
 ) -> FisherBlock:
-    optional(whole(1, "cases"), "batch_size", batch_size)
+    optional(whole_number(1, "cases"), "batch_size", batch_size)
     names = collection.names_of(params)
     approximation = collection.chosen(kind, names, approx)
     block = block_class(GENERIC, approximation, False)(collection, names, approximation)

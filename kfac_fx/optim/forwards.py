@@ -23,7 +23,7 @@ from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.passes.tracing.substitutes import values_kept
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments, power_of_gradient
-from kfac_fx.values import number, refuse
+from kfac_fx.values import number, wrong_value
 
 ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
 Closure = Callable[[], Tensor | float]  # returns a loss
@@ -384,7 +384,7 @@ def refuse_other_losses(loss: Any) -> None:
     if loss is not None and not isinstance(loss, Tensor):
         number("the loss of a step", loss)
     if isinstance(loss, Tensor) and (loss.is_meta or loss.is_complex()):
-        raise refuse("the loss of a step", loss, "be a number")
+        raise wrong_value("the loss of a step", loss, "be a number")
     if isinstance(loss, Tensor) and loss.dim():
         raise ValueError(
             f"the loss has the shape {list(loss.shape)}, and a step takes one number: write loss.mean(), or "

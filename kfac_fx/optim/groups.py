@@ -15,7 +15,7 @@ from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import precise
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import FirstOrder, new_adam_state
-from kfac_fx.values import not_negative, number, single
+from kfac_fx.values import not_negative, number, one_element
 
 Group = dict[str, Any]
 NewState = Callable[[Tensor], Tensors]  # the state of a new parameter, by name
@@ -219,7 +219,7 @@ class GroupedParameters:
                 for key, scalars in self.scalars.items():
                     value = group[key]
                     if isinstance(value, Tensor):
-                        single(key, value)
+                        one_element(key, value)
                         scalars[name].copy_(value.reshape(()))
                     else:
                         number(f"{key} of a parameter group", value)

@@ -26,7 +26,7 @@ from kfac_fx.values import (
     number,
     optional,
     positive,
-    whole,
+    whole_number,
 )
 
 P = ParamSpec("P")
@@ -160,15 +160,15 @@ class KFACOptions:
     momentum: Annotated[float | None, not_negative] = 0.9
     momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES)] = None
     cov_ema_decay: Annotated[float, a_weight] = 0.95
-    cov_update_every: Annotated[int | None, whole(1, STEPS)] = None
-    invert_every: Annotated[int | None, whole(1, STEPS)] = None
-    num_burnin_steps: Annotated[int, whole(0, STEPS)] = 0
+    cov_update_every: Annotated[int | None, whole_number(1, STEPS)] = None
+    invert_every: Annotated[int | None, whole_number(1, STEPS)] = None
+    num_burnin_steps: Annotated[int, whole_number(0, STEPS)] = 0
     norm_constraint: Annotated[float | None, positive] = None
     norm_constraint_form: Annotated[str, either("update", "gradient")] = "update"
     weight_decay: Annotated[float, not_negative] = 0.0
     adapt_damping: Annotated[bool, a_flag] = False
     update_damping_immediately: Annotated[bool, a_flag] = True
-    damping_adaptation_interval: Annotated[int, whole(1, STEPS)] = 5
+    damping_adaptation_interval: Annotated[int, whole_number(1, STEPS)] = 5
     damping_adaptation_decay: Annotated[float | None, positive, a_weight] = None
     damping_decrease_rho_threshold: Annotated[float, finite] = 0.75
     damping_increase_rho_threshold: Annotated[float, finite] = 0.25

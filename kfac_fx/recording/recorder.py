@@ -32,7 +32,7 @@ from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat
 from kfac_fx.taps.subsample import ROBERTS_STEPS
 from kfac_fx.taps.tap import Tap, make_probes
-from kfac_fx.values import a_share, whole
+from kfac_fx.values import a_share, whole_number
 
 
 @dataclass
@@ -197,7 +197,7 @@ class Recorder:
         """
         check_mode(mode)
         a_share("fraction", fraction)
-        whole(1, "bytes")("memory", memory)
+        whole_number(1, "bytes")("memory", memory)
         if isinstance(only, str):
             raise ValueError(f"only is {only!r}; it must be several names of parameters, as in only={{{only!r}}}")
         if generator is not None and not isinstance(generator, torch.Generator):

@@ -20,10 +20,10 @@ from kfac_fx.values import (
     finite_numbers,
     not_negative,
     number,
+    one_element,
     optional,
     positive,
-    single,
-    whole,
+    whole_number,
 )
 
 Check = Callable[[str, Any], object]
@@ -35,11 +35,11 @@ TAKEN: dict[Check, list[Any]] = {
     not_negative: [0, 0.0, torch.tensor(0.0)],
     a_weight: [0, 1, 0.95],
     a_share: [1, 1e-6],
-    whole(0, "steps"): [0, 5],
+    whole_number(0, "steps"): [0, 5],
     a_flag: [True, False],
     a_seed: [0, -(2**63), 2**64 - 1],
     finite_numbers: [(), (-1, 0.5), [2]],
-    single: [torch.tensor(1.0), torch.tensor([2.0])],
+    one_element: [torch.tensor(1.0), torch.tensor([2.0])],
 }
 META = torch.empty((), device="meta")
 REFUSED: list[tuple[Check, Any, str]] = [
@@ -50,11 +50,14 @@ REFUSED: list[tuple[Check, Any, str]] = [
     *[(not_negative, value, "not be negative") for value in (-1e-9, math.nan, torch.tensor(math.nan))],
     *[(a_weight, value, "be between 0 and 1") for value in (-0.1, 1.1, math.nan)],
     *[(a_share, value, "be above 0 and at most 1") for value in (0, 1.1, math.nan)],
-    *[(whole(1, "cases"), value, "be a whole number of cases, at least 1") for value in (0, 1.5, "a", True, None)],
+    *[
+        (whole_number(1, "cases"), value, "be a whole number of cases, at least 1")
+        for value in (0, 1.5, "a", True, None)
+    ],
     *[(a_flag, value, "be True or False") for value in (0, "no", None)],
     *[(a_seed, value, "be a whole number, from -2**63 and below 2**64") for value in (1.5, "a", True, 2**64)],
     *[(finite_numbers, value, "be several numbers, as in (-1,)") for value in (-1, "a", None, torch.ones(2))],
-    *[(single, value, "be a number") for value in (torch.ones(2), META, torch.tensor(1j))],
+    *[(one_element, value, "be a number") for value in (torch.ones(2), META, torch.tensor(1j))],
     *[(a_process_group, value, "be a group of torch.distributed: ") for value in ("world", 3)],
 ]
 
