@@ -8,6 +8,7 @@ processes, and only these are sent. From equal factors every process computes eq
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,9 +37,17 @@ class Replicas:
         """The number of this process in the group."""
         return dist.get_rank(self.group) if self.number > 1 else 0
 
-    def own(self, seed: int | None) -> int:
-        """A seed of this process, from a common seed; None: from torch's."""
-        return self.rank + (torch.initial_seed() if seed is None else seed)
+    def stream(self, common: torch.Generator, *place: int) -> torch.Generator:
+        """The random stream of this process at a place of the training, such as the number of the step.
+
+        With one process it is `common`, wherever that stands. Several have streams of their own, which depend on the
+        seed of `common`, the place and the process alone: `common` stays the same in all of them, so one copy of it in
+        a checkpoint restores the streams of any number of processes.
+        """
+        if self.number == 1:
+            return common
+        digest = hashlib.blake2b(repr((common.initial_seed(), *place, self.rank)).encode(), digest_size=8).digest()
+        return torch.Generator(common.device).manual_seed(int.from_bytes(digest) >> 1)
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean over processes."""

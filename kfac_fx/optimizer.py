@@ -58,7 +58,7 @@ class KFAC(Optimizer):
 
     Attributes:
         estimator: the FisherEstimator.
-        generator: the random stream of the sampled targets.
+        generator: the random stream of the sampled targets, from which several processes derive streams of their own.
         options: the arguments.
 
     Raises:
@@ -90,7 +90,9 @@ class KFAC(Optimizer):
         self.estimator.replicas = replicas = Replicas(options.process_group)
         if options.strategy is not None:
             self.estimator.owners = BlockOwners(replicas, options.strategy)
-        self.generator = torch.Generator(example.device).manual_seed(replicas.own(options.seed))
+        self.generator = torch.Generator(example.device).manual_seed(
+            torch.initial_seed() if options.seed is None else options.seed
+        )
         schedule = Schedule(options)
         self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, accelerators(names))
         self._step_state = StepState(

@@ -171,9 +171,9 @@ class Forwards:
         only: the registrations whose statistics are due; None: all. beside: whether to keep the outputs, for a
             comparison with those of the model's own forward.
         """
-        options = self.schedule.options
+        options, generator = self.schedule.options, self.stream()
         if options.recording_in_training:
-            outputs, batch = self.net.record_in_training(args, kwargs, generator=self.generator)
+            outputs, batch = self.net.record_in_training(args, kwargs, generator=generator)
             batch.only = only
             self.seen.pending.append(batch)
             return outputs
@@ -184,11 +184,18 @@ class Forwards:
             mode=mode,
             targets=None,
             fraction=fraction,
-            generator=self.generator,
+            generator=generator,
             on_outputs=self.keep if beside else None,
         )
         self.estimator.accumulate(moments if only is None else replace(moments, only=only))
         return None
+
+    def stream(self) -> torch.Generator:
+        """The random stream of a recording."""
+        replicas, schedule = self.estimator.replicas, self.schedule
+        if replicas is None:
+            return self.generator
+        return replicas.stream(self.generator, schedule.burned_in, schedule.counter, self.seen.forwards)
 
     def keep(self, outputs: list[Any]) -> None:
         self.recorded = sampled_elements(outputs)

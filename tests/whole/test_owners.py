@@ -6,7 +6,6 @@ One spawn of three processes serves all tests; the trainings of two processes ru
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import kfac_fx
 from kfac_fx.factors import inverses
@@ -43,6 +49,12 @@ TRAININGS = [
     ("regular", 2, "replicated"),
 ]
 
+RESTARTED: dict[str, dict[str, Any]] = {
+    "exact": {**OPTIONS["regular"], "estimation_mode": "exact"},
+    "sampled": {"lr": 0.05, "damping": 0.3},
+}
+RESTARTS = [(2, "owners"), (2, "round_robin"), (3, "owners"), (3, "replicated"), (1, "replicated")]
+
 
 class Net(nn.Module):
     """With blocks of several shapes, a layer of two uses, a generic parameter, and a parameter of two blocks."""
@@ -60,13 +72,53 @@ class Net(nn.Module):
         return z
 
 
+class Training:
+    """A training by the processes of `group`; None: by this process alone."""
+
+    def __init__(self, options: dict[str, Any], part: slice, group: Any = None) -> None:
+        torch.manual_seed(0)
+        self.part = part
+        self.net = kfac_fx.compile(Net().double(), loss="categorical")
+        self.opt = kfac_fx.KFAC(self.net, seed=0, process_group=group, **options)
+        self.called: nn.Module = self.net
+        if group is not None and dist.get_world_size(group) > 1:
+            self.called = nn.parallel.DistributedDataParallel(self.net, process_group=group)
+
+    def steps(self, first: int, last: int) -> Tensor:
+        """All parameters after some steps; the same numbers have the same batches."""
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(CASES, 3, generator=generator, dtype=torch.float64)[self.part]
+            y = torch.randint(4, (CASES,), generator=generator)[self.part]
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                self.opt.zero_grad()
+                loss = F.cross_entropy(self.called(x), y)
+                loss.backward()
+                return loss
+
+            self.opt.step(closure)
+        return torch.cat([parameter.detach().flatten() for parameter in self.net.parameters()])
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.called),
+            "optimizer": get_optimizer_state_dict(self.called, self.opt),
+        }
+
+    def save(self, folder: str, group: Any) -> None:
+        dcp.save(self.state(), checkpoint_id=folder, process_group=group)
+
+    def load(self, folder: str, group: Any) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder, process_group=group)
+        set_model_state_dict(self.called, state["model"])
+        set_optimizer_state_dict(self.called, self.opt, state["optimizer"])
+
+
 def train(options: dict[str, Any], part: slice, group: Any = None) -> dict[str, Any]:
     """All parameters after the steps, the damping, and what this process kept and decomposed."""
-    torch.manual_seed(0)
-    net = kfac_fx.compile(Net().double(), loss="categorical")
-    opt = kfac_fx.KFAC(net, seed=0, process_group=group, **options)
-    called: Callable[..., Any] = net if group is None else nn.parallel.DistributedDataParallel(net, process_group=group)
-    generator = torch.Generator().manual_seed(1)
+    training = Training(options, part, group)
     decomposed = 0
 
     def counted(matrices: Tensor, *args: Any) -> Any:
@@ -76,28 +128,18 @@ def train(options: dict[str, Any], part: slice, group: Any = None) -> dict[str, 
 
     dense_roots, inverses.dense_roots = inverses.dense_roots, counted
     try:
-        for _ in range(STEPS):
-            x = torch.randn(CASES, 3, generator=generator, dtype=torch.float64)
-            y = torch.randint(4, (CASES,), generator=generator)
-
-            def closure(x: Tensor = x[part], y: Tensor = y[part]) -> Tensor:
-                opt.zero_grad()
-                loss = F.cross_entropy(called(x), y)
-                loss.backward()
-                return loss
-
-            opt.step(closure)
+        parameters = training.steps(0, STEPS)
     finally:
         inverses.dense_roots = dense_roots
-    est = opt.estimator
+    blocks = training.opt.estimator.blocks
     return {
-        "parameters": torch.cat([parameter.detach().flatten() for parameter in net.parameters()]),
-        "damping": float(opt.damping),
+        "parameters": parameters,
+        "damping": float(training.opt.damping),
         "decomposed": decomposed,
-        "elements": {block: sum(t.numel() for t in b.state().values()) - 2 for block, b in est.blocks.items()},
-        "owners": {block: b.group.owner for block, b in est.blocks.items()},
-        "refused": None if group is None else [read(b) for b in est.blocks.values() if not b.group.here],
-        "counters": opt.counters(),
+        "elements": {key: sum(t.numel() for t in block.state().values()) - 2 for key, block in blocks.items()},
+        "owners": {key: block.group.owner for key, block in blocks.items()},
+        "refused": [read(block) for block in blocks.values() if not block.group.here],
+        "counters": training.opt.counters(),
     }
 
 
@@ -117,25 +159,56 @@ def read(block: Any) -> list[str]:
     return said
 
 
+def part_of(rank: int, size: int) -> slice:
+    return slice(rank * CASES // size, (rank + 1) * CASES // size)
+
+
+def restarts(rank: int, folder: str, groups: dict[int, Any]) -> dict[str, Any]:
+    """Steps after a checkpoint of two processes: the same two, two with another placement, three, and one."""
+    after: dict[str, Any] = {}
+    for kind, options in RESTARTED.items():
+        file = f"{folder}/{kind}"
+        if rank < 2:
+            training = Training({**options, "placement": "owners"}, part_of(rank, 2), groups[2])
+            training.steps(0, 5)
+            training.save(file, groups[2])
+            after[kind, "saved"] = training.steps(5, 10)
+        dist.barrier()
+        for size, placement in RESTARTS:
+            if rank < size:
+                training = Training({**options, "placement": placement}, part_of(rank, size), groups[size])
+                training.load(file, groups[size])
+                after[kind, size, placement] = training.steps(5, 10)
+    if rank < 2:  # a file of one process, read by the other
+        training = Training({**RESTARTED["exact"], "placement": "owners"}, part_of(rank, 2), groups[2])
+        states: list[Any] = [None, None]
+        dist.all_gather_object(states, training.opt.state_dict(), group=groups[2])
+        with pytest.raises(ValueError) as error:
+            training.opt.load_state_dict(states[1 - rank])
+        after["other"] = str(error.value)
+    return after
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
-    groups = {2: dist.new_group([0, 1]), 3: dist.group.WORLD}
-    results = {
+    groups = {1: [dist.new_group([n]) for n in range(WORLD)][rank], 2: dist.new_group([0, 1]), 3: dist.group.WORLD}
+    results: dict[Any, Any] = {
         (name, size, placement): train(
             {**OPTIONS[name], "placement": placement},
-            slice(rank * CASES // size, (rank + 1) * CASES // size),
+            part_of(rank, size),
             groups[size],
         )
         for name, size, placement in TRAININGS
         if rank < size
     }
+    results["restarts"] = restarts(rank, folder, groups)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-Results = list[dict[tuple[str, int, str], dict[str, Any]]]
+Results = list[dict[Any, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +278,31 @@ def test_a_block_of_another_process_says_who_keeps_it(results: Results) -> None:
         for value, whole in result["refused"]:
             assert "kept by another process of the group" in value and "placement='replicated'" in value
             assert "are kept by process " in whole
+
+
+@pytest.mark.parametrize(("size", "placement"), RESTARTS)
+def test_a_checkpoint_of_two_processes_continues_in_any_number(results: Results, size: int, placement: str) -> None:
+    restarted = [of_process["restarts"] for of_process in results[:size]]
+    for after in restarted:
+        saved = results[0]["restarts"]["exact", "saved"]
+        torch.testing.assert_close(after["exact", size, placement], saved, rtol=1e-12, atol=1e-12)
+
+
+def test_the_same_processes_continue_bit_for_bit_with_the_same_samples(results: Results) -> None:
+    for of_process in results[:2]:
+        after = of_process["restarts"]
+        assert torch.equal(after["sampled", 2, "owners"], after["sampled", "saved"])
+        assert torch.equal(after["exact", 2, "owners"], after["exact", "saved"])
+
+
+def test_samples_of_other_numbers_of_processes_are_others(results: Results) -> None:
+    after = results[0]["restarts"]
+    assert not torch.equal(after["sampled", 3, "owners"], after["sampled", "saved"])
+
+
+def test_a_state_of_another_process_says_to_use_distributed_checkpoints(results: Results) -> None:
+    for of_process in results[:2]:
+        message = of_process["restarts"]["other"]
+        assert message.startswith("the state lacks ")
+        assert "tensors of blocks that this process keeps, first " in message
+        assert "save and load with torch.distributed.checkpoint" in message
