@@ -161,7 +161,8 @@ class ExactPass:
             self.add_structured(total, free)
         generic = [registration for registration in self.registrations if registration.generic]
         names = list(dict.fromkeys(name for registration in generic for name in registration.owners))
-        for grads in self.sources([self.parameters[name] for name in names], by_case=True):
+        leaves = [self.parameters[name] for name in names]
+        for grads in or_none(self.sources(leaves, by_case=True), leaves):
             parts = split(dict(zip(names, grads, strict=True)), generic, lead=1)
             for registration in generic:
                 flat = torch.cat([parts[name].reshape(len(parts[name]), -1) for name in registration.parameters], dim=1)
@@ -180,7 +181,7 @@ class ExactPass:
         ]
         leaves = [probe for _, probes in structured for probe in probes.values()]
         inputs = self.of_inputs(leaves)
-        for grads in self.sources(leaves, by_case=free):
+        for grads in or_none(self.sources(leaves, by_case=free), leaves):
             each, once = iter(grads), iter(inputs)
             for registration, probes in structured:
                 chunk = {name: (next(each), next(once)) for name in probes}
@@ -217,6 +218,16 @@ class ExactPass:
         for cotangents in tracked(chunks, total, f"{self.mode}: {total} backward passes"):
             yield pullback(cotangents)
             self.loop_reason = self.loop_reason or pullback.loop_reason
+
+
+def or_none(chunks: Iterable[list[Tensor]], leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The chunks; without any, one of the gradients of no source. A batch without cases has sums, too."""
+    empty = True
+    for chunk in chunks:
+        empty = False
+        yield chunk
+    if empty:
+        yield [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
 
 
 def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, Tensor]]) -> Statistics:

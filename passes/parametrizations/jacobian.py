@@ -68,7 +68,7 @@ class PerCase(Parametrization):
             gradients = gradients.reshape(cases, *result)
             for order, shape in in_cases:
                 gradients = gradients.permute(order) if order else gradients.reshape(cases, *shape)
-            gradients = gradients.reshape(cases, -1)
+            gradients = gradients.reshape(cases, math.prod(gradients.shape[1:]))
             if function:
                 gradients = gradients @ tensors["jacobian"].to(gradients)
             gradients = gradients[:, None, :, None]

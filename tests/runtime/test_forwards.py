@@ -392,6 +392,7 @@ class Listening:
         self.compared: list[int] = []
         estimator = SimpleNamespace(
             outputs=OutputWatch(),
+            replicas=None,
             accumulate=lambda _: self.log.append("accumulate"),
             unrecorded=lambda: frozenset(self.unrecorded),
         )

@@ -72,6 +72,32 @@ def test_one_case_is_a_batch(options: dict[str, Any]) -> None:
     assert opt.counters()["skipped updates"] == opt.counters()["skipped steps"] == 0
 
 
+class Shifted(nn.Module):
+    """With a generic parameter, and with a layer that does not depend on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table, self.steps = nn.Linear(4, 3), nn.Linear(2, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + self.table(torch.ones(1, 2)) + torch.cumsum(self.steps, 0)
+        return y
+
+
+@pytest.mark.parametrize("mode", ["gradients", "empirical", "curvature_prop", "exact"])
+def test_a_batch_without_cases_has_the_sums_of_every_registration(mode: str) -> None:
+    net = kfac_fx.compile(Shifted(), (torch.zeros(2, 4),), loss="categorical")
+    whole, nothing = (
+        net.record((torch.randn(n, 4),), {}, mode=mode, targets=torch.arange(n) if mode == "empirical" else None)
+        for n in (2, 0)
+    )
+    assert nothing.cases == 0
+    for key, sums in whole.statistics.items():
+        of_none = nothing.statistics[key]
+        assert sums.keys() == of_none.keys()
+        assert not any(total.any() for total in of_none.values())
+
+
 def test_a_fraction_of_less_than_a_case_is_a_case() -> None:
     net, _ = made()
     assert [net.record((batch(n)[0],), {}, fraction=1e-6).cases for n in (8, 1, 0)] == [1, 1, 0]
