@@ -7,7 +7,8 @@ Each is asked for the Fisher of the same small models in float64, by the approxi
 exact expectation over labels or with the true ones. Where two differ, the dense Fisher by autograd says who is how far
 away. None of them is a dependency:
 
-    pip install curvlinops-for-pytorch nngeometry backpack-for-pytorch laplace-torch asdfghjkl kronfluence
+    pip install curvlinops-for-pytorch nngeometry backpack-for-pytorch laplace-torch asdfghjkl kronfluence dattri
+    pip install pyDVL distributed zarr
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import kfac_fx
-from benchmarks import agreement_kronfluence
+from benchmarks import agreement_attribution, agreement_kronfluence
 from benchmarks.agreement_peers import (
     CASES,
     CLASSES,
@@ -75,6 +76,12 @@ Reasons for the differences:
 - **nngeometry, one layer twice**: its full and diagonal blocks are meant to be exact, but they differ from the dense
   Fisher.
 - **nngeometry, full blocks** differ by the epsilon of float32, which nngeometry adds where it divides.
+- **dattri, MLPs**: dattri multiplies gradients with the transposes of the matrices of eigenvectors, so its eigenvalues
+  and scores are those of another basis, which depends on the signs of the eigenvectors. With biases it also joins
+  weight and bias before it forms rows of both, so elements of a weight get the factors of other elements.
+- **pyDVL, MLPs**: pyDVL sends back the gradients of all labels in one sum with the weights √p. Products of different
+  labels do not cancel in it, as they would with random signs, so its G is not that of the Fisher. Without biases it
+  takes the last column of every weight for a bias.
 """
 KRONFLUENCE = [
     "kronfluence, over the linear modules of two models (`benchmarks/agreement_kronfluence.py`): the empirical Fisher,",
@@ -82,6 +89,14 @@ KRONFLUENCE = [
     "",
     "| model | corrected eigenvalues | pairwise scores | self-scores |",
     "|---|---|---|---|",
+]
+ATTRIBUTION = [
+    "dattri and pyDVL (`benchmarks/agreement_attribution.py`): `IFAttributorEKFAC` and `EkfacInfluence` score the",
+    "examples of two MLPs; `IFAttributorExplicit` and `DirectInfluence`, which invert the Hessian, those of a softmax",
+    "regression. The columns are distances from ours.",
+    "",
+    "| model | peer | A | G | corrected eigenvalues | pairwise scores |",
+    "|---|---|---|---|---|---|",
 ]
 PACKAGES = (
     "torch",
@@ -91,6 +106,8 @@ PACKAGES = (
     "laplace-torch",
     "asdfghjkl",
     "kronfluence",
+    "dattri",
+    "pyDVL",
 )
 
 
@@ -256,6 +273,11 @@ def page() -> str:
     for name in agreement_kronfluence.PROBLEMS:
         result = attempt("kronfluence", partial(agreement_kronfluence.rows, name))
         lines.append(f"| {name} | {result}{' |' * (3 - result.count('|'))}")
+    lines += ["", *ATTRIBUTION]
+    for name in agreement_attribution.PROBLEMS:
+        for package in agreement_attribution.PEERS:
+            result = attempt(package, partial(agreement_attribution.distances, name, package))
+            lines.append(f"| {name} | {package} | {result}{' |' * (4 - result.count('|'))}")
     return HEAD.replace("{versions}", versions()) + "\n".join(lines) + "\n" + TAIL
 
 

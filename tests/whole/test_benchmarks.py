@@ -8,6 +8,7 @@ import torch
 from benchmarks import (
     __main__,
     agreement,
+    agreement_attribution,
     agreement_kronfluence,
     conjugate_gradients,
     cost_docs,
@@ -91,11 +92,10 @@ def test_peers_that_are_not_installed_are_said_to_be(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(agreement.importlib.util, "find_spec", lambda package: None)
     monkeypatch.setattr(agreement, "MODELS", {"MLP": agreement.MODELS["MLP"]})
     monkeypatch.setattr(agreement, "PEERS", agreement.PEERS[:2])
-    lines = [line for line in agreement.page().splitlines() if line.startswith("| MLP |")]
-    assert len(lines) == 2
-    lines += [line for line in agreement.page().splitlines() if line.startswith(("| UCI network |", "| GPT of"))]
-    assert len(lines) == 4
-    assert all(line.endswith("| not installed | | |") for line in lines)
+    starts = ("| MLP |", "| MLP without biases |", "| softmax regression |", "| UCI network |", "| GPT of")
+    lines = [line for line in agreement.page().splitlines() if line.startswith(starts)]
+    assert len(lines) == 2 + 2 + 6  # matrices, kronfluence, dattri and pyDVL
+    assert all(line.rstrip(" |").endswith("not installed") for line in lines)
 
 
 @pytest.mark.parametrize("name", agreement_kronfluence.PROBLEMS)
@@ -127,3 +127,49 @@ def test_every_phase_of_a_spectrum_takes_time() -> None:
 def test_the_preconditioner_of_one_layer_is_its_matrix() -> None:
     (row,) = conjugate_gradients.iterations(1, scaled=True, dampings=[1e-2])
     assert row["factors"] == row["blocks"] == 1 < row["none"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of these libraries
+@pytest.mark.parametrize("package", agreement_attribution.PEERS)
+def test_scores_by_the_hessian_of_a_softmax_regression_agree(package: str) -> None:
+    pytest.importorskip(package)
+    assert float(agreement_attribution.distances("softmax regression", package).split(" | ")[-1]) < 1e-6
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore")
+def test_dattri_corrects_along_the_transposed_eigenvectors() -> None:
+    pytest.importorskip("dattri")
+    problem = agreement_attribution.data(hidden=True, bias=False)
+    peer, mine = agreement_attribution.dattri(problem), agreement_attribution.ours(problem, "empirical")
+    for pair in ("inputs", "gradients"):
+        for theirs, own in zip(getattr(peer, pair), getattr(mine, pair), strict=True):
+            torch.testing.assert_close(theirs, own)
+    loss = lambda p, x, y: torch.nn.functional.cross_entropy(torch.func.functional_call(problem.model, p, (x,)), y)  # noqa: E731
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
+        dict(problem.model.named_parameters()), problem.x[:, None], problem.y[:, None]
+    )
+    for layer, gradients in enumerate(each.values()):
+        vectors = [torch.linalg.eigh(getattr(peer, side)[layer], UPLO="U")[1] for side in ("gradients", "inputs")]
+        right, wrong = (
+            (left @ gradients @ other.mT).square().mean(0).flatten().sort().values
+            for left, other in ([v.mT for v in vectors], vectors)
+        )
+        torch.testing.assert_close(mine.eigenvalues[layer], right)
+        torch.testing.assert_close(peer.eigenvalues[layer], wrong)
+        assert agreement.distance(wrong, right) > 0.05
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.filterwarnings("ignore")
+def test_pydvl_sends_the_gradients_of_all_labels_back_in_one_sum() -> None:
+    pytest.importorskip("pydvl")
+    problem = agreement_attribution.data(hidden=True, bias=True)
+    peer, mine = agreement_attribution.pydvl(problem), agreement_attribution.ours(problem, "exact")
+    p = problem.model(problem.x).softmax(-1)
+    columns = torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(1)  # √p_k (e_k - p), by label k
+    apart = torch.einsum("nik,njk->ij", columns, columns) / len(p)
+    together = torch.einsum("ni,nj->ij", columns.sum(2), columns.sum(2)) / len(p)
+    torch.testing.assert_close(mine.gradients[-1], apart)
+    torch.testing.assert_close(peer.gradients[-1], together)
+    assert agreement.distance(together, apart) > 0.05
