@@ -246,10 +246,10 @@ class Clipped(Detached):
         return gradient.clamp(-0.1, 0.1)
 
 
-def quadratic(model: nn.Module) -> kfac_fx.KFAC:
-    net = kfac_fx.compile(model, (X,), loss="categorical")
+def quadratic(model: nn.Module, x: Tensor = X) -> kfac_fx.KFAC:
+    net = kfac_fx.compile(model, (x,), loss="categorical")
     optimizer = kfac_fx.KFAC(net, lr=None, momentum=None, momentum_type="qmodel", damping=1e-2)
-    F.cross_entropy(net(X), torch.arange(6) % 3).backward()
+    F.cross_entropy(net(x), torch.arange(6) % 3).backward()
     optimizer.step()
     return optimizer
 
@@ -265,3 +265,11 @@ def test_a_backward_that_is_no_linear_map_of_its_gradient_has_no_quadratic_model
         RuntimeError, match="reverse mode, twice: the backward of an autograd.Function is not linear in t"
     ):
         quadratic(Net(function))
+
+
+def test_a_hidden_gradient_shows_where_its_part_of_a_sum_of_outputs_is_almost_zero() -> None:
+    torch.manual_seed(53)
+    x = torch.randn(6, 3)
+    torch.manual_seed(1053)
+    with pytest.raises(RuntimeError, match="is not linear in t"):
+        quadratic(Net(Detached), x)
