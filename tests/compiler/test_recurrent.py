@@ -64,3 +64,10 @@ def test_torch_is_itself_again_afterwards() -> None:
     with recurrent_layers():
         assert nn.RNNBase.get_expected_hidden_size is not expected
     assert nn.RNNBase.get_expected_hidden_size is expected and torch.equal(layer(x)[0], wanted)
+
+
+@pytest.mark.parametrize(("training", "chance"), [(True, 0.25), (False, 0.0)])
+def test_dropout_between_layers_is_left_out_in_evaluation(training: bool, chance: float) -> None:
+    captured = trace_model(nn.LSTM(2, 3, 2, dropout=0.25).train(training), (torch.randn(4, 3, 2),))
+    (node,) = [node for node in captured.program.graph.nodes if op_name(node) == "recurrent"]
+    assert node.args[8] == chance

@@ -171,6 +171,32 @@ def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     assert opt.damping > 1e-6 and opt.skipped == 1 and opt.rho < 0
 
 
+class Committee(nn.Module):
+    """The mean of many layers: the blocks miss their correlation, so the best step is far below 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Linear(3, 2, bias=False).double() for _ in range(40))
+        for member in self.members:
+            nn.init.zeros_(member.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([member(x) for member in self.members]).sum(0)
+
+
+@pytest.mark.parametrize("lr", [1.0, 3.0])
+def test_damping_does_not_fall_where_the_step_is_short_already(lr: float) -> None:
+    """With lr=3 the model predicts a rise and the loss falls, which is no reason for more damping either."""
+    net = compile(Committee(), loss="categorical")
+    opt = KFAC(net, lr=lr, damping=1e-4, momentum_type="adaptive", estimation_mode="exact")
+    x = torch.eye(3, dtype=torch.float64)[torch.arange(12) % 2]
+    F.cross_entropy(net(x), torch.arange(12) % 2).backward()
+    opt.step()
+    assert 1 / opt._step_state.size.ratio < LEAST_STEP
+    assert opt.rho > 0.75 if lr == 1.0 else (opt.rho < 0 and opt.predicted_change > 0)
+    assert opt.skipped == 0 and opt.damping == 1e-4
+
+
 def test_it_resumes_bit_for_bit() -> None:
     net, opt = made()
     for number in range(7):

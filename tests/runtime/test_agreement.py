@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -169,3 +170,12 @@ def test_a_mask_that_fits_in_one_batch_only_is_told() -> None:
     assert other_masks(one, one) == "" and other_masks(masked, masked) == ""
     assert other_masks(masked, one) == "the padding mask fits its uses at first only"
     assert other_masks(one, masked) == "the padding mask fits its uses here only"
+
+
+@pytest.mark.parametrize(("frozen", "agrees"), [((), False), (("weight",), False), (("weight", "bias"), True)])
+def test_a_block_may_be_absent_only_if_all_its_parameters_are_frozen(frozen: tuple[str, ...], agrees: bool) -> None:
+    net = kfac_fx.compile(Heads(), (X,), {"second": True}, loss="categorical")
+    for name in frozen:
+        getattr(net.model.second, name).requires_grad_(False)
+    with nullcontext() if agrees else pytest.raises(ModelChangedError, match="no block of its own here"):
+        net.record((X,), {"second": False})

@@ -14,6 +14,7 @@ from kfac_fx import losses
 from kfac_fx.compiler import compile
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products
+from kfac_fx.passes.tracing.devices import RandomState
 
 CASES = 6
 X = torch.randn(CASES, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -139,6 +140,33 @@ def test_a_loss_inside_the_forward_is_that_which_the_user_trains() -> None:
     expected = torch.func.functional_call(net.model, there, (X, CLASSES))[0] - value
     torch.testing.assert_close(batch.change(before, batch.at(there)), expected.detach())
     torch.testing.assert_close(batch.value(before), value.detach())
+
+
+def test_a_loss_whose_terms_have_a_backward_each_is_their_sum() -> None:
+    net = compile(network(), (X,), loss="categorical")
+    outputs = net(X)
+    forward = ObservedForward.of(net.recorder((X,), {}), (X,), {}, outputs)
+    loss = TRAINED["categorical"][1]
+    (0.25 * loss(outputs)).backward(retain_graph=True)
+    (0.75 * loss(outputs)).backward()
+    batch = BatchLoss(net, [forward], JacobianProducts(), 1.0, False, lambda tensor: tensor, (), None)
+    here, there = parameters_of(net), parameters_of(net, 0.5)
+    expected = loss(torch.func.functional_call(net.model, there, (X,))) - loss(net(X))
+    torch.testing.assert_close(batch.change(batch.at(here), batch.at(there)), expected.detach())
+
+
+def test_noise_is_that_of_the_forward_at_all_points() -> None:
+    net = compile(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)).double(), (X,), loss="categorical")
+    start = RandomState.now(())
+    outputs = net(X)
+    forward = ObservedForward.of(net.recorder((X,), {}), (X,), {}, outputs)
+    batch = BatchLoss(net, [forward], JacobianProducts(), 1.0, False, lambda tensor: tensor, (), start)
+    before = RandomState.now(()).cpu
+    for _ in range(2):
+        (values,) = batch.at(parameters_of(net))
+        assert torch.equal(values.leaves[0], outputs)
+        torch.rand(3)
+    assert not torch.equal(before, start.cpu)
 
 
 def test_micro_batches_of_different_sizes_are_one_batch() -> None:

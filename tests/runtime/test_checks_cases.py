@@ -196,7 +196,14 @@ def test_a_function_as_loss_may_keep_or_move_the_cases() -> None:
         kfac_fx.FisherEstimator(net).update_covariances(x)
 
 
-@pytest.mark.parametrize("model", [Attention, Loop])
+class Backward(Loop):
+    """The same from the last place to the first: no other output sees the first place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flip(0)).flip(0)
+
+
+@pytest.mark.parametrize("model", [Attention, Loop, Backward])
 @pytest.mark.parametrize("inputs", [(T, 3, D), (T, T, D)])
 def test_a_guess_is_refused(model: Callable[[], nn.Module], inputs: tuple[int, ...]) -> None:
     with pytest.raises(RegistrationError, match="would be a guess.*not along dimension 1") as caught:

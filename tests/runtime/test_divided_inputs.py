@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,12 @@ from torch import Tensor
 
 from kfac_fx.divided.inputs import MaskedInputs, first_examples, number_of_examples
 from kfac_fx.passes.errors import ModelChangedError
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
 
 SCALAR, X = torch.tensor(2.0), torch.arange(12.0).view(4, 3)
 
@@ -37,6 +43,12 @@ def test_the_first_examples_of_lists_and_of_tensors() -> None:
     batch = first_examples({"x": X, "scale": SCALAR, "other": torch.zeros(3), "n": 4}, 4, 2)
     assert torch.equal(batch["x"], X[:2]) and batch["scale"] is SCALAR
     assert batch["other"].shape == (3,) and batch["n"] == 4
+
+
+def test_a_tuple_with_named_fields_is_no_list_of_examples() -> None:
+    pair = Pair(torch.randn(2, 3), torch.randn(2))
+    batch = first_examples(pair, 2, 1)
+    assert type(batch) is Pair and torch.equal(batch.x, pair.x[:1]) and torch.equal(batch.y, pair.y[:1])
 
 
 def masked() -> MaskedInputs:

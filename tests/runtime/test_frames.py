@@ -114,6 +114,8 @@ def test_losses_outside_of_graphs_are_noted_with_their_arguments() -> None:
     with watch:
         F.cross_entropy(logits, targets, reduction="sum")
         F.mse_loss(input=logits, target=logits.detach())
+        with torch.no_grad():
+            F.cross_entropy(logits, targets)  # a metric
         watch.paused = True
         F.mse_loss(logits, logits.detach())
     first, second = watch.losses

@@ -61,6 +61,8 @@ def test_where_the_host_would_have_to_wait_a_rescue_comes_one_update_later() -> 
     assert [count for _, count in seen] == [0, 0, 1, 1, 1]
     first, second, kept, rescued, last = (inverse for inverse, _ in seen)
     assert torch.equal(kept, second)
+    Inverter(est.groups, est.roots, deferred=False).update()  # of a good factor: no rescue takes the place of its root
+    assert torch.equal(est.multiply_inverse(noise_of_ones(est))["2.weight"], second)
     torch.testing.assert_close(rescued, first)
     assert torch.equal(last, second)
 

@@ -32,6 +32,8 @@ def test_a_pair_counts_where_both_rows_are_real() -> None:
     rows = Rows(torch.randn(3, 1, 1, 4), d, False, (1, 2, 4), mask)
     whole = Rows(rows.x, d, False, (1, 2, 4))
     assert LAGGED["pairs"].compute(rows, rows) == 2
+    other = Rows(rows.x, d, False, (1, 2, 4), torch.tensor([[False], [True], [True]]))
+    assert LAGGED["pairs"].compute(rows, other) == LAGGED["pairs"].compute(other, rows) == 1
     assert LAGGED["pairs"].compute(whole, whole) == LAGGED["pairs"].compute(whole, rows) == 3
 
 

@@ -150,6 +150,10 @@ def test_a_batch_that_is_not_finite_proves_nothing() -> None:
     assert not verdict.conclusive and verdict.failed == {}
 
 
+def test_a_batch_without_cases_proves_nothing() -> None:
+    assert proved(nn.Linear(3, 2)).conclusive and not proved(nn.Linear(3, 2), torch.zeros(0, 3)).conclusive
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_proof_allows_for_the_dtypes_rounding(dtype: torch.dtype) -> None:
     assert proved(nn.Linear(3, 2).to(dtype), X.to(dtype)).failed == {}

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import kfac_fx
 from kfac_fx import Queries
+from kfac_fx.recording.case_recorder import Counts
+from kfac_fx.statistics.case_gradients import Cases
 from tests.runtime.single_cases import T, Text, V, classifier, inner, of_each, of_examples, spectrum_of
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -140,3 +142,17 @@ def test_scores_of_a_loader_are_written_and_resumed(
         other.scores_of_all(loader, folder=tmp_path)
     with pytest.raises(ValueError, match=r"`batches` has no batches"):
         other.scores_of_all([])
+
+
+def test_scores_come_in_the_order_of_the_examples() -> None:
+    """A use of fewer examples may hand over the later ones first."""
+    gradients = torch.randn(5, 1, 2, 3)
+
+    def record(batch: Any, add: Any, measurement: Any) -> Counts:
+        for first, stop in ((3, 5), (0, 3)):
+            add(("w",), Cases((1, 2, 3), whole=gradients[first:stop], first=first))
+        return Counts(5, 5)
+
+    matrices = torch.randn(2, 1, 2, 3)
+    expected = torch.einsum("qgoi,ngoi->qn", matrices, gradients)
+    torch.testing.assert_close(Queries({("w",): matrices}, record).scores(None), expected)

@@ -79,6 +79,12 @@ def test_padding_is_no_case_and_sends_nothing_back() -> None:
     assert torch.equal(gradient.any(-1), MASK)
 
 
+def test_a_case_is_neither_padding_nor_ignored() -> None:
+    logits, kept = torch.randn(5, 7, 4), torch.arange(35).view(5, 7) % 3 > 0
+    ((_, loss),) = real_losses(lambda outputs: [(1.0, Categorical(outputs[0]).keeping(kept))], [logits], [(0, 1)], MASK)
+    assert loss.cases == int((MASK & kept).sum()) < int(MASK.sum())
+
+
 def test_without_dimensions_all_of_an_output_is_real() -> None:
     ((_, loss),) = real_losses(lambda outputs: [(1.0, Categorical(outputs[0]))], [torch.randn(5, 4)], [None], MASK)
     assert loss.cases == 5

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.factors.wide import in_blocks
+from kfac_fx.passes.approximations import INPUTS, OUTPUTS
 from kfac_fx.report.rows import rows
 from kfac_fx.statistics.row_sums import named
 
@@ -119,3 +120,15 @@ def test_the_report_shows_the_blocks_and_the_memory_they_take() -> None:
     assert first["factors"] == {"A": [3, 4, 4], "G": [2, 5, 5]}
     assert first["reason"] == "a side is wider than dense_limit=8"
     assert rows(net.program)[0].factors_text == "A 3 blocks of 4 x 4, G 2 blocks of 5 x 5"
+
+
+def test_the_mean_eigenvalue_is_that_of_the_whole_side() -> None:
+    """Its filling counts for nothing, so that the damping is split as for a dense side of these blocks."""
+    model, x = model_and_batch()
+    dense, wide = (estimated(model, x, dense_limit=limit) for limit in (4096, 8))
+    for side, width in ((OUTPUTS, 9), (INPUTS, 11)):
+        means = [
+            group.mean_eigenvalue(side) for est in (dense, wide) for group in est.groups if group.shape == (1, 9, 11)
+        ]
+        value = dense.blocks["0.weight", "0.bias"].factors[side.factor].value[0]
+        torch.testing.assert_close(means, [(value.trace() / width).view(1, 1)] * 2)
