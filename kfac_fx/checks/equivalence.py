@@ -22,7 +22,13 @@ from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
 from kfac_fx.passes.tracing.calls import map_tensors
-from kfac_fx.passes.tracing.signature import copy_with_strides, input_names, tensors_in
+from kfac_fx.passes.tracing.signature import (
+    copy_with_strides,
+    input_names,
+    named_arguments,
+    objects_kept,
+    tensors_in,
+)
 from kfac_fx.passes.tracing.substitutes import buffers_kept, parameters_kept
 from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.recorder import Recorder
@@ -40,8 +46,10 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
     if recorder.capture.assigned:
         refuse_state(recorder, args, kwargs)
     copied = copies(args, kwargs)
-    outputs, gradients, buffers = results_of_model(recorder, *copied)
+    with objects_kept(dict(named_arguments(recorder.model, args, kwargs))) as changed:
+        outputs, gradients, buffers = results_of_model(recorder, *copied)
     effects = changes_outside(recorder, args, kwargs, outputs) + inputs_written(recorder, (args, kwargs), copied)
+    effects += [f"changes its input {argument}" for argument in changed]
     del copied  # a batch may be larger than the model
     values = recorder.capture.flatten(args, kwargs)
     try:
@@ -95,7 +103,8 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
     """Raises UntraceableError if a second forward differs from the first, which a graph would repeat."""
     model, name, assigned = recorder.model, type(recorder.model).__name__, recorder.capture.assigned
     outputs, numbers = [], []
-    with untouched(model), parameters_kept(model), custom_functions(), as_unrolled(recorder.program):
+    kept = objects_kept({"": (args, kwargs)})
+    with kept, untouched(model), parameters_kept(model), custom_functions(), as_unrolled(recorder.program):
         for _ in range(2):
             with recorder.emitted.isolated(), buffers_kept(model):
                 copied_args, copied_kwargs = copies(args, kwargs)
@@ -144,6 +153,7 @@ def changes_outside(
     copied_args, copied_kwargs = copies(args, kwargs)
     with (
         recorder.emitted.isolated(),
+        objects_kept({"": (args, kwargs)}),
         untouched(model),
         buffers_kept(model),
         parameters_kept(model),
@@ -167,10 +177,15 @@ def changes_outside(
 def inputs_written(
     recorder: Recorder, inputs: tuple[Any, Mapping[str, Any]], after: tuple[Any, Mapping[str, Any]]
 ) -> list[str]:
-    """The effects of forward on its inputs. after: the copies that it was given."""
-    names = input_names(recorder.model, *inputs)
-    pairs = zip(names, tensors_in(*inputs), tensors_in(*after), strict=True)
-    return [f"writes into its input {name}" for name, leaf, copy in pairs if not equal_up_to_rounding(leaf, copy)]
+    """The effects of forward on its tensors and containers. after: the copies that it was given."""
+    specs, others = (
+        {name: pytree.flatten(argument)[1] for name, argument in named_arguments(recorder.model, *inputs_now)}
+        for inputs_now in (inputs, after)
+    )
+    if specs != others:
+        return [f"changes its input {name}" for name in specs if specs[name] != others[name]]
+    leaves = zip(input_names(recorder.model, *inputs), tensors_in(*inputs), tensors_in(*after), strict=True)
+    return [f"writes into its input {name}" for name, leaf, copy in leaves if not equal_up_to_rounding(leaf, copy)]
 
 
 def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:

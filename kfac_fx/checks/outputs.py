@@ -26,6 +26,7 @@ from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.tracing.attributes import untouched
 from kfac_fx.passes.tracing.settings import ForwardSettings
+from kfac_fx.passes.tracing.signature import objects_kept
 from kfac_fx.passes.tracing.substitutes import buffers_kept, parameters_kept
 from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.recorder import Recorder
@@ -85,7 +86,14 @@ def differs_from_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mappin
     copied_args, copied_kwargs = copies(args, kwargs)
     outside = ForwardSettings(model, recorder.capture.outside)
     with full_precision(everything=True), as_unrolled(recorder.program):
-        with emitted.isolated(), untouched(model), buffers_kept(model), parameters_kept(model), custom_functions():
+        with (
+            objects_kept({"": (args, kwargs)}),
+            emitted.isolated(),
+            untouched(model),
+            buffers_kept(model),
+            parameters_kept(model),
+            custom_functions(),
+        ):
             of_model = sampled_elements(detached(pytree.leaves(model(*copied_args, **copied_kwargs))))
         outside.put_back()
         output, _ = recorder.outputs({}, values)

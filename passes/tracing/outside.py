@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -116,16 +116,15 @@ class Observer:
         gc.disable()  # functions that the garbage collector calls are no part of forward
         sys.settrace(self.on_call)
         try:
-            with redirect_stdout(Printing(sys.stdout, self)), Unobserved():
+            out, errors = Printing(sys.stdout, self), Printing(sys.stderr, self, by_library=False)
+            with redirect_stdout(out), redirect_stderr(errors), Unobserved():
                 yield
         finally:
             if sys.gettrace() == self.on_call:  # a debugger may have been started
                 sys.settrace(tracer)
             if collects:
                 gc.enable()
-            for holder in self.before.holders:
-                if not holder.same():
-                    holder.put_back()
+            self.before.put_back()
 
     def on_call(self, frame: FrameType, event: str, _: Any) -> None:
         """Called by Python before a function runs; returns None, so that its lines are not traced."""
@@ -142,10 +141,12 @@ class Observer:
             values = frame.f_locals
             self.variables[code] = {name: values.get(name, MISSING) for name in code.co_freevars}
 
-    def on_print(self) -> None:
-        frame = inspect.currentframe()
-        while frame is not None and self.codes.get(frame.f_code) is None:
+    def on_print(self, frame: FrameType | None, by_library: bool) -> None:
+        """frame: of the function that prints. by_library: whether it counts if that is of a library."""
+        while by_library and frame is not None and self.codes.get(frame.f_code) is None:
             frame = frame.f_back
+        if not by_library and (frame is None or self.codes.get(frame.f_code) is None):
+            return
         where = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
         self.effects[f"prints{where}"] = None
 
@@ -199,14 +200,16 @@ class Unobserved(TorchFunctionMode):
 
 
 class Printing:
-    """Standard output, whose lines an observer is told of."""
+    """Standard output, whose lines an observer is told of; or that of errors, without the warnings of libraries."""
 
-    def __init__(self, stream: Any, observer: Observer) -> None:
+    def __init__(self, stream: Any, observer: Observer, by_library: bool = True) -> None:
         self._stream, self._observer, self._thread = stream, observer, threading.get_ident()
+        self._by_library = by_library
 
     def write(self, text: str) -> Any:
         if threading.get_ident() == self._thread:
-            self._observer.on_print()
+            frame = inspect.currentframe()
+            self._observer.on_print(None if frame is None else frame.f_back, self._by_library)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

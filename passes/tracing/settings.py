@@ -72,9 +72,7 @@ class ForwardSettings:
 
     def put_back(self) -> None:
         """Let everything hold what it held."""
-        for holder in self.walk.holders:
-            if not holder.same():
-                holder.put_back()
+        self.walk.put_back()
 
     def anew(self) -> ForwardSettings:
         """The same, with the values of now."""

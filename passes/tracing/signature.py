@@ -165,6 +165,26 @@ def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 @contextmanager
+def objects_kept(arguments: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Restore at the end what objects in the arguments hold. Tensors and containers are copied where that is needed.
+
+    Yields a list, which is filled at the end with the names of the arguments that were changed.
+    """
+    walks = {name: Walk(identity=False) for name in arguments}
+    for name, argument in arguments.items():
+        for leaf in pytree.leaves(argument):
+            if not isinstance(leaf, Tensor):
+                walks[name].of(leaf, named=True)
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        for name, walk in walks.items():
+            changed += [] if walk.same() else [name]
+            walk.put_back()
+
+
+@contextmanager
 def python_random() -> Iterator[list[str]]:
     """Restore the random streams of Python and numpy at the end.
 
@@ -240,7 +260,7 @@ class FlatModel(nn.Module):
             leaves[position] = tensor
         args, kwargs = pytree.unflatten(leaves, self.spec)
         held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in buffers_of(owner).items()]
-        with untouched(self.model) as assigned:
+        with untouched(self.model) as assigned, objects_kept({"": (args, kwargs)}):
             with python_random() as drawn, self.returned.observer.observing():
                 result = self.model(*args, **kwargs)
             for owner, name, buffer in held:  # torch.export overlooks assignments to buffers of submodules
@@ -281,8 +301,8 @@ def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.M
     return graph, holder(held)
 
 
-def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """A name for every tensor leaf: the argument's name, with a number if the argument holds several tensors."""
+def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments of a call with their names. Raises UntraceableError if they do not fit forward."""
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -299,6 +319,12 @@ def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
             named += [(f"{name}_{i}", element) for i, element in enumerate(value)]
         else:
             named.append((name, value))
+    return named
+
+
+def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """A name for every tensor leaf: the argument's name, with a number if the argument holds several tensors."""
+    named = named_arguments(model, args, kwargs)
     order = {id(leaf): name for name, value in named for leaf in pytree.leaves(value) if isinstance(leaf, Tensor)}
     names: list[str] = []
     for leaf in pytree.leaves((tuple(args), dict(kwargs))):

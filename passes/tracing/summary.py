@@ -100,6 +100,12 @@ class Walk:
         """Whether no holder has changed, so that the summaries are the same."""
         return not any(self.empty) and all(holder.same() for holder in self.holders)
 
+    def put_back(self) -> None:
+        """Let everything hold what it held."""
+        for holder in self.holders:
+            if not holder.same():
+                holder.put_back()
+
     def of(self, value: Any, named: bool = False, depth: int = COMPARED_DEPTH) -> Any:
         """named: whether forward names the attribute or the variable that the value is in."""
         kind = type(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -103,6 +104,17 @@ def test_a_function_that_prints_has_an_effect() -> None:
     (effect,) = observed(lambda: print("a line")).effects
     assert effect.startswith("prints (test_outside.py:")
     assert observed(lambda: str(print)).effects == ()
+    (effect,) = observed(lambda: print("a line", file=sys.stderr)).effects
+    assert effect.startswith("prints (test_outside.py:")
+
+
+def test_what_a_library_writes_where_errors_go_is_no_print(capsys: pytest.CaptureFixture[str]) -> None:
+    """torch warns of what it does in forward."""
+    handler = logging.lastResort
+    assert handler is not None
+    record = logging.makeLogRecord({"msg": "of a library", "levelno": logging.WARNING})
+    assert observed(lambda: handler.handle(record)).effects == ()
+    assert capsys.readouterr().err == "of a library\n"
 
 
 @pytest.mark.parametrize("read", ["is_contiguous", "stride", "as_strided"])

@@ -374,11 +374,30 @@ def print_(x: Tensor) -> Tensor:
     return x
 
 
+class Tally:
+    seen = 0
+
+    @classmethod
+    def count(cls, x: Tensor) -> Tensor:
+        cls.seen += 1
+        return x
+
+
+def tallied(x: Tensor) -> Tensor:
+    tallied.calls += 1  # type: ignore[attr-defined]
+    return x
+
+
+tallied.calls = 0  # type: ignore[attr-defined]
+
+
 EFFECTS: dict[str, tuple[Callable[[Model, Tensor], Tensor], list[str]]] = {
     "counts in a global": (
         lambda model, x: count(x),
         ["changes the global COUNT of test_stale_captures.py", "changes the global SEEN of test_stale_captures.py"],
     ),
+    "counts on a class": (lambda model, x: Tally.count(x), ["changes the global Tally of test_stale_captures.py"]),
+    "counts on a function": (lambda model, x: tallied(x), ["changes the global tallied of test_stale_captures.py"]),
     "prints": (lambda model, x: print_(x), ["prints (test_stale_captures.py:"]),
 }
 
@@ -422,6 +441,41 @@ def test_a_forward_that_writes_into_its_input_is_recorded_and_refuses_a_ride() -
     torch.testing.assert_close(moments.statistics["linear.weight", "linear.bias"]["A"][0], rows.T @ rows)
     with pytest.raises(kfac_fx.UntraceableError, match="writes into its input x"):
         net.record_in_training((x,), {})
+
+
+class Log:
+    """An object in which forward notes something."""
+
+    def __init__(self) -> None:
+        self.entries: list[int] = []
+
+
+WRITES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "an entry of a dictionary": (dict, lambda given: given.update(seen=1)),
+    "an element of a list": (list, lambda given: given.append(1)),
+    "an entry of an object": (Log, lambda given: given.entries.append(1)),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_forward_that_writes_into_an_argument_is_recorded_and_refuses_a_ride(kind: str) -> None:
+    make, write = WRITES[kind]
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, given: Any) -> Tensor:
+            write(given)
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    x, given = torch.randn(5, 3), make()
+    net = kfac_fx.compile(Writing(), (x, given), loss="categorical")
+    net.record((x, given), {})
+    assert not (given.entries if isinstance(given, Log) else given)
+    with pytest.raises(kfac_fx.UntraceableError, match="changes its input given"):
+        net.record_in_training((x, given), {})
 
 
 def test_a_cache_that_the_first_forward_fills_is_no_effect() -> None:
