@@ -102,7 +102,7 @@ def in_own_process(layers: int, parts: int, number: int) -> dict[str, Any]:
     return result
 
 
-def table(results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def rows(results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """One row a number of parts: CPU seconds and GB by phase."""
     return [
         {
@@ -138,9 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for parts in chosen.parts:
         record["results"].append(in_own_process(chosen.layers, parts, chosen.batches))
         chosen.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")  # a row may take an hour
-    rows = table(record["results"])
-    shown = Table(*rows[0])
-    for row in rows:
+    shown = Table(*rows(record["results"])[0])
+    for row in rows(record["results"]):
         shown.add_row(*row.values())
     Console().print(shown)
 

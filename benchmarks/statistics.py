@@ -1,36 +1,42 @@
-"""The time of the factors, their correction and scores, beside kronfluence.
+"""The time and memory of factors, their correction and scores, beside kronfluence and curvlinops.
 
     python -m benchmarks.statistics
 
-CPU seconds on one thread, the least of three interleaved rounds. Both have the empirical Fisher of the same linear
-modules in float32, decompositions in float64, squares of gradients of sequences, and a damping of a tenth of the mean
-eigenvalue. kronfluence reads a DataLoader and writes every result to files, which is in its time.
-
-                                          factors   decompositions       correction  pairwise scores      self-scores
-    UCI network, kfac_fx                    0.029            0.007            0.026            0.066            0.030
-    UCI network, kronfluence                0.395            0.386            0.502            0.793            0.730
-    positions, kfac_fx                      0.059            0.015            0.069            0.068            0.078
-    positions, kronfluence                  0.447            0.412            0.466            0.839            0.689
+All have the empirical Fisher of the same linear modules in float32, and squares of the gradients of sequences; scores
+have a damping of a tenth of the mean eigenvalue. kfac_fx and kronfluence decompose in float64. Seconds are the least of
+three interleaved rounds of CPU time on one thread; MB are those of the tensors that are alive at the peak, in a round
+of their own.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import json
+import platform
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import kfac_fx
 from benchmarks.agreement_kronfluence import mlp
+from benchmarks.alive import AliveBytes
 
+OUT = Path(__file__).parent / "results" / "statistics.json"
 PHASES = ("factors", "decompositions", "correction", "pairwise scores", "self-scores")
 ROUNDS = 3
+Phases = list[Callable[[], object]]  # the first of PHASES, or all of them
+Run = Callable[[Callable[[Phases], list[float]]], list[float]]  # with a measure of phases
 
 
 class Problem(NamedTuple):
@@ -54,15 +60,16 @@ def uci(examples: int = 512) -> Problem:
     return Problem(mlp().eval(), "normal", torch.randn(examples, 8), torch.randn(examples, 1), summed, 64, 32)
 
 
-def positions(examples: int = 128) -> Problem:
+def positions(examples: int = 128, width: int = 64) -> Problem:
     """Three layers at every position of a sequence."""
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 32)).eval()
+    hidden = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Tanh()
+    model = nn.Sequential(*hidden, nn.Linear(width, 32)).eval()
     summed = lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")  # noqa: E731
-    x, y = torch.randn(examples, 32, 64), torch.randint(32, (examples, 32))
+    x, y = torch.randn(examples, 32, width), torch.randint(32, (examples, 32))
     return Problem(model, "categorical", x, y, summed, 16, 16)
 
 
-def seconds(phases: list[Callable[[], object]]) -> list[float]:
+def seconds(phases: Phases) -> list[float]:
     times = [time.process_time()]
     for phase in phases:
         phase()
@@ -70,7 +77,17 @@ def seconds(phases: list[Callable[[], object]]) -> list[float]:
     return [after - before for before, after in zip(times, times[1:], strict=False)]
 
 
-def ours(problem: Problem) -> Callable[[], list[float]]:
+def megabytes(phases: Phases) -> list[float]:
+    peaks = []
+    with AliveBytes() as alive:
+        for phase in phases:
+            alive.peak = alive.now
+            phase()
+            peaks.append(alive.peak / 2**20)
+    return peaks
+
+
+def ours(problem: Problem) -> Run:
     net = kfac_fx.compile(problem.model, (problem.x[:2],), loss=problem.loss)
     names = [
         f"{path}.{role}"
@@ -79,7 +96,7 @@ def ours(problem: Problem) -> Callable[[], list[float]]:
     ]  # fmt: skip
     queries = problem.x[: problem.queries], problem.y[: problem.queries]
 
-    def run() -> list[float]:
+    def run(measure: Callable[[Phases], list[float]]) -> list[float]:
         spectra: list[kfac_fx.ModelSpectrum] = []
         estimator = kfac_fx.FisherEstimator(net, variables=names, exps=(), estimation_mode="empirical")
 
@@ -89,7 +106,7 @@ def ours(problem: Problem) -> Callable[[], list[float]]:
             estimator.fold()
 
         damping = kfac_fx.Relative(0.1)
-        return seconds([
+        return measure([
             factors,
             lambda: spectra.append(estimator.spectrum(damping=damping, dtype=torch.float64)),
             lambda: spectra.append(spectra[0].correct(problem.batches, "sequence")),
@@ -100,7 +117,7 @@ def ours(problem: Problem) -> Callable[[], list[float]]:
     return run
 
 
-def kronfluence(problem: Problem) -> Callable[[], list[float]]:
+def kronfluence(problem: Problem) -> Run:
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments, ScoreArguments
     from kronfluence.task import Task
@@ -118,11 +135,11 @@ def kronfluence(problem: Problem) -> Callable[[], list[float]]:
     factors, scores = FactorArguments("ekfac", use_empirical_fisher=True), ScoreArguments(damping_factor=None)
     each, train = {"per_device_batch_size": problem.batch}, {"per_device_train_batch_size": problem.batch}
 
-    def run() -> list[float]:
+    def run(measure: Callable[[Phases], list[float]]) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
             peer = Analyzer("time", model, task, cpu=True, output_dir=folder, disable_tqdm=True)
             pairs = {**train, "per_device_query_batch_size": problem.queries}
-            return seconds([
+            return measure([
                 lambda: peer.fit_covariance_matrices("f", data, factor_args=factors, **each),
                 lambda: peer.perform_eigendecomposition("f", factor_args=factors),
                 lambda: peer.fit_lambda_matrices("f", data, factor_args=factors, **each),
@@ -133,24 +150,89 @@ def kronfluence(problem: Problem) -> Callable[[], list[float]]:
     return run
 
 
-def table(problems: dict[str, Problem], rounds: int = ROUNDS) -> str:
-    lines = [f"{'':<32}" + "".join(f"{phase:>17}" for phase in PHASES)]
-    for name, problem in problems.items():
-        runs = {"kfac_fx": ours(problem), "kronfluence": kronfluence(problem)}
-        found: dict[str, list[list[float]]] = {library: [] for library in runs}
-        for _ in range(rounds):
-            for library, run in runs.items():
-                found[library].append(run())
-        for library, times in found.items():
-            least = [min(of_phase) for of_phase in zip(*times, strict=True)]
-            lines.append(f"{name}, {library:<14}".ljust(32) + "".join(f"{value:17.3f}" for value in least))
-    return "\n".join(lines)
+def curvlinops(problem: Problem) -> Run:
+    """It has no scores. Its corrected eigenvalues are for outputs [N, classes] only."""
+    from curvlinops import EKFACLinearOperator, KFACLinearOperator
+
+    sequences = problem.y.dim() == 2 and problem.loss == "categorical"
+    model = nn.Sequential(copy.deepcopy(problem.model), ClassesSecond() if sequences else nn.Identity())
+    loss = nn.CrossEntropyLoss() if problem.loss == "categorical" else nn.MSELoss()
+    operator = KFACLinearOperator if sequences else EKFACLinearOperator
+
+    def run(measure: Callable[[Phases], list[float]]) -> list[float]:
+        peer = operator(
+            model,
+            loss,
+            list(model.parameters()),
+            problem.batches,
+            fisher_type="empirical",
+            separate_weight_and_bias=False,
+            check_deterministic=False,
+        )
+        if sequences:
+            return measure([peer.compute_kronecker_factors])
+        phases = peer.compute_kronecker_factors, peer._compute_eigenvectors, peer.compute_eigenvalue_correction
+        return measure(list(phases))
+
+    return run
+
+
+class ClassesSecond(nn.Module):
+    """[N, T, V] to [N, V, T], as torch's cross entropy wants it."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits.mT
+
+
+LIBRARIES = {"kfac_fx": ours, "kronfluence": kronfluence, "curvlinops": curvlinops}
+
+
+def figures(problem: Problem, rounds: int = ROUNDS) -> dict[str, dict[str, list[float]]]:
+    """By library the "seconds" and "MB" of its phases."""
+    installed = [library for library in LIBRARIES if importlib.util.find_spec(library) is not None]
+    runs = {library: LIBRARIES[library](problem) for library in installed}
+    times: dict[str, list[list[float]]] = {library: [] for library in runs}
+    for _ in range(rounds):
+        for library, run in runs.items():
+            times[library].append(run(seconds))
+    return {
+        library: {"seconds": [min(phase) for phase in zip(*times[library], strict=True)], "MB": run(megabytes)}
+        for library, run in runs.items()
+    }
+
+
+def rows(results: dict[str, dict[str, dict[str, list[float]]]]) -> list[dict[str, str]]:
+    """One row a library and model: seconds and MB by phase."""
+    return [
+        {"model": model, "library": library}
+        | dict.fromkeys(PHASES, "")
+        | {
+            phase: f"{time:.3f} s, {peak:.1f} MB"
+            for phase, time, peak in zip(PHASES, measured["seconds"], measured["MB"], strict=False)
+        }
+        for model, libraries in results.items()
+        for library, measured in libraries.items()
+    ]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(table({"UCI network": uci(), "positions": positions()}))
+    problems = {"UCI network": uci(), "positions": positions(), "wide positions": positions(width=256)}
+    results = {name: figures(problem) for name, problem in problems.items()}
+    shown = Table("model", "library", *PHASES)
+    for row in rows(results):
+        shown.add_row(*row.values())
+    Console().print(shown)
+    packages = {"kronfluence": "kronfluence", "curvlinops": "curvlinops-for-pytorch"}
+    record = {
+        "command": "python -m benchmarks.statistics",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "peers": {name: metadata.version(packages[name]) for name in packages if name in results["positions"]},
+        "results": results,
+    }
+    OUT.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

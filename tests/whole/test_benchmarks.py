@@ -1,7 +1,5 @@
 """The benchmarks run, and say what they should; what they measure is no test's business."""
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -117,10 +115,17 @@ def test_what_peers_are_compared_with_is_the_dense_fisher() -> None:
 
 def test_every_phase_of_a_spectrum_takes_time() -> None:
     for problem in (statistics.uci(64), statistics.positions(16)):
-        times = statistics.ours(problem)()
+        times = statistics.ours(problem)(statistics.seconds)
         assert len(times) == len(statistics.PHASES) and all(second >= 0 for second in times) and sum(times) > 0
-    if importlib.util.find_spec("kronfluence") is not None:
-        assert len(statistics.table({"UCI network": statistics.uci(64)}, 1).splitlines()) == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # of the peers
+def test_all_libraries_that_are_installed_have_a_row() -> None:
+    figures = statistics.figures(statistics.uci(64), rounds=1)
+    assert "kfac_fx" in figures and all(min(measured["MB"]) > 0 for measured in figures.values())
+    rows = statistics.rows({"UCI network": figures})
+    assert [row["library"] for row in rows] == list(figures)
+    assert all(rows[0][phase].endswith(" MB") for phase in statistics.PHASES)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # what torch loads for jvp
