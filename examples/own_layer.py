@@ -49,16 +49,16 @@ def main(steps: int = 40) -> float:
     y = x[:, :4].argmax(-1)
     net = kfac_fx.compile(model, (x,), loss="categorical", layers=[circulant])
     print(net.report)
-    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=1e-2)
-    found = 0.0
+    optimizer = kfac_fx.KFAC(net)
+    losses = []
     for _ in range(steps):
         loss = F.cross_entropy(net(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found = loss.item()
-    print(f"loss {found:.4f}")
-    return found
+        losses.append(loss.item())
+    print(f"loss {losses[-1]:.4f}")
+    return losses[-1]
 
 
 if __name__ == "__main__":

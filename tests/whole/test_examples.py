@@ -2,11 +2,72 @@
 
 from __future__ import annotations
 
+import math
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 
-from examples import influence, influence_gpt, laplace, memorization, own_layer, pinn, recurrent, shared_weights, vmc
+from examples import (
+    convolution,
+    deep_network,
+    gpt,
+    influence,
+    influence_gpt,
+    laplace,
+    lora,
+    memorization,
+    own_layer,
+    pinn,
+    recurrent,
+    shared_weights,
+    tied_autoencoder,
+    vmc,
+)
+
+
+def test_a_convolutional_network_reads_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    kfac, _ = convolution.main(steps=30, batch=128).values()
+    assert kfac.errors < 0.1  # guessing errs in 90%
+    assert capsys.readouterr().out.count("conv2d") == 2
+
+
+def test_a_tied_decoder_is_the_second_use_of_its_weight(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = tied_autoencoder.main(steps=40, batch=256, widths=(64, 32, 8))
+    assert losses["K-FAC"] < losses["AdamW"] < 64 * math.log(2)  # of pixels that are told by a coin
+    assert re.search(r"linear +encoder\.0\.weight +2 +kronecker, independent", capsys.readouterr().out)
+
+
+def test_a_deep_network_learns_before_adamw_does() -> None:
+    losses = deep_network.main(steps=60, width=16, depth=16)
+    assert losses["K-FAC"] < 0.9 * losses["AdamW"] < 0.9 * math.log(3)
+
+
+def test_a_gpt_learns_the_characters_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = gpt.main(steps=25, width=16, layers=1, length=16, batch=32)
+    assert losses[0] > 4 and sum(losses[-5:]) / 5 < 3.3  # guessing costs log 96 = 4.6
+    assert "\ndef " in capsys.readouterr().out
+
+
+def test_low_rank_matrices_beside_frozen_weights_have_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = lora.main(steps=20)
+    assert after < before / 2
+    report = capsys.readouterr().out
+    assert report.count("kronecker") == 6 and "generic   none" in report and "original" not in report
+
+
+@pytest.mark.skipif(find_spec("deepxde") is None, reason="deepxde is not installed")
+def test_deepxde_trains_in_its_own_loop() -> None:
+    program = """
+from examples import deepxde_poisson
+errors = deepxde_poisson.main(steps=60, inside=100, border=40, width=16)
+assert errors["K-FAC"] < min(0.6, errors["Adam"]), errors  # it starts at 0.67
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)  # DeepXDE sets global dtypes
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"linear +net\.linears\.1\.weight +[2-9] +kronecker", done.stdout)
 
 
 def test_shared_weights_are_registered_once_with_all_their_uses(capsys: pytest.CaptureFixture[str]) -> None:
