@@ -20,7 +20,7 @@ from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.factor import additive, packed_sums, unpacked_sums
 from kfac_fx.layer_collection import LayerCollection
-from kfac_fx.linalg.matrices import Root, full_precision
+from kfac_fx.linalg.matrices import Root, are_finite, full_precision
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
@@ -164,6 +164,7 @@ class FisherEstimator(BlockDiagonalFisher):
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
         self._pending: dict[Key, dict[str, Tensor]] = {}
         self._pending_cases: int | Tensor = 0
+        self._lost_cases: int | Tensor = 0  # among these, of micro-batches that were not finite and left out
         self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
         self._options |= {} if memory is None else {"memory": memory}
         self._pending_gradients: dict[str, Tensor] = {}
@@ -224,7 +225,7 @@ class FisherEstimator(BlockDiagonalFisher):
             **self._options,
             **only,
         )
-        self.accumulate(moments)
+        self.accumulate(moments, guarded=not fold)
         if fold:
             self.fold(decay=None if should_decay else 1.0)
 
@@ -234,8 +235,11 @@ class FisherEstimator(BlockDiagonalFisher):
         return bool(self._pending) or any(group.updated for group in self.groups)
 
     @torch.no_grad()
-    def accumulate(self, moments: Moments) -> None:
+    def accumulate(self, moments: Moments, guarded: bool = False) -> None:
         """Add the moments of a micro-batch to those that the next `fold` takes as one batch.
+
+        guarded: leave the micro-batch out if its moments are not finite, and count it in `failures`; else they make
+            the sums of the whole batch so, and it is skipped.
 
         Raises ValueError if registrations are missing in them.
         """
@@ -246,30 +250,47 @@ class FisherEstimator(BlockDiagonalFisher):
         if missing := [key for key in lacking if key not in paused]:
             raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
         self._paused |= paused
+        recorded: dict[Key, dict[str, Tensor]] = {}
+        gradients, self._pending_cases = moments.gradients, self._pending_cases + moments.cases
         with full_precision():
             for key in (key for key in due if key not in lacking):
                 sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
-                if self.factor_dtype is not None:
-                    sums = {name: value.to(self.factor_dtype) for name, value in sums.items()}
+                dtype = self.factor_dtype
+                recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
+            if guarded and recorded:
+                each = [value for sums in (*recorded.values(), gradients) for value in sums.values()]
+                finite = torch.cat([are_finite(value.unsqueeze(0)).to(self.damping.device) for value in each]).all()
+                recorded = {key: only_where(finite, sums) for key, sums in recorded.items()}
+                gradients = only_where(finite, gradients)
+                self._lost_cases = self._lost_cases + torch.where(finite, 0, moments.cases)
+                for block in (block for key, block in due.items() if key in recorded and block.group.here):
+                    block.group.skipped[block.member] += ~finite
+            for key, sums in recorded.items():
                 before = self._pending.get(key)
                 self._pending[key] = sums if before is None else {n: before[n] + sums[n] for n in sums}
-            for name, gradient in moments.gradients.items():
+            for name, gradient in gradients.items():
                 self._pending_gradients[name] = gradient + self._pending_gradients.get(name, 0)
-        self._pending_cases += moments.cases
 
     @contextmanager
     def forgetting_on_error(self) -> Iterator[None]:
         """Moments that are accumulated inside are forgotten if an exception leaves the block."""
         before = dict(self._pending), dict(self._pending_gradients), self._pending_cases, set(self._paused)
+        lost = self._lost_cases
         with ExitStack() as on_error:
-            on_error.callback(self._restore_pending, *before)
+            on_error.callback(self._restore_pending, *before, lost)
             yield
             on_error.pop_all()
 
     def _restore_pending(
-        self, sums: dict[Key, dict[str, Tensor]], gradients: dict[str, Tensor], cases: int | Tensor, paused: set[Key]
+        self,
+        sums: dict[Key, dict[str, Tensor]],
+        gradients: dict[str, Tensor],
+        cases: int | Tensor,
+        paused: set[Key],
+        lost: int | Tensor = 0,
     ) -> None:
         self._pending, self._pending_gradients, self._pending_cases, self._paused = sums, gradients, cases, paused
+        self._lost_cases = lost
 
     def follow_registrations(self) -> None:
         """Build the blocks anew if the proof on the first batch changed registrations, and extend them if parameters
@@ -330,8 +351,7 @@ class FisherEstimator(BlockDiagonalFisher):
 
         Returns False for a batch without cases, which changes nothing, else True.
 
-        One accumulated batch that is not finite makes the sums of all of them so, and they are skipped and counted in
-        `failures`: fold batches one by one where that may happen.
+        Batches that are not finite are left out and counted in `failures`.
 
         Raises ValueError for a decay out of range, and for a batch that is not of `batch_size` cases, which is dropped;
         ModelChangedError if the outputs of a recording were not the model's.
@@ -364,20 +384,20 @@ class FisherEstimator(BlockDiagonalFisher):
             self.newcomers = frozenset(self._pending.keys() - self._recorded)
             self._recorded |= self.newcomers
             self.params_stats = {name: gradient / cases for name, gradient in self._pending_gradients.items()}
-        self._pending, self._pending_gradients, self._pending_cases, self._paused = {}, {}, 0, set()
+        self._restore_pending({}, {}, 0, set())
         return not empty
 
     def _total(self) -> int | Tensor:
         """Add all sums up over the processes, or over those of each owner at the owner. Returns the number of cases."""
         if self.replicas is None or self.replicas.number == 1:
-            return self._pending_cases
+            return self._pending_cases - self._lost_cases
         totals = self.replicas.total(list(self._pending_gradients.values()))
         self._pending_gradients = dict(zip(self._pending_gradients, totals, strict=True))
         groups = {key: self.blocks[key].group for key in self._pending}
         messages = {key: packed_sums(group.structure, self._pending[key]) for key, group in groups.items()}
         dtypes = [tensor.dtype for sums in messages.values() for tensor in sums.values()]
         precise = functools.reduce(torch.promote_types, dtypes[:1], self.damping.dtype)
-        cases = torch.as_tensor(self._pending_cases, dtype=precise, device=self.damping.device)
+        cases = torch.as_tensor(self._pending_cases - self._lost_cases, dtype=precise, device=self.damping.device)
         members = [key for key, group in groups.items() if group.here]
         if self.owners is None:
             cases, *totals = self.replicas.total([cases, *(t for key in members for t in messages[key].values())])
@@ -434,6 +454,11 @@ def has_factors(block: BlockOperator) -> bool:
     if not block.group.here:
         return block.group.updated
     return any(bool(factor.total_weight) for factor in block.factors.values())
+
+
+def only_where(accepted: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, or zeros if `accepted`, 0-dim, is false."""
+    return {name: torch.where(accepted.to(tensor.device), tensor, 0) for name, tensor in tensors.items()}
 
 
 def runs(flags: Sequence[bool]) -> list[slice]:

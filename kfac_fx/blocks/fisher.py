@@ -17,7 +17,7 @@ from kfac_fx.factors.inverses import Inverter
 from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.vectors import joined, split
-from kfac_fx.passes.errors import RegistrationError, nearest, table
+from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 from kfac_fx.values import not_negative, number, one_element
@@ -63,6 +63,7 @@ class BlockDiagonalFisher(Operator):
         self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
         self.owners: Owners | None = None  # None: this process keeps all blocks
         self._registrations: tuple[Registration, ...] | None = None
+        self._never_inverted: set[Key] = set()  # blocks whose decompositions have all failed, as far as the host knows
 
     @abstractmethod
     def wanted(self) -> tuple[tuple[Registration, ...], Mapping[str, Tensor]]:
@@ -127,6 +128,7 @@ class BlockDiagonalFisher(Operator):
         names = dict.fromkeys(name for registration in registrations for name in registration.owners)
         self._shapes = {name: parameters[name].shape for name in names}
         self._registrations = registrations
+        self._never_inverted.clear()
         self._inverter = Inverter(self.kept, self.roots)
 
     def _owners_of(
@@ -208,10 +210,26 @@ class BlockDiagonalFisher(Operator):
     def update_inverses(self, keys: Collection[Key] | None = None) -> None:
         """Decompose the damped factors. Raises FactorNotReady before the first update of the factors.
 
-        Blocks that were frozen in all batches so far have no factors, and wait.
+        Blocks that were frozen in all batches so far have no factors, and wait. The host waits for the device as long
+        as a block has had no valid inverse: its products raise FactorNotReady.
 
         keys: decompose the blocks of these registrations only, and others that are stacked with them; None: all.
         """
+        failed = {
+            group: group.failed.clone()
+            for group in self.groups
+            if not (group.inverted and self._never_inverted.isdisjoint(r.parameters for r in group.registrations))
+        }
+        for group in self.decompose(keys):
+            if group.here and group in failed:
+                for registration, fails in zip(
+                    group.registrations, (group.failed > failed[group]).tolist(), strict=True
+                ):
+                    change = self._never_inverted.add if fails else self._never_inverted.discard
+                    change(registration.parameters)
+
+    def decompose(self, keys: Collection[Key] | None = None) -> list[BlockGroup]:
+        """`update_inverses` without a look at the result, which KFAC guards on the device. Returns the groups."""
         ready = [group for group in self.groups if group.updated]
         if not ready:
             self.groups[0].check_updated()
@@ -222,6 +240,7 @@ class BlockDiagonalFisher(Operator):
         inverter.update()
         for group in ready:  # those of other owners, too, who decompose them at the same time
             group.inverted = group.inverted or bool(self.roots)
+        return ready
 
     def idle(self, names: Container[str]) -> frozenset[str]:
         """The parameters, none of them among `names`, whose blocks have no factors or no inverses yet, because they
@@ -273,6 +292,13 @@ class BlockDiagonalFisher(Operator):
             groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
             shapes = {name: shape for name, shape in shapes.items() if name not in idle}
         check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
+        if root != 1 and self._never_inverted:
+            blocks = "\n".join(f"  {self.blocks[key].registration}" for key in sorted(self._never_inverted))
+            raise FactorNotReady(
+                f"every decomposition of these blocks has failed, so they have no inverse:\n{blocks}\n"
+                "Their factors are singular or not finite: use a larger damping, or look for NaN in inputs, outputs or "
+                "parameters; then record a batch and call estimator.update_inverses() again."
+            )
         vector = {name: dense(tensor) for name, tensor in vector.items()}
         if lead:
             many = {name: tensor.reshape(math.prod(lead), *self._shapes[name]) for name, tensor in vector.items()}
@@ -325,6 +351,7 @@ class BlockDiagonalFisher(Operator):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of `state_dict`. Raises ValueError, and loads nothing, if names or shapes differ."""
         self.check_state(state)
+        self._never_inverted.clear()
         for name, tensor in BlockDiagonalFisher.state_dict(self).items():
             tensor.copy_(state[name])
         for key, block in self.blocks.items():

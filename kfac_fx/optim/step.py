@@ -191,7 +191,7 @@ def update_inverses(state: StepState, keys: Collection[Key] | None = None) -> No
     set_estimator_damping(state)
     with state.phases.measure("inverses"):
         try:
-            state.estimator.update_inverses(keys)
+            state.estimator.decompose(keys)
         except FactorNotReady as error:
             raise FactorNotReady(UNRECORDED) from error
 

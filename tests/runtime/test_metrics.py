@@ -178,7 +178,7 @@ def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None
 
     slow_down(opt._forwards, "on_forward", 1.0)
     slow_down(opt.estimator, "fold", 2.0)
-    slow_down(opt.estimator, "update_inverses", 4.0)
+    slow_down(opt.estimator, "decompose", 4.0)
     slow_down(opt._step_state, "move_in_blocks", 8.0)
     metrics = Metrics(opt, every=1)
     train(net, opt, range(1))

@@ -66,7 +66,7 @@ class FakeEstimator:
     def idle(self, names: Any) -> frozenset[str]:
         return frozenset()
 
-    def update_inverses(self, keys: Any = None) -> None:
+    def decompose(self, keys: Any = None) -> None:
         if not self.ready:
             raise FactorNotReady("A")
         self.log.append(f"invert at {self.damping.item():g}")

@@ -311,3 +311,66 @@ def test_a_loss_that_there_is_no_memory_to_look_at_is_told_and_trained_all_the_s
 def test_another_error_of_looking_at_the_loss_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
         first_step(monkeypatch, lambda *_: torch.zeros(2, 2) @ torch.zeros(3, 3))
+
+
+# --- batches and inverses of an estimator that fail -----------------------------------------------------------------
+
+
+def an_estimator(**options: Any) -> kfac_fx.FisherEstimator:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    net = kfac_fx.compile(model, loss="categorical")
+    return kfac_fx.FisherEstimator(net, **{"damping": 0.1, "estimation_mode": "exact", **options})
+
+
+@pytest.mark.parametrize("wrong", [0, 2, 3])
+def test_a_batch_that_is_not_finite_leaves_the_others_that_are_folded_with_it(wrong: int) -> None:
+    batches = list(torch.randn(4, 6, 4, dtype=torch.float64))
+    est, without = an_estimator(batch_size=24), an_estimator()
+    for number, x in enumerate(batches):
+        est.update_covariances(torch.full_like(x, torch.nan) if number == wrong else x, fold=False)
+        if number != wrong:
+            without.update_covariances(x, fold=False)
+    assert est.fold() and without.fold()
+    states = est.state_dict(), without.state_dict()
+    skipped = {name for name in states[0] if name.endswith("/skipped")}
+    assert len(skipped) == 2 and all(states[0][name] == 1 for name in skipped)
+    for name in states[1].keys() - skipped:
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=0)
+
+
+def test_batches_that_are_all_not_finite_change_nothing() -> None:
+    x = torch.randn(6, 4, dtype=torch.float64)
+    est = an_estimator()
+    est.update_covariances(x)
+    before = {name: value.clone() for name, value in est.state_dict().items() if "/skipped" not in name}
+    for _ in range(2):
+        est.update_covariances(x * torch.nan, fold=False)
+    est.fold()
+    after = est.state_dict()
+    torch.testing.assert_close({name: after[name] for name in before}, before, rtol=0, atol=0)
+    assert est.failures.updates >= 4
+
+
+@pytest.mark.parametrize("cause", ["no damping and one case", "only NaN"])
+def test_products_with_an_inverse_that_never_was_are_an_error(cause: str) -> None:
+    est = an_estimator(damping=0.0 if cause == "no damping and one case" else 0.1)
+    vector = {name: torch.ones_like(parameter) for name, parameter in est.net.named_parameters()}
+    x = torch.randn(1, 4, dtype=torch.float64)
+    est.update_covariances(x if cause == "no damping and one case" else x * torch.nan)
+    est.update_inverses()
+    for _ in range(2):  # an update that fails again changes nothing
+        with pytest.raises(
+            kfac_fx.FactorNotReady, match=r"have no inverse:\n  linear\(0\.weight, .*\n(.*\n)+.* larger damping"
+        ):
+            est.multiply_inverse(vector)
+        est.update_inverses()
+    est.damping = 0.1
+    est.update_covariances(torch.randn(6, 4, dtype=torch.float64))
+    est.update_inverses()
+    product = est.multiply_inverse(vector)
+    assert all(bool(value.any()) for value in product.values())
+    est.update_covariances(x * torch.nan)
+    est.damping.fill_(torch.nan)
+    est.update_inverses()  # it fails, and the last one is kept
+    torch.testing.assert_close(est.multiply_inverse(vector), product)
