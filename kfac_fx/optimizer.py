@@ -164,7 +164,7 @@ class KFAC(Optimizer):
                 the step. If it raises, what it recorded is forgotten, so that the step can be tried again.
             evaluate: returns the loss of the step's batch at the present parameters, without backward. It is called
                 when the damping is adapted, after the update, and before it if the loss is not known. These calls leave
-                no trace in buffers, gradients or random streams, and begin with the random state of the step's first
+                no trace in tensors, gradients or random streams, and begin with the random state of the step's first
                 forward. Without it, `closure` is called for this loss, if it has computed all gradients of the step.
             loss: the loss of the batch, if the caller has it. A loss that is not finite skips the step, and adapting
                 the damping need not compute it again.

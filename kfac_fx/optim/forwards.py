@@ -16,11 +16,11 @@ from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
 from kfac_fx.diagnostics.watched import Watched, watch
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.optim.batch_loss import ObservedForward
+from kfac_fx.optim.no_trace import without_a_trace
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.graphs import pytree
-from kfac_fx.passes.tracing.devices import RandomState, same_random
-from kfac_fx.passes.tracing.substitutes import values_kept
+from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments, power_of_gradient
 from kfac_fx.values import number, wrong_value
@@ -354,29 +354,6 @@ def backwards_into(parameters: Iterable[Tensor]) -> Iterator[list[bool]]:
                 handle = parameter.register_post_accumulate_grad_hook(lambda _: backwards.append(True))
                 hooks.callback(handle.remove)
         yield backwards
-
-
-@contextmanager
-def without_a_trace(
-    buffers: Iterable[Tensor], parameters: Iterable[Tensor], devices: Iterable[torch.device], start: RandomState | None
-) -> Iterator[None]:
-    """Buffers, gradients and random streams are afterwards what they were before.
-
-    Args:
-        devices: the devices that have random streams beside the CPU's.
-        start: the state in which the streams begin inside, so that noise is that of the step's forward.
-    """
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    with same_random(devices), values_kept(buffers):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None  # set aside: a closure that zeroes gradients in place must not reach them
-            if start is not None:
-                start.restore()
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
 
 def checked(loss: Tensor | float | None) -> Tensor | float:

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
-from kfac_fx.optim.forwards import Forwards, MicroBatches, checked, without_a_trace
+from kfac_fx.optim.forwards import Forwards, MicroBatches, checked
+from kfac_fx.optim.no_trace import without_a_trace
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optimizer import KFAC
