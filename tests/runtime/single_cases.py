@@ -92,6 +92,25 @@ def of_rows(model: nn.Module, x: Tensor, y: Tensor) -> Gradients:
     return of_each(len(x) * rows, loss, dict(model.named_parameters()))
 
 
+def of_positions(model: Text, x: Tensor, y: Tensor) -> Gradients:
+    """Of the loss of every example by copies of a weight for every position, which both uses of the tied weight share:
+    [N, T, *shape]."""
+    copies = {
+        name: model.get_parameter(name)
+        .detach()
+        .expand(*x.shape, *model.get_parameter(name).shape)
+        .clone()
+        .requires_grad_()
+        for name in ("words.weight", "up.weight", "up.bias")
+    }
+    words, up, bias = copies.values()
+    h = torch.take_along_dim(words, x[..., None, None].expand(*x.shape, 1, D), 2).squeeze(2) + model.places
+    z = h + model.down(torch.tanh(torch.einsum("nsoi,nsi->nso", up, model.norm(h.cumsum(1))) + bias))
+    logits = torch.einsum("nsvd,nsd->nsv", words, z)
+    total = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+    return dict(zip(copies, torch.autograd.grad(total, list(copies.values())), strict=True))
+
+
 def spectrum_of(model: nn.Module, x: Tensor, y: Tensor | None, **options: Any) -> kfac_fx.ModelSpectrum:
     """Of the empirical Fisher of one batch, with a damping of 0.1."""
     loss = None if y is None else "categorical"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -83,6 +84,19 @@ def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     save_file({**tensors, "values": tensors["values"][..., :-1].contiguous()}, block)
     with pytest.raises(ValueError, match=r"block-00000.*has eigenvalues .* is a matrix"):
         load_spectrum(net, tmp_path / "whole")  # type: ignore[arg-type]
+
+
+def test_a_pickle_in_the_place_of_a_block_is_not_executed(tmp_path: Path) -> None:
+    spectrum, _ = saved(tmp_path / "whole")
+
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[Path]]:
+            return Path.touch, (tmp_path / "sprung",)
+
+    torch.save({"values": Trap()}, tmp_path / "whole" / "block-00000.safetensors")
+    with pytest.raises(SafetensorError):
+        load_spectrum(spectrum.net, tmp_path / "whole")  # type: ignore[arg-type]
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_a_file_that_was_not_completed_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tests.runtime.single_cases import (
     inner,
     of_each,
     of_examples,
+    of_positions,
     of_rows,
     spectrum_of,
 )
@@ -95,20 +96,7 @@ def test_positions_are_squared_apart_and_uses_together() -> None:
     model, (x, y) = Text(), ids(3)
     spectrum = spectrum_of(model, x, y)
     corrected = spectrum.correct([(x, y)], "position")
-    copies = {
-        name: model.get_parameter(name)
-        .detach()
-        .expand(*x.shape, *model.get_parameter(name).shape)
-        .clone()
-        .requires_grad_()
-        for name in ("words.weight", "up.weight", "up.bias")
-    }
-    words, up, bias = copies.values()
-    h = torch.take_along_dim(words, x[..., None, None].expand(*x.shape, 1, D), 2).squeeze(2) + model.places
-    z = h + model.down(torch.tanh(torch.einsum("nsoi,nsi->nso", up, model.norm(h.cumsum(1))) + bias))
-    logits = torch.einsum("nsvd,nsd->nsv", words, z)
-    total = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
-    oracle = dict(zip(copies, torch.autograd.grad(total, list(copies.values())), strict=True))
+    oracle = of_positions(model, x, y)
     for key in (("words.weight",), ("up.weight", "up.bias")):
         vectors = {n: torch.zeros(x.numel(), *shape) for n, shape in spectrum.shapes.items()}
         vectors |= {n: oracle[n].flatten(0, 1) for n in key}
@@ -242,6 +230,36 @@ def test_every_kind_of_block_is_corrected(approximation: str) -> None:
     spectrum = estimator.spectrum(damping=0.1)
     assert any(registration.approximation == approximation for registration in net.registrations)
     assert_corrected(spectrum.correct([Batch(*args, targets=targets)], "sequence"), spectrum, oracle)
+
+
+@pytest.mark.parametrize("approximation", ["kron_in_diag", "kron", "kron_both_diag"])
+def test_embeddings_are_corrected_along_dense_and_diagonal_sides(approximation: str) -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(V, D), nn.Linear(D, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            logits: Tensor = self.head(torch.tanh(self.words(ids).cumsum(1)))
+            return logits
+
+    model, x, y = Bag(), torch.randint(V, (5, T)), torch.randint(3, (5, T))
+    spectrum = spectrum_of(model, x, y, approximations={"words": approximation})
+    assert approximation in {registration.approximation for registration in spectrum.registrations}
+
+    def loss(parameters: Any, ids: Tensor, labels: Tensor, row: Tensor) -> Tensor:
+        logits = torch.func.functional_call(model, parameters, (ids[None],))[0]
+        return nn.functional.cross_entropy(logits, labels, reduction="none") @ row
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0, 0))
+    rows = each(parameters, x.repeat_interleave(T, 0), y.repeat_interleave(T, 0), torch.eye(T).repeat(len(x), 1))
+    examples = {name: gradient.unflatten(0, x.shape).sum(1) for name, gradient in rows.items()}
+    assert_corrected(spectrum.correct([(x, y)], "row"), spectrum, rows)
+    assert_corrected(spectrum.correct([(x, y)], "sequence"), spectrum, examples)
+    expected = inner(spectrum.multiply_inverse(examples), examples)
+    torch.testing.assert_close(spectrum.precondition((x, y)).scores((x, y)), expected)
+    torch.testing.assert_close(spectrum.self_scores((x, y)), expected.diagonal())
 
 
 @pytest.mark.parametrize("options", [{"approximations": {"0": "kron_sua"}}, {"dense_limit": 8}])

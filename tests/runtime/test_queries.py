@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import kfac_fx
 from kfac_fx import Queries
 from kfac_fx.recording.case_recorder import Counts
+from kfac_fx.spectrum import queries as module
 from kfac_fx.statistics.case_gradients import Cases
-from tests.runtime.single_cases import T, Text, V, classifier, inner, of_each, of_examples, spectrum_of
+from tests.runtime.single_cases import T, Text, V, classifier, inner, of_each, of_examples, of_positions, spectrum_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -57,6 +58,16 @@ def test_positions_add_up_to_the_score(text: Fixture) -> None:
     torch.testing.assert_close(scores.sum(-1), queries.scores((x, y)))
     rank = estimator.spectrum(damping=0.1).precondition((x[:2], y[:2]), rank=10).scores((x, y), by="position")
     torch.testing.assert_close(rank, scores)
+
+
+def test_the_score_of_a_position_is_that_of_its_part_of_the_gradient(text: Fixture) -> None:
+    model, x, y, spectrum = text
+    part = spectrum.part(["words.weight", "up.weight", "up.bias"])
+    gradients = of_examples(model, x[:2], y[:2])
+    directions = part.multiply_inverse({name: gradients[name] for name in part.shapes})
+    positions = {name: of_all.flatten(0, 1) for name, of_all in of_positions(model, x, y).items()}
+    expected = inner(directions, positions).unflatten(1, x.shape)
+    torch.testing.assert_close(part.precondition((x[:2], y[:2])).scores((x, y), by="position"), expected)
 
 
 def test_blocks_with_different_positions_have_no_sum_by_position() -> None:
@@ -121,8 +132,16 @@ def test_scores_of_a_loader_are_written_and_resumed(
     loader = DataLoader(TensorDataset(x, y), batch_size=2)
     queries = spectrum.precondition((x[:2], y[:2]))
     expected = queries.scores((x, y))
+    shown: list[tuple[int, str]] = []
+    tracked = module.tracked
+
+    def watched(items: Any, total: int, what: str) -> Any:
+        shown.append((total, what))
+        return tracked(items, total, what)
+
+    monkeypatch.setattr(module, "tracked", watched)
     torch.testing.assert_close(queries.scores_of_all(loader), expected)
-    assert len(list(loader)) == 3
+    assert shown == [(len(loader), "scores of 2 queries")] and len(loader) == 3
     done: list[int] = []
     scores = Queries.scores
 
