@@ -18,17 +18,19 @@ from rich.console import Console
 import kfac_fx
 from kfac_fx import demo
 from kfac_fx.cli.bench import bench, fitting_schedule, table_of_times
+from kfac_fx.cli.completion import INSTALL, SHELLS, options_of
 from kfac_fx.cli.explain import explain
 from kfac_fx.cli.factors import add_factors, write_factors
 from kfac_fx.cli.passes import passes
 from kfac_fx.cli.problem import CommandError, add_arguments, load, read
+from kfac_fx.passes.errors import nearest
 
 FORMATS = ("text", "json", "html", "dot")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. arguments: without the program's name; None: those of the process."""
-    options = parser().parse_args(arguments)
+    options = parsed(sys.argv[1:] if arguments is None else arguments)
     try:
         options.command(options)
     except CommandError as error:
@@ -42,11 +44,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; exits with the usage and, for a word that is nearly right, with the right one."""
+    root, commands = parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        near = nearest(arguments[0], commands)
+        root.error(f"there is no command {arguments[0]!r}.{near} The commands are {', '.join(commands)}.")
+    options, unknown = root.parse_known_args(arguments)
+    if unknown:
+        names = [name for name, _ in options_of(commands[options.name])]
+        near = "".join(nearest(word.partition("=")[0], names) for word in unknown)
+        commands[options.name].error(f"there is no argument {', '.join(map(repr, unknown))}.{near}")
+    return options
+
+
+def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and the parser of every command."""
     root = argparse.ArgumentParser(prog="kfac-fx", description="K-FAC for unmodified PyTorch models.")
     root.add_argument("--version", action="version", version=f"kfac-fx {kfac_fx.__version__}")
     commands = root.add_subparsers(
-        dest="name", required=True, metavar="report | explain | passes | bench | factors | demo"
+        dest="name", required=True, metavar="report | explain | passes | bench | factors | demo | completion"
     )
 
     report = commands.add_parser(
@@ -123,7 +140,17 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of the tables to this file")
     show.add_argument("--no-progress", action="store_true", help="do not show progress bars")
     show.set_defaults(command=demo_command)
-    return root
+
+    script = commands.add_parser(
+        "completion",
+        help="a script that completes the words of kfac-fx in your shell",
+        description="Print a script that completes commands, options and their values.",
+        epilog=INSTALL,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    script.add_argument("shell", choices=SHELLS)
+    script.set_defaults(command=completion_command)
+    return root, dict(commands.choices)
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -150,6 +177,11 @@ def bench_command(options: argparse.Namespace) -> None:
     console = Console()
     console.print(table_of_times(contestants))
     console.print(fitting_schedule(contestants, options.overhead), soft_wrap=True)
+
+
+def completion_command(options: argparse.Namespace) -> None:
+    _, commands = parser()
+    print(SHELLS[options.shell](commands), end="")
 
 
 def factors_command(options: argparse.Namespace) -> None:

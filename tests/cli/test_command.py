@@ -60,6 +60,27 @@ def test_an_incomplete_command_line_shows_the_usage(
     assert status == 2 and err.startswith("usage: kfac-fx")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["reprot", "cli_models:linear"],
+            "there is no command 'reprot'. Did you mean 'report'? The commands are report,",
+        ),
+        (["learn"], "there is no command 'learn'. The commands are report, explain,"),
+        (
+            ["report", "cli_models:linear", "--inptu=4,5", "--sctrict"],
+            "there is no argument '--inptu=4,5', '--sctrict'. Did you mean '--input'? Did you mean '--strict'?",
+        ),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_told(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, *arguments)
+    assert status == 2 and err.startswith("usage: kfac-fx") and complaint in err
+
+
 def test_an_interrupted_command_has_the_shells_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
