@@ -39,12 +39,13 @@ trainers: .venv/installed ## the loops of Hugging Face, Accelerate and Lightning
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[trainers]"
 	$(BIN)/pytest -q -n auto tests/trainers
 
-# The CPU build by its full name, from PyTorch's own index: a plain version number would be the CUDA build.
-guards: ## the private names of torch that we use, with another torch: make guards TORCH=2.11.0
-	$(PYTHON) -m venv .venv-torch
-	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . pytest hypothesis torch==$(TORCH)+cpu \
-		--extra-index-url https://download.pytorch.org/whl/cpu
-	.venv-torch/bin/python -m pytest -q tests/compiler/test_torch_private.py
+# From PyTorch's own index for the CPU: the torch of PyPI is the CUDA build.
+guards: ## the private names of torch, and every layer, with another torch: make guards TORCH=2.11.0, or TORCH=newest
+	$(PYTHON) -m venv --clear .venv-torch
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check --index-url https://download.pytorch.org/whl/cpu \
+		$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . numpy pytest hypothesis
+	.venv-torch/bin/python -m pytest -q tests/compiler/test_torch_private.py tests/contract/test_every_layer.py
 
 cuda: ## the CUDA tests and the demo, with the python3 of a GPU machine
 	PYTHON=$(PYTHON) tests/run_cuda.sh

@@ -18,7 +18,7 @@ from rich.console import Console
 import kfac_fx
 from kfac_fx import demo
 from kfac_fx.cli.bench import bench, fitting_schedule, table_of_times
-from kfac_fx.cli.completion import INSTALL, SHELLS, options_of
+from kfac_fx.cli.completion import INSTALL, SHELLS, Command
 from kfac_fx.cli.explain import explain
 from kfac_fx.cli.factors import add_factors, write_factors
 from kfac_fx.cli.passes import passes
@@ -52,18 +52,21 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         root.error(f"there is no command {arguments[0]!r}.{near} The commands are {', '.join(commands)}.")
     options, unknown = root.parse_known_args(arguments)
     if unknown:
-        names = [name for name, _ in options_of(commands[options.name])]
+        names = [name for name, _ in commands[options.name].options()]
         near = "".join(nearest(word.partition("=")[0], names) for word in unknown)
         commands[options.name].error(f"there is no argument {', '.join(map(repr, unknown))}.{near}")
     return options
 
 
-def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     """The parser, and the parser of every command."""
     root = argparse.ArgumentParser(prog="kfac-fx", description="K-FAC for unmodified PyTorch models.")
     root.add_argument("--version", action="version", version=f"kfac-fx {kfac_fx.__version__}")
     commands = root.add_subparsers(
-        dest="name", required=True, metavar="report | explain | passes | bench | factors | demo | completion"
+        dest="name",
+        required=True,
+        parser_class=Command,
+        metavar="report | explain | passes | bench | factors | demo | completion",
     )
 
     report = commands.add_parser(

@@ -32,15 +32,19 @@ complete -o default -F _kfac_fx kfac-fx
 """
 )
 
-Commands = Mapping[str, argparse.ArgumentParser]
+
+class Command(argparse.ArgumentParser):
+    """A parser that lists what it takes, which argparse's own does for its subclasses only."""
+
+    def options(self) -> Iterator[tuple[str, argparse.Action]]:
+        """(name, action) of every option by its long name, and ("", action) of every argument."""
+        for action in self._actions:
+            for name in action.option_strings or [""]:
+                if name.startswith("--") or not name:
+                    yield name, action
 
 
-def options_of(command: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """(name, action) of every option with a long name, and ("", action) of every argument."""
-    for action in command._actions:  # argparse has no public list
-        for name in action.option_strings or [""]:
-            if name.startswith("--") or not name:
-                yield name, action
+Commands = Mapping[str, Command]
 
 
 def choice_words(action: argparse.Action) -> str:
@@ -50,10 +54,10 @@ def choice_words(action: argparse.Action) -> str:
 def bash(commands: Commands) -> str:
     cases = []
     for name, command in commands.items():
-        for option, action in options_of(command):
+        for option, action in command.options():
             if option and action.nargs != 0:
                 cases.append(f'            "{name} {option}") words="{choice_words(action)}" ;;')
-        words = [option or choice_words(action) for option, action in options_of(command)]
+        words = [option or choice_words(action) for option, action in command.options()]
         cases.append(f'            "{name} "*) words="{" ".join(filter(None, words))}" ;;')
     return BASH.substitute(commands=" ".join(commands), cases="\n".join(cases))
 
@@ -66,7 +70,7 @@ def fish(commands: Commands) -> str:
     lines = []
     for name, command in commands.items():
         lines.append(f"complete -c kfac-fx -n __fish_use_subcommand -f -a {name}")
-        for option, action in options_of(command):
+        for option, action in command.options():
             words = [f"complete -c kfac-fx -n '__fish_seen_subcommand_from {name}'"]
             words += [f"-l {option[2:]}"] if option else []
             words += (

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml  # of mkdocs
 
 import kfac_fx
 
@@ -66,6 +67,18 @@ def test_the_list_of_packages_is_the_folders() -> None:
 def test_the_version_is_the_same_everywhere() -> None:
     assert kfac_fx.__version__ == PROJECT["project"]["version"]
     assert f"\n## {kfac_fx.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_ci_tests_the_oldest_torch_that_may_be_installed() -> None:
+    (oldest,) = (name.removeprefix("torch>=") for name in PROJECT["project"]["dependencies"] if "torch" in name)
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    assert {step.get("run") for step in workflow["jobs"]["test"]["steps"]} == {None, ".ci/run"}
+    first, *_, last = workflow["jobs"]["torch"]["strategy"]["matrix"]["include"]
+    assert (first["torch"], last["torch"]) == (f"{oldest}.0", "newest")
+    assert first["python"] == PROJECT["project"]["requires-python"].removeprefix(">=")
+    for version, wanted in ((first["torch"], f"torch=={oldest}.0\n"), ("newest", "torch\n")):
+        planned = run("make", "--dry-run", "guards", f"TORCH={version}", cwd=ROOT)
+        assert f"https://download.pytorch.org/whl/cpu \\\n\t{wanted}" in planned
 
 
 def test_the_wheel_holds_every_file_and_no_other(wheel: Path) -> None:
