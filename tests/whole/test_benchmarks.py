@@ -1,5 +1,7 @@
 """The benchmarks run, and say what they should; what they measure is no test's business."""
 
+import json
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from benchmarks import (
     agreement_kronfluence,
     conjugate_gradients,
     cost_docs,
+    gpt2_factors,
     host_time,
     methods,
     scale,
@@ -178,3 +181,21 @@ def test_pydvl_sends_the_gradients_of_all_labels_back_in_one_sum() -> None:
     torch.testing.assert_close(mine.gradients[-1], apart)
     torch.testing.assert_close(peer.gradients[-1], together)
     assert agreement.distance(together, apart) > 0.05
+
+
+def test_the_committed_run_has_the_shapes_of_gpt2_small_and_stays_within_12_gb() -> None:
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in gpt2_factors.GPT2().parameters())
+    parts, whole = json.loads(gpt2_factors.OUT.read_text(encoding="utf-8"))["results"]
+    assert parts["parameters"] == parts["eigenvalues"] == parameters == 124_439_808
+    assert all(figures["peak GB"] < 12 for figures in parts["phases"].values())
+    assert parts["phases"]["fit"]["peak GB"] < whole["phases"]["fit"]["peak GB"]
+    assert parts["self-scores"] == pytest.approx(whole["self-scores"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_three_layers_of_gpt2_are_the_same_in_parts_within_12_gb() -> None:
+    parts, whole = (gpt2_factors.in_own_process(layers=3, parts=parts, number=1) for parts in (4, 1))
+    assert parts["eigenvalues"] == parts["parameters"] > 60e6
+    assert all(figures["peak GB"] < 12 for figures in parts["phases"].values())
+    assert parts["self-scores"] == pytest.approx(whole["self-scores"], rel=1e-5)
