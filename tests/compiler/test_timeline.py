@@ -85,8 +85,9 @@ def test_a_state_belongs_to_the_step_behind_it() -> None:
         (lambda x: x.unbind(1)[1], {1}),
         (lambda x: x[:, :2].sum(1) + x[:, 2].expand_as(x[:, 0]), None),
         (lambda x: x.mean(1), None),
+        (lambda x: x[1].sum(0).expand_as(x[:, 0]), None),
     ],
-    ids=["index", "from the end", "narrow", "slice", "unbind", "several", "all"],
+    ids=["index", "from the end", "narrow", "slice", "unbind", "several", "all", "another dimension"],
 )
 def test_operations_take_positions(take: Callable[[Tensor], Tensor], positions: set[int] | None) -> None:
     program = matched(lambda x, w: F.linear(torch.cat([take(x), take(x)[:, :2]], 1), w))

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.compiler import compile
 from kfac_fx.distributed import Replicas
-from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.optim.forwards import MicroBatches
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.proposals import exact_products, preconditioner
@@ -26,6 +27,7 @@ from kfac_fx.optim.step import (
     update,
 )
 from kfac_fx.optim.step_state import StepState
+from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import FactorNotReady
 
 H = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
@@ -343,11 +345,30 @@ def test_losses_that_the_damping_rule_needs_are_asked_for_by_name() -> None:
 
 def test_a_gradscaler_is_asked_only_where_its_scale_is_needed() -> None:
     asked: list[int] = []
-    problem = Problem(grad_scaler=cast(Any, SimpleNamespace(get_scale=lambda: asked.append(1) or 8.0)))
+
+    class Scaler(torch.amp.GradScaler):
+        def get_scale(self) -> float:
+            asked.append(1)
+            return 8.0
+
+    problem = Problem(grad_scaler=Scaler("cpu"))
     for _ in range(2):
         problem.backward()
         problem.step()
     assert problem.log[0] == "check the loss at scale 8" and len(asked) == 1
+
+
+def test_exact_products_are_means_over_the_cases_of_all_micro_batches() -> None:
+    net, x = compile(nn.Linear(3, 2).double(), loss="normal"), torch.randn(8, 3, dtype=torch.float64)
+    state = KFAC(net, momentum_type="qmodel", momentum=None, damping=0.1)._step_state
+    flat = SimpleNamespace(flat=Flat({name: parameter.shape for name, parameter in net.named_parameters()}))
+    products = []
+    for parts in ([x], [x[:2], x[2:]]):
+        state.forwards.seen.calls = [((part,), {}) for part in parts]
+        products.append(exact_products(state, cast(Any, flat))(list(torch.eye(8, dtype=torch.float64))))
+    torch.testing.assert_close(*products)
+    rows = torch.cat([x, torch.ones(8, 1, dtype=torch.float64)], dim=1)
+    torch.testing.assert_close(products[0].diagonal().sum(), 2 * 2 * rows.square().sum() / 8)
 
 
 def test_exact_products_need_the_forwards_of_the_step() -> None:
