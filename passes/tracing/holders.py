@@ -149,7 +149,7 @@ class Attributes:
 
 
 class ArrayNumbers:
-    """The numbers of an array of numpy."""
+    """The numbers of an array of numpy, or the objects in it."""
 
     def __init__(self, array: Any) -> None:
         self.array, self.copy = array, array.copy()

@@ -179,9 +179,9 @@ class Walk:
     def of_array(self, value: Any, named: bool) -> Any:
         if value.size > FEW and not named:
             return type(value), Same(value)
+        self.holders.append(ArrayNumbers(value))
         if value.dtype.hasobject:
             return type(value), value.shape, tuple(self.of(element, named) for element in value.flat)
-        self.holders.append(ArrayNumbers(value))
         return type(value), value.shape, value.dtype.str, value.tobytes()
 
     def of_object(self, value: Any, named: bool, depth: int) -> Any:

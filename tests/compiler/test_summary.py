@@ -85,6 +85,8 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a set": (lambda: {1.0}, lambda value: value.add(2.0)),
     "a long array": (lambda: np.zeros(1000), lambda value: value.__setitem__(500, 1.0)),
     "an array of objects": (lambda: np.array([[1.0], None], object), lambda value: value[0].append(1.0)),
+    "an element of an array of objects": (
+        lambda: np.array([[1.0], None], object), lambda value: value.__setitem__(1, 2.0)),
     "a keyword of a partial function": (
         lambda: partial(max, key=1),
         lambda value: value.keywords.update(key=2),
