@@ -234,3 +234,12 @@ def test_a_separable_convolution_is_its_parts_when_one_is_cut() -> None:
 def test_a_parameter_in_two_roles_of_one_use_has_a_use_in_each(function: Function) -> None:
     program = registered(function, w=(4,))
     assert [(one.parameters[0][0], len(one.uses)) for one in program.registrations] == [("w", 2)]
+
+
+def test_a_factor_of_a_product_may_be_used_transposed_elsewhere() -> None:
+    """Both uses have one group of rows, although the outputs of one are the inputs of the other."""
+    inputs = torch.randn(5, 7)
+    program = verify(cut(before("cut", Toy(lambda x, a, b: (x @ (a @ b)) @ b.T, a=(7, 2), b=(2, 3)), inputs)), "cut")
+    program = check(resolve(program))
+    assert not any("has a use of another form" in note.reason for note in program.dropped)
+    assert {one.parameters: len(one.uses) for one in program.registrations} == {("a",): 1, ("b",): 2}

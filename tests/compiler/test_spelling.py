@@ -226,3 +226,8 @@ def test_padding_of_what_is_not_transposed_is_left() -> None:
     before = str(graph)
     spell_native(graph)
     assert str(graph) == before
+
+
+def test_sizes_of_an_expansion_may_be_a_keyword() -> None:
+    program = before("find_losses", Toy(lambda x: x.unsqueeze(1).expand(size=(4, 2, 5))))
+    assert torch.equal(fx.GraphModule(program.root, program.graph)(X), X.unsqueeze(1).expand(4, 2, 5))

@@ -115,3 +115,10 @@ def test_a_value_is_computed_from_inputs_and_not_from_parameters() -> None:
     assert torch.equal(value_of(shifted, {x: X}), X + 1)
     with pytest.raises(LossError, match="the loss at w are computed from parameters; pass `targets`"):
         value_of(product, {x: X})
+
+
+def test_only_buffers_that_the_graph_reads_are_copied_for_a_run() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    model.register_buffer("unread", torch.zeros(1000))
+    graph = emitted(model)
+    assert graph.buffer_names == ["1.running_mean", "1.running_var"]

@@ -113,8 +113,8 @@ def test_a_name_of_torch_says_how_to_choose_an_output() -> None:
 
 
 def test_something_that_is_no_loss_is_refused() -> None:
-    for wrong in (3, Normal(X)):
-        with pytest.raises(LossError, match=r"loss is a (int|Normal); pass a name, a class of kfac_fx.losses, or"):
+    for wrong in (3, Normal(X), dict):
+        with pytest.raises(LossError, match=r"loss is a (int|Normal|type); pass a name, a class of kfac_fx.losses, or"):
             loss_from(wrong)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.statistics.row_sums import STATISTICS
-from kfac_fx.taps.tap import Tap, is_tapped, make_probes
+from kfac_fx.taps.tap import Tap, is_tapped, make_probes, tap_function
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 7, 3)
@@ -205,3 +205,18 @@ def test_generic_registrations_have_no_tap() -> None:
         Tap(generic, registered(nn.Linear(3, 2)).uses[0], LAYERS["linear"])
     with pytest.raises(AssertionError, match="bug in kfac_fx: probes for a generic registration"):
         make_probes(generic, ("A",), 5, X)
+
+
+def test_attributes_keep_their_order_whether_tensors_or_sizes() -> None:
+    seen: list[Any] = []
+
+    def sums(names: Any, output_grad: Tensor, input: Tensor, values: Any) -> Any:
+        seen.extend(values)
+        return lambda name: output_grad.sum()
+
+    output, probe = torch.randn(3, requires_grad=True), torch.zeros((), requires_grad=True)
+    first, last = torch.randn(2), torch.randn(3)
+    apply = tap_function(sums).apply
+    apply(output, torch.randn(3), 1, "count", probe, 5, first, 7, last).sum().backward()  # type: ignore[no-untyped-call]
+    assert seen[0] == 5 and seen[2] == 7 and torch.equal(seen[1], first) and torch.equal(seen[3], last)
+    assert probe.grad == 3

@@ -12,7 +12,7 @@ from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.statistics.lagged import LAGGED
-from kfac_fx.taps.link import Link
+from kfac_fx.taps.link import Link, link_function
 from tests.compiler.toy import Toy, before
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -114,3 +114,25 @@ def test_rows_that_do_not_hold_the_steps_are_refused() -> None:
     output = torch.randn(N, D, requires_grad=True)
     with pytest.raises(RegistrationError, match="should hold 3 uses, but its rows are not a multiple of that"):
         link(output, output.detach(), probes_of(registration), None, None)[0].sum().backward()
+
+
+def test_masks_that_are_not_of_rows_become_so() -> None:
+    """Here a mask of cases [N], whose rows are [N, 1]."""
+
+    def both(output_grad: Tensor, x: Tensor, *mask: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, None, None], output_grad[:, None, None]
+
+    def real(output: Tensor, mask: Tensor) -> Tensor:
+        return mask.flip(0).unsqueeze(1)
+
+    function = link_function(both, (1, D, D), False, (False, True, 1, False), ("", ""), real)
+    x, earlier, output = torch.randn(N, D), torch.randn(N, D), torch.randn(N, D, requires_grad=True)
+    mask, before = torch.tensor([True, True, True, False]), torch.tensor([False, True, True, True])
+    probes = [torch.zeros(LAGGED[name].shape((1, D, D)), requires_grad=True) for name in LAGGED]
+    carried = torch.zeros(N, D, requires_grad=True)
+    result, _ = function.apply(output, x, carried, earlier, *probes, mask, before, before)  # type: ignore[no-untyped-call]
+    result.sum().backward()
+    kept = (mask & before).flip(0)
+    assert probes[0].grad is not None and probes[2].grad is not None
+    torch.testing.assert_close(probes[0].grad[0], x[kept].mT @ earlier[kept])
+    assert float(probes[2].grad) == 2
