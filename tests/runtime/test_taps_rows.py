@@ -41,6 +41,13 @@ def test_cases_come_first_wherever_they_are_in_the_graph() -> None:
     assert torch.equal(r, x.transpose(0, 1)) and torch.equal(d, dy.transpose(0, 1))
 
 
+def test_a_layer_whose_rows_are_columns_finds_the_cases_itself() -> None:
+    x, dy = torch.randn(5, N), torch.randn(3, N)
+    registration, use = registered(lambda x, w: w @ x, x, "linear", w=(3, 5))
+    r, d = both_rows(registration, replace(use, batch_dim=1), LAYERS["linear"])(dy, x)
+    assert torch.equal(r.reshape(N, 5), x.T) and torch.equal(d.reshape(N, 3), dy.T)
+
+
 @pytest.mark.parametrize(("batch_dim", "moved"), [(0, False), (1, True), (2, True), (3, False)])
 def test_a_tensor_without_the_dimension_of_the_cases_is_that_of_all(batch_dim: int, moved: bool) -> None:
     x = torch.randn(2, 3, 4)
