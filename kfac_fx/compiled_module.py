@@ -21,6 +21,7 @@ from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError, UntraceableError
 from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.torch_private import own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
@@ -127,6 +128,10 @@ class CompiledModule(nn.Module):
         """The slower or unproved ways that were taken since compilation, with their reasons."""
         first = self.captures.first
         sentences = [] if self.captures.arguments.verify else ["no registration was proved: verify=False"]
+        sentences += [
+            f"the layer {name!r} of layers=[...] is nowhere in the graph: no operation has its form"
+            for name in unmatched(self.captures.arguments.layers, self.program)
+        ]
         if first is not None and first.loop_reason is not None:
             sentences.append(f"sources of the exact modes are sent back one by one: {first.loop_reason}")
         if first is not None and first.emitted.plain_reason is not None:
@@ -398,3 +403,12 @@ class CompiledModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"kfac_fx.compile({self.model!r})"
+
+
+def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
+    """The user's layers that no use has, and that no reason speaks of."""
+    used = {use.layer for registration in program.registrations for use in registration.uses}
+    reasons = [registration.reason or "" for registration in program.registrations]
+    told = " ".join([*reasons, *map(str, program.dropped)])
+    mine = [name for name, layer in layers.items() if LAYERS.get(name) is not layer and not layer.parts]
+    return [name for name in mine if name not in used and f"{name}:" not in told and f"{name}(" not in told]

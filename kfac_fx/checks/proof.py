@@ -2,12 +2,14 @@
 
     sum over uses of grad_rowsᵀ · rows  ==  the gradient that autograd gives.
 
-It finds a wrong axis, a wrong dilation, a wrong layout and a missed use alike. A parameter that fails becomes generic,
+It finds a wrong axis, a wrong dilation, a wrong layout and a missed use alike. The second moment that a user's layer
+computes without its rows is compared with that of the rows. A parameter that fails becomes generic,
 and so does a parameter that is registered as unused and has a gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,16 +21,17 @@ from kfac_fx.checks.cases import refuse_guess
 from kfac_fx.checks.equivalence import check_equivalence, coarsest_rounding, random_cotangents
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
+from kfac_fx.losses.loss_function import precise
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
 from kfac_fx.passes.choose import requested
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
-from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.padding import without_mask
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key
 from kfac_fx.statistics.row_sums import named
-from kfac_fx.taps.rows import BothRows
+from kfac_fx.taps.rows import BothRows, moment_and_grad_rows
 from kfac_fx.taps.tap import Tap
 
 
@@ -56,6 +59,8 @@ class ProofTap(Tap):
         inputs = i - (registration.matrix.bias is not None)
         self.cases, self.remainders = set(), []
         matrix, names, bias = registration.matrix, tuple(tensor_attrs(use)), registration.matrix.bias is not None
+        of_user = layer is not LAYERS.get(layer.name)
+        moment = moment_and_grad_rows(registration, use, layer) if of_user else None
         some = [(number, step) for number, step in enumerate(use.through) if step.left_out]
 
         def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,6 +76,9 @@ class ProofTap(Tap):
                     for number, step in some:
                         remainder = step.remainder(gradient, {key: attrs[f"{number}.{key}"] for key in step.nodes})
                         self.remainders += [] if remainder is None else [remainder]
+                if moment is not None:
+                    by_rows = named("A").compute(precise(rows), grad_rows, bias, self.matrix, None)
+                    self.failure = self.failure or moments_apart(by_rows, moment(output_grad, input)[0])
                 self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 if fatal(error):
@@ -82,6 +90,16 @@ class ProofTap(Tap):
         return guarded
 
 
+def moments_apart(by_rows: Tensor, declared: Tensor) -> str | None:
+    """How the declared second moment of a layer and that of its rows differ; None if they agree."""
+    if declared.shape != by_rows.shape:
+        return f"its second_moment has the shape {list(declared.shape)}, and that of its rows {list(by_rows.shape)}"
+    error, size = float((declared - by_rows).norm()), float(by_rows.norm())
+    if error <= PROOF_TOLERANCE * size or not math.isfinite(size):
+        return None
+    return f"its second_moment is not that of its rows ({f'{error / size:.0%} apart' if size else 'theirs is zero'})"
+
+
 def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
     """Whether any case but the first has a gradient. The gradient of a transposed use is in its rows."""
     sides = [grad_rows] + ([rows] if rows.is_floating_point() and rows.shape[0] == grad_rows.shape[0] else [])
@@ -91,6 +109,8 @@ def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
 
 def check_row_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -> None:
     """Raises ValueError if these are no rows of a matrix [g, o, i]."""
+    if others := [type(side).__name__ for side in (rows, grad_rows) if not isinstance(side, Tensor)]:
+        raise ValueError(f"rows are a {others[0]}, not a tensor")
     g, o, i = sizes
     cases, positions = grad_rows.shape[:2]
     wanted = [cases, positions, g, o] if grad_rows.dim() == 4 else [cases, positions, o]

@@ -78,6 +78,8 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
     Raises:
         CommandError: the model cannot be compiled, or no output has a gradient.
     """
+    if not any(parameter.requires_grad for parameter in problem.model.parameters()):
+        raise CommandError("the model has no trained parameters")
     problem.model.train()
     contestants = {"SGD": plain_contestant(problem, SGD), "AdamW": plain_contestant(problem, AdamW)}
     for name, (statistics_every, inverses_every) in PHASE_INTERVALS.items():

@@ -22,7 +22,7 @@ from kfac_fx.cli.completion import INSTALL, SHELLS, Command
 from kfac_fx.cli.explain import explain
 from kfac_fx.cli.factors import add_factors, write_factors
 from kfac_fx.cli.passes import passes
-from kfac_fx.cli.problem import CommandError, add_arguments, load, read
+from kfac_fx.cli.problem import CommandError, add_arguments, load, read, seed
 from kfac_fx.passes.errors import nearest
 
 FORMATS = ("text", "json", "html", "dot")
@@ -133,7 +133,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     )
     show.add_argument("--steps", type=step_count, help="training steps of SGD and AdamW; K-FAC takes a fifth of them")
     show.add_argument("--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps, to see whether it runs")
-    show.add_argument("--seed", type=int, default=0, help="of the initial models and batches; default: %(default)s")
+    show.add_argument("--seed", type=seed, default=0, help="of the initial models and batches; default: %(default)s")
     show.add_argument(
         "--device", type=device, default=torch.device("cpu"), help="where to train, such as cuda; default: %(default)s"
     )
@@ -199,8 +199,8 @@ def demo_command(options: argparse.Namespace) -> None:
     if missing:
         raise CommandError(f"needs {' and '.join(missing)}: pip install 'kfac_fx[demo]'", status=1)
     for path in (options.png, options.json):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise CommandError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+        if path is not None:
+            refuse_unwritable(path)
     demo.run_demo(
         demo.DemoOptions(
             steps=options.steps,
@@ -213,6 +213,17 @@ def demo_command(options: argparse.Namespace) -> None:
         ),
         Console(),
     )
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises CommandError for a path that no file can be written to, before a program has run for minutes."""
+    if path.is_dir():
+        raise CommandError(f"{str(path)!r} is a folder: name a file in it")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise CommandError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise CommandError(f"{str(path)!r} may not be written to")
 
 
 def step_count(text: str) -> int:
@@ -229,4 +240,6 @@ def device(text: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(f"no device {text!r}: {reason}") from None
+    if result.type == "meta":
+        raise argparse.ArgumentTypeError("the meta device has no values to train")
     return result

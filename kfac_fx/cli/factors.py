@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import kfac_fx
-from kfac_fx.cli.problem import CommandError, module_by_name, module_of_file
+from kfac_fx.cli.problem import CommandError, module_by_name, module_of_file, seed
 from kfac_fx.passes.errors import nearest
 from kfac_fx.spectrum.batches import as_batch
 from kfac_fx.spectrum.model_spectrum import CASE_KINDS
@@ -33,7 +33,7 @@ def add_factors(command: argparse.ArgumentParser) -> None:
     command.add_argument("--case", choices=CASE_KINDS, help="correct the eigenvalues, case by case")
     command.add_argument("--parts", type=int, default=1, help="record so many parts of the parameters, one by one")
     command.add_argument("--memory", type=float, metavar="GB", help="that the factors of a part may take")
-    command.add_argument("--seed", type=int, default=0, help="of the samples; default: %(default)s")
+    command.add_argument("--seed", type=seed, default=0, help="of the samples; default: %(default)s")
     command.add_argument("--factors", choices=FACTOR_DTYPES, help="the precision of the factors")
     command.add_argument("--decompositions", choices=FACTOR_DTYPES, help="the precision of the decompositions")
 

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.passes.errors import nearest
+from kfac_fx.passes.errors import first_line, nearest
+from kfac_fx.values import a_seed
 
 MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
 DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
@@ -136,6 +137,8 @@ def load(spec: str, arguments: Mapping[str, Any]) -> nn.Module:
         if spec.endswith(".py"):
             raise CommandError(f"{spec!r} is a file: name the model in it, as in {spec}:Net")
         raise CommandError(f"{spec!r} does not name a model: write it as {forms}")
+    if not path.endswith(".py") and not all(part.isidentifier() for part in path.split(".")):
+        raise CommandError(f"{path!r} is no name of a module: write {path}.py:{name} for a file")
     module = module_of_file(Path(path)) if path.endswith(".py") else module_by_name(path)
     if not hasattr(module, name):
         raise CommandError(f"module {path!r} has no {name!r}.{nearest(name, dir(module))}")
@@ -243,6 +246,15 @@ def named_value(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def seed(text: str) -> int:
+    """A seed that torch takes."""
+    try:
+        a_seed("the seed", int(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from -2**63 and below 2**64") from None
+    return int(text)
+
+
 def example_input(text: str) -> tuple[str | None, Tensor]:
     """The name, if any, and a tensor from a text such as `"ids=2,16:int64:1000"`.
 
@@ -265,7 +277,10 @@ def example_input(text: str) -> tuple[str | None, Tensor]:
     continuous = dtype.is_floating_point or dtype.is_complex
     if below_colon and (continuous or not below_text.isdecimal() or int(below_text) < 1):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in a bound for integers, as in 2,16:int64:1000")
-    return name or None, tensor(shape, dtype, int(below_text) if below_colon else 1)
+    try:
+        return name or None, tensor(shape, dtype, int(below_text) if below_colon else 1)
+    except RuntimeError as error:  # no memory, or a dtype without random numbers
+        raise argparse.ArgumentTypeError(f"no tensor {text!r} can be made: {first_line(error)}") from None
 
 
 def tensor(shape: list[int], dtype: torch.dtype, below: int) -> Tensor:

@@ -169,7 +169,14 @@ def layer(
         LayerError: the form has no parameters, or others than `weight` and `bias`.
     """
 
+    functions = {"rows": rows, "grad_rows": grad_rows, "where": where, "sizes": sizes}
+    optional = {"pixels": pixels, "second_moment": second_moment}
+    functions |= {argument: value for argument, value in optional.items() if value is not None}
+    functions |= {f"example {number}": make for number, make in enumerate(as_tuple(example))}
+    refuse_other_arguments(functions, {"layouts": layouts or {}}, approximations)
+
     def declare(function: Callable[..., Any]) -> Layer:
+        refuse_other_arguments({"form": function}, {}, approximations)
         form = Form(
             function=function,
             layouts={"weight": "o i -> o i", "bias": "o -> o", **(layouts or {})},
@@ -217,6 +224,16 @@ def no_rows(tensor: Tensor, attrs: Attrs) -> Tensor:
 
 def as_tuple(example: Example | tuple[Example, ...]) -> tuple[Example, ...]:
     return example if isinstance(example, tuple) else (example,)
+
+
+def refuse_other_arguments(functions: Mapping[str, Any], mappings: Mapping[str, Any], names: Any) -> None:
+    """Raises LayerError with all arguments of a declaration that are of another kind."""
+    wrong = [f"{name} is {value!r}, not a function" for name, value in functions.items() if not callable(value)]
+    wrong += [f"{name} is {value!r}, not a dict" for name, value in mappings.items() if not isinstance(value, Mapping)]
+    if not isinstance(names, tuple):
+        wrong.append(f"approximations is {names!r}, not a tuple of names, as in approximations=('kron', 'diagonal')")
+    if wrong:
+        raise LayerError("a layer is declared with arguments of another kind: " + "; ".join(wrong))
 
 
 AXES = re.compile(r"[^\W\d]\w*")

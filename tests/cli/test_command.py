@@ -125,3 +125,21 @@ def test_a_mode_is_set_before_the_capture(capsys: pytest.CaptureFixture[str]) ->
     for flag, mode in (("--train-mode", "training"), ("--eval-mode", "evaluation")):
         status, _, err = run(capsys, "report", "cli_models:OnlyIn", "--arg", f"mode={mode}", "--input", "4,5", flag)
         assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("demo", "--seed", str(2**70)), "is not a whole number from -2**63 and below 2**64"),
+        (("demo", "--seed", "a"), "'a' is not a whole number from -2**63 and below 2**64"),
+        (("demo", "--device", "meta"), "the meta device has no values to train"),
+        (("demo", "--png", "."), "'.' is a folder: name a file in it"),
+        (("demo", "--json", "."), "'.' is a folder: name a file in it"),
+        (("bench", "torch.nn:Tanh", "--input", "2,3"), "the model has no trained parameters"),
+    ],
+)
+def test_what_cannot_be_trained_or_written_is_refused_before(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, *arguments)
+    assert status != 0 and out == "" and text in err and "Traceback" not in err

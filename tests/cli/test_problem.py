@@ -17,6 +17,7 @@ from tests.cli.running import run
     [
         ("cli_models", 2, "'cli_models' does not name a model: write it as package.module:callable"),
         (":linear", 2, "does not name a model"),
+        ("./mods:ok", 2, "'./mods' is no name of a module: write ./mods.py:ok for a file"),
         ("cli_nowhere:linear", 2, "there is no module 'cli_nowhere'"),
         ("cli_nowhere.deeper:linear", 2, "there is no module 'cli_nowhere'"),
         ("torch.nowhere:linear", 2, "there is no module 'torch.nowhere'"),
@@ -46,6 +47,8 @@ def test_a_wrong_model_is_said_in_one_line(
         ("2,x", "'2,x' is not a shape: write sizes as in 2,3,224,224"),
         ("", "'' is not a shape"),
         ("2,0", "'2,0' has a size below 1"),
+        ("1000000,1000000", "no tensor '1000000,1000000' can be made: "),
+        ("2,3:quint8", "no tensor '2,3:quint8' can be made: "),
         ("2,3:flaot32", "'flaot32' is not a dtype of torch. Did you mean 'float32'?"),
         ("2,3:nn", "'nn' is not a dtype of torch"),
         ("2,3:float32:9", "does not end in a bound for integers, as in 2,16:int64:1000"),

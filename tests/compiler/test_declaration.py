@@ -154,3 +154,29 @@ def test_groups_and_single_axes_are_no_typos() -> None:
         return F.linear(x, weight, bias)
 
     assert right.name == "right"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rows": 3}, "rows is 3, not a function"),
+        ({"grad_rows": None}, "grad_rows is None, not a function"),
+        ({"example": 3}, "example 0 is 3, not a function"),
+        ({"where": 3, "sizes": 4}, "where is 3, not a function; sizes is 4, not a function"),
+        ({"second_moment": 3}, "second_moment is 3, not a function"),
+        ({"pixels": 3}, "pixels is 3, not a function"),
+        ({"layouts": 3}, "layouts is 3, not a dict"),
+        (
+            {"approximations": "kron"},
+            r"approximations is 'kron', not a tuple of names, as in approximations=\('kron', ",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(LayerError, match=f"a layer is declared with arguments of another kind: {text}"):
+        layer(**{"rows": as_rows, "grad_rows": as_rows, "example": example, **options})
+
+
+def test_a_form_is_a_function() -> None:
+    with pytest.raises(LayerError, match="form is 3, not a function"):
+        layer(rows=as_rows, grad_rows=as_rows, example=example)(3)  # type: ignore[arg-type]

@@ -31,14 +31,26 @@ def proved(model: nn.Module, *inputs: Tensor, layers: tuple[Layer, ...] = (), **
     return prove(Recorder(EmittedGraph(traced, run(traced.program), model)), inputs, {})
 
 
-def wrong(rows: Callable[..., Tensor] = as_rows, grad_rows: Callable[..., Tensor] = as_rows) -> Layer:
+def wrong(
+    rows: Callable[..., Tensor] = as_rows, grad_rows: Callable[..., Tensor] = as_rows, second_moment: Any = None
+) -> Layer:
     """A linear layer whose rows are not what they should be."""
 
-    @layer(rows=rows, grad_rows=grad_rows, example=lambda: (nn.Linear(3, 2), X))
+    @layer(rows=rows, grad_rows=grad_rows, second_moment=second_moment, example=lambda: (nn.Linear(3, 2), X))
     def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
     return linear
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ r rᵀ and Σ r of the rows of a linear layer."""
+    return (x.T @ x).unsqueeze(0), x.sum(0).unsqueeze(0)
+
+
+def test_a_right_second_moment_stays() -> None:
+    verdict = proved(nn.Linear(3, 2), layers=(wrong(second_moment=lambda x, attrs: moments(x)),))
+    assert verdict.failed == {}
 
 
 def test_what_is_right_stays() -> None:
@@ -65,6 +77,13 @@ def raises(x: Tensor, attrs: Any) -> Tensor:
         (
             wrong(grad_rows=lambda x, attrs: as_rows(x, attrs)[..., :1]),
             r"its rows could not be made: gradient rows of shape \[5, 1, 1\], wanted \[N, S, 1, 2\]",
+        ),
+        (wrong(rows=lambda x, attrs: 3), "its rows could not be made: rows are a int, not a tensor"),  # type: ignore[arg-type,return-value]
+        (wrong(second_moment=lambda x, attrs: moments(0 * x)), r"second_moment is not that of its rows \(\d+% apart\)"),
+        (wrong(second_moment=lambda x, attrs: moments(2 * x)), r"second_moment is not that of its rows \(\d+% apart\)"),
+        (
+            wrong(second_moment=lambda x, attrs: moments(x[:, :2])),
+            r"its second_moment has the shape \[1, 3, 3\], and that of its rows \[1, 4, 4\]",
         ),
     ],
 )
