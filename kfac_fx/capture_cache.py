@@ -81,7 +81,7 @@ class CaptureCache:
 
     def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
         self.model, self.arguments = model, arguments
-        self.structure = Structure(model)
+        self.structure = Structure(model, self.follow_shards)
         self.trained = Trained(model)
         self.first: Recorder | None = None
         self.registrations: tuple[Registration, ...] = ()
@@ -124,6 +124,35 @@ class CaptureCache:
             )
         return self.first.program
 
+    # --- what happened to the model since ---------------------------------------------------------------------------
+
+    def follow_shards(self) -> None:
+        """The model was sharded: the captures that were made of whole parameters run on their shards.
+
+        Raises UntraceableError for captures that cannot.
+        """
+        recorders = [recorder for cached in self.recorders.values() for recorder in cached]
+        name = type(self.model).__name__
+        if divided := [recorder.emitted for recorder in recorders if isinstance(recorder.emitted, EmittedSubmodules)]:
+            raise UntraceableError(
+                f"{name} was sharded, and no single graph holds it: it was captured as {len(divided[0].captured)} "
+                "submodules, between which its own Python runs on whole parameters.\nTrain it in "
+                "DistributedDataParallel, or make what print(net.report) says about the division go away."
+            )
+        if self.arguments.backend != "eager":
+            raise UntraceableError(
+                f"{name} was sharded, and backend={self.arguments.backend!r} cannot gather its parameters where its "
+                'graph reads them.\nCompile it with backend="eager", before it is sharded.'
+            )
+        self.structure.follow_shards()
+        parameters = dict(self.model.named_parameters())
+        self.trained.follow(parameters)
+        for cached in self.recorders.values():
+            for place, recorder in enumerate(cached):
+                trained = {name: parameters[name] for name in recorder.program.parameters}
+                cached[place] = recorder.with_program(replace(recorder.program, parameters=trained))
+                self.first = cached[place] if self.first is recorder else self.first
+
     # --- which capture ----------------------------------------------------------------------------------------------
 
     def recorder(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
@@ -154,6 +183,13 @@ class CaptureCache:
                 if not recorder.absent <= recorder.frozen:
                     cached[-1] = agreeing(cached[-1], self.registrations, masked=self.masked)
                 return cached[-1]
+        if self.structure.sharded:
+            raise UntraceableError(
+                f"{type(self.model).__name__} is called in a way that was not captured before it was sharded, and it "
+                "cannot be captured now that no process has its whole parameters.\nCompile it with example inputs of "
+                "the same structure, dtypes and modes, kfac_fx.compile(model, (x,)), and call net.recorder((x,), {}) "
+                "for every further kind of call, before fully_shard."
+            )
         if self.arguments.verify:
             refuse_without_values(self.model)
         with CAPTURING, self.trained.in_captures():

@@ -269,8 +269,11 @@ class CompiledModule(nn.Module):
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Whether the model computes other outputs than its capture, 0-dim on the device; see `checks.outputs`.
 
-        Two forwards that leave no trace.
+        Two forwards that leave no trace. Of a sharded model nothing is compared here, because its units gather and drop
+        parameters in a forward of their own; recordings are compared with the user's forwards.
         """
+        if self.captures.structure.sharded:
+            return torch.zeros((), dtype=torch.bool, device=next(self.parameters()).device)
         return self.captures.run(
             args, kwargs, lambda recorder, values: differs_from_model(recorder, args, kwargs, values)
         )

@@ -15,14 +15,17 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions, takes
+from kfac_fx.optim.rules import vectors_divided
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.optim.step_state import StepState
-from kfac_fx.ownership import BlockOwners
+from kfac_fx.ownership import BlockOwners, OwnersOfShards
+from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.tracing.devices import accelerators
 from kfac_fx.values import one_element, positive
 
@@ -87,9 +90,11 @@ class KFAC(Optimizer):
             estimation_mode=options.estimation_mode,
             fraction=options.fraction,
         )
-        self.estimator.replicas = replicas = Replicas(options.process_group)
+        shards = Shards.of(self.net.named_parameters())
+        self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))
         if options.strategy is not None:
-            self.estimator.owners = BlockOwners(replicas, options.strategy)
+            owners = BlockOwners if shards is None else OwnersOfShards
+            self.estimator.owners = owners(replicas, options.strategy)
         self.generator = torch.Generator(example.device).manual_seed(
             torch.initial_seed() if options.seed is None else options.seed
         )
@@ -104,6 +109,7 @@ class KFAC(Optimizer):
             estimator=self.estimator,
             forwards=self._forwards,
             replicas=replicas,
+            shards=shards,
             scalar=scalar,
             damping=scalar + options.first_damping,
         )
@@ -196,7 +202,8 @@ class KFAC(Optimizer):
             loss = loss if measured is None else measured
         self._follow_registrations()
         try:
-            take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
+            with vectors_divided(self._step_state.shards):
+                take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
         finally:
             self._forwards.forget()
         if self._published is not self.estimator.groups:
@@ -209,7 +216,15 @@ class KFAC(Optimizer):
         return self._forwards.forgetting_on_error()
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called by the net: record the batch if statistics are due. Returns the outputs if it ran the forward."""
+        """Called by the net: record the batch if statistics are due. Returns the outputs if it ran the forward.
+
+        Raises ModelChangedError if the model was sharded after this optimizer was made.
+        """
+        if self._step_state.shards is None and self.net.captures.structure.sharded:
+            raise ModelChangedError(
+                "the model was sharded after the optimizer was made, which holds the whole parameters of before.\n"
+                "Write net = kfac_fx.compile(model, (x,)), fully_shard(...), and then optimizer = kfac_fx.KFAC(net)."
+            )
         with self.phases.measure("record"):
             return self._forwards.on_forward(args, kwargs)
 

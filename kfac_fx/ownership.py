@@ -67,6 +67,18 @@ class BlockOwners:
         return tensors if self.replicas.number == 1 else self.replicas.gather(tensors, like)
 
 
+class OwnersOfShards(BlockOwners):
+    """Owners among processes that have shards of every parameter: gradients reach the owner alone, and it alone needs
+    the products (`Shards.to_owners`)."""
+
+    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """The tensors of this process between those that stand for the others', which have no memory."""
+        everything = [list(of_process) for of_process in like]
+        if tensors:
+            everything[self.rank] = list(tensors)
+        return [tensor for of_process in everything for tensor in of_process]
+
+
 def most(elements: Sequence[float], ranks: int) -> float:
     """The most elements that a process should have."""
     return sum(elements) / ranks + max(elements, default=0)

@@ -79,6 +79,17 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
+# The attributes that fully_shard sets on modules begin with these. They are torch's own, and no state of the model.
+SHARDING = ("__composable_api_state_key_", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+def class_of(module: nn.Module) -> type:
+    """The class that a module was made of. fully_shard gives it a subclass, of FSDPModule and of its own class."""
+    fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = type(module)
+    return kind.__bases__[1] if fsdp_module is not None and kind.__bases__[0] is fsdp_module else kind
+
+
 def compiled_from(module: nn.Module) -> Any:
     """The module that torch.compile wrapped, or None. torch.compile has no public way back."""
     return getattr(module, "_orig_mod", None)

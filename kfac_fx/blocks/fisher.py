@@ -186,6 +186,15 @@ class BlockDiagonalFisher(Operator):
         return [group for group in self.groups if group.here]
 
     @property
+    def owner_of(self) -> Mapping[str, int] | None:
+        """The process that keeps the blocks of each parameter; None if every process keeps all."""
+        if self.owners is None:
+            return None
+        by_key = {r.parameters: group.owner for group in self.groups for r in group.registrations}
+        names = {name: by_key[key] for key, block in self.blocks.items() for name in block.registration.owners}
+        return {name: owner for name, owner in names.items() if owner is not None}
+
+    @property
     def blocks(self) -> Blocks:
         """By the names of their parameters, in the order of the registrations."""
         if self._registrations is None:

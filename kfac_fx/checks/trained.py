@@ -7,7 +7,7 @@ in which it is registered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
@@ -19,6 +19,11 @@ class Trained:
     def __init__(self, model: nn.Module) -> None:
         self.registered = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.dormant = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take these in the place of those that FSDP2 has sharded."""
+        self.registered = {name: parameters[name] for name in self.registered}
+        self.dormant = {name: parameters[name] for name in self.dormant}
 
     @property
     def any_now(self) -> bool:

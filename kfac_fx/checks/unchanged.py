@@ -8,7 +8,7 @@ parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import is_
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.linalg.sharded import is_sharded
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import compiled_from, parameters_of, submodules_of
@@ -25,20 +26,41 @@ from kfac_fx.passes.tracing.substitutes import address
 class Structure:
     """The modules and parameters of a model when it was compiled. A check costs one dictionary look-up for each."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, on_shards: Callable[[], None]) -> None:
+        """on_shards: called when FSDP2 was seen to have sharded the parameters; it calls `follow_shards`, or raises."""
+        self.model, self.on_shards = model, on_shards
         self.objects = named_objects(model)
         self.holders = [held(module) for module in model.modules() for held in (parameters_of, submodules_of)]
         self.held: list[dict[str, Any]] = [dict(holder) for holder in self.holders]
         self.shapes = {name: (parameter, parameter.shape) for name, parameter in model.named_parameters()}
+        self.sharded = False  # FSDP2 swaps the parameters of its units, so that names and shapes tell what they are
+
+    def follow_shards(self) -> None:
+        """Take the shards that FSDP2 has made of the parameters for these. Frees the memory of the whole parameters,
+        which this and the captured graph hold: they are NaN from now on."""
+        now = named_objects(self.model)
+        for name, before in self.objects.items():
+            if isinstance(before, nn.Parameter) and before is not now.get(name):
+                before.grad = None
+                before.data = torch.full((), torch.nan, dtype=before.dtype, device=before.device).expand(before.shape)
+        self.objects, self.sharded = now, True
+        self.shapes = {name: (parameter, parameter.shape) for name, parameter in self.model.named_parameters()}
 
     def check(self) -> None:
         """Raises ModelChangedError with the names of all that was replaced, added or removed, or has another shape."""
         if all(map(same_objects, self.holders, self.held)):
             self.check_shapes()
             return
+        if not self.sharded and any(map(is_sharded, self.model.parameters())):
+            self.on_shards()
         now = named_objects(self.model)
-        changed = [name for name in dict.fromkeys((*self.objects, *now)) if self.objects.get(name) is not now.get(name)]
+        changed = [
+            name
+            for name in dict.fromkeys((*self.objects, *now))
+            if not self.same(self.objects.get(name), now.get(name))
+        ]
+        if not changed:
+            return
         inner = [name for name in changed if not any(other.startswith(f"{name}.") for other in changed)]
         many = "1 parameter or module was" if len(inner) == 1 else f"{len(inner)} parameters or modules were"
         raise ModelChangedError(
@@ -59,6 +81,12 @@ class Structure:
                 f"parameters have another shape than when kfac_fx.compile was called:\n{table(changed)}\n"
                 "Their factors and momenta have the old shape. Compile again, and create the optimizer again."
             )
+
+    def same(self, before: Any, now: Any) -> bool:
+        """Whether a module or a parameter is what it was, up to the shards that FSDP2 makes of it."""
+        if before is now or not self.sharded or not isinstance(before, Tensor) or not isinstance(now, Tensor):
+            return before is now
+        return before.shape == now.shape and before.dtype == now.dtype
 
 
 def same_objects(holder: dict[str, Any], held: dict[str, Any]) -> bool:
@@ -119,9 +147,10 @@ def refuse_sharded(model: nn.Module) -> None:
     parameters = [name for name, param in model.named_parameters() if dtensor and isinstance(param, dtensor)]
     if names := [*modules, *parameters]:
         raise UntraceableError(
-            f"these parameters are spread over processes, and no process can compute their factors: "
+            f"these parameters are sharded already, so that no process can run the model to capture it: "
             f"{', '.join(names)}.\n"
-            "Compile the model with whole parameters, in DistributedDataParallel for several processes."
+            "Compile first, with example inputs, and shard then: net = kfac_fx.compile(model, (x,)), "
+            "torch.distributed.fsdp.fully_shard on the units and on the model, and optimizer = kfac_fx.KFAC(net)."
         )
 
 

@@ -34,10 +34,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.sharded import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.rules import DampingRule, Product, inner
+from kfac_fx.optim.rules import DampingRule, Product, inner, is_finite
 
 RISE = 0.5
 GROWTH = 1.5
@@ -92,7 +93,10 @@ class Check:
 
     def values_at(self, flat: FlatParameters, vector: Tensor) -> list[Values]:
         """The values at the parameters in a vector."""
-        there = {name: part.to(flat.parameters[name].dtype) for name, part in flat.flat.parts(vector).items()}
+        there = {
+            name: in_place_of(self.parameters[name], part.to(flat.parameters[name].dtype))
+            for name, part in flat.flat.parts(vector).items()
+        }
         return self.batch.at({**self.parameters, **there})
 
 
@@ -135,7 +139,7 @@ def move(
     nothing = torch.full_like(slope, torch.nan)
     if check is None:
         displacement = flat.displacement(size.between_checks(slope) * direction)
-        ok = ok & displacement.sum().isfinite()
+        ok = ok & is_finite(displacement)
         commit(flat, displacement, ok)
         store(size, flat, ok, velocity, {"weight": weight})
         return ok, nothing, nothing
@@ -177,7 +181,7 @@ def measured_exactly(
     fisher, of_outputs, before = check.batch.along(check.parameters, flat.flat.parts(d))
     ratio, step = size.measured((fisher + damped) / slope, fisher, check.value.clamp(min=1.0))
     displacement = flat.displacement(step * d)
-    possible = displacement.sum().isfinite() & fisher.isfinite()
+    possible = is_finite(displacement) & fisher.isfinite()
     if flat.one_scale:
         curvature, linear = (flat.lr * step).square() * fisher, -flat.lr * step * of_outputs
     else:  # the move is no multiple of the direction
@@ -193,7 +197,7 @@ def measured_by_trial(
     """Make a trial step, and measure <d, F d> by the change of the outputs in it; arguments as `measured_exactly`."""
     trial = size.between_checks(slope)
     displacement = flat.displacement(trial * d)
-    possible, linear = displacement.sum().isfinite(), inner(flat.g, displacement)
+    possible, linear = is_finite(displacement), inner(flat.g, displacement)
     change, after = changed(flat, check, check.before, displacement, ok & possible, linear)
     curvature = check.batch.between(check.before, after)
     fisher = curvature / (flat.lr * trial).square()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.watched import hooked_leaves
+from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.losses import Normal
 from kfac_fx.losses.loss_function import precise
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one
@@ -184,7 +185,7 @@ class BatchLoss:
         """(<d, F d> with the exact Fisher of the batch, <∇h, d> through the observed outputs, [] each; the values at
         `parameters`)."""
         names = list(direction)
-        point = tuple(parameters[name] for name in names)
+        point = tuple(shard(parameters[name]) for name in names)
         tangents = tuple(direction[name].to(parameters[name].dtype).unsqueeze(0) for name in names)
         results: list[tuple[Tensor, Tensor, int | Tensor]] = []
         here: list[Values] = []
@@ -195,7 +196,8 @@ class BatchLoss:
                 def inputs_of_losses(
                     *values: Tensor, forward: ObservedForward = forward, found: list[Values] = found
                 ) -> tuple[Tensor, ...]:
-                    found[:] = [self.values(forward, {**parameters, **dict(zip(names, values, strict=True))})]
+                    here = {n: in_place_of(parameters[n], value) for n, value in zip(names, values, strict=True)}
+                    found[:] = [self.values(forward, {**parameters, **here})]
                     return (*(loss.inputs for _, loss in found[0].losses), *found[0].leaves)
 
                 primals, pushed = self.multiply_jacobian(inputs_of_losses, point, tangents)

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.loss_function import LossFunction, precise
+from kfac_fx.optim.rules import over_processes
 from kfac_fx.passes.errors import fatal, first_line
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
@@ -47,12 +49,13 @@ def fisher_inner_products(
     """
     names = list(vectors[0])
     constant = {name: value.detach() for name, value in parameters.items() if name not in vectors[0]}
-    point = tuple(parameters[name].detach() for name in names)
+    point = tuple(shard(parameters[name].detach()) for name in names)
     pairs: LossTerms = []
 
     def inputs_of_losses(*values: Tensor) -> tuple[Tensor, ...]:
         nonlocal pairs
-        pairs = losses({**constant, **dict(zip(names, values, strict=True))})
+        here = {name: in_place_of(parameters[name], value) for name, value in zip(names, values, strict=True)}
+        pairs = losses({**constant, **here})
         return tuple(loss.inputs for _, loss in pairs)
 
     # Parameters may be half precision; a direction is converted to what the model computes with.
@@ -209,7 +212,8 @@ def check_linear(
     for n, products in enumerate(pushed):
         right = torch.cat([(p * t[n]).double().flatten() for p, t in zip(pulled, tangents, strict=True)])
         left = torch.cat([(u * p).double().flatten() for u, p in zip(cotangents, products, strict=True)])
-        if bool((left.sum() - right.sum()).abs() > tolerance * (left.abs().sum() + right.abs().sum())):
+        sums = over_processes(torch.stack([left.sum() - right.sum(), left.abs().sum() + right.abs().sum()]))
+        if bool(sums[0].abs() > tolerance * sums[1]):
             raise RuntimeError("the backward of an autograd.Function is not linear in the gradient, or hides it")
 
 

@@ -15,6 +15,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
 from kfac_fx.diagnostics.watched import Watched, watch
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.linalg.sharded import drop_gathered, is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.no_trace import without_a_trace
 from kfac_fx.optim.schedule import Schedule
@@ -248,9 +249,13 @@ class Forwards:
             else:
                 with backwards_into(parameter for _, parameter in self.net.named_parameters()) as backwards:
                     loss = closure()
-                if isinstance(loss, Tensor) and loss.requires_grad and not backwards:
+                # FSDP2 writes the gradients of shards itself, which calls no hooks.
+                trained = bool(backwards) or any(
+                    is_sharded(p) and p.grad is not None for _, p in self.net.named_parameters()
+                )
+                if isinstance(loss, Tensor) and loss.requires_grad and not trained:
                     raise ValueError(NO_BACKWARD)
-                self.trained = bool(backwards)
+                self.trained = trained
             if measures and earlier and not self.zeroed:
                 raise ValueError(PART_ONLY)
         return loss
@@ -319,8 +324,11 @@ class Forwards:
         self.paused = True
         try:
             with without_a_trace(self.net.buffers(), parameters, self.devices, start):
-                with torch.set_grad_enabled(with_backward or self.needs_graph):
-                    loss = checked(closure())
+                try:
+                    with torch.set_grad_enabled(with_backward or self.needs_graph):
+                        loss = checked(closure())
+                finally:
+                    drop_gathered(self.net.model)
                 if not with_backward and any(parameter.grad is not None for parameter in parameters):
                     raise RuntimeError(
                         "a closure that is given by keyword calls backward, but it is asked for a loss alone. Either "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.sharded import shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import precise
 from kfac_fx.optim.options import KFACOptions
@@ -117,7 +118,7 @@ class FlatParameters:
     """
 
     flat: Flat  # where the parameters lie in the vectors
-    parameters: Tensors  # by name
+    parameters: Tensors  # by name; of sharded ones the shards of this process
     g: Tensor  # the gradient, in float32 at least
     state: Tensors  # of the rule, by name; written in place
     lr: Tensor
@@ -165,13 +166,16 @@ class StateVectors:
         vectors: Tensors = {}
         views: dict[str, Tensors] = {}
         for key in next(iter(by_parameter.values())):
-            tensors = {name: state[key] for name, state in by_parameter.items()}
+            tensors = {name: shard(state[key]) for name, state in by_parameter.items()}
             places = Flat({name: tensor.shape for name, tensor in tensors.items()})
             vectors[key] = places.joined(tensors)
-            views[key] = places.parts(vectors[key])
+            views[key] = {
+                name: sharded_like(by_parameter[name][key], view) for name, view in places.parts(vectors[key]).items()
+            }
             for name, view in views[key].items():
                 states[parameters[name]][key] = view
-        return StateVectors(torch.empty_like(precise(flat.joined(parameters))), vectors, views)
+        shards = {name: shard(parameter) for name, parameter in parameters.items()}
+        return StateVectors(torch.empty_like(precise(flat.joined(shards))), vectors, views)
 
     def hold(self, parameters: Tensors, states: Mapping[Any, Any]) -> bool:
         """Whether these are the parameters, and the optimizer's state is still made of the views."""
@@ -240,15 +244,16 @@ class GroupedParameters:
         if not with_gradient:
             return None
         parameters: Tensors = {name: parameter for name, (parameter, _) in with_gradient.items()}
-        flat = Flat({name: parameter.shape for name, parameter in parameters.items()})
+        here = {name: shard(parameter) for name, parameter in parameters.items()}
+        flat = Flat({name: part.shape for name, part in here.items()})
         if first_order not in self.last or not self.last[first_order].hold(parameters, states):
             new = new_adam_state if first_order else self.new_state
             self.last[first_order] = StateVectors.of(new, flat, parameters, states)
         state, decays = self.last[first_order], not self.decaying.isdisjoint(parameters)
         return FlatParameters(
             flat,
-            parameters,
-            flat.joined({name: dense(gradient) for name, (_, gradient) in with_gradient.items()}, out=state.g),
+            here,
+            flat.joined({name: dense(shard(gradient)) for name, (_, gradient) in with_gradient.items()}, out=state.g),
             state.vectors,
             flat.spread(self.scalars["lr"]),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,

@@ -25,7 +25,8 @@ class WritesUndone(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: set[int] = set()  # the addresses of what was made inside
-        self.before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # by place in memory: the tensor and its values
+        # By place in memory: the tensor, its values and the size of its memory.
+        self.before: dict[tuple[Any, ...], tuple[Tensor, Tensor, int]] = {}
 
     @torch.compiler.disable(reason="it remembers tensors")  # type: ignore[untyped-decorator]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,7 +36,8 @@ class WritesUndone(TorchFunctionMode):
             if place and place not in self.made:
                 part = place, tensor.storage_offset(), tensor.shape, tensor.stride()
                 if part not in self.before:
-                    self.before[part] = tensor.detach(), tensor.detach().clone()
+                    size = tensor.untyped_storage().nbytes()
+                    self.before[part] = tensor.detach(), tensor.detach().clone(), size
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") != "__get__":  # attributes were there before
             given = {address(leaf) for leaf in pytree.leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -45,8 +47,9 @@ class WritesUndone(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for tensor, values in reversed(self.before.values()):  # parts that overlap: the first copies are the oldest
-            tensor.data.copy_(values)
+        for tensor, values, size in reversed(self.before.values()):  # parts that overlap: the first copies are oldest
+            if tensor.untyped_storage().nbytes() == size:  # FSDP2 frees the memory of the parameters that it gathered
+                tensor.data.copy_(values)
 
 
 @contextmanager

@@ -75,11 +75,12 @@ def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[T
     """`multiply` as a product with vectors: the parameters in Fisher blocks that have no gradient count as zero."""
     idle = state.estimator.idle(flat.parameters)
     absent = {
-        name: torch.zeros_like(parameter, dtype=state.scalar.dtype)
+        name: state.scalar.new_zeros(parameter.shape)
         for parameter, name in state.names.items()
         if name in state.registered and name not in flat.parameters and name not in idle
     }
-    return Preconditioner(multiply, flat.flat, absent)
+    owners = None if state.shards is None else state.estimator.owner_of
+    return Preconditioner(multiply, flat.flat, absent, state.shards, owners)
 
 
 def fisher_product(state: StepState, flat: FlatParameters) -> Preconditioner:
@@ -97,7 +98,7 @@ def exact_products(state: StepState, flat: FlatParameters) -> Products:
             "called in training mode with gradients enabled since the last step"
         )
     ggn = state.options.estimation_mode.endswith("GGN")
-    parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
+    parameters = {name: parameter.detach() for parameter, name in state.names.items()}
 
     def products(vectors: Sequence[Tensor]) -> Tensor:
         by_name, total = [flat.flat.parts(vector) for vector in vectors], torch.zeros_like(state.damping)

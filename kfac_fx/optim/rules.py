@@ -6,19 +6,23 @@ No function here reads a value back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.passes.errors import nearest
 
 Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
 Products = Callable[[Sequence[Tensor]], Tensor]  # <d_i, F d_j> of k vectors [P]: [k, k]
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+DIVIDED: ContextVar[Shards | None] = ContextVar("DIVIDED", default=None)  # how vectors are divided among processes
 
 # --- momentum -------------------------------------------------------------------------------------------------------
 
@@ -30,9 +34,18 @@ class Preconditioner:
     multiply: Callable[[Tensors], Tensors]  # of all parameters in a Fisher block, by name
     flat: Flat  # where the parameters that have a gradient lie in the vector
     absent: Tensors  # zeros for those that have none
+    shards: Shards | None = None  # if vectors are those of the shards of this process
+    owners: Mapping[str, int] | None = None  # the processes that multiply, if each of these does a part
 
     def __call__(self, vector: Tensor) -> Tensor:
-        return self.flat.joined(self.multiply({**self.flat.parts(vector), **self.absent}))
+        parts = self.flat.parts(vector)
+        if self.shards is None:
+            return self.flat.joined(self.multiply({**parts, **self.absent}))
+        if self.owners is None:
+            product = self.multiply({**self.shards.gathered(parts), **self.absent})
+            return self.flat.joined(self.shards.parts({name: product[name] for name in parts}))
+        product = self.multiply({**self.shards.to_owners(parts, self.owners), **self.absent})
+        return self.flat.joined(self.shards.from_owners({name: product[name] for name in parts}, self.owners, vector))
 
 
 @dataclass(frozen=True)
@@ -203,10 +216,26 @@ def change_by_blocks(g: Tensor, move: Tensor, multiply: Product, excess: Tensor)
     return inner(g, move) + 0.5 * (inner(move, multiply(move)) - excess * inner(move, move))
 
 
+@contextmanager
+def vectors_divided(shards: Shards | None) -> Iterator[None]:
+    """Vectors inside are those of the shards of this process, and sums over their elements are over all processes."""
+    token = DIVIDED.set(shards)
+    try:
+        yield
+    finally:
+        DIVIDED.reset(token)
+
+
+def over_processes(value: Tensor) -> Tensor:
+    """The sum over the processes among which vectors are divided."""
+    shards = DIVIDED.get()
+    return value if shards is None else shards.total(value)
+
+
 def inner(first: Tensor, second: Tensor) -> Tensor:
     """<a, b>, in float32 at least. Not a BLAS product, which adds up millions of terms one after another."""
     dtype = torch.promote_types(first.dtype, torch.float32)
-    return (first.to(dtype) * second.to(dtype)).sum()
+    return over_processes((first.to(dtype) * second.to(dtype)).sum())
 
 
 def inner_products(vectors: Sequence[Tensor]) -> Tensor:
@@ -216,7 +245,7 @@ def inner_products(vectors: Sequence[Tensor]) -> Tensor:
 
 def is_finite(vector: Tensor) -> Tensor:
     """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
-    return vector.sum().isfinite()
+    return over_processes(vector.sum()).isfinite()
 
 
 # --- the damping ----------------------------------------------------------------------------------------------------

@@ -182,7 +182,8 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
         state.replicas.check_options(state.options.common())
         told = scaler is not None or state.options.recording_in_training  # the latter must know the scale of each step
         forwards.check_loss(loss, scale if told else scale_of_caller())
-        state.replicas.check_gradients(gradients)
+        if state.shards is None:  # FSDP2 averages the gradients itself
+            state.replicas.check_gradients(gradients)
     return scale
 
 
@@ -223,7 +224,7 @@ def new_check(state: StepState, loss_scale: float) -> Check:
         seen.start,
     )
     state.unobserved = state.unobserved or not batch.observed
-    parameters = {name: parameter.detach() for name, parameter in state.net.named_parameters()}
+    parameters = {name: parameter.detach() for parameter, name in state.names.items()}
     schedule = state.schedule
     return Check.of(batch, parameters, schedule.steps_since_check, schedule.checking_exactly)
 

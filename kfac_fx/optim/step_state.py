@@ -11,6 +11,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.adaptive import StepSize
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.forwards import Forwards
@@ -48,6 +49,7 @@ class StepState:
     loss_before: Tensor = field(init=False)
     size: StepSize = field(init=False)  # of "adaptive"
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
+    shards: Shards | None = None  # None if every process has whole parameters
     unobserved: bool = False  # a check did not know the gradient of the outputs
     late: RandomState | None = None  # before the forward of a step whose loss is still to be measured
     first_recorded: dict[Key, int] = field(default_factory=dict)  # the steps that gave later blocks their first factors

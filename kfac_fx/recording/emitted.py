@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from kfac_fx.linalg.sharded import is_divided
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs import pytree
@@ -30,6 +31,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.devices import accelerators, same_random
 from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
+from kfac_fx.recording.on_shards import run_on_shards
 from kfac_fx.statistics.moments import Key
 from kfac_fx.taps.link import Link
 from kfac_fx.taps.tap import Tap
@@ -176,9 +178,21 @@ class EmittedGraph:
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
     ) -> RunOutputs:
+        if any(map(is_divided, parameters.values())):
+            return self.run_on_shards(parameters, buffers, values, probes, average=False)
         return (self.compiled if compiled else self.call)(parameters, buffers, values, probes)
 
-    run_in_training = run
+    def run_in_training(self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any]) -> RunOutputs:
+        if any(map(is_divided, parameters.values())):
+            return self.run_on_shards(parameters, buffers, values, probes, average=True)
+        return self.run(parameters, buffers, values, probes)
+
+    def run_on_shards(
+        self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], average: bool
+    ) -> RunOutputs:
+        tensors, backward = {**parameters, **buffers}, any(probe is not None for probe in probes)
+        result: RunOutputs = run_on_shards(self.module, tensors, (*values, probes), backward=backward, average=average)
+        return result
 
     def isolated(self) -> AbstractContextManager[None]:
         return isolated(self.model, self.random)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kfac_fx.blocks.block import statistics_of
 from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.losses.sources import check_mode, is_exact, one_source
@@ -208,7 +209,7 @@ class Recorder:
         with self.emitted.isolated(), full_precision():
             live = {name: value.detach() for name, value in self.live_parameters().items()}
             summed_over = self.program.parameters if params_stats else self.generic_parameters(only)
-            learned = {name: live[name].requires_grad_() for name in summed_over}
+            learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
             probes_or_none = self.make_probes(values, live, only)
             registrations, probes = recorded(self.registrations, probes_or_none)
             with saved.watched() if is_exact(mode) else nullcontext():
@@ -273,7 +274,8 @@ class Recorder:
             )
         self.sample_anew(generator)
         live = self.live_parameters()
-        views = {name: live[name][...] for name in self.generic_parameters()}  # not `view_as`: gradients may be sparse
+        # Not `view_as`: gradients may be sparse.
+        views = {name: averaged_unsharded(live[name])[...] for name in self.generic_parameters()}
         for view in views.values():
             view.retain_grad()  # the part of this forward in the parameter's gradient, whatever happens to `.grad`
         live |= views

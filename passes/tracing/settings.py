@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_private import BACKWARD_HOOKS, CALL, FLAT_WEIGHTS, FORWARD_HOOKS, parameters_of
+from ..torch_private import BACKWARD_HOOKS, CALL, FLAT_WEIGHTS, FORWARD_HOOKS, SHARDING, class_of, parameters_of
 from .holders import Entries
 from .outside import Outside
 from .summary import ATOMS, CONTAINERS, Walk, has_fields
@@ -100,7 +100,7 @@ def of_modules(model: nn.Module, without: Collection[str], inside: bool, walk: W
     changing: set[int] = set()  # objects that forward changes, under every name, as a configuration that modules share
     for path, module in model.named_modules():
         prefix, held, around = f"{path}." if path else "", module.__dict__, inside and not path
-        values[f"the class of {path or 'the model'}"] = type(module)
+        values[f"the class of {path or 'the model'}"] = class_of(module)
         walk.classes.add(module)
         changing |= {id(held[name]) for name in held if f"{prefix}{name}" in without and has_content(held[name])}
         names = [
@@ -124,7 +124,7 @@ def of_modules(model: nn.Module, without: Collection[str], inside: bool, walk: W
 
 
 def is_setting(module: nn.Module, prefix: str, name: str, without: Collection[str]) -> bool:
-    if name in TORCHS or name == "forward" or f"{prefix}{name}" in without:
+    if name in TORCHS or name == "forward" or name.startswith(SHARDING) or f"{prefix}{name}" in without:
         return False
     return not (isinstance(module.__dict__[name], Tensor) and computed_weight(module, name))
 

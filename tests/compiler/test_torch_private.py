@@ -113,6 +113,21 @@ def test_a_call_is_replaced_as_torch_compile_replaces_it_and_copies_have_their_o
 
 
 @LOADS
+def test_fully_shard_sets_attributes_of_these_names_and_a_subclass() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    plain, module = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        fsdp.fully_shard(module, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    finally:
+        torch.distributed.destroy_process_group()
+    for sharded, other in ((module, plain), (module[0], plain[0])):
+        new = sharded.__dict__.keys() - other.__dict__.keys()
+        assert new and all(name.startswith(private.SHARDING) for name in new)
+        assert private.class_of(sharded) is type(other) is private.class_of(other)
+    assert type(module) is not nn.Sequential
+
+
 def test_the_module_inside_a_compiled_one() -> None:
     module = nn.Linear(2, 3)
     assert private.compiled_from(torch.compile(module)) is module

@@ -307,18 +307,6 @@ def one_process() -> Any:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_sharded_parameters_are_refused_by_name() -> None:
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    model = fsdp.fully_shard(nn.Sequential(nn.Linear(4, 3)), mesh=mesh)
-    first, advice = refusal(model)
-    assert first == (
-        "these parameters are spread over processes, and no process can compute their factors: 0.weight, 0.bias."
-    )
-    assert "DistributedDataParallel" in advice
-
-
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 def test_data_parallel_over_processes_is_looked_through(inside: bool) -> None:
     ddp = nn.parallel.DistributedDataParallel

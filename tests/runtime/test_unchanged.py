@@ -11,7 +11,7 @@ from kfac_fx.checks.unchanged import Structure
 
 def test_what_stays_is_no_change() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    structure = Structure(model)
+    structure = Structure(model, lambda: None)
     model.double().eval().requires_grad_(False)
     model[1].reset_running_stats()
     structure.check()
@@ -19,7 +19,7 @@ def test_what_stays_is_no_change() -> None:
 
 def test_every_name_that_changed_is_in_the_text() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    structure = Structure(model)
+    structure = Structure(model, lambda: None)
     model[1][0] = nn.Linear(2, 2, bias=False)
     model.add_module("new", nn.Tanh())
     with pytest.raises(ModelChangedError) as failure:

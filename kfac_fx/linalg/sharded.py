@@ -1,0 +1,367 @@
+"""Tensors that are divided among processes: the parameters that FSDP2 has sharded, as DTensors.
+
+A *shard* is the part of one process, a run of rows along one dimension. What K-FAC does element by element, it does on
+shards. A graph reads a parameter as a whole: it is gathered at its first use, and dropped after the last one, as FSDP2
+does in a unit. All processes run the same graph, so they gather the same parameters in the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.passes.errors import RegistrationError, table
+
+# Newer torch has other names for these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a DTensor. torch's module of them is not imported only to know that there is none."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """The units of FSDP2 drop the parameters that they gathered: the root keeps them behind a forward without backward,
+    and would not notice that an optimizer moves the shards."""
+    fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for module in () if fsdp_module is None else model.modules():
+        if isinstance(module, fsdp_module):
+            cast(Any, module).reshard()
+
+
+def shard(tensor: Tensor) -> Tensor:
+    """The part of this process, in the memory of the tensor; a tensor that is not sharded is its own part."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        local: Tensor = cast(Any, tensor).to_local()
+    return local
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """How a tensor is divided: process r has rows r · c to (r + 1) · c along `dim`, with c = ⌈rows / processes⌉."""
+
+    shape: torch.Size  # of the whole tensor
+    dim: int
+    ranks: int
+    group: Any
+
+    @staticmethod
+    def of(tensor: Tensor) -> ShardLayout:
+        """Of a DTensor that `problem` has nothing to say about."""
+        mesh, placements = cast(Any, tensor).device_mesh, cast(Any, tensor).placements
+        return ShardLayout(tensor.shape, placements[0].dim, mesh.size(), mesh.get_group())
+
+    @property
+    def rows(self) -> int:
+        """c, the rows of every process but the last ones."""
+        return -(-self.shape[self.dim] // self.ranks)
+
+    @property
+    def filled(self) -> torch.Size:
+        """The shape of a shard with `dim` in front, filled up to c rows."""
+        return torch.Size([self.rows, *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
+
+    def fill(self, local: Tensor) -> Tensor:
+        """A shard with the shape `filled`; missing rows are zero."""
+        rows = local.movedim(self.dim, 0)
+        if rows.shape == self.filled:
+            return rows.contiguous()
+        full = rows.new_zeros(self.filled)
+        full[: rows.shape[0]] = rows
+        return full
+
+    def join(self, filled: Tensor) -> Tensor:
+        """The whole tensor from the filled shards of all processes, [processes, *filled]."""
+        return filled.flatten(0, 1)[: self.shape[self.dim]].movedim(0, self.dim)
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """The shard of a process, a view."""
+        rows = self.shape[self.dim]
+        start = min(rank * self.rows, rows)
+        return whole.narrow(self.dim, start, min(start + self.rows, rows) - start)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The whole tensor, from all processes."""
+        filled = self.fill(local)
+        everything = filled.new_empty((self.ranks * filled.shape[0], *filled.shape[1:]))
+        all_gather(everything, filled, group=self.group)
+        return self.join(everything.unflatten(0, (self.ranks, -1)))
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        """The shard of the sum of all processes' tensors."""
+        rows = whole.movedim(self.dim, 0)
+        full = rows.new_zeros((self.ranks * self.rows, *rows.shape[1:]))
+        full[: rows.shape[0]] = rows
+        filled = full.new_empty(self.filled)
+        reduce_scatter(filled, full, group=self.group)
+        return self.unfill(filled, dist.get_rank(self.group))
+
+    def unfill(self, filled: Tensor, rank: int) -> Tensor:
+        """The inverse of `fill` for the shard of a process."""
+        rows = self.shape[self.dim]
+        return filled[: max(0, min(self.rows, rows - rank * self.rows))].movedim(0, self.dim)
+
+
+class Whole(torch.autograd.Function):
+    """The whole tensor of shards. The gradient of a shard is `weight` times the sum of all processes' gradients of the
+    whole."""
+
+    @staticmethod
+    def forward(local: Tensor, layout: ShardLayout, weight: float) -> Tensor:
+        return layout.gather(local)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.layout, ctx.weight = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return cast(Any, Summed).apply(gradient, ctx.layout) * ctx.weight, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return gathered_whole(tangent, ctx.layout, ctx.weight)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, local: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        return torch.stack([gathered_whole(part, *rest) for part in local.unbind(in_dims[0])]), 0
+
+
+def gathered_whole(local: Tensor, layout: ShardLayout, weight: float) -> Tensor:
+    """See `Whole`."""
+    result: Tensor = cast(Any, Whole).apply(local, layout, weight)
+    return result
+
+
+class Summed(torch.autograd.Function):
+    """The shard of the sum of all processes' whole tensors, the transpose of `Whole`."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, layout: ShardLayout) -> Tensor:
+        ctx.layout = layout
+        return layout.reduce(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gathered_whole(gradient, ctx.layout, 1.0), None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard that is a function of other tensors, in the place of a parameter: derivatives pass through `local`, as
+    they do not through a DTensor in forward mode."""
+
+    local: Tensor
+    layout: ShardLayout
+
+
+def in_place_of(parameter: Tensor, local: Tensor) -> Tensor:
+    """What a graph reads `parameter` from where `local` is the shard, or all of one that is not sharded."""
+    return cast(Tensor, Shard(local, ShardLayout.of(parameter))) if is_sharded(parameter) else local
+
+
+def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor that is divided as `parameter` is, in the memory of the shard `local`."""
+    if not is_sharded(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    like = cast(Any, parameter)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def is_divided(value: Any) -> bool:
+    """Whether `unsharded` has to gather this."""
+    return isinstance(value, Shard) or is_sharded(value)
+
+
+def unsharded(value: Any, weight: float = 1.0) -> Any:
+    """The whole tensor of a DTensor or a `Shard`, differentiable; other values are whole.
+
+    weight: of the gradients of all processes, which are added up.
+    """
+    if is_sharded(value):
+        value = Shard(value.to_local(), ShardLayout.of(value))
+    return gathered_whole(value.local, value.layout, weight) if isinstance(value, Shard) else value
+
+
+def averaged_unsharded(value: Any) -> Any:
+    """`unsharded` in a training step: the gradient of a shard is the mean over processes, as that of FSDP2."""
+    return unsharded(value, 1 / ShardLayout.of(value).ranks) if is_sharded(value) else value
+
+
+class SavedShards:
+    """Saves no gathered tensors for a backward: they are gathered again where the backward reads them."""
+
+    def __init__(self, average: bool) -> None:
+        self.average = average  # the gradients of a shard over processes, instead of adding them up
+        self.gathered: dict[int, tuple[weakref.ref[Tensor], Shard]] = {}  # by the place of their memory
+
+    def unsharded(self, value: Any) -> Any:
+        """The whole tensor of a DTensor or a `Shard`."""
+        layout = value.layout if isinstance(value, Shard) else ShardLayout.of(value)
+        result = averaged_unsharded(value) if self.average else unsharded(value)
+        if result.numel():
+            local = value.local.detach() if isinstance(value, Shard) else shard(value)
+            self.gathered[result.untyped_storage().data_ptr()] = weakref.ref(result), Shard(local, layout)
+        return result
+
+    def pack(self, tensor: Tensor) -> Any:
+        alive, mine = self.gathered.get(tensor.untyped_storage().data_ptr(), (None, None))
+        whole_tensor = None if alive is None else alive()
+        if mine is None or whole_tensor is None or whole_tensor.dtype != tensor.dtype:
+            return tensor
+        return mine, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        mine, shape, stride, offset = packed
+        return torch.as_strided(unsharded(mine), shape, stride, offset)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """All sharded parameters of a model, by name; they are divided among the same processes."""
+
+    layouts: Mapping[str, ShardLayout]
+
+    @staticmethod
+    def of(named: Iterable[tuple[str, Tensor]]) -> Shards | None:
+        """None if no trained parameter is sharded.
+
+        Raises RegistrationError if some are and others are not, or if they are divided in another way than FSDP2 does
+        along one dimension of processes.
+        """
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        if not any(map(is_sharded, trained.values())):
+            return None
+        problems = {name: problem(parameter) for name, parameter in trained.items()}
+        if rows := [(name, text) for name, text in problems.items() if text]:
+            raise RegistrationError(
+                f"K-FAC cannot train {len(rows)} of {len(trained)} parameters that are sharded as they are:\n"
+                f"{table(rows)}\n"
+                "Call torch.distributed.fsdp.fully_shard on the model itself, after its units, with one dimension of "
+                "processes: it shards every parameter that no unit has."
+            )
+        return Shards({name: ShardLayout.of(parameter) for name, parameter in trained.items()})
+
+    @property
+    def group(self) -> Any:
+        return next(iter(self.layouts.values())).group
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over processes."""
+        result = values.clone()
+        dist.all_reduce(result, group=self.group)
+        return result
+
+    def gathered(self, parts: Tensors) -> Tensors:
+        """The whole tensors of shards by name, in one message."""
+        layouts = {name: self.layouts[name] for name in parts}
+        filled = {name: layout.fill(parts[name]) for name, layout in layouts.items()}
+        message = torch.cat([tensor.reshape(-1) for tensor in filled.values()])
+        ranks = next(iter(layouts.values())).ranks
+        everything = message.new_empty((ranks * message.numel(),))
+        all_gather(everything, message, group=self.group)
+        pieces = everything.unflatten(0, (ranks, -1)).split([tensor.numel() for tensor in filled.values()], 1)
+        return {
+            name: layout.join(piece.unflatten(1, layout.filled))
+            for (name, layout), piece in zip(layouts.items(), pieces, strict=True)
+        }
+
+    def to_owners(self, parts: Tensors, owners: Mapping[str, int]) -> Tensors:
+        """The whole tensors of shards by name in the process that owns them, in one message; zeros without memory
+        stand for those of the other owners."""
+        rank, by_owner = dist.get_rank(self.group), self.by_owner(parts, owners)
+        filled = [[self.layouts[name].fill(parts[name]) for name in names] for names in by_owner]
+        mine = {name: self.layouts[name] for name in by_owner[rank]}
+        received = self.exchanged(filled, [list(mine.values())] * len(by_owner), next(iter(parts.values())))
+        wholes = {
+            name: layout.join(torch.stack([of_process[n] for of_process in received]))
+            for n, (name, layout) in enumerate(mine.items())
+        }
+        return {
+            name: wholes[name] if name in wholes else part.new_zeros(()).expand(self.layouts[name].shape)
+            for name, part in parts.items()
+        }
+
+    def from_owners(self, wholes: Tensors, owners: Mapping[str, int], like: Tensor) -> Tensors:
+        """The shards of this process of whole tensors that their owners have, by name, in one message.
+
+        like: a tensor of their dtype and device.
+        """
+        rank, by_owner = dist.get_rank(self.group), self.by_owner(wholes, owners)
+        layouts = [[self.layouts[name] for name in names] for names in by_owner]
+        filled = [
+            [
+                layout.fill(layout.part(wholes[name], process))
+                for name, layout in zip(by_owner[rank], layouts[rank], strict=True)
+            ]
+            for process in range(len(by_owner))
+        ]
+        received = self.exchanged(filled, layouts, like)
+        return {
+            name: layout.unfill(tensor, rank)
+            for names, of_owner, tensors in zip(by_owner, layouts, received, strict=True)
+            for name, layout, tensor in zip(names, of_owner, tensors, strict=True)
+        }
+
+    def by_owner(self, names: Iterable[str], owners: Mapping[str, int]) -> list[list[str]]:
+        """The names of every process."""
+        ranks = next(iter(self.layouts.values())).ranks
+        result: list[list[str]] = [[] for _ in range(ranks)]
+        for name in names:
+            result[owners[name]].append(name)
+        return result
+
+    def exchanged(
+        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[ShardLayout]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """What every process sent here: filled shards of the `expected` layouts.
+
+        Args:
+            sent: to every process.
+            like: a tensor of the dtype and device of all.
+        """
+        message = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+        sizes = [[layout.filled.numel() for layout in layouts] for layouts in expected]
+        received = like.new_empty(sum(map(sum, sizes)))
+        of_processes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        dist.all_to_all_single(received, message, list(map(sum, sizes)), of_processes, group=self.group)
+        return [
+            [part.view(layout.filled) for part, layout in zip(of_process.split(lengths), layouts, strict=True)]
+            for of_process, lengths, layouts in zip(received.split(list(map(sum, sizes))), sizes, expected, strict=True)
+        ]
+
+    def parts(self, wholes: Tensors) -> Tensors:
+        """The shards of this process of whole tensors by name."""
+        rank = dist.get_rank(self.group)
+        return {name: self.layouts[name].part(tensor, rank) for name, tensor in wholes.items()}
+
+
+def problem(parameter: Tensor) -> str:
+    """Why a trained parameter beside sharded ones cannot be trained; empty if it can."""
+    if not is_sharded(parameter):
+        return "is whole in every process, and others are not"
+    mesh, placements = cast(Any, parameter).device_mesh, cast(Any, parameter).placements
+    if mesh.ndim != 1:
+        return f"is divided along {mesh.ndim} dimensions of processes, {placements}"
+    if type(placements[0]).__name__ != "Shard":
+        return f"is divided as {placements[0]}"
+    return ""

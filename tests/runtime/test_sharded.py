@@ -1,0 +1,179 @@
+"""Tensors that are divided among processes: kfac_fx/linalg/sharded.py, kfac_fx/recording/on_shards.py, and the order of
+compile, fully_shard and KFAC. tests/whole/test_fsdp.py trains with several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.linalg.sharded import ShardLayout, Shards
+
+pytest.importorskip("torch.distributed.fsdp")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+X, Y = torch.randn(6, 5), torch.randint(2, (6,))
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.data())
+def test_filled_shards_join_to_the_whole(shape: list[int], data: st.DataObject) -> None:
+    ranks, dim = data.draw(st.integers(1, 5)), data.draw(st.integers(0, len(shape) - 1))
+    layout, whole = ShardLayout(torch.Size(shape), dim, ranks, None), torch.randn(shape)
+    parts = [layout.part(whole, rank) for rank in range(ranks)]
+    assert [tuple(part.shape) for part in parts if part.numel()] == [tuple(p.shape) for p in whole.chunk(ranks, dim)]
+    filled = [layout.fill(part) for part in parts]
+    assert all(torch.equal(layout.unfill(tensor, rank), parts[rank]) for rank, tensor in enumerate(filled))
+    assert torch.equal(layout.join(torch.stack(filled)), whole)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Branching(Net):
+    """No single graph holds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y if y.sum() > 0 else -y)
+
+
+@pytest.fixture
+def shard() -> Iterator[Callable[..., None]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+    def sharded(module: nn.Module, *shape: int) -> None:
+        names = ("replicas", "shards")[2 - len(shape or (1,)) :]
+        fully_shard(module, mesh=init_device_mesh("cpu", shape or (1,), mesh_dim_names=names))
+
+    yield sharded
+    dist.destroy_process_group()
+
+
+def compiled(model: nn.Module | None = None, **options: Any) -> kfac_fx.CompiledModule:
+    return kfac_fx.compile(Net() if model is None else model, (X,), loss="categorical", **options)
+
+
+def test_one_message_brings_shards_to_their_owners_and_back(shard: Callable[..., None]) -> None:
+    net = compiled()
+    shard(net.model)
+    shards = Shards.of(net.named_parameters())
+    assert shards is not None
+    parts = {name: parameter.detach().to_local() for name, parameter in net.named_parameters()}  # type: ignore[operator]
+    owners = dict.fromkeys(parts, 0)
+    wholes = shards.to_owners(parts, owners)
+    back = shards.from_owners(wholes, owners, X)
+    for name, part in parts.items():
+        assert torch.equal(wholes[name], part) and torch.equal(back[name], part)
+    assert all(torch.equal(whole, wholes[name]) for name, whole in shards.gathered(parts).items())
+
+
+def test_a_sharded_model_is_refused_with_the_order_to_write(shard: Callable[..., None]) -> None:
+    model = Net()
+    shard(model)
+    with pytest.raises(
+        ValueError, match="sharded already, so that no process can run the model to capture it"
+    ) as error:
+        compiled(model)
+    assert str(error.value).endswith(
+        ": first.weight, first.bias, last.weight, last.bias.\n"
+        "Compile first, with example inputs, and shard then: net = kfac_fx.compile(model, (x,)), "
+        "torch.distributed.fsdp.fully_shard on the units and on the model, and optimizer = kfac_fx.KFAC(net)."
+    )
+
+
+def test_an_optimizer_of_whole_parameters_is_refused(shard: Callable[..., None]) -> None:
+    net = compiled()
+    kfac_fx.KFAC(net)
+    shard(net.model)
+    with pytest.raises(RuntimeError, match="sharded after the optimizer was made, .*\n.* and then optimizer = "):
+        net(X)
+
+
+def test_a_call_that_was_not_captured_before_is_refused(shard: Callable[..., None]) -> None:
+    net = compiled()
+    shard(net.model)
+    with pytest.raises(ValueError, match="Net is called in a way that was not captured before it was sharded") as error:
+        net.record((X.double(),), {})
+    assert "call net.recorder((x,), {}) for every further kind of call, before fully_shard" in str(error.value)
+
+
+def test_a_call_that_was_captured_before_is_served(shard: Callable[..., None]) -> None:
+    net = compiled()
+    whole = net.eval().record((X,), {}, mode="exact")
+    net.train()
+    shard(net.model)
+    sharded = net.eval().record((X,), {}, mode="exact")
+    for key, sums in whole.statistics.items():
+        for name, value in sums.items():
+            torch.testing.assert_close(sharded.statistics[key][name], value)
+
+
+def test_all_parameters_must_be_sharded(shard: Callable[..., None]) -> None:
+    net = compiled()
+    shard(net.model.first)
+    with pytest.raises(ValueError, match="cannot train 2 of 4 parameters that are sharded as they are") as error:
+        kfac_fx.KFAC(net)
+    assert "last.weight" in str(error.value) and "is whole in every process, and others are not" in str(error.value)
+    assert "fully_shard on the model itself, after its units" in str(error.value)
+
+
+def test_two_dimensions_of_processes_are_refused(shard: Callable[..., None]) -> None:
+    net = compiled()
+    shard(net.model, 1, 1)
+    with pytest.raises(ValueError, match="is divided along 2 dimensions of processes"):
+        kfac_fx.KFAC(net)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # what torch itself loads late
+def test_compiled_graphs_are_refused(shard: Callable[..., None]) -> None:
+    net = compiled(backend="inductor", verify=False)
+    shard(net.model)
+    kfac_fx.KFAC(net)
+    with pytest.raises(ValueError, match="backend='inductor' cannot gather its parameters where its graph reads them"):
+        net(X)
+
+
+def test_divided_models_are_refused(shard: Callable[..., None]) -> None:
+    net = compiled(Branching())
+    shard(net.model)
+    kfac_fx.KFAC(net)
+    with pytest.raises(ValueError, match="sharded, and no single graph holds it: it was captured as 2 submodules"):
+        net(X)
+
+
+def test_a_closure_without_a_backward_is_told(shard: Callable[..., None]) -> None:
+    net = compiled()
+    shard(net.model)
+    with pytest.raises(ValueError, match="the closure of step\\(closure\\) returned a loss and called no backward"):
+        kfac_fx.KFAC(net).step(lambda: F.cross_entropy(net(X), Y))
+
+
+def test_parameters_that_are_frozen_after_sharding_keep_their_blocks_and_stand_still(
+    shard: Callable[..., None],
+) -> None:
+    net = compiled()
+    shard(net.model)
+    opt = kfac_fx.KFAC(net, seed=0)
+    for step in range(3):
+        net.model.first.requires_grad_(step != 1)
+        before = net.model.first.weight.detach().to_local().clone()
+        opt.zero_grad()
+        F.cross_entropy(net(X), Y).backward()
+        opt.step()
+        assert torch.equal(before, net.model.first.weight.detach().to_local()) == (step == 1)

@@ -1,0 +1,231 @@
+"""Models that FSDP2 shards: two or three processes take the steps of one process with all cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import kfac_fx
+from kfac_fx.linalg.sharded import ShardLayout, is_sharded
+
+pytest.importorskip("torch.distributed.fsdp")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+
+WORLD, CASES = 3, 6
+EXACT = {"estimation_mode": "exact"}
+ADAPTED = {
+    "momentum_type": "qmodel", "momentum": None, "damping": 0.3, "adapt_damping": True,
+    "damping_adaptation_interval": 1, "invert_every": 2, **EXACT,
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Widths that no number of processes divides, parameters with fewer rows than processes, a generic parameter and a
+    weight with two uses."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.first = nn.Linear(5, 5, bias=False)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(2))
+        self.last = nn.Linear(5, 2)
+        self.steps = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + torch.cumsum(self.steps, 0)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.last(self.first(x))
+
+
+Shard = Callable[[nn.Module], None]
+
+
+def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(steps, CASES, 5, generator=generator, dtype=torch.float64)
+    return list(zip(x, torch.randint(2, (steps, CASES), generator=generator), strict=True))
+
+
+def compiled(in_place: bool = False, checkpointed: bool = False, steps: str = "generic") -> kfac_fx.CompiledModule:
+    torch.manual_seed(0)
+    example, approximations = (torch.randn(4, 5, dtype=torch.float64),), {"steps": steps}
+    model = Net(checkpointed).double()
+    return kfac_fx.compile(model, example, loss="categorical", in_place=in_place, approximations=approximations)
+
+
+def train(
+    options: Mapping[str, Any],
+    part: slice,
+    shard: Shard | None = None,
+    number: int = 20,
+    evaluated: bool = False,
+    **how: Any,
+) -> tuple[Tensor, float, kfac_fx.KFAC]:
+    """All parameters after the steps, the damping, and the optimizer.
+
+    evaluated: the step measures its loss with a closure that calls no backward.
+    """
+    net = compiled(**how)
+    if shard is not None:
+        shard(net.model)
+    opt = kfac_fx.KFAC(net, seed=0, **options)
+    called = net.model if net.in_place else net
+    for x, y in batches(number):
+
+        def closure(x: Tensor = x[part], y: Tensor = y[part]) -> Tensor:
+            opt.zero_grad()
+            loss = F.cross_entropy(called(x), y)
+            loss.backward()
+            return loss
+
+        if evaluated:
+            closure()
+            opt.step(evaluate=lambda x=x[part], y=y[part]: F.cross_entropy(called(x), y))  # type: ignore[misc]
+        else:
+            opt.step(closure)
+    return torch.cat([whole_of(parameter).flatten() for parameter in net.parameters()]), float(opt.damping), opt
+
+
+def whole_of(tensor: Any) -> Tensor:
+    result: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()
+    return result
+
+
+OF_TWO = ("adaptive", "qmodel, damping adapted")  # two processes, beside three
+RUNS: dict[str, dict[str, Any]] = {
+    "adaptive": {"options": EXACT},
+    "owners": {"options": {"placement": "owners", **EXACT}},
+    "adaptive, in place": {"options": EXACT, "in_place": True, "number": 4},
+    "adaptive, checkpointed": {"options": EXACT, "checkpointed": True, "number": 4},
+    "empirical": {"options": {"lr": 0.1, "damping": 0.3, "estimation_mode": "empirical"}, "number": 4},
+    "qmodel, damping adapted": {"options": ADAPTED},
+    "loss evaluated": {"options": ADAPTED, "evaluated": True, "number": 4},
+    "adam, bounded": {
+        "options": {"lr": 0.1, "damping": 0.1, "momentum_type": "adam", "norm_constraint": 1e-3, **EXACT},
+        "number": 4,
+    },
+    "in reverse mode": {"options": EXACT, "steps": "full", "number": 4},  # the Jacobian of a full block has no other
+    "groups": {"options": {"lr": 0.1, "damping": 0.1, "weight_decay": 0.1, **EXACT}, "number": 4},
+}
+
+
+def fully_sharded(ranks: Sequence[int]) -> Shard:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh("cpu", list(ranks))
+
+    def shard(model: nn.Module) -> None:
+        assert isinstance(model, Net)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    return shard
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+    results: dict[str, Any] = {}
+    for number in (2, WORLD):
+        shard, part = fully_sharded(range(number)), slice(rank * CASES // number, (rank + 1) * CASES // number)
+        if rank < number:
+            for name, run in RUNS.items() if number == WORLD else [(name, RUNS[name]) for name in OF_TWO]:
+                parameters, damping, opt = train(part=part, shard=shard, **run)
+                results[f"{name} {number}"] = parameters, damping, list(opt.net.report.fallbacks())
+    results["state"] = states(shard, part)
+    results["memory"] = memory(shard, part)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def states(shard: Shard, part: slice) -> list[str]:
+    """The kinds of the tensors of the rule that moves the parameters, which tools save."""
+    _, _, opt = train(EXACT, part, shard, number=2)
+    of_rule = [tensor for state in opt.state.values() for name, tensor in state.items() if "/" not in name]
+    return sorted({type(tensor).__name__ for tensor in of_rule})
+
+
+def memory(shard: Shard, part: slice) -> dict[str, Any]:
+    """In a recording: the numbers of whole parameters that were alive at once, and that were gathered."""
+    net = compiled()
+    before = [parameter for _, parameter in net.named_parameters()]
+    shard(net.model)
+    alive: WeakSet[Tensor] = WeakSet()
+    counts: list[int] = []
+    gather = ShardLayout.gather
+
+    def counted(layout: ShardLayout, local: Tensor) -> Tensor:
+        result = gather(layout, local)
+        alive.add(result)
+        counts.append(len(alive))
+        return result
+
+    ShardLayout.gather = counted  # type: ignore[method-assign]
+    try:
+        net.record((batches(1)[0][0][part],), {})
+    finally:
+        ShardLayout.gather = gather  # type: ignore[method-assign]
+    storages = [parameter.untyped_storage().nbytes() for parameter in before]
+    return {"gathered": len(counts), "alive": max(counts), "parameters": len(before), "whole": max(storages)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder, threads = tmp_path_factory.mktemp("processes"), torch.get_num_threads()
+    others = [mp.get_context("spawn").Process(target=work, args=(n, str(folder)), daemon=True) for n in range(1, WORLD)]
+    for other in others:
+        other.start()
+    work(0, str(folder))  # this process is one of them: it has torch imported already
+    torch.set_num_threads(threads)
+    for other in others:
+        other.join(60)
+        assert other.exitcode == 0
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_sharded_processes_take_the_steps_of_one(results: list[dict[str, Any]], name: str) -> None:
+    expected, damping, alone = train(part=slice(None), **RUNS[name])
+    for number in (2, WORLD) if name in OF_TWO else (WORLD,):
+        for result in results[:number]:
+            parameters, of_rank, fallbacks = result[f"{name} {number}"]
+            assert fallbacks == list(alone.net.report.fallbacks()) and bool(fallbacks) == (name == "in reverse mode")
+            torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
+            assert of_rank == pytest.approx(damping, rel=1e-9)
+
+
+def test_the_state_of_sharded_parameters_is_sharded(results: list[dict[str, Any]]) -> None:
+    assert all(result["state"] == ["DTensor"] for result in results)
+
+
+def test_a_recording_gathers_parameters_where_they_are_read_and_drops_them(results: list[dict[str, Any]]) -> None:
+    """The weight of two uses, one more weight with its bias, and the one that is gathered; most of them twice, for the
+    backward gathers again. `whole` is the memory of a scalar: that of the parameters before they were sharded."""
+    for result in results:
+        assert result["memory"]["alive"] <= 4 < result["memory"]["parameters"] < result["memory"]["gathered"]
+        assert result["memory"]["whole"] == 8
