@@ -272,6 +272,7 @@ class CompiledModule(nn.Module):
         Two forwards that leave no trace. Of a sharded model nothing is compared here, because its units gather and drop
         parameters in a forward of their own; recordings are compared with the user's forwards.
         """
+        self.captures.structure.check()
         if self.captures.structure.sharded:
             return torch.zeros((), dtype=torch.bool, device=next(self.parameters()).device)
         return self.captures.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.sharded import shard
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.approximations import Side
 
@@ -29,7 +30,7 @@ class Metrics:
     | `damping`, `rho`, `predicted_change` | those of the optimizer; NaN before the first measured step |
     | `qmodel_learning_rate`, `qmodel_momentum` | the same, of the "qmodel" types only |
     | `lr/0`, `lr/1`, ... | the learning rates of the parameter groups |
-    | `norm/gradient`, `norm/update` | Euclidean norms: of the gradient, of the change of the parameters in the step |
+    | `norm/gradient`, `norm/update` | norms of the gradient and of the change of the parameters, or of their shards |
     | `skipped/steps` | steps so far that changed nothing, because something was not finite |
     | `skipped/statistics` | updates of factors so far that were skipped, over all blocks |
     | `skipped/inverses` | decompositions so far that failed and left a block its earlier inverse |
@@ -155,14 +156,15 @@ class Metrics:
         if self.write is not None:
             self.write(self.values, self.step)
 
-    def _read(self, before: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Tensor | float]:
+    def _read(self, before: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor | float]:
         optimizer, groups = self.optimizer, self.optimizer.estimator.kept
         names = ["damping", "rho", "predicted_change"]
         names += ["qmodel_learning_rate", "qmodel_momentum"] * optimizer.options.quadratic
         values: dict[str, Tensor | float] = {name: getattr(optimizer, name) for name in names}
         values |= {f"lr/{n}": group["lr"] for n, group in enumerate(optimizer.param_groups)}
-        pairs = list(before)
-        values["norm/gradient"] = norm(dense(parameter.grad) for parameter, _ in pairs if parameter.grad is not None)
+        gradients = [shard(parameter.grad) for parameter, _ in before if parameter.grad is not None]
+        pairs = [(shard(parameter), shard(old)) for parameter, old in before]
+        values["norm/gradient"] = norm(dense(gradient) for gradient in gradients)
         values["norm/update"] = norm(parameter.to(wide(old)) - old.to(wide(old)) for parameter, old in pairs)
         values["skipped/steps"] = optimizer.skipped
         values["skipped/statistics"] = sum(int(group.skipped.sum()) for group in groups)

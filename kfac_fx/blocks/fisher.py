@@ -16,6 +16,7 @@ from kfac_fx.factors.factor import Failures, NotRegisteredError
 from kfac_fx.factors.inverses import Inverter
 from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import Root, dense
+from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
@@ -308,7 +309,7 @@ class BlockDiagonalFisher(Operator):
                 "Their factors are singular or not finite: use a larger damping, or look for NaN in inputs, outputs or "
                 "parameters; then record a batch and call estimator.update_inverses() again."
             )
-        vector = {name: dense(tensor) for name, tensor in vector.items()}
+        vector = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
         if lead:
             many = {name: tensor.reshape(math.prod(lead), *self._shapes[name]) for name, tensor in vector.items()}
             each = [

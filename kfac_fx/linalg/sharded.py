@@ -34,10 +34,10 @@ def is_sharded(tensor: Any) -> bool:
 def drop_gathered(model: nn.Module) -> None:
     """The units of FSDP2 drop the parameters that they gathered: the root keeps them behind a forward without backward,
     and would not notice that an optimizer moves the shards."""
-    fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    for module in () if fsdp_module is None else model.modules():
+    fsdp_module: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for module in model.modules():
         if isinstance(module, fsdp_module):
-            cast(Any, module).reshard()
+            module.reshard()
 
 
 def shard(tensor: Tensor) -> Tensor:

@@ -328,7 +328,8 @@ class Forwards:
                     with torch.set_grad_enabled(with_backward or self.needs_graph):
                         loss = checked(closure())
                 finally:
-                    drop_gathered(self.net.model)
+                    if any(map(is_sharded, parameters)):
+                        drop_gathered(self.net.model)
                 if not with_backward and any(parameter.grad is not None for parameter in parameters):
                     raise RuntimeError(
                         "a closure that is given by keyword calls backward, but it is asked for a loss alone. Either "

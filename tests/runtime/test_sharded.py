@@ -164,6 +164,38 @@ def test_a_closure_without_a_backward_is_told(shard: Callable[..., None]) -> Non
         kfac_fx.KFAC(net).step(lambda: F.cross_entropy(net(X), Y))
 
 
+def test_an_estimator_gathers_the_gradients_that_it_multiplies(shard: Callable[..., None]) -> None:
+    products = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        net = compiled()
+        if is_sharded:
+            shard(net.model)
+        estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+        estimator.update_covariances(X)
+        estimator.update_inverses()
+        F.cross_entropy(net(X), Y).backward()
+        products.append(estimator.multiply_inverse({name: p.grad for name, p in net.named_parameters()}))
+    for name, product in products[0].items():
+        torch.testing.assert_close(products[1][name], product)
+
+
+def test_metrics_have_the_norms_of_shards(shard: Callable[..., None]) -> None:
+    values = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        net = compiled()
+        if is_sharded:
+            shard(net.model)
+        optimizer = kfac_fx.KFAC(net, estimation_mode="exact")
+        metrics = kfac_fx.Metrics(optimizer, every=1)
+        F.cross_entropy(net(X), Y).backward()
+        optimizer.step()
+        values.append(metrics.values)
+    for name in ("norm/gradient", "norm/update", "damping", "condition/A"):
+        assert values[1][name] == pytest.approx(values[0][name]) != 0
+
+
 def test_parameters_that_are_frozen_after_sharding_keep_their_blocks_and_stand_still(
     shard: Callable[..., None],
 ) -> None:

@@ -32,8 +32,12 @@ def run_blocks(text: str, name: str) -> int:
     return len(blocks)
 
 
-# Trainers are an extra: tests/trainers/test_recipes.py runs their page where they are.
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name != "trainers.md"], ids=lambda path: path.name)
+# Trainers are an extra: tests/trainers/test_recipes.py runs their page where they are. test_fsdp.py runs the page of
+# sharded models in several processes.
+ELSEWHERE = ("trainers.md", "sharded.md")
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in ELSEWHERE], ids=lambda path: path.name)
 def test_the_code_of_the_document_runs(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # a snippet may save a file
     run_blocks(document.read_text(encoding="utf-8"), document.name)

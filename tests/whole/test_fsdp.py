@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils import checkpoint as recomputation
 
 import kfac_fx
 from kfac_fx.linalg.sharded import ShardLayout, is_sharded
+from tests.errors.test_floors import ROOT
+from tests.whole.test_docs import run_blocks
 
 pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
@@ -55,7 +61,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x) + torch.cumsum(self.steps, 0)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            x = recomputation.checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return self.last(self.first(x))
 
 
@@ -146,7 +152,7 @@ def fully_sharded(ranks: Sequence[int]) -> Shard:
     return shard
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
@@ -159,8 +165,34 @@ def work(rank: int, folder: str) -> None:
                 results[f"{name} {number}"] = parameters, damping, list(opt.net.report.fallbacks())
     results["state"] = states(shard, part)
     results["memory"] = memory(shard, part)
-    torch.save(results, f"{folder}/{rank}.pt")
+    results["checkpoint"] = saved_and_continued(shard, part, f"{folder}/checkpoint")
     dist.destroy_process_group()
+    environment = {"RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    run_blocks((ROOT / "docs" / "sharded.md").read_text(encoding="utf-8"), "sharded.md")
+    torch.save(results, f"{folder}/{rank}.pt")
+
+
+def go_on(net: kfac_fx.CompiledModule, opt: kfac_fx.KFAC, part: slice, steps: slice) -> None:
+    for x, y in batches(4)[steps]:
+        opt.zero_grad()
+        F.cross_entropy(net(x[part]), y[part]).backward()
+        opt.step()
+
+
+def state_of(net: kfac_fx.CompiledModule, opt: kfac_fx.KFAC) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(net.model, opt), strict=True))
+
+
+def saved_and_continued(shard: Shard, part: slice, folder: str) -> Tensor:
+    """The parameters after two steps before a checkpoint, and two behind it."""
+    net = compiled()
+    shard(net.model)
+    opt = kfac_fx.KFAC(net, seed=0, placement="owners", **EXACT)
+    go_on(net, opt, part, slice(2))
+    checkpoint.save(state_of(net, opt), checkpoint_id=folder)
+    go_on(net, opt, part, slice(2, 4))
+    return torch.cat([whole_of(parameter).flatten() for parameter in net.parameters()])
 
 
 def states(shard: Shard, part: slice) -> list[str]:
@@ -195,17 +227,29 @@ def memory(shard: Shard, part: slice) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, threads = tmp_path_factory.mktemp("processes"), torch.get_num_threads()
-    others = [mp.get_context("spawn").Process(target=work, args=(n, str(folder)), daemon=True) for n in range(1, WORLD)]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Iterator[list[dict[str, Any]]]:
+    threads, environment = torch.get_num_threads(), dict(os.environ)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    others = [
+        mp.get_context("spawn").Process(target=work, args=(n, str(folder), port), daemon=True) for n in range(1, WORLD)
+    ]
     for other in others:
         other.start()
-    work(0, str(folder))  # this process is one of them: it has torch imported already
+    work(0, str(folder), port)  # this process is one of them: it has torch imported already
     torch.set_num_threads(threads)
     for other in others:
         other.join(60)
         assert other.exitcode == 0
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]
+    yield [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -229,3 +273,20 @@ def test_a_recording_gathers_parameters_where_they_are_read_and_drops_them(resul
     for result in results:
         assert result["memory"]["alive"] <= 4 < result["memory"]["parameters"] < result["memory"]["gathered"]
         assert result["memory"]["whole"] == 8
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which is meant
+def test_a_checkpoint_of_sharded_processes_continues_in_one_process(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
+    net = compiled()
+    opt = kfac_fx.KFAC(net, seed=1, **EXACT)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    state = state_of(net, opt)
+    checkpoint.load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
+    set_state_dict(net.model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    go_on(net, opt, slice(None), slice(2, 4))
+    continued = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    torch.testing.assert_close(continued, results[0]["checkpoint"], rtol=1e-9, atol=1e-9)
