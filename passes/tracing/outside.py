@@ -106,7 +106,7 @@ class Observer:
     """Collects the functions that run while it observes, and puts back afterwards what they changed outside."""
 
     codes: dict[CodeType, dict[str, Any] | None] = field(default_factory=dict)  # None: of a library
-    variables: dict[CodeType, dict[str, Any]] = field(default_factory=dict)  # the free ones, at the first call
+    variables: dict[CodeType, dict[tuple[int, ...], list[Any]]] = field(default_factory=dict)  # the free ones, by ids
     effects: dict[str, None] = field(default_factory=dict)
 
     @contextmanager
@@ -129,17 +129,21 @@ class Observer:
     def on_call(self, frame: FrameType, event: str, _: Any) -> None:
         """Called by Python before a function runs; returns None, so that its lines are not traced."""
         code = frame.f_code
-        if code in self.codes:
-            return
-        namespace = frame.f_globals
+        if code not in self.codes:
+            self.meet(code, frame.f_globals)
+        if code in self.variables:
+            values = [frame.f_locals.get(name, MISSING) for name in code.co_freevars]
+            self.variables[code].setdefault(tuple(map(id, values)), values)
+
+    def meet(self, code: CodeType, namespace: dict[str, Any]) -> None:
+        """Note a function that runs for the first time."""
         self.codes[code] = namespace if followed(code.co_filename, namespace.get("__name__", "")) else None
         if self.codes[code] is None or in_torch(code.co_filename):
             return
         for point in BytecodeNames.of(code).points(code, namespace):
             point.summary(self.before)
         if any(name != "__class__" for name in code.co_freevars):
-            values = frame.f_locals
-            self.variables[code] = {name: values.get(name, MISSING) for name in code.co_freevars}
+            self.variables[code] = {}
 
     def on_print(self, frame: FrameType | None, by_library: bool) -> None:
         """frame: of the function that prints. by_library: whether it counts if that is of a library."""
@@ -164,6 +168,7 @@ class Observer:
                 points.setdefault((id(point.holder), point.name), point)
         for point in self.cells():
             points.setdefault((id(point.holder), point.name), point)
+        self.variables.clear()  # a capture keeps its observer, and these may be activations
         return Outside(tuple(points.values()), frozenset(names), tuple(self.effects))
 
     def cells(self) -> Iterator[OutsideName]:
@@ -171,10 +176,10 @@ class Observer:
         for function in gc.get_referrers(*self.variables) if self.variables else ():
             if not isinstance(function, FunctionType) or not function.__closure__:
                 continue
-            code, values = function.__code__, self.variables.get(function.__code__, {})
+            code = function.__code__
             cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
-            same = [getattr_or_missing(cell, "cell_contents") is values.get(name) for name, cell in cells.items()]
-            if all(same):
+            contents = tuple(id(getattr_or_missing(cell, "cell_contents")) for cell in cells.values())
+            if contents in self.variables.get(code, ()):
                 for name, cell in cells.items():
                     if name != "__class__":
                         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"

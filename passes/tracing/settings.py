@@ -90,7 +90,7 @@ class ForwardSettings:
         values = of_modules(self.model, self.without, self.inside, walk) | of_classes(self.model, self.without, walk)
         for point in self.outside.points:
             if point.label not in self.without:
-                values[point.label] = point.summary(walk)
+                values[point.label] = *values.get(point.label, ()), point.summary(walk)  # files may have one name
         return values, walk
 
 

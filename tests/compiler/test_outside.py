@@ -76,6 +76,8 @@ def test_the_cells_of_a_closure_are_those_of_the_function_that_ran() -> None:
     first, other = make(1.5), make(2.5)
     (point,) = [point for point in observed(first).points if "factor" in point.label]
     assert point.value == 1.5 and other() == 2.5
+    both = [point.value for point in observed(lambda: first() + other()).points if "factor" in point.label]
+    assert sorted(both) == [1.5, 2.5]
 
 
 def test_functions_of_torch_are_followed_in_its_modules_only() -> None:

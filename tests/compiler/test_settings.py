@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.passes.tracing.outside import Outside
+from kfac_fx.passes.tracing.outside import Outside, OutsideName
 from kfac_fx.passes.tracing.settings import ForwardSettings
 
 CHANGES: dict[str, Any] = {
@@ -109,3 +109,14 @@ def test_deep_in_an_object_only_what_forward_names_is_a_setting() -> None:
     assert settings.hold()
     model.trainer.loop.epoch.scale = 2.0
     assert settings.changed() == ["trainer"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_names_outside_that_read_the_same_are_all_settings(number: int) -> None:
+    """As a global of two files that have one name, or a variable of two closures that one function made."""
+    namespaces = {"SCALE": 1.0}, {"SCALE": 1.0}
+    label = "the global SCALE of layers.py"
+    points = tuple(OutsideName(label, namespace, "SCALE") for namespace in namespaces)
+    settings = ForwardSettings(nn.Linear(2, 2), Outside(points))
+    namespaces[number]["SCALE"] = 2.0
+    assert not settings.hold() and settings.changed() == [label]

@@ -127,7 +127,7 @@ def test_masks_that_are_not_of_rows_become_so() -> None:
 
     function = link_function(both, (1, D, D), False, (False, True, 1, False), ("", ""), real)
     x, earlier, output = torch.randn(N, D), torch.randn(N, D), torch.randn(N, D, requires_grad=True)
-    mask, before = torch.tensor([True, True, True, False]), torch.tensor([False, True, True, True])
+    mask, before = torch.tensor([True, True, True, False]), torch.tensor([True, True, False, True])
     probes = [torch.zeros(LAGGED[name].shape((1, D, D)), requires_grad=True) for name in LAGGED]
     carried = torch.zeros(N, D, requires_grad=True)
     result, _ = function.apply(output, x, carried, earlier, *probes, mask, before, before)  # type: ignore[no-untyped-call]

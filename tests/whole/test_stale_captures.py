@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -604,6 +604,8 @@ ANYTHING: Any = None
     old=st.sampled_from([0.5, 1.0, 2]),
     new=st.sampled_from([0.25, 3.0, 5]),
 )
+@example(path=["object", "cell", "cell"], place="global", depth=2, old=0.5, new=0.25)  # two closures of one code
+@example(path=["array"], place="global", depth=1, old=0.5, new=0.25)
 def test_no_run_ends_with_statistics_of_another_function(
     path: list[str], place: str, depth: int, old: float, new: float
 ) -> None:
@@ -630,7 +632,9 @@ def test_no_run_ends_with_statistics_of_another_function(
                 self.held = value
 
         def forward(self, x: Tensor, argument: Any = None) -> Tensor:
-            where = {"global": ANYTHING, "closure": value, "argument": argument}.get(place, self.held)
+            where = {"global": ANYTHING, "closure": value, "argument": argument}.get(
+                place, type(self).held if place == "class" else self.held
+            )
             return self.last(torch.tanh(self.first(x)) * scale_in(where))  # type: ignore[no-any-return]
 
     set_global("ANYTHING", value if place == "global" else None)
