@@ -99,6 +99,7 @@ def test_peers_that_are_not_installed_are_said_to_be(monkeypatch: pytest.MonkeyP
     assert all(line.rstrip(" |").endswith("not installed") for line in lines)
 
 
+@pytest.mark.filterwarnings("ignore")  # of kronfluence
 @pytest.mark.parametrize("name", agreement_kronfluence.PROBLEMS)
 def test_scores_are_those_of_kronfluence(name: str) -> None:
     pytest.importorskip("kronfluence")
