@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.passes.errors import fatal
+
 SEEDS = range(-(2**63), 2**64)  # those that a torch.Generator takes
 
 
@@ -77,6 +79,18 @@ def a_flag(name: str, value: Any) -> None:
 def a_seed(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value not in SEEDS:
         raise wrong_value(name, value, "be a whole number, from -2**63 and below 2**64")
+
+
+def a_device(name: str, value: Any) -> None:
+    """A device that holds values."""
+    try:
+        there = torch.empty(0, device=value).device.type != "meta"
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch's, for a device that it does not know or have
+        if fatal(error):
+            raise
+        there = False
+    if not there:
+        raise wrong_value(name, value, "be a device of this machine")
 
 
 def finite_numbers(name: str, values: Any) -> list[float]:

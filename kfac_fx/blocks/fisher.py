@@ -21,7 +21,7 @@ from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
-from kfac_fx.values import not_negative, number, one_element
+from kfac_fx.values import a_device, not_negative, number, one_element, optional, wrong_value
 
 
 class Blocks(dict[Key, BlockOperator]):
@@ -282,8 +282,12 @@ class BlockDiagonalFisher(Operator):
 
         Raises:
             FactorNotReady: there was no first update.
+            ValueError: another dtype, or a device that is not there.
             ApproximationError: a series is too wide to be dense.
         """
+        if dtype not in (None, torch.float32, torch.float64):
+            raise wrong_value("dtype", dtype, "be torch.float32 or torch.float64")
+        optional(a_device, "device", device)
         systems = [System.of(group, dtype, device) for group in self.groups]
         return Spectrum(systems, self._shapes, scale, self.damping.clone() if damping is None else damping)
 

@@ -43,6 +43,7 @@ def split_group(
     Raises:
         ValueError: for a parameter that is not the compiled module's, and for an option that groups do not have.
     """
+    members = members_of(group)
     if common := {name: group[name] for name in group if name in OF_ALL_GROUPS and name not in of_groups}:
         written = ", ".join(f"{name}={value!r}" for name, value in common.items())
         raise ValueError(
@@ -52,7 +53,6 @@ def split_group(
     for name in of_groups:
         if name in group:
             not_negative(name, group[name])
-    members = members_of(group)
     foreign = [list(parameter.shape) for parameter in members if parameter not in names]
     if foreign:
         raise ValueError(

@@ -10,6 +10,7 @@ meets there.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -105,5 +106,10 @@ def dot(graph: networkx.DiGraph) -> str:
 
 def quote(text: str) -> str:
     """The text as a string of Graphviz."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escaped = printable(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out, so that a name with escapes changes no terminal."""
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kfac_fx.passes.errors import plural
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
-from kfac_fx.report.graph import block_graph, dot
+from kfac_fx.report.graph import block_graph, dot, printable
 from kfac_fx.report.page import Contents, TableCell, fragment, page
 from kfac_fx.report.rows import ReportRow, factor_dtype, memory_text, rows
 from kfac_fx.taps.subsample import described
@@ -323,8 +322,3 @@ def wrap(text: str) -> list[str]:
 
 def ascii_only(text: str) -> str:
     return printable(text).encode("ascii", "backslashreplace").decode("ascii")
-
-
-def printable(text: str) -> str:
-    """The text with control characters written out, so that a name with escapes changes no terminal."""
-    return "".join(ascii(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

@@ -46,8 +46,8 @@ def read_sampling(inputs: bool | float, patches: bool | float) -> Sampling | Non
     """
     share = TF_INPUTS if inputs is True else 1.0 if inputs is False else inputs
     most = TF_PATCHES if patches is True else None if patches is False else patches
-    for name, value in (("sub_sample_inputs", share), ("sub_sample_patches", most)):
-        if value is not None and (not isinstance(value, (int, float)) or not math.isfinite(value)):
+    for name, value in (("sub_sample_inputs", inputs), ("sub_sample_patches", patches)):
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise RegistrationError(f"{name} is {value!r}; it must be True, False or a finite number")
     if not 0 < share <= 1:
         raise RegistrationError(

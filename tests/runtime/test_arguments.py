@@ -116,5 +116,6 @@ def test_targets_of_numpy_are_told_to_be_tensors() -> None:
 
 def test_escapes_in_names_are_shown() -> None:
     report = compiled(Named("a\x1b[31m")).report
-    for text in (str(report), report.to_html()):
+    assert "\x1b" not in report.to_json()
+    for text in (str(report), report.to_html(), report.to_dot()):
         assert "\x1b" not in text and "\\x1b[31m" in text

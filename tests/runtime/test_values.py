@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kfac_fx.values import (
+    a_device,
     a_flag,
     a_process_group,
     a_seed,
@@ -37,6 +38,7 @@ TAKEN: dict[Check, list[Any]] = {
     a_share: [1, 1e-6],
     whole_number(0, "steps"): [0, 5],
     a_flag: [True, False],
+    a_device: ["cpu", torch.device("cpu")],
     a_seed: [0, -(2**63), 2**64 - 1],
     finite_numbers: [(), (-1, 0.5), [2]],
     one_element: [torch.tensor(1.0), torch.tensor([2.0])],
@@ -54,6 +56,7 @@ REFUSED: list[tuple[Check, Any, str]] = [
         (whole_number(1, "cases"), value, "be a whole number of cases, at least 1")
         for value in (0, 1.5, "a", True, None)
     ],
+    *[(a_device, value, "be a device of this machine") for value in ("nope", "meta", 1.5)],
     *[(a_flag, value, "be True or False") for value in (0, "no", None)],
     *[(a_seed, value, "be a whole number, from -2**63 and below 2**64") for value in (1.5, "a", True, 2**64)],
     *[(finite_numbers, value, "be several numbers, as in (-1,)") for value in (-1, "a", None, torch.ones(2))],

@@ -139,7 +139,7 @@ INPUTS: Rows = {
             lambda of=of, value=value: compiled(**{f"sub_sample_{of}": value}), RegistrationError,
             f"sub_sample_{of} is .*; it must be True, False or a finite number",
         )
-        for of in ("inputs", "patches") for value in ("a", math.inf)
+        for of in ("inputs", "patches") for value in ("a", math.inf, None)
     },
     "record of a tensor": (
         lambda: compiled().record(X, {}), TypeError,
@@ -254,6 +254,23 @@ OPTIMIZERS: Rows = {
         lambda: trained(params=["0.weight"]), TypeError, r"has parameters, and not '0.weight': write net.get_paramet",
     ),
     "a group of none": (lambda: trained(params=[{"lr": 1}]), TypeError, "a parameter group is a dict such as .*and no"),
+    "a group that is a number": (
+        lambda: trained()[1].add_param_group(3), TypeError, "a parameter group is a dict such as .*, and not 3",
+    ),
+    **{
+        f"a spectrum in {dtype!r}": (
+            lambda dtype=dtype: estimated().spectrum(dtype=dtype), ValueError,
+            "dtype is .*; it must be torch.float32 or torch.float64",
+        )
+        for dtype in ("f", torch.int32)
+    },
+    **{
+        f"a spectrum on {device!r}": (
+            lambda device=device: estimated().spectrum(device=device), ValueError,
+            f"device is '{device}'; it must be a device of this machine",
+        )
+        for device in ("nope", "meta")
+    },
     "lr=None in a group": (
         lambda: trained()[1].add_param_group({"params": [], "lr": None}), ValueError, "lr is None; it must be a number",
     ),
