@@ -7,7 +7,6 @@ own.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors.stacks import Vector
+from kfac_fx.passes.errors import warn_user
 
 NamedProduct = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
@@ -88,10 +88,10 @@ def conjugate_gradients(
         product = following
     converged = residuals[-1] <= tolerance
     if not bool(converged.all()):
-        warnings.warn(
-            f"{int((~converged).sum())} of {converged.numel()} right-hand sides have a residual of up to "
-            f"{float(residuals[-1].max()):.0e} after {iterations} iterations, and the tolerance is {tolerance:.0e}.",
-            ConvergenceWarning,
-            stacklevel=3,
+        warn_user(
+            ConvergenceWarning(
+                f"{int((~converged).sum())} of {converged.numel()} right-hand sides have a residual of up to "
+                f"{float(residuals[-1].max()):.0e} after {iterations} iterations, and the tolerance is {tolerance:.0e}."
+            )
         )
     return Solution(solution, torch.stack(residuals), converged)

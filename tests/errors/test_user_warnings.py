@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import kfac_fx
 from kfac_fx.passes.errors import warn_user
+from tests.errors.test_floors import SOURCES
 from tests.runtime.slow_kfac import batch, mlp
 
 Step = Callable[[kfac_fx.KFAC, Callable[[], Tensor]], int]
@@ -148,3 +150,13 @@ def test_a_step_without_statistics_is_named(step: Step) -> None:
 
     found, expected = warned(step, opt, closure)
     assert found == [(RuntimeWarning, __file__, expected)]
+
+
+def test_every_warning_of_the_library_goes_through_warn_user() -> None:
+    places = [
+        f"{module}:{node.lineno}"
+        for module, path in SOURCES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("warn", "warn_explicit") and module != "passes.errors"
+    ]
+    assert places == []
