@@ -228,6 +228,8 @@ def vectors_divided(shards: Shards | None) -> Iterator[None]:
 
 def over_processes(value: Tensor) -> Tensor:
     """The sum over the processes among which vectors are divided."""
+    if torch.compiler.is_compiling():  # sharded models are run by "eager" alone
+        return value
     shards = DIVIDED.get()
     return value if shards is None else shards.total(value)
 
