@@ -124,8 +124,8 @@ def ways_to_change(program: Program, parameter: str, registrations: list[Registr
             yield f"  {', '.join(possible)}"
         yield from (f"  not {name!r}: {lack}" for name, lack in lacks.items() if lack is not None)
     if registrations and not structured:
-        yield "for a structured block, write the operation as one of the layers above, or declare a layer of its form:"
-        yield "  kfac_fx.compile(model, layers=[...]), see kfac_fx.layer"
+        yield "for a structured block, write the operation as a layer that nearly matches, or declare its form:"
+        yield "  kfac_fx.compile(model, layers=[...]), see kfac_fx.layer and the page on layers of your own"
         full = factor_text("F", (program.parameters[parameter].numel(),) * 2)
         yield f"for all products of its elements write approximations={{{parameter!r}: 'full'}}: {full}"
     if parameter in program.parameters and registrations:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.passes.errors import first_line, nearest
+from kfac_fx.passes.layers import Layer
 from kfac_fx.values import a_seed
 
 MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
@@ -51,11 +52,14 @@ class Problem:
     kwargs: Mapping[str, Any]
     loss: str | None
     strict: bool
+    layers: tuple[Layer, ...] = ()
 
     def compiled(self) -> kfac_fx.CompiledModule:
         """The compiled model. Raises CommandError if it cannot be captured or registered."""
         try:
-            return kfac_fx.compile(self.model, self.args, self.kwargs, loss=self.loss, strict=self.strict)
+            return kfac_fx.compile(
+                self.model, self.args, self.kwargs, loss=self.loss, strict=self.strict, layers=self.layers
+            )
         except (ValueError, RuntimeError) as error:
             raise CommandError(f"{type(error).__name__}: {error}", status=1) from error
 
@@ -95,6 +99,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="example inputs that torch.save or numpy.savez wrote: a tensor, a tuple, or a dictionary by argument name",
     )
     command.add_argument("--loss", metavar="NAME", help="the loss on the outputs, such as categorical or normal")
+    command.add_argument(
+        "--layer",
+        dest="layers",
+        metavar="FILE:NAME",
+        action="append",
+        default=[],
+        help="a layer that kfac_fx.layer declares, such as mine.py:circulant; repeat it for more",
+    )
     command.add_argument("--strict", action="store_true", help="fail if a parameter has no structured block")
     mode = command.add_mutually_exclusive_group()
     mode.add_argument("--train-mode", dest="training", action="store_const", const=True, help="call model.train()")
@@ -118,7 +130,7 @@ def read(options: argparse.Namespace) -> Problem:
     else:
         args = tuple(value for name, value in options.inputs if name is None)
         kwargs = {name: value for name, value in options.inputs if name is not None}
-    return Problem(model, args, kwargs, options.loss, options.strict)
+    return Problem(model, args, kwargs, options.loss, options.strict, tuple(map(declared_layer, options.layers)))
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -137,12 +149,7 @@ def load(spec: str, arguments: Mapping[str, Any]) -> nn.Module:
         if spec.endswith(".py"):
             raise CommandError(f"{spec!r} is a file: name the model in it, as in {spec}:Net")
         raise CommandError(f"{spec!r} does not name a model: write it as {forms}")
-    if not path.endswith(".py") and not all(part.isidentifier() for part in path.split(".")):
-        raise CommandError(f"{path!r} is no name of a module: write {path}.py:{name} for a file")
-    module = module_of_file(Path(path)) if path.endswith(".py") else module_by_name(path)
-    if not hasattr(module, name):
-        raise CommandError(f"module {path!r} has no {name!r}.{nearest(name, dir(module))}")
-    make = getattr(module, name)
+    make = named_object(path, name)
     if isinstance(make, nn.Module):
         if arguments:
             raise CommandError(f"{spec} is a model already, so it takes no --arg")
@@ -150,6 +157,29 @@ def load(spec: str, arguments: Mapping[str, Any]) -> nn.Module:
     if not callable(make):
         raise CommandError(f"{spec} is of type {type(make).__name__}, not a callable that builds a model")
     return built(spec, lambda: make(**arguments))
+
+
+def declared_layer(spec: str) -> Layer:
+    """The layer that `spec` names, as in file.py:name. Raises CommandError."""
+    path, _, name = spec.rpartition(":")
+    layer = named_object(path, name) if path and name else None
+    if not isinstance(layer, Layer):
+        raise CommandError(f"--layer {spec}: write file.py:name, the name of a function below @kfac_fx.layer(...)")
+    return layer
+
+
+def named_object(path: str, name: str) -> Any:
+    """An attribute of a module or a file. Raises CommandError. A file is run once."""
+    if not path.endswith(".py") and not all(part.isidentifier() for part in path.split(".")):
+        raise CommandError(f"{path!r} is no name of a module: write {path}.py:{name} for a file")
+    loaded = sys.modules.get(Path(path).stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(Path(path).absolute()):
+        module = loaded
+    else:
+        module = module_of_file(Path(path)) if path.endswith(".py") else module_by_name(path)
+    if not hasattr(module, name):
+        raise CommandError(f"module {path!r} has no {name!r}.{nearest(name, dir(module))}")
+    return getattr(module, name)
 
 
 def module_by_name(name: str) -> ModuleType:

@@ -93,6 +93,40 @@ def test_a_file_is_run_with_its_folder_first_and_takes_arguments(tmp_path: Path)
     assert isinstance(model, nn.Linear) and model.weight.shape == (4, 3)
 
 
+OWN = """
+import torch
+import kfac_fx
+from torch import nn
+
+class Wave(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(6))
+
+    def forward(self, x):
+        return torch.cosh(x) @ torch.sinh(self.w).diag()
+
+@kfac_fx.layer(
+    rows=lambda x, a: torch.cosh(x), grad_rows=lambda dy, a: dy, example=lambda: (Wave(), torch.randn(4, 6))
+)
+def wave(x, *, weight):
+    return torch.cosh(x) @ torch.sinh(weight).diag()
+
+print("read")
+"""
+
+
+def test_a_declared_layer_comes_from_the_file_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cli_own.py").write_text(OWN)
+    common = ("report", "cli_own.py:Wave", "--input", "4,6", "--loss", "normal")
+    status, out, err = run(capsys, *common, "--layer", "cli_own.py:wave")
+    assert (status, err) == (0, "") and "wave" in out and "nowhere in the graph" in " ".join(out.split())
+    assert out.count("read\n") == 1  # the file of the model and of the layer runs once
+    for wrong in ("cli_own.py:Wave", "wave"):
+        status, _, err = run(capsys, *common, "--layer", wrong)
+        assert status == 2 and f"--layer {wrong}: write file.py:name, the name of a function below @kfac_fx" in err
+
+
 def test_a_model_that_exists_takes_no_arguments() -> None:
     with pytest.raises(CommandError, match="cli_models:ready is a model already, so it takes no --arg"):
         load("cli_models:ready", {"width": 3})
