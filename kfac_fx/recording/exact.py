@@ -7,6 +7,7 @@ The cotangents of a chunk go through the graph together by vmap where that is po
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
@@ -165,7 +166,8 @@ class ExactPass:
         for grads in or_none(self.sources(leaves, by_case=True), leaves):
             parts = split(dict(zip(names, grads, strict=True)), generic, lead=1)
             for registration in generic:
-                flat = torch.cat([parts[name].reshape(len(parts[name]), -1) for name in registration.parameters], dim=1)
+                of_cases = [parts[name] for name in registration.parameters]
+                flat = torch.cat([part.reshape(len(part), math.prod(part.shape[1:])) for part in of_cases], dim=1)
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
                 sums = additive(registration.structure, {"per_case": flat})
                 add_chunk(total, registration.parameters, sums)
