@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfac_fx.passes.errors import table
+from kfac_fx.passes.errors import fatal, first_line, table
 
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
 
@@ -63,7 +64,8 @@ class Replicas:
         totals: dict[int, Tensor] = {}
         for members in fitting_together(tensors):
             message = message_of(tensors, members)
-            dist.all_reduce(message, group=self.group)
+            with self.exchanging("sums"):
+                dist.all_reduce(message, group=self.group)
             totals |= zip(members, parts(message, [tensors[n] for n in members]), strict=True)
         return [totals[n] for n in range(len(tensors))]
 
@@ -77,11 +79,13 @@ class Replicas:
         for process, of_process in enumerate(tensors):
             for members in fitting_together(of_process):
                 message = message_of(of_process, members)
-                waiting.append(dist.reduce(message, group=self.group, group_dst=process, async_op=True))
+                with self.exchanging("statistics"):
+                    waiting.append(dist.reduce(message, group=self.group, group_dst=process, async_op=True))
                 if process == self.rank:
                     totals |= zip(members, parts(message, [of_process[n] for n in members]), strict=True)
-        for work in waiting:
-            work.wait()
+        with self.exchanging("statistics"):
+            for work in waiting:
+                work.wait()
         return [totals[n] for n in range(len(totals))]
 
     def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -101,22 +105,43 @@ class Replicas:
             if message is not None:
                 share[: len(message)] = message
             shares = [torch.empty_like(share) for _ in sizes]
-            dist.all_gather(shares, share, group=self.group)
+            with self.exchanging("products"):
+                dist.all_gather(shares, share, group=self.group)
             whole = torch.cat([filled[:size] for filled, size in zip(shares, sizes, strict=True)])
         else:
             whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
             if message is not None:
                 start = sum(sizes[: self.rank])
                 whole[start : start + len(message)] = message
-            dist.all_reduce(whole, group=self.group)
+            with self.exchanging("products"):
+                dist.all_reduce(whole, group=self.group)
         return [part.to(tensor.dtype) for part, tensor in zip(parts(whole, everything), everything, strict=True)]
+
+    def exchanging(self, what: str) -> AbstractContextManager[None]:
+        """Around a message; torch's error is raised again with the part of the step that it ended."""
+        return nullcontext() if torch.compiler.is_compiling() else self.explained(what)
+
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if fatal(error):
+                raise
+            raise RuntimeError(
+                f"process {self.rank} of {self.number} could not exchange {what} with the others: {first_line(error)}\n"
+                "Another process has ended or raised an error, was slower than the timeout of the process group, or "
+                "left a step out: see the first error of all processes. All of them take every step; one without cases "
+                "calls the net with an empty batch. Start all processes again, from the last checkpoint."
+            ) from error
 
     def check_options(self, options: Mapping[str, str]) -> None:
         """Raises ValueError if the processes have different options, with all of them. options: by name, as text."""
         if self.number == 1:
             return
         everywhere: list[dict[str, str]] = [{} for _ in range(self.number)]
-        dist.all_gather_object(everywhere, dict(options), group=self.group)
+        with self.exchanging("options"):
+            dist.all_gather_object(everywhere, dict(options), group=self.group)
         by_name = {name: [of_process.get(name, "nothing") for of_process in everywhere] for name in options}
         if rows := [
             (name, " and ".join(dict.fromkeys(texts))) for name, texts in by_name.items() if len(set(texts)) > 1
@@ -133,7 +158,8 @@ class Replicas:
             return
         norm = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
         ends = torch.stack([norm, -norm])
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
+        with self.exchanging("the norms of gradients"):
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
         most, least = ends[0].item(), -ends[1].item()
         if most - least > NORM_TOLERANCE * most:
             raise RuntimeError(

@@ -12,7 +12,7 @@ other distributions this holds to second order. If the forward returns the loss 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from torch import Tensor
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.watched import hooked_leaves
 from kfac_fx.linalg.sharded import in_place_of, shard
+from kfac_fx.distributed import Replicas
 from kfac_fx.losses import Normal
 from kfac_fx.losses.loss_function import precise
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one
@@ -86,7 +87,7 @@ class BatchLoss:
 
     Args:
         loss_scale: the factor of the loss in the user's backward, as that of a GradScaler.
-        mean: over processes.
+        replicas: the processes that have parts of the batch, which may be of different sizes.
         start: the random streams before the first forward, so that noise is the same at all points.
     """
 
@@ -95,7 +96,7 @@ class BatchLoss:
     multiply_jacobian: JacobianProducts
     loss_scale: float
     ggn: bool
-    mean: Callable[[Tensor], Tensor]
+    replicas: Replicas
     devices: tuple[torch.device, ...]
     start: RandomState | None
 
@@ -144,7 +145,7 @@ class BatchLoss:
     def change(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
         """h(after) - h(before), []. `before`: where the gradients were observed. Without observed gradients: its
         curvature only."""
-        total = sum(values.cases for values in before)
+        total = self.cases(values.cases for values in before)
         change = self.zero(before)
         for forward, old, new in zip(self.forwards, before, after, strict=True):
             change = change + self.slope(forward, [b - a for a, b in zip(old.leaves, new.leaves, strict=True)])
@@ -152,14 +153,14 @@ class BatchLoss:
                 for (_, was), (weight, loss) in zip(old.losses, new.losses, strict=True):
                     share = weight / at_least_one(loss.cases) * old.cases / at_least_one(total)
                     change = change + share * loss.divergence_from(was.inputs)
-        return self.mean(change)
+        return self.replicas.mean(change)
 
     def value(self, at: Sequence[Values]) -> Tensor:
         """h where the gradients were observed, []; infinity where the gradient does not tell it."""
-        total, value = sum(values.cases for values in at), self.zero(at)
+        total, value = self.cases(values.cases for values in at), self.zero(at)
         for forward, values in zip(self.forwards, at, strict=True):
             if not forward.gradients:
-                return self.mean(torch.full_like(value, torch.inf))
+                return self.replicas.mean(torch.full_like(value, torch.inf))
             entropies = [loss.entropy() for _, loss in values.losses]
             weight, only = values.losses[0]
             share = values.cases / at_least_one(total)
@@ -174,12 +175,12 @@ class BatchLoss:
                 for (weight, loss), entropy in zip(values.losses, entropies, strict=True):
                     known = torch.inf if entropy is None else entropy
                     value = value + share * weight / at_least_one(loss.cases) * known
-        return self.mean(value)
+        return self.replicas.mean(value)
 
     def finite(self, at: Sequence[Values]) -> Tensor:
         """Whether the inputs of all losses are finite, in all processes; a 0-dim bool."""
         sums = [loss.inputs.sum() for values in at for _, loss in values.losses]
-        return self.mean(torch.stack(sums).isfinite().all().to(sums[0].dtype)) == 1
+        return self.replicas.mean(torch.stack(sums).isfinite().all().to(sums[0].dtype)) == 1
 
     def along(self, parameters: NamedTensors, direction: NamedTensors) -> tuple[Tensor, Tensor, list[Values]]:
         """(<d, F d> with the exact Fisher of the batch, <∇h, d> through the observed outputs, [] each; the values at
@@ -204,9 +205,13 @@ class BatchLoss:
                 results.append(self.products(forward, found[0], primals, [product[0] for product in pushed]))
                 losses = [(weight, loss.at(at)) for (weight, loss), at in zip(found[0].losses, primals, strict=False)]
                 here.append(Values(losses, list(primals[len(losses) :])))
-        total = sum(cases for _, _, cases in results)
+        total = self.cases(cases for _, _, cases in results)
         fisher = torch.stack([f * (cases / at_least_one(total)) for f, _, cases in results]).sum()
-        return self.mean(fisher), self.mean(torch.stack([slope for _, slope, _ in results]).sum()), here
+        return (
+            self.replicas.mean(fisher),
+            self.replicas.mean(torch.stack([slope for _, slope, _ in results]).sum()),
+            here,
+        )
 
     def between(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
         """<z' - z, F_z (z' - z)> with the Fisher of the losses at their inputs z, and z' after: to second order in the
@@ -218,7 +223,9 @@ class BatchLoss:
             moved += [b - a for a, b in zip(old.leaves, new.leaves, strict=True)]
             terms.append(self.products(forward, old, inputs, moved))
         total = sum(cases for _, _, cases in terms)
-        return self.mean(torch.stack([fisher * (cases / at_least_one(total)) for fisher, _, cases in terms]).sum())
+        return self.replicas.mean(
+            torch.stack([fisher * (cases / at_least_one(total)) for fisher, _, cases in terms]).sum()
+        )
 
     def products(
         self, forward: ObservedForward, values: Values, primals: Sequence[Tensor], pushed: Sequence[Tensor]
@@ -242,6 +249,15 @@ class BatchLoss:
 
     def device(self, vectors: Sequence[Tensor]) -> torch.device:
         return next((vector.device for vector in vectors), next(self.net.parameters()).device)
+
+    def cases(self, of_forwards: Iterable[int | Tensor]) -> int | Tensor:
+        """The number of cases in this process; of several, their mean, by which the terms of a case are divided."""
+        total = sum(of_forwards)
+        if self.replicas.number == 1:
+            return total
+        return self.replicas.mean(
+            torch.as_tensor(total, dtype=torch.float32, device=next(self.net.parameters()).device)
+        )
 
     def zero(self, values: Sequence[Values]) -> Tensor:
         return torch.zeros((), device=values[0].losses[0][1].inputs.device)

@@ -115,7 +115,9 @@ def exact_products(state: StepState, flat: FlatParameters) -> Products:
                 losses, parameters, by_name, ggn=ggn, multiply_jacobian=state.multiply_jacobian
             )
             total, cases = total + pairs[0][1].cases * of_call, cases + pairs[0][1].cases
-        return state.replicas.mean(total / at_least_one(cases))
+        if state.replicas.number > 1:  # batches may have different sizes, and no cases at all
+            total, cases = state.replicas.total([total, torch.as_tensor(cases).to(total)])
+        return total / at_least_one(cases)
 
     return products
 

@@ -219,7 +219,7 @@ def new_check(state: StepState, loss_scale: float) -> Check:
         state.multiply_jacobian,
         loss_scale,
         state.options.estimation_mode.endswith("GGN"),
-        state.replicas.mean,
+        state.replicas,
         state.forwards.devices,
         seen.start,
     )

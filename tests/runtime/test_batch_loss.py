@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from kfac_fx import losses
 from kfac_fx.compiler import compile
+from kfac_fx.distributed import Replicas
 from kfac_fx.optim.batch_loss import BatchLoss, ObservedForward
 from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products
 from kfac_fx.passes.tracing.devices import RandomState
@@ -77,7 +78,7 @@ def observed(net: Any, *calls: tuple[tuple[Any, ...], Callable[[Any], Tensor]], 
         outputs = net(*args)
         forwards.append(ObservedForward.of(net.recorder(args, {}), args, {}, outputs))
         (loss_scale * loss(outputs)).backward()
-    return BatchLoss(net, forwards, JacobianProducts(), loss_scale, False, lambda tensor: tensor, (), None)
+    return BatchLoss(net, forwards, JacobianProducts(), loss_scale, False, Replicas(), (), None)
 
 
 @pytest.mark.parametrize(("distribution", "loss"), TRAINED.values(), ids=TRAINED)
@@ -119,7 +120,7 @@ def test_what_the_forward_returned_and_the_primals_of_a_product_are_the_values_a
     net = compile(network(), (X,), loss=distribution)
     outputs = net(X)
     forward = ObservedForward.of(net.recorder((X,), {}), (X,), {}, outputs)
-    batch = BatchLoss(net, [forward], JacobianProducts(), 1.0, False, lambda tensor: tensor, (), None)
+    batch = BatchLoss(net, [forward], JacobianProducts(), 1.0, False, Replicas(), (), None)
     with torch.no_grad():
         outputs.zero_()  # as a CUDA graph may
     here, there = parameters_of(net), parameters_of(net, 0.5)
