@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.watched import hooked_leaves
-from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.distributed import Replicas
+from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.losses import Normal
 from kfac_fx.losses.loss_function import precise
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one
@@ -222,7 +222,7 @@ class BatchLoss:
             moved = [loss.inputs - z for (_, loss), z in zip(new.losses, inputs, strict=True)]
             moved += [b - a for a, b in zip(old.leaves, new.leaves, strict=True)]
             terms.append(self.products(forward, old, inputs, moved))
-        total = sum(cases for _, _, cases in terms)
+        total = self.cases(cases for _, _, cases in terms)
         return self.replicas.mean(
             torch.stack([fisher * (cases / at_least_one(total)) for fisher, _, cases in terms]).sum()
         )
