@@ -225,6 +225,7 @@ class KFAC(Optimizer):
                 "the model was sharded after the optimizer was made, which holds the whole parameters of before.\n"
                 "Write net = kfac_fx.compile(model, (x,)), fully_shard(...), and then optimizer = kfac_fx.KFAC(net)."
             )
+        self._step_state.replicas.refuse_join()
         with self.phases.measure("record"):
             return self._forwards.on_forward(args, kwargs)
 

@@ -73,6 +73,13 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
         module.__dict__[CALL] = call
 
 
+def stands_in_for_others() -> bool:
+    """Whether the DistributedDataParallel whose forward runs, if any, is in a `join()`, where processes that have no
+    more batches take part in its messages and in no other. No public name tells this inside of a forward."""
+    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+    return wrapper is not None and bool(wrapper._join_config.enable)
+
+
 def own_call(module: nn.Module) -> Callable[..., Any]:
     """The module's own call: its hooks and its forward."""
     call: Callable[..., Any] = module._call_impl

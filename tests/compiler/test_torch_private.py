@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
@@ -126,6 +127,25 @@ def test_fully_shard_sets_attributes_of_these_names_and_a_subclass() -> None:
         assert new and all(name.startswith(private.SHARDING) for name in new)
         assert private.class_of(sharded) is type(other) is private.class_of(other)
     assert type(module) is not nn.Sequential
+
+
+def test_a_forward_knows_whether_its_wrapper_stands_in_for_other_processes() -> None:
+    class Asking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            answers.append(private.stands_in_for_others())
+            return super().forward(x)
+
+    answers: list[bool] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(Asking(2, 2))
+        wrapped(torch.ones(1, 2))
+        with wrapped.join():
+            wrapped(torch.ones(1, 2)).sum().backward()
+        wrapped.module(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+    assert answers == [False, True, False]
 
 
 def test_the_module_inside_a_compiled_one() -> None:

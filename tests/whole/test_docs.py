@@ -32,9 +32,9 @@ def run_blocks(text: str, name: str) -> int:
     return len(blocks)
 
 
-# Trainers are an extra: tests/trainers/test_recipes.py runs their page where they are. test_fsdp.py runs the page of
-# sharded models in several processes.
-ELSEWHERE = ("trainers.md", "sharded.md")
+# Trainers are an extra: tests/trainers/test_recipes.py runs their page where they are. The pages of many devices and of
+# sharded models are of several processes, which test_devices_page.py and test_fsdp.py start.
+ELSEWHERE = ("trainers.md", "devices.md", "sharded.md")
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in ELSEWHERE], ids=lambda path: path.name)

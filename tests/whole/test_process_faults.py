@@ -104,6 +104,13 @@ def raises_while_saving(rank: int, folder: str) -> list[bool]:
     return [Path(f"{folder}/{name}/.metadata").exists() for name in ("before", "after")]
 
 
+def joins(rank: int) -> str:
+    training = Training(OPTIONS["regular"], rank, new_group())
+    with pytest.raises(ValueError) as error, training.called.join():  # type: ignore[operator]
+        training.backward(8)
+    return str(error.value)
+
+
 def dies(rank: int) -> str:
     training = Training(OPTIONS["regular"], rank, new_group())
     training.steps(2)
@@ -120,6 +127,7 @@ def work(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
     results: dict[str, Any] = {name: Training(o, rank, new_group()).steps(10) for name, o in OPTIONS.items()}
+    results["joined"] = joins(rank)
     results["raised"] = raises_between_backward_and_step(rank)
     results["saved"] = raises_while_saving(rank, folder)
     torch.save(results, f"{folder}/{rank}.pt")
@@ -163,6 +171,12 @@ def test_a_process_that_raises_an_error_ends_the_steps_of_the_others(results: li
 def test_a_process_that_ends_ends_the_steps_of_the_others(results: list[dict[str, Any]]) -> None:
     assert results[0]["died"].startswith("process 0 of 2 could not exchange sums with the others: ")
     assert "died" not in results[1]
+
+
+def test_a_join_is_refused_in_all_processes(results: list[dict[str, Any]]) -> None:
+    for of_process in results:
+        assert of_process["joined"].startswith("inside of join(), processes without batches take part in the messages")
+        assert "calls the net with an empty batch, x[:0], and takes all steps with the others" in of_process["joined"]
 
 
 def test_a_checkpoint_that_one_process_did_not_save_is_none(results: list[dict[str, Any]]) -> None:
