@@ -148,6 +148,7 @@ def test_a_forward_knows_whether_its_wrapper_stands_in_for_other_processes() -> 
     assert answers == [False, True, False]
 
 
+@LOADS
 def test_the_module_inside_a_compiled_one() -> None:
     module = nn.Linear(2, 3)
     assert private.compiled_from(torch.compile(module)) is module
