@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.whole.test_docs import BLOCK, ROOT
 
+VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # in the command of the page
 STOP = 3  # the step in which the second process ends, at the first start
 ENDING = f"""
 import os
@@ -30,13 +31,14 @@ kfac_fx.KFAC.step = step_or_end
 
 def test_the_script_of_the_page_goes_on_after_a_process_has_ended(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    assert f"{VARIABLE}=1 torchrun --nproc-per-node 2" in page
     script = tmp_path / "train.py"
     script.write_text("\n".join([ENDING, *(block["code"] for block in BLOCK.finditer(page))]), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
         [*command, "--max-restarts", "1", script.name],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), VARIABLE: "1"},
         capture_output=True,
         text=True,
         timeout=240,
