@@ -150,7 +150,7 @@ def test_a_loss_whose_terms_have_a_backward_each_is_their_sum() -> None:
     loss = TRAINED["categorical"][1]
     (0.25 * loss(outputs)).backward(retain_graph=True)
     (0.75 * loss(outputs)).backward()
-    batch = BatchLoss(net, [forward], JacobianProducts(), 1.0, False, lambda tensor: tensor, (), None)
+    batch = BatchLoss(net, [forward], JacobianProducts(), 1.0, False, Replicas(), (), None)
     here, there = parameters_of(net), parameters_of(net, 0.5)
     expected = loss(torch.func.functional_call(net.model, there, (X,))) - loss(net(X))
     torch.testing.assert_close(batch.change(batch.at(here), batch.at(there)), expected.detach())
