@@ -23,7 +23,7 @@ from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.recording.recorder import Recorder
-from kfac_fx.statistics.moments import Key, Moments, PendingMoments, power_of_gradient
+from kfac_fx.statistics.moments import Key, Moments, PendingMoments
 from kfac_fx.values import number, wrong_value
 
 ForwardArguments = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a forward
@@ -57,7 +57,7 @@ class MicroBatches:
             batch.check_backwards()
         done = [batch for batch in self.pending if backward_happened(batch)]
         cases = sum(batch.cases for batch in done)
-        return [scaled(batch.moments(reduction, cases), 1 / loss_scale) for batch in done]
+        return [batch.moments(reduction, cases, loss_scale) for batch in done]
 
     def gradients_zeroed(self) -> None:
         """The backwards so far are no part of the step's gradient."""
@@ -91,17 +91,6 @@ def backward_happened(batch: PendingMoments) -> bool:
     """False for a forward without a backward, as one that measures the accuracy."""
     receivers = [*(probe for probes in batch.probes for probe in probes.values()), *batch.generic.values()]
     return not receivers or any(receiver.grad is not None for receiver in receivers)
-
-
-def scaled(moments: Moments, scale: float) -> Moments:
-    """As if all output gradients had been `scale` times larger."""
-    if scale == 1.0:
-        return moments
-    statistics = {
-        key: {name: total * scale ** power_of_gradient(name) for name, total in sums.items()}
-        for key, sums in moments.statistics.items()
-    }
-    return replace(moments, statistics=statistics)
 
 
 @dataclass(eq=False)

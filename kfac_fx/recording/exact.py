@@ -28,7 +28,7 @@ from kfac_fx.losses.sources import Cotangents, LossPairs, exact_sources, number_
 from kfac_fx.passes.approximations import Approximation
 from kfac_fx.passes.errors import fatal, first_line
 from kfac_fx.passes.ir import Registration
-from kfac_fx.statistics.moments import Key, power_of_gradient
+from kfac_fx.statistics.moments import Key, power_of_gradient, without_turned
 
 CHUNK_BYTES = 1 << 30  # that a chunk of cotangents may take
 VMAP_TOLERANCE = 1e-2  # relative; right gradients agree to the rounding of their dtype, bfloat16's at the worst
@@ -187,7 +187,7 @@ class ExactPass:
             each, once = iter(grads), iter(inputs)
             for registration, probes in structured:
                 chunk = {name: (next(each), next(once)) for name in probes}
-                sums = chunk_sums(registration.structure, chunk)
+                sums = chunk_sums(registration.structure, chunk, registration.parameters not in total)
                 add_chunk(total, registration.parameters, sums)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -232,22 +232,21 @@ def or_none(chunks: Iterable[list[Tensor]], leaves: Sequence[Tensor]) -> Iterato
         yield [leaf.new_zeros(0, *leaf.shape) for leaf in leaves]
 
 
-def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, Tensor]]) -> Statistics:
-    """Sums over a chunk of sources. Statistics of inputs come from `of_inputs`, squares are summed over sources,
-    gradients stay side by side.
+def chunk_sums(approximation: Approximation, chunk: Mapping[str, tuple[Tensor, Tensor]], first: bool) -> Statistics:
+    """Sums over a chunk of sources. Statistics of inputs come from `of_inputs`, once, in the first chunk; squares are
+    summed over sources, gradients stay side by side.
 
     chunk: by statistic ([k, ...], the same of `of_inputs`).
     """
     sums: Statistics = {}
     for name, (by_vector, once) in chunk.items():
-        sums[name] = {0: once, 1: by_vector, 2: by_vector.sum(0)}[power_of_gradient(name)]
-    return additive(approximation, sums)
+        of_inputs = once if first else torch.zeros_like(once)
+        sums[name] = {0: of_inputs, 1: by_vector, 2: by_vector.sum(0)}[power_of_gradient(name)]
+    return additive(approximation, without_turned(sums))
 
 
 def add_chunk(total: dict[Key, Statistics], key: Key, sums: Statistics) -> None:
-    if key in total:
-        sums = {n: value + sums[n] if power_of_gradient(n) else value for n, value in total[key].items()}
-    total[key] = sums
+    total[key] = {name: value + sums[name] for name, value in total[key].items()} if key in total else sums
 
 
 def tracked(

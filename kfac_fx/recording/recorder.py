@@ -30,7 +30,7 @@ from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
 from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes
 from kfac_fx.recording.output_losses import OutputLosses
-from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat
+from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat, with_turned, without_turned
 from kfac_fx.taps.subsample import ROBERTS_STEPS
 from kfac_fx.taps.tap import Tap, make_probes
 from kfac_fx.values import a_share, whole_number
@@ -124,8 +124,10 @@ class Recorder:
             for registration in self.registrations
         ]  # fmt: skip
 
-    def names_of(self, registration: Registration) -> tuple[str, ...]:
-        return statistics_of(registration) if self.statistics is None else self.statistics[registration.parameters]
+    def names_of(self, registration: Registration) -> Sequence[str]:
+        if self.statistics is not None:
+            return self.statistics[registration.parameters]
+        return with_turned(registration, statistics_of(registration))
 
     def generic_parameters(self, only: Collection[str] | None = None) -> list[str]:
         """The parameters that are in generic blocks, among `only`, and not frozen."""
@@ -253,7 +255,7 @@ class Recorder:
                 gradient = flat(list(split(gradients, [registration]).values()))
                 statistics[registration.parameters] = {"gradient": gradient}
             else:
-                statistics[registration.parameters] = {name: next(of_probes) for name in names}
+                statistics[registration.parameters] = without_turned({name: next(of_probes) for name in names})
         return Moments(statistics, cases, gradients if params_stats else {}, self.frozen)
 
     def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:

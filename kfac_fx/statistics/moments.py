@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,9 +24,31 @@ POWER_OF_GRADIENT = {
 }
 
 
+SIDES = ("A", "A_diag", "G", "G_diag")  # the statistics of rows, and of gradient rows
+TURNED = "/turned"  # ends the names of `SIDES` over transposed uses, whose rows and gradient rows have changed sides
+
+
 def power_of_gradient(statistic: str) -> int:
     """The power p of the output gradient in a statistic: a loss times s makes the statistic times s^p."""
-    return POWER_OF_GRADIENT[whole_statistic(statistic)]
+    power = POWER_OF_GRADIENT[whole_statistic(statistic)]
+    return 2 - power if statistic.endswith(TURNED) else power
+
+
+def with_turned(registration: Registration, names: Iterable[str]) -> list[str]:
+    """The names of statistics of a registration, and of those that its transposed uses sum apart."""
+    names = list(names)
+    if not any(use.transposed for use in registration.uses):
+        return names
+    return names + [f"{name}{TURNED}" for name in names if whole_statistic(name) in SIDES]
+
+
+def without_turned(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sums over all uses, once all of them are of one loss."""
+    return {
+        name: total + sums[f"{name}{TURNED}"] if f"{name}{TURNED}" in sums else total
+        for name, total in sums.items()
+        if not name.endswith(TURNED)
+    }
 
 
 @dataclass
@@ -84,14 +106,16 @@ class PendingMoments:
                 'call backward once, or record in a pass of its own: estimation_mode="gradients".'
             )
 
-    def moments(self, reduction: str = "mean", cases: int | Tensor | None = None) -> Moments:
+    def moments(self, reduction: str = "mean", cases: int | Tensor | None = None, loss_scale: float = 1.0) -> Moments:
         """The recorded statistics, for the gradient of the sum over cases. Raises RuntimeError as `check_backwards`.
 
         reduction: of the user's loss; the gradient of a mean is N times smaller, so second moments are multiplied by
-            N². cases: the N of the user's mean, if it contains more cases than this forward.
+            N². cases: the N of the user's mean, if it contains more cases than this forward. loss_scale: the factor
+            of the loss in the backward, as that of a GradScaler.
         """
         self.check_backwards()
         scale: Any = 1.0 if reduction != "mean" else self.cases if cases is None else cases
+        scale = scale if loss_scale == 1.0 else scale / loss_scale
         statistics: dict[Key, dict[str, Tensor]] = {}
         for registration, probes in zip(self.registrations, self.probes, strict=True):
             if registration.generic:
@@ -103,10 +127,12 @@ class PendingMoments:
                 name: probe.grad if probe.grad is not None else torch.zeros_like(probe)
                 for name, probe in probes.items()
             }
-            statistics[registration.parameters] = {
-                name: value * scale**power if (power := power_of_gradient(name)) else value
-                for name, value in sums.items()
-            }
+            statistics[registration.parameters] = without_turned(
+                {
+                    name: value * scale**power if (power := power_of_gradient(name)) else value
+                    for name, value in sums.items()
+                }
+            )
         return Moments(statistics, self.cases, frozen=self.frozen, only=self.only)
 
     def gradient(self, name: str) -> Tensor:

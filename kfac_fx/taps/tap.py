@@ -9,7 +9,7 @@ over uses.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED
+from kfac_fx.statistics.moments import TURNED
 from kfac_fx.statistics.row_sums import Matrix, named, whole_statistic
 from kfac_fx.taps.rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
 from kfac_fx.taps.subsample import SAMPLED, SampledShares, sample, sampled_parts
@@ -41,7 +42,7 @@ class Tap(nn.Module):
         super().__init__()
         assert registration.matrix is not None, "bug in kfac_fx: a tap on a generic registration"
         self.matrix, bias = registration.rows
-        self.tower = use.tower
+        self.tower, self.turned = use.tower, use.transposed
         both = self.both_rows(registration, use, layer)
         names = list(tensor_attrs(use))
         mask, cases = (names.index(key) if key in names else None for key in (KEPT, CASES))
@@ -70,7 +71,11 @@ class Tap(nn.Module):
     def forward(self, output: Tensor, input: Tensor, probes: Probes | None, *tensors: Tensor) -> Tensor:
         if not probes:
             return output
-        entering = {name: probe for name, probe in probes.items() if name not in LAGGED}
+        entering = {
+            name: probes.get(f"{name}{TURNED}", probe) if self.turned else probe
+            for name, probe in probes.items()
+            if name not in LAGGED and not name.endswith(TURNED)
+        }
         if hasattr(self, "patch_mask"):
             tensors = (*tensors, self.patch_mask)  # type: ignore[arg-type]
         if self.sampling is not None:
@@ -201,7 +206,7 @@ def quick(function: type[torch.autograd.Function]) -> type[torch.autograd.Functi
     return function
 
 
-def make_probes(registration: Registration, names: tuple[str, ...], cases: int, like: Tensor) -> dict[str, Tensor]:
+def make_probes(registration: Registration, names: Iterable[str], cases: int, like: Tensor) -> dict[str, Tensor]:
     """A leaf for every statistic: zeros without memory, because only their shapes are read.
 
     cases: of the largest tower, or more. like: a tensor of the device and precision of the parameters.
@@ -214,6 +219,8 @@ def make_probes(registration: Registration, names: tuple[str, ...], cases: int, 
     def shape(name: str) -> Shape:
         if name in LAGGED:
             return LAGGED[name].shape(matrix)
-        return named(name).shape(matrix, cases * registration.towers if name == "per_case" else cases)
+        return named(name.removesuffix(TURNED)).shape(
+            matrix, cases * registration.towers if name == "per_case" else cases
+        )
 
     return {name: zero.expand(shape(name)).requires_grad_() for name in names}

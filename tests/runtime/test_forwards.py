@@ -339,12 +339,13 @@ def test_a_closure_may_return_a_number() -> None:
 
 
 def pending(backward: bool, cases: int = 2) -> Any:
-    """A forward whose statistic G is 4, and whose backward happened or not."""
+    """A forward whose statistic G is 4 for a loss scale of 1, and whose backward happened or not."""
     probe = torch.zeros((), requires_grad=True)
     probe.grad = torch.ones(()) if backward else None
 
-    def moments(reduction: str, of_step: int) -> Moments:
-        return Moments({("w",): {"G": torch.tensor(4.0), "count": torch.tensor(float(of_step))}}, cases)
+    def moments(reduction: str, of_step: int, loss_scale: float) -> Moments:
+        sums = {"G": torch.tensor(4.0 / loss_scale**2), "count": torch.tensor(float(of_step))}
+        return Moments({("w",): sums}, cases)
 
     return SimpleNamespace(
         probes=[{"G": probe}], generic={}, cases=cases, moments=moments, check_backwards=lambda: None
@@ -358,7 +359,7 @@ def test_only_forwards_with_a_backward_are_micro_batches() -> None:
     assert all(one.statistics[("w",)]["count"] == 5 for one in moments)  # the mean is over the cases of both
 
 
-def test_a_loss_scale_is_taken_out_by_the_power_of_the_gradient() -> None:
+def test_micro_batches_know_the_loss_scale() -> None:
     (moments,) = MicroBatches(pending=[pending(True)]).moments("mean", loss_scale=8.0)
     assert moments.statistics[("w",)] == {"G": torch.tensor(4.0 / 64), "count": torch.tensor(2.0)}
 

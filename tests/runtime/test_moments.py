@@ -8,7 +8,7 @@ import torch
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.statistics.lagged import LAGGED
-from kfac_fx.statistics.moments import POWER_OF_GRADIENT, PendingMoments, flat, power_of_gradient
+from kfac_fx.statistics.moments import POWER_OF_GRADIENT, TURNED, PendingMoments, flat, power_of_gradient
 from kfac_fx.statistics.row_sums import STATISTICS
 from tests.runtime.fisher_cases import FORMS, register
 
@@ -32,6 +32,7 @@ def backward(of: PendingMoments) -> None:
 def test_every_statistic_has_a_power_of_the_gradient() -> None:
     assert set(STATISTICS) | set(LAGGED) == set(POWER_OF_GRADIENT)
     assert power_of_gradient("G/8") == power_of_gradient("G") == 2 and power_of_gradient("A/8") == 0
+    assert power_of_gradient(f"G/8{TURNED}") == 0 and power_of_gradient(f"A{TURNED}") == 2
 
 
 @pytest.mark.parametrize(("reduction", "cases", "scale"), [("sum", None, 1), ("mean", None, 5), ("mean", 20, 20)])
@@ -42,6 +43,15 @@ def test_statistics_are_those_of_the_sum_over_cases(reduction: str, cases: int |
     sums = moments.statistics[REGISTRATION.parameters]
     assert moments.cases == 5
     assert [sums[name][0].item() for name in ("count", "A", "per_case", "G")] == [1, 1, scale, scale**2]
+
+
+def test_a_loss_scale_is_taken_out_by_the_power_of_the_gradient() -> None:
+    of = pending()
+    backward(of)
+    moments = of.moments("mean", 16, loss_scale=8.0).statistics
+    sums = moments[REGISTRATION.parameters]
+    assert [sums[name][0].item() for name in ("count", "A", "per_case", "G")] == [1, 1, 2, 4]
+    assert moments[GENERIC.parameters]["gradient"].tolist() == [4] * 4 + [0] * 3
 
 
 def test_generic_gradients_are_flat_by_piece_and_zero_where_the_backward_did_not_come() -> None:
