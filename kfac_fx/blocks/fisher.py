@@ -232,10 +232,9 @@ class BlockDiagonalFisher(Operator):
         }
         for group in self.decompose(keys):
             if group.here and group in failed:
-                for registration, fails in zip(
-                    group.registrations, (group.failed > failed[group]).tolist(), strict=True
-                ):
-                    change = self._never_inverted.add if fails else self._never_inverted.discard
+                inverted = (group.failed == failed[group]).tolist()
+                for registration, has_inverse in zip(group.registrations, inverted, strict=True):
+                    change = self._never_inverted.discard if has_inverse else self._never_inverted.add
                     change(registration.parameters)
 
     def decompose(self, keys: Collection[Key] | None = None) -> list[BlockGroup]:

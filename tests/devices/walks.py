@@ -34,6 +34,7 @@ FIRST_STEP = {
     "loss_scale.py:check_coverage",  # does it reach other parameters?
     "state.py:on",  # numbers and random states, into the state by parameter
     "inverses.py:known_failures",  # there is no last good inverse to keep
+    "fisher.py:update_inverses",  # products of a block without an inverse raise
 }
 MADE = {"estimator.py:__init__", "optimizer.py:__init__"}  # a damping that is a number goes to the device
 PROOF = {  # on the first batch; `verify=False` does without
