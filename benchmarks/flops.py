@@ -12,6 +12,7 @@ import torch
 
 import kfac_fx
 from benchmarks.step_models import Make
+from kfac_fx.optim.intervals import LayerFlops
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,7 @@ def flops_of(make: Make) -> Flops:
     torch.manual_seed(0)
     problem = make()
     net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind)
-    counts = net.record((problem.x,), {}).statistics
-    training = statistics = preconditioning = inverses = 0.0
-    for one in net.registrations:
-        if one.matrix is None or "count" not in counts[one.parameters]:
-            continue
-        g, o, i = one.matrix.shape
-        n = float(counts[one.parameters]["count"])
-        training += 6 * n * g * i * o
-        statistics += n * g * (i * i + o * o)
-        preconditioning += 2 * g * i * o * (i + o)
-        inverses += g * (i**3 + o**3)
-    return Flops(training, statistics, preconditioning, inverses)
+    counts = {key: sums["count"] for key, sums in net.record((problem.x,), {}).statistics.items() if "count" in sums}
+    rows = {key: float(count) for key, count in counts.items()}
+    flops = LayerFlops.of(kfac_fx.FisherEstimator(net).groups, rows)
+    return Flops(3 * flops.forward, flops.statistics / 2, flops.preconditioning, flops.inverses)

@@ -121,8 +121,11 @@ class CompiledModule(nn.Module):
 
     @property
     def report(self) -> Report:
-        """Every parameter with its Fisher block, the reason and the cost; and the counters of an attached optimizer."""
-        return Report(self.program, getattr(self._listener, "counters", None), self._fallbacks)
+        """Every parameter with its Fisher block, the reason and the cost; and the counters and intervals of an attached
+        optimizer."""
+        listener = self._listener
+        counters, intervals = getattr(listener, "counters", None), getattr(listener, "intervals", tuple)
+        return Report(self.program, counters, self._fallbacks, intervals)
 
     def _fallbacks(self) -> list[str]:
         """The slower or unproved ways that were taken since compilation, with their reasons."""

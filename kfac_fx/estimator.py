@@ -271,6 +271,11 @@ class FisherEstimator(BlockDiagonalFisher):
             for name, gradient in gradients.items():
                 self._pending_gradients[name] = gradient + self._pending_gradients.get(name, 0)
 
+    def pending_rows(self) -> dict[Key, int | Tensor]:
+        """The number of rows of every registration in the batches that are not folded yet; of one without rows, that
+        of cases."""
+        return {key: sums.get("count", self._pending_cases) for key, sums in self._pending.items()}
+
     @contextmanager
     def forgetting_on_error(self) -> Iterator[None]:
         """Moments that are accumulated inside are forgotten if an exception leaves the block."""

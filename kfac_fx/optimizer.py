@@ -85,7 +85,7 @@ class KFAC(Optimizer):
         scalar = torch.zeros((), dtype=precision, device=example.device)
         self.estimator = FisherEstimator(
             self.net,
-            cov_ema_decay=options.decay,
+            cov_ema_decay=options.decay(options.intervals),
             damping=scalar + options.first_damping,
             estimation_mode=options.estimation_mode,
             fraction=options.fraction,
@@ -309,6 +309,10 @@ class KFAC(Optimizer):
             "skipped updates": sum(block.updates for block in failures),
             "inverses kept from before": sum(block.decompositions for block in failures),
         }
+
+    def intervals(self) -> list[str]:
+        """For the report: how often statistics, inverses and checks are due, if "adaptive" chooses that."""
+        return self._step_state.schedule.described()
 
     def fallbacks(self) -> list[str]:
         """For the report: what was not done as it should be, and why."""

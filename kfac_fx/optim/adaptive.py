@@ -4,7 +4,7 @@
     θ <- θ - lr α d                                         α = min(1, 1 / r)
 
 A *check*, at the first three steps and then every `damping_adaptation_interval` steps, computes on the step's batch,
-with its exact Fisher F and its loss h (`BatchLoss`):
+with its exact Fisher F (one product with the Jacobian) and its loss h (`BatchLoss`):
 
     r <- max(ρ, √(r ρ)) with ρ = <d, (F + λ I) d> / <m, d>    1 / ρ is the best step along d (Martens & Grosse 2015,
                                                             section 6.4); r follows at once where it grows
@@ -14,12 +14,6 @@ with its exact Fisher F and its loss h (`BatchLoss`):
     θ <- θ at the last check                                if h has risen by more than `RISE` of itself since then, on
                                                             the present batch: m is forgotten, r and λ grow
     θ <- θ before the step                                  if h has risen by more than `RISE` of itself in the step
-
-The first three checks take F d from a product with the Jacobian, before the step. Later ones take a trial step with the
-old r, and <d, F d> from the change z' - z of the outputs in it, by <z' - z, F_z (z' - z)>; then the step is stretched
-or shortened to the new r. This needs no more than the forward that measures h after the step. Where the move is no
-multiple of d, because of weight decay or learning rates of groups, and in half precision all checks are as the first
-three.
 
 Between two checks the Fisher norm of a step, as the blocks estimate it, is at most `GROWTH` times that of the last
 check, so that a wrong step size cannot run away. At a check the squared exact Fisher norm is at most max(1, h).
@@ -43,8 +37,7 @@ from kfac_fx.optim.rules import DampingRule, Product, inner, is_finite
 RISE = 0.5
 GROWTH = 1.5
 LEAST_STEP = 0.05
-STRETCH = 4.0  # of a trial step, at most
-COARSE = 1e-6  # of a rounding in which the change of the outputs in a step would be lost
+COARSE = 1e-6  # of a rounding in which what the forward returned may differ from what the graph computes
 
 
 @dataclass
@@ -60,17 +53,6 @@ class StepSize:
         """scalar: a zero."""
         return StepSize(scalar.clone(), torch.full_like(scalar, torch.inf), scalar.clone())
 
-    def between_checks(self, slope: Tensor) -> Tensor:
-        """α between two checks. slope: <m, d>."""
-        step = (1 / self.ratio).clamp(max=1.0)
-        return step * (GROWTH * (self.norm / (step.square() * slope)).sqrt()).clamp(max=1.0)
-
-    def measured(self, now: Tensor, fisher: Tensor, longest: Tensor) -> tuple[Tensor, Tensor]:
-        """The new r and α. now: ρ. fisher: <d, F d>. longest: the bound on the squared Fisher norm of the step."""
-        ratio = torch.maximum(now, (self.ratio * now).sqrt())
-        step = (1 / ratio).clamp(max=1.0)
-        return ratio, step * (longest / (step.square() * fisher)).sqrt().clamp(max=1.0)
-
 
 @dataclass
 class Check:
@@ -78,18 +60,16 @@ class Check:
 
     batch: BatchLoss
     parameters: Tensors  # of the whole model
-    before: list[Values]
+    before: list[Values]  # up to rounding
     value: Tensor  # of the loss there
     steps: int  # since the last check
-    exact: bool  # by a product with the Jacobian
 
     @staticmethod
-    def of(batch: BatchLoss, parameters: Tensors, steps: int, exact: bool) -> Check:
-        # A trial step compares the values with those behind it, so the same kernels must compute both.
+    def of(batch: BatchLoss, parameters: Tensors, steps: int) -> Check:
         coarse = any(forward.rounding > COARSE for forward in batch.forwards)
         repeated = not coarse and batch.net.repeats_recordings
         before = batch.returned(parameters) if repeated else batch.at(parameters)
-        return Check(batch, parameters, before, batch.value(before), steps, exact or coarse)
+        return Check(batch, parameters, before, batch.value(before), steps)
 
     def values_at(self, flat: FlatParameters, vector: Tensor) -> list[Values]:
         """The values at the parameters in a vector."""
@@ -138,84 +118,42 @@ def move(
     slope = inner(average, direction).clamp(min=torch.finfo(weight.dtype).tiny)
     nothing = torch.full_like(slope, torch.nan)
     if check is None:
-        displacement = flat.displacement(size.between_checks(slope) * direction)
+        step = (1 / size.ratio).clamp(max=1.0)
+        step = step * (GROWTH * (size.norm / (step.square() * slope)).sqrt()).clamp(max=1.0)
+        displacement = flat.displacement(step * direction)
         ok = ok & is_finite(displacement)
         commit(flat, displacement, ok)
         store(size, flat, ok, velocity, {"weight": weight})
         return ok, nothing, nothing
-    here = flat.flat.joined(flat.parameters)
-    flat.state["checkpoint"].copy_(torch.where(ok, here, flat.state["checkpoint"]))
-    measure = measured_exactly if check.exact or not flat.one_scale else measured_by_trial
-    measured = measure(size, flat, check, ok, direction, slope, damping * inner(direction, direction))
-    ok, change, predicted, ratio = ok & measured.possible, measured.change, measured.predicted, measured.ratio
+    fisher, of_outputs, before = check.batch.along(check.parameters, flat.flat.parts(direction))
+    now = (fisher + damping * inner(direction, direction)) / slope
+    ratio = torch.maximum(now, (size.ratio * now).sqrt())
+    step = (1 / ratio).clamp(max=1.0)
+    longest = check.value.clamp(min=1.0)
+    step = step * (longest / (step.square() * fisher)).sqrt().clamp(max=1.0)
+    displacement = flat.displacement(step * direction)
+    ok = ok & is_finite(displacement) & fisher.isfinite()
+    if flat.one_scale:
+        curvature, linear = (flat.lr * step).square() * fisher, -flat.lr * step * of_outputs
+    else:  # weight decay, or groups with learning rates of their own: the move is no multiple of the direction
+        curvature, linear, _ = check.batch.along(check.parameters, flat.flat.parts(displacement))
+    linear = linear if check.batch.observed else inner(flat.g, displacement)
+    predicted = linear + 0.5 * curvature
+    flat.state["checkpoint"].copy_(torch.where(ok, flat.flat.joined(flat.parameters), flat.state["checkpoint"]))
+    commit(flat, displacement, ok)
+    change = check.batch.change(before, check.values_at(flat, flat.flat.joined(flat.parameters)))
+    change = change if check.batch.observed else change + linear
     kept = ok & ~(change > RISE * check.value.abs()) & change.isfinite()
     go_back(flat, ok & ~kept)
-    commit(flat, measured.rest, kept)
     rho = change / predicted
     falls = torch.where(predicted < 0, rho > rule.decrease_above, change < 0) & (1 / ratio > LEAST_STEP)
     grows = ~falls & ~(rho >= rule.increase_below) & ~((predicted >= 0) & (change < 0))
     factor = rule.decay**check.steps
     adapted = damping * torch.where(falls, factor, torch.where(grows, 1 / factor, 1.0))
     damping.copy_(torch.where(ok, adapted.clamp(min=rule.min_damping), damping))
-    new = {"weight": weight, "ratio": torch.where(kept, ratio, 2 * ratio), "norm": measured.step.square() * slope}
+    new = {"weight": weight, "ratio": torch.where(kept, ratio, 2 * ratio), "norm": step.square() * slope}
     store(size, flat, ok, velocity, new)
     return kept, predicted, rho
-
-
-@dataclass
-class Measured:
-    """What a check knows after its step was made."""
-
-    possible: Tensor  # whether it was
-    ratio: Tensor  # r
-    step: Tensor  # α
-    predicted: Tensor  # the change of h in the step
-    change: Tensor  # the measured one
-    rest: Tensor  # to be added to the parameters where the step is kept, [P]
-
-
-def measured_exactly(
-    size: StepSize, flat: FlatParameters, check: Check, ok: Tensor, d: Tensor, slope: Tensor, damped: Tensor
-) -> Measured:
-    """Measure <d, F d> by a product with the Jacobian, and make the step. slope: <m, d>. damped: λ <d, d>."""
-    fisher, of_outputs, before = check.batch.along(check.parameters, flat.flat.parts(d))
-    ratio, step = size.measured((fisher + damped) / slope, fisher, check.value.clamp(min=1.0))
-    displacement = flat.displacement(step * d)
-    possible = is_finite(displacement) & fisher.isfinite()
-    if flat.one_scale:
-        curvature, linear = (flat.lr * step).square() * fisher, -flat.lr * step * of_outputs
-    else:  # the move is no multiple of the direction
-        curvature, linear, _ = check.batch.along(check.parameters, flat.flat.parts(displacement))
-    linear = linear if check.batch.observed else inner(flat.g, displacement)
-    change = changed(flat, check, before, displacement, ok & possible, linear)[0]
-    return Measured(possible, ratio, step, linear + 0.5 * curvature, change, torch.zeros_like(displacement))
-
-
-def measured_by_trial(
-    size: StepSize, flat: FlatParameters, check: Check, ok: Tensor, d: Tensor, slope: Tensor, damped: Tensor
-) -> Measured:
-    """Make a trial step, and measure <d, F d> by the change of the outputs in it; arguments as `measured_exactly`."""
-    trial = size.between_checks(slope)
-    displacement = flat.displacement(trial * d)
-    possible, linear = is_finite(displacement), inner(flat.g, displacement)
-    change, after = changed(flat, check, check.before, displacement, ok & possible, linear)
-    curvature = check.batch.between(check.before, after)
-    fisher = curvature / (flat.lr * trial).square()
-    known = fisher.isfinite()  # not for a learning rate of 0
-    ratio, step = size.measured((fisher + damped) / slope, fisher, check.value.clamp(min=1.0))
-    ratio, step = torch.where(known, ratio, size.ratio), torch.where(known, step, trial)
-    rest = ((step / trial).clamp(max=STRETCH) - 1) * displacement
-    return Measured(possible, ratio, step, linear + 0.5 * curvature, change, rest)
-
-
-def changed(
-    flat: FlatParameters, check: Check, before: list[Values], displacement: Tensor, ok: Tensor, linear: Tensor
-) -> tuple[Tensor, list[Values]]:
-    """(the change of h in a move, which is made if `ok`; the values after it)."""
-    commit(flat, displacement, ok)
-    after = check.values_at(flat, flat.flat.joined(flat.parameters))
-    change = check.batch.change(before, after)
-    return (change if check.batch.observed else change + linear), after
 
 
 def commit(flat: FlatParameters, displacement: Tensor, ok: Tensor) -> None:

@@ -213,20 +213,6 @@ class BatchLoss:
             here,
         )
 
-    def between(self, before: Sequence[Values], after: Sequence[Values]) -> Tensor:
-        """<z' - z, F_z (z' - z)> with the Fisher of the losses at their inputs z, and z' after: to second order in the
-        parameters <d, F d> of the step d between them. []."""
-        terms: list[tuple[Tensor, Tensor, int | Tensor]] = []
-        for forward, old, new in zip(self.forwards, before, after, strict=True):
-            inputs = [loss.inputs for _, loss in old.losses]
-            moved = [loss.inputs - z for (_, loss), z in zip(new.losses, inputs, strict=True)]
-            moved += [b - a for a, b in zip(old.leaves, new.leaves, strict=True)]
-            terms.append(self.products(forward, old, inputs, moved))
-        total = self.cases(cases for _, _, cases in terms)
-        return self.replicas.mean(
-            torch.stack([fisher * (cases / at_least_one(total)) for fisher, _, cases in terms]).sum()
-        )
-
     def products(
         self, forward: ObservedForward, values: Values, primals: Sequence[Tensor], pushed: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, int | Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kfac_fx.checks.unchanged import refuse_wrapped
 from kfac_fx.losses.sources import check_mode
+from kfac_fx.optim.intervals import StepIntervals
 from kfac_fx.optim.rules import DampingRule, FirstOrder, new_adaptive_state, new_velocity
 from kfac_fx.passes.errors import nearest
 from kfac_fx.values import (
@@ -105,11 +106,14 @@ class KFACOptions:
         momentum_type: "adaptive", "regular", "adam", "qmodel" or "qmodel_fixedmu"; see KFAC. None means "regular" if
             both lr and damping are given, as in TF K-FAC, and "adaptive" otherwise.
         cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
-        cov_update_every: the factors are updated every so many steps. None means 10 with "adaptive", which updates them
-            as early as the inverses, and 1 otherwise.
+        cov_update_every: the factors are updated every so many steps. None means 1, and with "adaptive", which updates
+            them as early as the inverses, what `overhead` allows.
         invert_every: the inverses are updated every so many steps, and also after 1, 2, 5, 10, 20, 50, ... steps while
-            that is less: the factors of the first batches alone are no curvature to take many steps with. None means 20
-            with "adaptive", and 10 otherwise.
+            that is less: the factors of the first batches alone are no curvature to take many steps with. None means
+            10, and what `overhead` allows with "adaptive".
+        overhead: what statistics, inverses and checks of "adaptive" may cost in a step, as a part of the training step.
+            A cost model of the network chooses their intervals at the first step (`kfac_fx.optim.intervals`), and
+            net.report prints them. StepIntervals that are given replace those of the model. None means 0.6.
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
             Kullback-Leibler divergence between the predictions before and after the step. Start with 1e-2 for lr=1.
@@ -123,8 +127,9 @@ class KFACOptions:
             on every `damping_adaptation_interval`-th step.
         update_damping_immediately: False measures the loss after such a step at the beginning of the next one, before
             its inverses; that `step` then needs `previous`. The damping of every step is the same either way.
-        damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps. The
-            decay is 0.9 by default with "adaptive", and 0.95 otherwise.
+        damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps. None
+            means an interval of 5 and a decay of 0.95; with "adaptive" the interval of its checks, which `overhead`
+            allows, and a decay of 0.9.
         damping_decrease_rho_threshold, damping_increase_rho_threshold: λ shrinks if ρ is above the one, and grows if
             ρ is below the other.
         min_damping, l2_reg: λ stays above their sum. The training loss must contain the term l2_reg / 2 |θ|².
@@ -162,13 +167,14 @@ class KFACOptions:
     cov_ema_decay: Annotated[float, a_weight] = 0.95
     cov_update_every: Annotated[int | None, whole_number(1, STEPS)] = None
     invert_every: Annotated[int | None, whole_number(1, STEPS)] = None
+    overhead: Annotated[float | None, positive] = None
     num_burnin_steps: Annotated[int, whole_number(0, STEPS)] = 0
     norm_constraint: Annotated[float | None, positive] = None
     norm_constraint_form: Annotated[str, either("update", "gradient")] = "update"
     weight_decay: Annotated[float, not_negative] = 0.0
     adapt_damping: Annotated[bool, a_flag] = False
     update_damping_immediately: Annotated[bool, a_flag] = True
-    damping_adaptation_interval: Annotated[int, whole_number(1, STEPS)] = 5
+    damping_adaptation_interval: Annotated[int | None, whole_number(1, STEPS)] = None
     damping_adaptation_decay: Annotated[float | None, positive, a_weight] = None
     damping_decrease_rho_threshold: Annotated[float, finite] = 0.75
     damping_increase_rho_threshold: Annotated[float, finite] = 0.25
@@ -218,6 +224,11 @@ class KFACOptions:
         if self.adaptive:
             self.check_adaptive()
             return
+        if self.overhead is not None:
+            raise ValueError(
+                f"momentum_type={kind!r} has the intervals cov_update_every and invert_every; overhead chooses those "
+                "of 'adaptive'"
+            )
         if self.damping is None:
             raise ValueError(f"momentum_type={kind!r} needs damping=...; 'adaptive' finds its own")
         if self.quadratic and self.lr is not None:
@@ -313,20 +324,31 @@ class KFACOptions:
         return damping.reshape(()) if isinstance(damping, Tensor) else damping
 
     @property
-    def intervals(self) -> tuple[int, int]:
-        """The number of steps between updates of the factors, and of the inverses."""
-        record, invert = (10, 20) if self.adaptive else (1, 10)
-        return self.cov_update_every or record, self.invert_every or invert
+    def intervals(self) -> StepIntervals:
+        """Those that are given, and the defaults of the others; see `intervals_of`."""
+        return self.intervals_of(StepIntervals(10, 20, 5) if self.adaptive else StepIntervals(1, 10, 5))
+
+    def intervals_of(self, chosen: StepIntervals) -> StepIntervals:
+        """The intervals that the cost model has chosen, and in place of them those that are given."""
+        return StepIntervals(
+            self.cov_update_every or chosen.statistics,
+            self.invert_every or chosen.inverses,
+            self.damping_adaptation_interval or chosen.checks,
+        )
 
     @property
-    def decay(self) -> float:
+    def allowed(self) -> float:
+        """The overhead that "adaptive" may have."""
+        return self.overhead or 0.6
+
+    def decay(self, intervals: StepIntervals) -> float:
         """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
-        return self.cov_ema_decay ** self.intervals[0]
+        return self.cov_ema_decay**intervals.statistics
 
     @functools.cached_property
     def damping_rule(self) -> DampingRule:
         return DampingRule(
-            interval=self.damping_adaptation_interval,
+            interval=self.damping_adaptation_interval or 5,
             decay=self.damping_adaptation_decay or (0.9 if self.adaptive else 0.95),
             decrease_above=self.damping_decrease_rho_threshold,
             increase_below=self.damping_increase_rho_threshold,

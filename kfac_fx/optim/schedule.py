@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kfac_fx.optim.intervals import StepCosts, StepIntervals
 from kfac_fx.optim.options import KFACOptions
 
-FIRST_CHECKS = 3  # before there is a step size to try
+FIRST_CHECKS = 3
 
 
 def is_early(steps: int, every: int) -> bool:
@@ -21,6 +22,11 @@ class Schedule:
     options: KFACOptions
     counter: int = 0  # steps taken
     burned_in: int = 0  # steps before them that only averaged statistics
+    intervals: StepIntervals = field(init=False)  # those of the options, until "adaptive" chooses
+    overhead: float = 0.0  # what they cost by the cost model; 0 until then
+
+    def __post_init__(self) -> None:
+        self.intervals = self.options.intervals
 
     @property
     def burning_in(self) -> bool:
@@ -28,38 +34,50 @@ class Schedule:
 
     @property
     def recording(self) -> bool:
-        return self.burning_in or self.due(self.options.intervals[0], early=self.options.adaptive)
+        return self.burning_in or self.due(self.intervals.statistics, early=self.options.adaptive)
 
     @property
     def inverting(self) -> bool:
         """Every `invert_every` steps; and before that after 1, 2, 5, 10, 20, 50, ... steps."""
-        return self.due(self.options.intervals[1], early=True)
+        return self.due(self.intervals.inverses, early=True)
 
     def early(self, steps: int) -> bool:
         """Whether the inverses of blocks are due that got their first factors so many steps ago."""
-        return is_early(steps, self.options.intervals[1])
+        return is_early(steps, self.intervals.inverses)
 
     def due(self, every: int, early: bool) -> bool:
         return (early and is_early(self.counter, every)) or self.counter % every == 0
 
     @property
     def checking(self) -> bool:
-        """Whether "adaptive" checks its step size and damping in this step: in the first three, and every `interval`-th
-        step."""
+        """Whether "adaptive" checks its step size and damping in this step: in the first three, and in every
+        `intervals.checks`-th."""
         return self.options.adaptive and not self.burning_in and self.checks(self.counter)
 
-    @property
-    def checking_exactly(self) -> bool:
-        """Whether a check takes a product with the Jacobian."""
-        return self.counter < FIRST_CHECKS
-
     def checks(self, counter: int) -> bool:
-        return counter < FIRST_CHECKS or counter % self.options.damping_rule.interval == 0
+        return counter < FIRST_CHECKS or counter % self.intervals.checks == 0
 
     @property
     def steps_since_check(self) -> int:
         """The number of steps since the last check; 1 at the first."""
         return next((n for n in range(1, self.counter + 1) if self.checks(self.counter - n)), 1)
+
+    def choose(self, costs: StepCosts) -> None:
+        """Take the intervals that a cost model allows, and those that are given."""
+        self.intervals = self.options.intervals_of(costs.intervals(self.options.allowed))
+        self.overhead = costs.overhead(self.intervals)
+
+    def described(self) -> list[str]:
+        """For the report: the intervals of "adaptive"."""
+        every, options = self.intervals, self.options
+        if not options.adaptive:
+            return []
+        text = (
+            f"statistics every {every.statistics}, inverses every {every.inverses}, checks every {every.checks} steps"
+        )
+        if not self.overhead:
+            return [f"{text}, until the first step chooses the intervals for an overhead of {options.allowed:.0%}"]
+        return [f"{text}: {self.overhead:.0%} of a training step by the cost model, {options.allowed:.0%} stated"]
 
     @property
     def adapting(self) -> bool:

@@ -23,6 +23,7 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.sources import MODES
 from kfac_fx.optim.adaptive import StepSize
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
+from kfac_fx.optim.intervals import StepIntervals
 from kfac_fx.optim.options import MOMENTUM_TYPES, KFACOptions
 from kfac_fx.optim.rules import new_adam_state
 from kfac_fx.optim.step_state import SCALARS, StepState
@@ -89,6 +90,7 @@ def whole(state: StepState) -> Tensors:
     values = {name: getattr(state, name) for name in ("damping", *SCALARS, "skipped")}
     if state.options.adaptive:
         values |= {name: getattr(state.size, name) for name in STEP_SIZE}
+        values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
     values |= {"first_recorded": torch.tensor(first)}
@@ -267,6 +269,10 @@ def restore(
         getattr(state, name).copy_(values[name])
     for name in STEP_SIZE if state.options.adaptive else ():
         getattr(state.size, name).copy_(values[name])
+    if state.options.adaptive:
+        state.schedule.intervals = state.options.intervals_of(StepIntervals(*values["intervals"].tolist()))
+        state.schedule.overhead = float(values["overhead"])
+        state.estimator.cov_ema_decay = state.options.decay(state.schedule.intervals)
     state.schedule.counter, state.schedule.burned_in = int(values["counter"]), int(values["burned_in"])
     first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=False)
     state.first_recorded = {key: step for key, step in first if step}

@@ -23,6 +23,7 @@ from kfac_fx.optim.adaptive import Check, move, revert
 from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
+from kfac_fx.optim.intervals import StepCosts
 from kfac_fx.optim.proposals import (
     preconditioner,
     predicted_change,
@@ -84,6 +85,8 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     with state.phases.measure("statistics"):
         for moments in forwards.seen.moments(state.options.reduction, scale):
             estimator.accumulate(moments)
+    if schedule.counter == 0 and state.options.adaptive and not schedule.burning_in:
+        choose_intervals(state)
     unrecorded = schedule.recording and schedule.counter > 0 and not forwards.seen.forwards
     if (
         unrecorded and not state.options.quadratic and not schedule.checking
@@ -130,6 +133,21 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
             ok = update(state, in_blocks, others, ok, check)
     state.skipped += ~ok
     schedule.counter += 1
+
+
+def choose_intervals(state: StepState) -> None:
+    """Choose the intervals of statistics, inverses and checks, by the costs of the first step; the host waits."""
+    estimator, options = state.estimator, state.options
+    counts = estimator.pending_rows()
+    if not counts:
+        return
+    each = [torch.as_tensor(count, dtype=state.scalar.dtype, device=state.scalar.device) for count in counts.values()]
+    rows = dict(zip(counts, state.replicas.mean(torch.stack(each)).tolist(), strict=True))
+    costs = StepCosts.of(
+        state.net.program, estimator.groups, rows, options.fraction, in_training=options.recording_in_training
+    )
+    state.schedule.choose(costs)
+    estimator.cov_ema_decay = options.decay(state.schedule.intervals)
 
 
 def flat_parameters(
@@ -225,8 +243,7 @@ def new_check(state: StepState, loss_scale: float) -> Check:
     )
     state.unobserved = state.unobserved or not batch.observed
     parameters = {name: parameter.detach() for parameter, name in state.names.items()}
-    schedule = state.schedule
-    return Check.of(batch, parameters, schedule.steps_since_check, schedule.checking_exactly)
+    return Check.of(batch, parameters, state.schedule.steps_since_check)
 
 
 def update(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Counters = Callable[[], Mapping[str, int]]
-Fallbacks = Callable[[], Sequence[str]]
+Fallbacks = Callable[[], Sequence[str]]  # lines of text
 COLUMNS = ("", "layer", "parameters", "uses", "Fisher block", "factors")
 WIDTH = 101  # of wrapped lines; the table may be wider
 NAME_WIDTH = 44
@@ -43,10 +43,17 @@ class Report:
         program: the result of the last pass.
         counters: the numbers of events since, such as {"skipped updates": 0}; called whenever the report is shown.
         fallbacks: what was done in another way than intended, and why; called whenever the report is shown.
+        intervals: how often the optimizer records and inverts; called whenever the report is shown.
     """
 
-    def __init__(self, program: Program, counters: Counters | None = None, fallbacks: Fallbacks = lambda: ()) -> None:
-        self.program, self.counters, self.fallbacks = program, counters, fallbacks
+    def __init__(
+        self,
+        program: Program,
+        counters: Counters | None = None,
+        fallbacks: Fallbacks = lambda: (),
+        intervals: Fallbacks = lambda: (),
+    ) -> None:
+        self.program, self.counters, self.fallbacks, self.intervals = program, counters, fallbacks, intervals
 
     @cached_property
     def rows(self) -> tuple[ReportRow, ...]:
@@ -151,6 +158,7 @@ class Report:
             masked = sum(KEPT in use.attrs for use in uses)
             all_masked = f"{program.mask.name} masks {masked:,} of {plural(len(uses), 'use')}"
             sections["padding"] = [all_masked, *texts(program.unmasked)]
+        sections["every"] = list(self.intervals())
         if self.counters is not None:
             counted = ", ".join(f"{name} {count:,}" for name, count in self.counters().items())
             sections["runtime"] = [counted or "none"]

@@ -31,6 +31,7 @@ FIRST_STEP = {
     "watched.py:part_with_targets",
     "watched.py:factor_of_value",
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
+    "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?
     "state.py:on",  # numbers and random states, into the state by parameter
     "inverses.py:known_failures",  # there is no last good inverse to keep

@@ -30,6 +30,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"damping": None, "momentum_type": "regular"},
         r"momentum_type='regular' needs damping=\.\.\.; 'adaptive' finds its own",
     ),
+    "overhead and given intervals": (
+        {"overhead": 0.4},
+        r"momentum_type='regular' has the intervals cov_update_every and invert_every; overhead chooses",
+    ),
+    "no overhead at all": ({"lr": None, "overhead": 0}, "overhead is 0; it must be positive"),
     "adaptive and adapt_damping": (
         {"lr": None, "adapt_damping": True},
         r"momentum_type='adaptive' adapts the damping itself.*leave adapt_damping out\n'adaptive' is the default",
@@ -305,4 +310,4 @@ def test_without_a_number_the_adaptive_type_is_the_default(options: dict[str, An
     assert chosen.kind == kind
     expected = {"lr": options.get("lr", 1.0), "weight_decay": 0.0}
     assert chosen.of_groups == (expected if chosen.adaptive else {**expected, "momentum": 0.9})
-    assert chosen.intervals == ((10, 20) if chosen.adaptive else (1, 10))
+    assert chosen.intervals == ((10, 20, 5) if chosen.adaptive else (1, 10, 5))

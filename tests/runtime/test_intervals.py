@@ -1,0 +1,164 @@
+"""The cost model of a step, and the intervals that it chooses for a stated overhead."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from kfac_fx.compiler import compile
+from kfac_fx.optim.intervals import (
+    LONGEST_INTERVALS,
+    OPERATION,
+    PER_CHECK,
+    PER_GROUP,
+    PER_INVERSE,
+    PER_RECORDING,
+    PER_USE,
+    PRODUCT,
+    StepCosts,
+    StepIntervals,
+)
+from kfac_fx.optimizer import KFAC
+from tests.runtime.slow_kfac import batch, mlp
+
+CASES, WIDTHS = 7, (4, 6, 3)
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def after_a_step(model: nn.Module | None = None, **options: Any) -> KFAC:
+    model = perceptron() if model is None else model
+    net = compile(model, loss="categorical")
+    optimizer = KFAC(net, seed=0, **options)
+    F.cross_entropy(net(torch.randn(CASES, 4)), torch.zeros(CASES, dtype=torch.long)).backward()
+    optimizer.step()
+    return optimizer
+
+
+def costs_of(optimizer: KFAC, **options: Any) -> StepCosts:
+    estimator = optimizer.estimator
+    rows = dict.fromkeys(estimator.blocks, float(CASES))
+    return StepCosts.of(optimizer.net.program, estimator.groups, rows, **options)
+
+
+@pytest.mark.parametrize(("fraction", "in_training"), [(1.0, False), (0.25, False), (1.0, True)])
+def test_the_costs_are_those_of_the_layers_and_of_the_operations(fraction: float, in_training: bool) -> None:
+    costs = costs_of(after_a_step(), fraction=fraction, in_training=in_training)
+    layers = [(i + 1, o) for i, o in itertools.pairwise(WIDTHS)]  # the bias is a column
+    products = sum(2 * CASES * i * o for i, o in layers)
+    statistics = sum(2 * CASES * (i**2 + o**2) for i, o in layers)
+    inverses = sum(2 * (i**3 + o**3) for i, o in layers)
+    forward = products + 3 * OPERATION
+    assert costs.training == pytest.approx(3 * forward)
+    recording = fraction * statistics + OPERATION * (2 * PER_USE + 2 * PER_GROUP + PER_RECORDING)
+    recording += 0 if in_training else 2 * fraction * products + 9 * OPERATION
+    assert costs.statistics == pytest.approx(recording)
+    assert costs.inverses == pytest.approx(inverses + 2 * OPERATION * PER_INVERSE)
+    check = 5 * products + OPERATION * (3 * (2 + PRODUCT) + PER_CHECK)
+    assert costs.check == pytest.approx(check)
+
+
+@pytest.mark.parametrize("overhead", [0.2, 0.4, 2.0, 500.0])
+@pytest.mark.parametrize(("statistics", "inverses", "check"), [(1.0, 0.5, 0.2), (0.3, 60.0, 0.01), (3.0, 1.0, 0.1)])
+def test_intervals_stay_within_the_overhead_and_none_with_a_smaller_sum_do(
+    statistics: float, inverses: float, check: float, overhead: float
+) -> None:
+    costs = StepCosts(1.0, statistics, inverses, check)
+    chosen = costs.intervals(overhead)
+    assert (
+        min(chosen) >= 1
+        and chosen.statistics <= LONGEST_INTERVALS.statistics
+        and chosen.checks <= LONGEST_INTERVALS.checks
+    )
+    updates = chosen.inverses // chosen.statistics
+    assert chosen.inverses % chosen.statistics == 0
+    assert updates == max(2, round(math.sqrt(inverses / statistics)))
+    together = statistics + inverses / updates
+    rooms = {n: overhead - together / n for n in range(1, LONGEST_INTERVALS.statistics + 1)}
+    fitting = {n: math.ceil(check / room) for n, room in rooms.items() if room > 0}
+    sums = [n + checks for n, checks in fitting.items() if checks <= LONGEST_INTERVALS.checks]
+    if sums:
+        assert costs.overhead(chosen) <= overhead
+        assert chosen.statistics + chosen.checks <= min(sums) + 2  # two numbers are rounded up
+    else:
+        assert chosen.statistics == LONGEST_INTERVALS.statistics and costs.overhead(chosen) > overhead
+
+
+def test_where_checks_are_more_frequent_than_their_best_interval_statistics_take_what_is_left() -> None:
+    costs = StepCosts(1.0, 1.45, 0.0, 2.0)
+    assert costs.intervals(0.65) == (6, 12, LONGEST_INTERVALS.checks)
+    assert costs.overhead(costs.intervals(0.65)) == pytest.approx(1.45 / 6 + 2 / 5)
+    longest = (LONGEST_INTERVALS.statistics, 2 * LONGEST_INTERVALS.statistics, LONGEST_INTERVALS.checks)
+    assert costs.intervals(0.5) == costs.intervals(0.3) == longest
+
+
+def test_small_networks_invert_with_every_second_statistics_and_wide_ones_less_often() -> None:
+    small, wide = (
+        after_a_step(nn.Sequential(nn.Linear(4, d), nn.Linear(d, 3)))._step_state.schedule for d in (8, 2000)
+    )
+    assert small.intervals.inverses == 2 * small.intervals.statistics
+    assert wide.intervals.inverses > 2 * wide.intervals.statistics
+
+
+def test_the_first_step_chooses_the_intervals_and_the_report_prints_them() -> None:
+    net = compile(mlp(), loss="categorical")
+    optimizer = KFAC(net, overhead=9.0)
+    assert "until the first step chooses the intervals for an overhead of 900%" in " ".join(str(net.report).split())
+    x, y = batch(0)
+    F.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    schedule = optimizer._step_state.schedule
+    rows = dict.fromkeys(optimizer.estimator.blocks, float(len(x)))
+    costs = StepCosts.of(net.program, optimizer.estimator.groups, rows)
+    chosen = costs.intervals(9.0)
+    assert schedule.intervals == chosen and schedule.overhead == costs.overhead(chosen) <= 9.0
+    assert optimizer.estimator.cov_ema_decay == pytest.approx(0.95**chosen.statistics)
+    text = (
+        f"statistics every {chosen.statistics}, inverses every {chosen.inverses}, checks every {chosen.checks} steps: "
+        f"{schedule.overhead:.0%} of a training step by the cost model, 900% stated"
+    )
+    assert text in " ".join(str(net.report).split())
+
+
+def test_intervals_that_are_given_win_over_the_model() -> None:
+    given = after_a_step(cov_update_every=3, damping_adaptation_interval=4)._step_state.schedule.intervals
+    assert (given.statistics, given.checks) == (3, 4)
+    assert given.inverses == after_a_step()._step_state.schedule.intervals.inverses
+    fixed = after_a_step(lr=0.1, damping=0.1)._step_state.schedule
+    assert fixed.intervals == StepIntervals(1, 10, 5) and not fixed.described()
+
+
+def test_a_state_continues_with_its_intervals() -> None:
+    trained, fresh = after_a_step(overhead=1.5), KFAC(compile(perceptron(), loss="categorical"))
+    fresh.load_state_dict(trained.state_dict())
+    assert fresh._step_state.schedule.intervals == trained._step_state.schedule.intervals
+    assert fresh.intervals() != KFAC(compile(perceptron(), loss="categorical")).intervals()
+    assert fresh.estimator.cov_ema_decay == trained.estimator.cov_ema_decay
+
+
+def test_a_recurrent_layer_counts_as_its_kernel_in_the_training_step() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            outputs: torch.Tensor = self.lstm(x.unsqueeze(1).expand(-1, 9, -1))[0]
+            scores: torch.Tensor = self.head(outputs[:, -1])
+            return scores
+
+    model = Recurrent()
+    net = compile(model, (torch.randn(CASES, 4),), loss="categorical")
+    optimizer = KFAC(net)
+    F.cross_entropy(net(torch.randn(CASES, 4)), torch.zeros(CASES, dtype=torch.long)).backward()
+    optimizer.step()
+    costs = costs_of(optimizer)
+    assert costs.check > costs.training  # two forwards of the graph, in which every step has its operations
