@@ -22,7 +22,7 @@ CASES, QUERIES, INPUTS, CLASSES, DAMPING = 24, 5, 4, 3, 0.1
 
 class Attribution(NamedTuple):
     """inputs, gradients: the factors of every layer, [i, i] and [o, o]. eigenvalues: corrected, of every layer, sorted.
-    scores: [queries, examples]. What a method does not have is None."""
+    scores: [queries, examples]. None stands for results that a method does not have."""
 
     inputs: list[Tensor] | None
     gradients: list[Tensor] | None

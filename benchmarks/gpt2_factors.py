@@ -58,7 +58,7 @@ def memory(field: str) -> float:
 
 
 def measured(phase: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What a phase returns, its CPU seconds, and the peak of memory while it ran."""
+    """The result of a phase, its CPU seconds, and the peak of memory while it ran."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     start = time.process_time()
     result = phase()

@@ -1,7 +1,7 @@
 """The time and the traffic of K-FAC on many processes, by a model of their machine: `python -m benchmarks.placement`.
 
 Four ways to share the work are computed for the layers of ResNet-50, of GPT-2 small and of a transformer of 7 billion
-parameters. Nothing is run: every figure follows from the shapes of the layers and from the arguments.
+parameters. The program trains no model: every figure follows from the shapes of the layers and from the arguments.
 
     owners   kfac_fx: one process owns both factors of a block, longest processing time first. Statistics are reduced
              to the owner, which also multiplies the gradient; one message returns the updates.
@@ -136,7 +136,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Share:
-    """What the busiest process does in one way to share the work. Bytes are those that it sends or receives."""
+    """The work of the busiest process in one way to share the work. Bytes are those that it sends or receives."""
 
     statistics: float  # bytes, when they are due
     decompositions: float  # operations, when they are due

@@ -272,8 +272,8 @@ class CompiledModule(nn.Module):
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Whether the model computes other outputs than its capture, 0-dim on the device; see `checks.outputs`.
 
-        Two forwards that leave no trace. Of a sharded model nothing is compared here, because its units gather and drop
-        parameters in a forward of their own; recordings are compared with the user's forwards.
+        Two forwards that leave no trace. A sharded model is not compared here, because its units gather and drop
+        parameters in a forward of their own; its recordings are compared with the user's forwards.
         """
         self.captures.structure.check()
         if self.captures.structure.sharded:

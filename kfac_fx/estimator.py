@@ -455,7 +455,7 @@ class FisherEstimator(BlockDiagonalFisher):
 
 
 def has_factors(block: BlockOperator) -> bool:
-    """Waits for the device. Of a block of another process, as those that are stacked with it."""
+    """Waits for the device. A block that another process owns is as ready as those that are stacked with it."""
     if not block.group.here:
         return block.group.updated
     return any(bool(factor.total_weight) for factor in block.factors.values())

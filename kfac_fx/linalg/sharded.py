@@ -60,7 +60,7 @@ class ShardLayout:
 
     @staticmethod
     def of(tensor: Tensor) -> ShardLayout:
-        """Of a DTensor that `problem` has nothing to say about."""
+        """The layout of a DTensor for which `problem` returns nothing."""
         mesh, placements = cast(Any, tensor).device_mesh, cast(Any, tensor).placements
         return ShardLayout(tensor.shape, placements[0].dim, mesh.size(), mesh.get_group())
 
@@ -169,7 +169,7 @@ class Shard:
 
 
 def in_place_of(parameter: Tensor, local: Tensor) -> Tensor:
-    """What a graph reads `parameter` from where `local` is the shard, or all of one that is not sharded."""
+    """The tensor from which a graph reads `parameter`. local: its shard, or all of a parameter that is not sharded."""
     return cast(Tensor, Shard(local, ShardLayout.of(parameter))) if is_sharded(parameter) else local
 
 
