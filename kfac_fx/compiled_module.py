@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from kfac_fx.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
+from kfac_fx.checks.arguments import refuse_other_parameters
 from kfac_fx.checks.equivalence import coarsest_rounding
 from kfac_fx.checks.outputs import differs_from_model
 from kfac_fx.checks.unchanged import averages_gradients, unwrapped
@@ -32,6 +33,7 @@ from kfac_fx.report import Report
 from kfac_fx.statistics.moments import Moments, PendingMoments
 
 
+@runtime_checkable
 class ForwardListener(Protocol):
     """An optimizer, which a compiled module tells about its forwards."""
 
@@ -265,7 +267,12 @@ class CompiledModule(nn.Module):
     def functional(
         self, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """(the model's outputs, the Fisher's outputs) as a pure function of the parameters."""
+        """(the model's outputs, the Fisher's outputs) as a pure function of the parameters.
+
+        parameters: tensors by name; those that are missing are the model's own. Raises TypeError and ValueError for
+        anything else.
+        """
+        refuse_other_parameters(parameters, self.model)
         return self.captures.run(args, kwargs, lambda recorder, values: recorder.outputs(parameters, values))
 
     @runs_the_model
@@ -329,7 +336,15 @@ class CompiledModule(nn.Module):
     # --- attachment and change --------------------------------------------------------------------------------------
 
     def attach(self, listener: ForwardListener) -> None:
-        """Tell `listener` about every training forward. Raises AlreadyAttachedError for a second one."""
+        """Tell `listener` about every training forward.
+
+        Raises AlreadyAttachedError for a second one, TypeError for what is no ForwardListener.
+        """
+        if not isinstance(listener, ForwardListener):
+            raise TypeError(
+                f"attach takes an optimizer with the methods of ForwardListener, and got a {type(listener).__name__}: "
+                "KFAC(net) attaches itself"
+            )
         if self._listener is not None:
             raise AlreadyAttachedError(
                 f"a {type(self._listener).__name__} is already attached to this module: every batch would be recorded "
@@ -379,6 +394,16 @@ class CompiledModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.load_state_dict(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.model))
+
+    def __getitem__(self, key: Any) -> Any:
+        """A member of the model, if it is a container such as `nn.Sequential`."""
+        return cast(Any, self.model)[key]
+
+    def __bool__(self) -> bool:
+        return True  # whatever its length
 
     def __getattr__(self, name: str) -> Any:
         try:

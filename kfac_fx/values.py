@@ -6,14 +6,14 @@ The host waits for the device of a tensor, so these are for arguments that are r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.errors import fatal
+from kfac_fx.passes.errors import fatal, nearest
 
 SEEDS = range(-(2**63), 2**64)  # those that a torch.Generator takes
 
@@ -101,6 +101,17 @@ def finite_numbers(name: str, values: Any) -> list[float]:
     for value in values:
         finite(f"a number in {name}", value)
     return [float(value) for value in values]
+
+
+def several_names(name: str, value: Any, known: Collection[str]) -> None:
+    """A check of names of parameters; known: those that there are."""
+    if isinstance(value, (str, Tensor)) or not isinstance(value, Collection):
+        raise wrong_value(name, value, "be several names of parameters, as in {'fc.weight', 'fc.bias'}")
+    if others := [entry for entry in value if not isinstance(entry, str) or entry not in known]:
+        raise ValueError(
+            f"{name} has entries that are no names of trained parameters: {', '.join(map(repr, others))}."
+            + nearest(others[0], known)
+        )
 
 
 def a_process_group(name: str, value: Any) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kfac_fx.passes.errors import ApproximationError, LayerError, LinkError, RegistrationError, UntraceableError
+from kfac_fx.passes.errors import (
+    ApproximationError,
+    LayerError,
+    LinkError,
+    RegistrationError,
+    UntraceableError,
+    nearest,
+)
 
 UNFIT = "\"'\\\n\r\0"  # characters that generated code does not quote
 
@@ -93,6 +100,23 @@ def refuse_other_variables(variables: Any, model: Any) -> list[str]:
     if wrong := [variable for variable in names if not isinstance(variable, str)]:
         raise RegistrationError(f"variables takes names of parameters: {in_place(wrong, model)}")
     return names
+
+
+def refuse_other_parameters(parameters: Any, model: nn.Module) -> None:
+    """Raises TypeError unless these are tensors by name, ValueError for names that the model's parameters lack."""
+    if not isinstance(parameters, Mapping):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}; it must be a dict of tensors by parameter name, as in "
+            "dict(net.named_parameters()), or {} for the model's own"
+        )
+    if others := [name for name, value in parameters.items() if not isinstance(value, Tensor)]:
+        raise TypeError(f"parameters has values that are no tensors: {', '.join(map(repr, others))}")
+    names = {name for name, _ in model.named_parameters()}
+    if unknown := [name for name in parameters if name not in names]:
+        raise ValueError(
+            f"parameters has names that are not in net.named_parameters(): {', '.join(map(repr, unknown))}."
+            + nearest(unknown[0], names)
+        )
 
 
 def refuse_other_limit(limit: Any) -> None:

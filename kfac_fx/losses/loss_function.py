@@ -119,6 +119,12 @@ class LossFunction(ABC):
                 f"{type(self).__name__}: targets have shape {list(self.targets.shape)}, expected {list(expected)}, "
                 f"{self.targets_like}"
             )
+        if self.targets.device != self.inputs.device:
+            there = "the meta device and have no values" if self.targets.is_meta else str(self.targets.device)
+            raise LossError(
+                f"{type(self).__name__}: targets are on {there}, the outputs on {self.inputs.device}: write "
+                f"targets on {self.inputs.device}"
+            )
         self.check_targets(self.targets)
         return self._negative_log_likelihood(self.targets.detach())
 

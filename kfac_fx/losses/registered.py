@@ -179,7 +179,13 @@ class LossSpec:
             (targets,) = targets if isinstance(targets, (list, tuple)) and len(targets) == 1 else (targets,)
             output = one_tensor(outputs, self.name, of_torch_on(self.of_torch), self.of_torch.classes_second)
             return [likelihood(self.of_torch, "mean", output, targets, case_dim)]
-        result = self.make(outputs)
+        try:
+            result = self.make(outputs)
+        except Exception as error:
+            if not self.named:
+                kind = type(outputs).__name__ + (f" {list(outputs.shape)}" if isinstance(outputs, Tensor) else "")
+                error.add_note(f"{self.name} raised this, called with what the model returned: a {kind}")
+            raise
         if isinstance(result, list | tuple) and not result:
             raise LossError(f"{self.name} returned no loss; return at least one loss of kfac_fx.losses")
         single = not isinstance(result, list | tuple) or _is_pair(result)

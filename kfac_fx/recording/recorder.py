@@ -33,7 +33,7 @@ from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat, with_turned, without_turned
 from kfac_fx.taps.subsample import ROBERTS_STEPS
 from kfac_fx.taps.tap import Tap, make_probes
-from kfac_fx.values import a_share, whole_number
+from kfac_fx.values import a_share, several_names, whole_number
 
 
 @dataclass
@@ -201,8 +201,8 @@ class Recorder:
         check_mode(mode)
         a_share("fraction", fraction)
         whole_number(1, "bytes")("memory", memory)
-        if isinstance(only, str):
-            raise ValueError(f"only is {only!r}; it must be several names of parameters, as in only={{{only!r}}}")
+        if only is not None:
+            several_names("only", only, self.program.parameters)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise ValueError(f"generator is {generator!r}; it must be a torch.Generator")
         self.sample_anew(generator)
@@ -330,4 +330,4 @@ def pulled_to(leaves: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> Seque
 
 def is_among(registration: Registration, parameters: Collection[str] | None) -> bool:
     """Whether the registration is of some of these parameters; None: of all."""
-    return parameters is None or registration.owners[0] in parameters
+    return parameters is None or any(name in parameters for name in registration.owners)

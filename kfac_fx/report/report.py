@@ -21,7 +21,7 @@ from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.ir import KEPT, Note, PassRecord, Program
 from kfac_fx.report.graph import block_graph, dot, printable
 from kfac_fx.report.page import Contents, TableCell, fragment, page
-from kfac_fx.report.rows import ReportRow, factor_dtype, memory_text, rows
+from kfac_fx.report.rows import ReportRow, casts, factor_dtype, memory_text, rows
 from kfac_fx.taps.subsample import described
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class Report:
             "memory": [self.memory],
             "passes": [passes or "none"],
             "sampling": described(program),
+            "casts": casts(program),
         }
         if program.mask is not None:
             uses = [use for registration in program.registrations for use in registration.uses]
@@ -218,8 +219,8 @@ class Report:
         Returns:
             "parameters": the numbers of `elements`, and the names of the unused ones. "registrations": `Row.to_dict` of
             every block. "dropped", "python": lists of a subject and a reason. "submodules": those that were captured,
-            with the number of their calls. "cases", "sampling", "fallbacks": lines of text. "passes": name, nodes,
-            seconds.
+            with the number of their calls. "cases", "sampling", "casts", "fallbacks": lines of text. "passes": name,
+            nodes, seconds.
         """
         program = self.program
         return {
@@ -230,6 +231,7 @@ class Report:
             "cases": self.cases,
             "python": [{"module": note.subject, "reason": note.reason} for note in program.left],
             "sampling": described(program),
+            "casts": casts(program),
             "fallbacks": list(self.fallbacks()),
             "passes": [{"name": r.name, "nodes": r.nodes, "seconds": r.seconds} for r in self.history],
         }

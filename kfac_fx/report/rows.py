@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from kfac_fx.passes.graphs.labels import labels_of, parameters_behind, use_edges
+from kfac_fx.passes.graphs.operations import CASTS, VIEWS, op_name
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.matrix import block_width
+from kfac_fx.passes.registration import where
 
 Shapes = dict[str, tuple[int, ...]]
+CASTS_TO = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}  # by name, without an argument
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,28 @@ def block_words(registration: Registration, program: Program) -> str:
     if registration.patch_mask is not None:
         words += ", masked patches"
     return f"{words} (linked)" if frozenset(registration.owners) in program.options.linked else words
+
+
+def casts(program: Program) -> list[str]:
+    """Where forward casts parameters to a coarser precision: one line a cast.
+
+    The uses behind it, and their part of the gradient, have that precision; sums of uses agree up to its rounding.
+    """
+    lines = []
+    for node in program.graph.nodes:
+        source = node
+        while source.op != "get_attr" and op_name(source) in VIEWS and isinstance(source.args[0], torch.fx.Node):
+            source = source.args[0]
+        name = program.owner(str(source.target))
+        if op_name(node) not in CASTS or source.op != "get_attr" or name not in program.parameters:
+            continue
+        given = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
+        dtype = next(iter(given), CASTS_TO.get(op_name(node)))
+        of = program.parameters[name].dtype
+        if dtype is not None and dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(of).eps:
+            text = f"{name}: cast to {str(dtype).removeprefix('torch.')} in {where(node)}"
+            lines.append(f"{text}; what is recorded behind it is rounded to that, as its gradient is")
+    return lines
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -333,3 +333,18 @@ def test_a_layer_that_matches_nothing_is_in_the_report() -> None:
     plain = kfac_fx.compile(nn.Linear(4, 3, bias=False), loss="normal", layers=[doubled])
     assert words in " ".join(str(plain.report).split())
     assert "nowhere in the graph" not in str(kfac_fx.compile(nn.Linear(4, 3), loss="normal").report)
+
+
+def test_a_container_has_its_length_and_members() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    net = kfac_fx.compile(model, loss="categorical")
+    assert len(net) == 3 and net[0] is model[0] and net[-1] is model[2] and list(net) == list(model)
+    assert bool(kfac_fx.compile(Drops(), loss="categorical"))
+    with pytest.raises(TypeError, match=r"object of type 'Drops' has no len\(\)"):
+        len(kfac_fx.compile(Drops(), loss="categorical"))
+
+
+def test_a_recording_of_some_parameters_is_of_all_blocks_that_have_them() -> None:
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), loss="categorical")
+    for only in ({"1.bias"}, ["1.weight"], ("1.weight", "1.bias")):
+        assert list(net.record((X,), {}, only=only).statistics) == [("1.weight", "1.bias")]

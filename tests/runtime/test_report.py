@@ -62,6 +62,7 @@ def test_the_data_has_the_promised_keys(program: Program) -> None:
         "cases",
         "python",
         "sampling",
+        "casts",
         "fallbacks",
         "passes",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx.passes.ir import Bound, Program, Registration, Use
 from kfac_fx.passes.matrix import Layout
 from kfac_fx.report.rows import (
     ReportRow,
     block_words,
+    casts,
     dense_shape,
     factor_dtype,
     factor_text,
@@ -40,6 +43,44 @@ def head(program: Program, approximation: str = "kron", **changes: object) -> Re
 
 def row(program: Program, registration: Registration) -> ReportRow:
     return row_of(registration, program, Counter())
+
+
+class Rounded(nn.Module):
+    """One weight in two precisions."""
+
+    def __init__(self, cast: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.cast = nn.Linear(4, 4), cast
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.cast(self.a.weight.t()).t()
+        return self.a(x) + F.linear(x.to(weight.dtype), weight).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "cast, dtype",
+    [
+        (lambda w: w.float(), "float32"),
+        (lambda w: w.half(), "float16"),
+        (lambda w: w.bfloat16(), "bfloat16"),
+        (lambda w: w.to(torch.float32), "float32"),
+        (lambda w: w.to(dtype=torch.bfloat16), "bfloat16"),
+        (lambda w: w.type(torch.float32), "float32"),
+    ],
+)
+@pytest.mark.parametrize("inputs", [None, (torch.ones(2, 4, dtype=torch.float64),)], ids=["fx", "export"])
+def test_casts_to_a_coarser_precision_are_told(
+    cast: Callable[[Tensor], Tensor], dtype: str, inputs: tuple[Tensor] | None
+) -> None:
+    net = kfac_fx.compile(Rounded(cast).double(), inputs, loss="normal", verify=False)
+    (line,) = casts(net.program)
+    assert line.startswith(f"a.weight: cast to {dtype} in ") and "test_report_rows.py:" in line
+    assert line in net.report.to_dict()["casts"] and f"casts     a.weight: cast to {dtype}" in str(net.report)
+
+
+def test_casts_of_data_or_to_a_finer_precision_are_not_told() -> None:
+    assert casts(kfac_fx.compile(Rounded(lambda w: w.double()), loss="normal").program) == []
+    assert casts(kfac_fx.compile(Rounded(lambda w: w.contiguous()), loss="normal").program) == []
 
 
 @pytest.mark.parametrize(

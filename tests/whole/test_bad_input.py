@@ -151,6 +151,32 @@ INPUTS: Rows = {
     "fraction=0": (lambda: recorded("gradients", fraction=0), ValueError, "fraction is 0; it must be above 0 and at m"),
     "memory=-1": (lambda: recorded("exact", memory=-1), ValueError, "memory is -1; it must be a whole number of bytes"),
     "only, a name": (lambda: recorded("gradients", only="0.w"), ValueError, "only is '0.w'; it must be several names"),
+    "only, a number": (lambda: recorded("gradients", only=3), ValueError, "only is 3; it must be several names"),
+    "only, unknown names": (
+        lambda: recorded("gradients", only=["0.weigth", 3]), ValueError,
+        "only has entries that are no names of trained parameters: '0.weigth', 3. Did you mean '0.weight'?",
+    ),
+    **{
+        f"functional of {parameters!r}": (
+            lambda parameters=parameters: compiled().functional(parameters, (X,), {}), TypeError,
+            r"parameters is a .*; it must be a dict of tensors by parameter name, as in dict",
+        )
+        for parameters in (None, 3)
+    },
+    "functional of numbers": (
+        lambda: compiled().functional({"0.weight": 3}, (X,), {}), TypeError, "values that are no tensors: '0.weight'",
+    ),
+    "functional of other names": (
+        lambda: compiled().functional({"0.weigth": X}, (X,), {}), ValueError,
+        r"names that are not in net.named_parameters\(\): '0.weigth'. Did you mean '0.weight'?",
+    ),
+    **{
+        f"attach({listener!r})": (
+            lambda listener=listener: compiled().attach(listener), TypeError,
+            r"attach takes an optimizer with the methods of ForwardListener, .*: KFAC\(net\) attaches itself",
+        )
+        for listener in (None, 3)
+    },
     "a generator": (lambda: recorded("gradients", generator=3), ValueError, "generator is 3; it must be a torch.Gener"),
     "mode=None": (lambda: recorded(None), ValueError, "unknown estimation_mode None; known are 'gradients', "),  # type: ignore[arg-type]
 }  # fmt: skip
@@ -173,6 +199,10 @@ LOSSES: Rows = {
     },
     "targets of numpy": (
         lambda: recorded(targets=Y.numpy()), LossError, r"targets are a ndarray; write torch.as_tensor\(targets\)",
+    ),
+    "targets without values": (
+        lambda: recorded(targets=Y.to("meta")), LossError,
+        "Categorical: targets are on the meta device and have no values, the outputs on cpu: write targets on cpu",
     ),
     "a dict of targets": (lambda: recorded(targets={"y": Y}), LossError, "targets are a dict; write torch.as_tensor"),
     "targets out of range": (
@@ -367,6 +397,21 @@ def test_inference_mode(row: str) -> None:
 def raises(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         call()
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), LossError("mine")])
+def test_an_error_in_a_loss_of_the_user_is_its_own_and_says_who_called_it(error: Exception) -> None:
+    def loss(outputs: Tensor) -> Any:
+        raise error
+
+    net = compiled(loss=loss)
+    kfac_fx.KFAC(net)
+    with pytest.raises(type(error)) as raised:
+        net(X)
+    assert raised.value is error and raised.traceback[-1].name == "loss"
+    assert error.__notes__ == [
+        "the function given as loss raised this, called with what the model returned: a Tensor [8, 3]"
+    ]
 
 
 @pytest.mark.parametrize("mode", ["gradients", "empirical"])
