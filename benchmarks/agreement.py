@@ -183,18 +183,18 @@ REDUCE = "kron_reduce"
 PEERS = [
     *(
         peer
-        for empirical, what in ((False, "Kronecker, exact"), (True, "Kronecker, empirical"))
+        for empirical, setting in ((False, "Kronecker, exact"), (True, "Kronecker, empirical"))
         for peer in (
-            Peer(what, "curvlinops", "curvlinops", partial(curvlinops, empirical, "expand"), None, empirical),
+            Peer(setting, "curvlinops", "curvlinops", partial(curvlinops, empirical, "expand"), None, empirical),
             Peer(
-                f"{what}, reduce",
+                f"{setting}, reduce",
                 "curvlinops",
                 "curvlinops",
                 partial(curvlinops, empirical, "reduce"),
                 REDUCE,
                 empirical,
             ),
-            Peer(f"{what}, weights", "asdl", "asdl", partial(asdl, empirical), None, empirical, weights),
+            Peer(f"{setting}, weights", "asdl", "asdl", partial(asdl, empirical), None, empirical, weights),
         )
     ),
     Peer("Kronecker, exact", "nngeometry", "nngeometry", partial(nngeometry, "PMatKFAC")),

@@ -144,7 +144,7 @@ def distances(name: str, package: str) -> str:
             theirs = peer(problem, full=not hidden)
     finally:
         torch.set_default_dtype(before)
-    return " | ".join(distance(values, own) for values, own in zip(theirs, mine, strict=True))
+    return " | ".join(distance(values, ours) for values, ours in zip(theirs, mine, strict=True))
 
 
 def distance(values: list[Tensor] | Tensor | None, own: list[Tensor] | Tensor | None) -> str:

@@ -163,4 +163,4 @@ def rows(name: str) -> str:
         for result in (theirs, mine)
     ]
     pairs = (values, (theirs.scores, mine.scores), (theirs.own, mine.own))
-    return " | ".join(f"{float((peer - own).norm() / own.norm()):.0e}" for peer, own in pairs)
+    return " | ".join(f"{float((peer - ours).norm() / ours.norm()):.0e}" for peer, ours in pairs)

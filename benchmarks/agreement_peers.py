@@ -89,12 +89,12 @@ def gradients(task: Task, empirical: bool) -> dict[str, Tensor]:
     p = task.model(task.x).softmax(-1).detach()
     exact = torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)
     roots = (p - F.one_hot(task.y, CLASSES)).unsqueeze(-1) if empirical else exact
-    return {name: torch.einsum("nc...,nck->nk...", one, roots) for name, one in jacobians.items()}
+    return {name: torch.einsum("nc...,nck->nk...", jacobian, roots) for name, jacobian in jacobians.items()}
 
 
 def brute(task: Task, empirical: bool) -> Tensor:
     """[P, P]: the dense Fisher, of blocks that share a module."""
-    rows = torch.cat([one.flatten(2) for one in gradients(task, empirical).values()], dim=2).flatten(0, 1)
+    rows = torch.cat([gradient.flatten(2) for gradient in gradients(task, empirical).values()], dim=2).flatten(0, 1)
     whole = rows.mT @ rows / CASES
     owner = [i for i, p in enumerate(task.model.parameters()) for _ in range(p.numel())]
     modules = [name.rpartition(".")[0] for name, _ in task.model.named_parameters()]
@@ -159,8 +159,8 @@ def backpack(extension: str, task: Task) -> Tensor:
     field = {"KFLR": "kflr", "DiagGGNExact": "diag_ggn_exact"}[extension]
     found = [getattr(p, field) for p in model.parameters()]
     if extension == "DiagGGNExact":
-        return torch.cat([one.flatten() for one in found]).diag()
-    return torch.block_diag(*(torch.kron(*one) if len(one) == 2 else one[0] for one in found))
+        return torch.cat([matrix.flatten() for matrix in found]).diag()
+    return torch.block_diag(*(torch.kron(*matrix) if len(matrix) == 2 else matrix[0] for matrix in found))
 
 
 def asdl(empirical: bool, task: Task) -> Tensor:

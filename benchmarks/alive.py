@@ -21,9 +21,9 @@ class AliveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_leaves(result):
-            storage = one.untyped_storage() if isinstance(one, Tensor) else None
+        given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for output in tree_leaves(result):
+            storage = output.untyped_storage() if isinstance(output, Tensor) else None
             if storage is not None and id(storage) not in given and id(storage) not in self.known:
                 self.count(storage)
         return result

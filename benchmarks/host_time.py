@@ -110,7 +110,8 @@ def measure(make: Make, rounds: int) -> dict[str, tuple[float, float]]:
             if turn > 1:
                 times[name].append((end - start, end - between))
     return {
-        name: tuple(1e3 * statistics.median(one) for one in zip(*each, strict=True)) for name, each in times.items()
+        name: tuple(1e3 * statistics.median(times) for times in zip(*milliseconds, strict=True))
+        for name, milliseconds in times.items()
     }
 
 
@@ -126,9 +127,9 @@ def run(models: Mapping[str, Make], rounds: int) -> dict[str, Any]:
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:
-    for name, found in results.items():
-        title = f"{name}: CPU milliseconds of a step of {found['parameters']} small parameters"
-        console.print(program.table(title, found["milliseconds"]))
+    for name, result in results.items():
+        title = f"{name}: CPU milliseconds of a step of {result['parameters']} small parameters"
+        console.print(program.table(title, result["milliseconds"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -119,8 +119,8 @@ def curvlinops(problem: Problem, n: int, m: int, fisher_type: str) -> Step:
     """Linear operators of one batch: there is no average over batches, which is a little less to do."""
     from curvlinops import KFACInverseLinearOperator, KFACLinearOperator
 
-    supported = [one for one in problem.model.modules() if isinstance(one, (nn.Linear, nn.Conv2d))]
-    parameters = [parameter for one in supported for parameter in one.parameters()]
+    supported = [module for module in problem.model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    parameters = [parameter for kind in supported for parameter in kind.parameters()]
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=LR, momentum=0.9)
     loss = nn.CrossEntropyLoss() if problem.loss.kind == "categorical" else nn.BCEWithLogitsLoss()
     fisher: Any = None
@@ -238,6 +238,6 @@ PEERS: dict[str, Method] = {
 
 def installed(methods: Mapping[str, Method]) -> tuple[dict[str, Method], dict[str, str]]:
     """Those that can run; and of the others, what to install."""
-    found = {name: one for name, one in methods.items() if one.version() is not None}
-    absent = {name: f"not installed: pip install {one.package}" for name, one in methods.items() if name not in found}
+    found = {name: run for name, run in methods.items() if run.version() is not None}
+    absent = {name: f"not installed: pip install {run.package}" for name, run in methods.items() if name not in found}
     return found, absent

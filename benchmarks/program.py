@@ -24,7 +24,7 @@ def table(title: str, rows: Rows) -> Table:
     for n, column in enumerate(rows[0]):
         shown.add_column(column, justify="right" if n else "left")
     for row in rows:
-        shown.add_row(*(f"{one:.2f}" if isinstance(one, float) else one for one in row.values()))
+        shown.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else cell for cell in row.values()))
     return shown
 
 

@@ -46,7 +46,7 @@ class Bottleneck(nn.Module):
                 nn.Conv2d(width, outputs, 1, bias=False),
             ]
         )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(one.out_channels) for one in (*self.convs,))  # type: ignore[arg-type]
+        self.norms = nn.ModuleList(nn.BatchNorm2d(conv.out_channels) for conv in (*self.convs,))  # type: ignore[arg-type]
         short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
         self.short = nn.Identity() if inputs == outputs else short
 

@@ -137,17 +137,17 @@ def run(models: Mapping[str, Make], rounds: int) -> dict[str, Any]:
         of_sgd, parts = measure(make, rounds)
         floor = floors(flops_of(make))
         rows = [
-            {"part": part, "milliseconds": found, "of an SGD step": found / of_sgd, "floor": floor.get(part, 0.0)}
-            for part, found in parts.items()
+            {"part": part, "milliseconds": share, "of an SGD step": share / of_sgd, "floor": floor.get(part, 0.0)}
+            for part, share in parts.items()
         ]
         results[name] = {"sgd milliseconds": of_sgd, "parts": rows}
     return results
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:
-    for name, found in results.items():
-        title = f"{name}: parts of a step ({found['sgd milliseconds']:.1f} ms for SGD's)"
-        console.print(program.table(title, found["parts"]))
+    for name, result in results.items():
+        title = f"{name}: parts of a step ({result['sgd milliseconds']:.1f} ms for SGD's)"
+        console.print(program.table(title, result["parts"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -75,7 +75,7 @@ def measure(steps: Mapping[Any, Step], rounds: int, device: torch.device) -> dic
             start = clock(device)
             steps[name]()
             times[name].append(clock(device) - start)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: statistics.median(milliseconds) for name, milliseconds in times.items()}
 
 
 def mean_step(times: Times, name: str, method: Method, every: tuple[int, int]) -> float:
@@ -89,7 +89,7 @@ def mean_step(times: Times, name: str, method: Method, every: tuple[int, int]) -
 
 def ratios(times: Times, methods: Mapping[str, Method], every: tuple[int, int]) -> dict[str, float]:
     """The mean step of every method as a multiple of SGD's."""
-    return {name: mean_step(times, name, one, every) / times["sgd", PLAIN] for name, one in methods.items()}
+    return {name: mean_step(times, name, run, every) / times["sgd", PLAIN] for name, run in methods.items()}
 
 
 def peak(make: Make, method: Method) -> float:
@@ -108,7 +108,7 @@ def run(
     results: dict[str, Any] = {}
     for name, make in models.items():
         torch.compiler.reset()  # torch.compile takes eight models of a class, and leaves the ninth as it is
-        peaks = {method: peak(make, one) for method, one in methods.items()} if memory else {}
+        peaks = {method: peak(make, run) for method, run in methods.items()} if memory else {}
         times = measure(steps_of(make, methods, device), rounds, device)
         flops = flops_of(make)
         floors = {"floor, plain products": False, "floor, symmetric products": True}
@@ -133,16 +133,19 @@ def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def show(results: Mapping[str, Any], absent: Mapping[str, str], console: Console) -> None:
-    for name, found in results.items():
-        table = Table(title=f"{name}: step time as a multiple of SGD's ({found['milliseconds']['sgd'][PLAIN]:.1f} ms)")
-        rows = rows_of(found)
+    for name, result in results.items():
+        table = Table(title=f"{name}: step time as a multiple of SGD's ({result['milliseconds']['sgd'][PLAIN]:.1f} ms)")
+        rows = rows_of(result)
         for column in rows[0]:
             table.add_column(column, justify="left" if column == "method" else "right")
         for row in rows:
-            table.add_row(*(f"{one:.2f}" if isinstance(one, float) else one for one in row.values()))
+            table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else cell for cell in row.values()))
         console.print(table)
-        for method, times in found["milliseconds"].items():
-            console.print(f"ms a step: {method}: " + ", ".join(f"{kind} {one:.1f}" for kind, one in times.items()))
+        for method, times in result["milliseconds"].items():
+            console.print(
+                f"ms a step: {method}: "
+                + ", ".join(f"{kind} {milliseconds:.1f}" for kind, milliseconds in times.items())
+            )
     for method, why in absent.items():
         console.print(f"{method}: {why}", soft_wrap=True)
 
@@ -176,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         + " --no-peers" * chosen.no_peers,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         **versions(),
-        "peers": {str(one.package): one.version() for one in peers.values()},
+        "peers": {str(peer.package): peer.version() for peer in peers.values()},
         "results": results,
     }
     out = chosen.out or OUT.with_stem("_".join([OUT.stem, *others]))

@@ -51,10 +51,10 @@ def settings(grid: Grid) -> Iterator[Settings]:
 def trials(task: Task, method: str, grid: Grid, steps: int, seed: int) -> dict[str, Any]:
     """Train once for every setting; the one with the lowest loss is chosen."""
     tried = []
-    for one in settings(grid):
-        run = train(method, task, task.model(seed), one, steps=steps, seed=seed)
+    for setting in settings(grid):
+        run = train(method, task, task.model(seed), setting, steps=steps, seed=seed)
         tried.append(results_of(run))
-        print(f"{task.name:<12} {method:<6} {one} {run.best.loss:.5g} in {run.final.seconds:.1f} s", flush=True)
+        print(f"{task.name:<12} {method:<6} {setting} {run.best.loss:.5g} in {run.final.seconds:.1f} s", flush=True)
     best = min(tried, key=lambda trial: float(trial["best_loss"]))
     return {"steps": steps, "seed": seed, "grid": grid, "chosen": best["settings"], "trials": tried}
 

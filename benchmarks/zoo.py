@@ -83,7 +83,7 @@ def measured(todo: Sequence[Entry], jobs: int, limit: float) -> Iterator[dict[st
             its.close()
             running[mine] = (started, entry, time.monotonic())
         wait(list(running), timeout=1.0)
-        for end in [one for one in running if one.poll()]:
+        for end in [process for process in running if process.poll()]:
             process, entry, start = running.pop(end)
             try:
                 result = end.recv()
@@ -181,7 +181,7 @@ def to_do(
 
 def tidy(path: Path, *others: Path) -> None:
     """One line a model, in the order of their names; what the others say counts more."""
-    latest = {name: line for one in (path, *others) for name, line in results(one).items()}
+    latest = {name: line for file in (path, *others) for name, line in results(file).items()}
     text = "".join(json.dumps(latest[key]) + "\n" for key in sorted(latest))
     path.write_text(text, encoding="utf-8")
 

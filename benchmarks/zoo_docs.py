@@ -71,7 +71,7 @@ def origin(found: Sequence[Result], command: str) -> str:
         for name, version in result.get("versions", {}).items():
             versions[name].add(version)
     commits = len(versions.pop("kfac_fx", ()))
-    text = ", ".join(f"{name} {' and '.join(sorted(each))}" for name, each in versions.items())
+    text = ", ".join(f"{name} {' and '.join(sorted(version))}" for name, version in versions.items())
     text += f"; kfac_fx at {commits} {'commit' if commits == 1 else 'commits, as the last column says'}"
     dates = sorted({str(result["date"]) for result in found if "date" in result})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else "unknown"

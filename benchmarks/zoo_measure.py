@@ -78,30 +78,30 @@ def said(error: BaseException) -> str:
 def registered(net: CompiledModule) -> dict[str, Any]:
     """What became of the trainable parameters; a tensor is structured if all of its pieces are."""
     program, rows, first = net.program, net.report.rows, net.captures.first
-    generic = {name for one in program.registrations if one.generic for name in one.owners}
-    used = {name for one in program.registrations for name in one.owners}
+    generic = {name for registration in program.registrations if registration.generic for name in registration.owners}
+    used = {name for registration in program.registrations for name in registration.owners}
     unused = set(program.parameters) - used
     return {
         "captured": parts(first.emitted) if isinstance(first.emitted, EmittedSubmodules) else "whole",
         "nodes": len(program.graph.nodes),
         "tensors": {"used": len(used), "structured": len(used - generic), "unused": len(unused)},
         "elements": {
-            "used": sum(one.elements for one in rows),
-            "structured": sum(one.elements for one in rows if not one.generic),
+            "used": sum(row.elements for row in rows),
+            "structured": sum(row.elements for row in rows if not row.generic),
             "unused": sum(program.parameters[name].numel() for name in unused),
         },
-        "layers": dict(Counter(one.layer for one in program.registrations)),
-        "uses": sum(len(one.uses) for one in program.registrations),
-        "shared": sum(len(one.uses) > 1 for one in program.registrations),
-        "generic": [[one.names, one.elements, one.reason or ""] for one in rows if one.generic],
-        "unproven": sum("proof" in (one.reason or "") for one in rows if one.generic),
+        "layers": dict(Counter(registration.layer for registration in program.registrations)),
+        "uses": sum(len(registration.uses) for registration in program.registrations),
+        "shared": sum(len(registration.uses) > 1 for registration in program.registrations),
+        "generic": [[row.names, row.elements, row.reason or ""] for row in rows if row.generic],
+        "unproven": sum("proof" in (row.reason or "") for row in rows if row.generic),
         "passes": {record.name: round(record.seconds, 3) for record in program.history},
     }
 
 
 def parts(emitted: EmittedSubmodules) -> str:
     """How much of a model was captured one by one; operations of the Python between submodules are no submodules."""
-    return f"{sum(not one.is_read for one in emitted.captured)} submodules"
+    return f"{sum(not submodule.is_read for submodule in emitted.captured)} submodules"
 
 
 def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,9 @@ def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     found = net.captures.run(args, kwargs, compared)
     statistics = net.record(args, kwargs).statistics
-    endless = [key for key, held in statistics.items() if not all(bool(one.isfinite().all()) for one in held.values())]
+    endless = [
+        key for key, held in statistics.items() if not all(bool(tensor.isfinite().all()) for tensor in held.values())
+    ]
     found["wrong"] += [f"statistics of {', '.join(key)} are not finite" for key in endless]
     return found | {"wrong": found["wrong"][:20]}
 
@@ -128,15 +130,21 @@ def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: 
     its_outputs, its_gradients, _ = equivalence.results_of_graph(prover, values)
     torch.manual_seed(1)
     pairs = proof.proof_gradients(prover, values).pairs
-    largest = max((float(one.norm()) for one in gradients.values() if one is not None), default=0.0)
+    largest = max((float(gradient.norm()) for gradient in gradients.values() if gradient is not None), default=0.0)
     of_outputs = [relative(a, b, 1e-6) for a, b in zip(outputs, its_outputs, strict=True) if isinstance(a, Tensor)]
-    of_gradients = {name: relative(one, its_gradients[name], ROUNDING * largest) for name, one in gradients.items()}
+    of_gradients = {
+        name: relative(gradient, its_gradients[name], ROUNDING * largest) for name, gradient in gradients.items()
+    }
     of_rows: dict[tuple[str, ...], float] = {}
     with_gradient = 0
-    for one, wanted, got, bound in pairs:  # the matrices of one registration at a time
-        of_rows[one.parameters] = relative(wanted, got, ROUNDING * float(bound))
+    for parameter, wanted, got, bound in pairs:  # the matrices of one registration at a time
+        of_rows[parameter.parameters] = relative(wanted, got, ROUNDING * float(bound))
         with_gradient += bool(wanted.any())
-    missed = [name for name, one in gradients.items() if one is not None and bool(outside(program, name, one).any())]
+    missed = [
+        name
+        for name, gradient in gradients.items()
+        if gradient is not None and bool(outside(program, name, gradient).any())
+    ]
     wrong = [f"outputs differ by {max(of_outputs):.2g}"] * (not max(of_outputs, default=0.0) <= RELATIVE)
     wrong += [f"gradient of {name} differs by {e:.2g}" for name, e in of_gradients.items() if not e <= RELATIVE]
     wrong += [f"rows of {', '.join(key)} differ by {e:.2g}" for key, e in of_rows.items() if not e <= RELATIVE]
@@ -154,10 +162,10 @@ def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: 
 def outside(program: Program, name: str, gradient: Tensor) -> Tensor:
     """Of a parameter's gradient, that of the elements in no Fisher block."""
     left = gradient.clone()
-    for one in program.registrations:
-        if name in one.parameters:
+    for registration in program.registrations:
+        if name in registration.parameters:
             left.zero_()
-        for piece in one.pieces:
+        for piece in registration.pieces:
             if piece.parameter == name:
                 piece.of(left).zero_()
     return left

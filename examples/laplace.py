@@ -117,8 +117,10 @@ def main(steps: int = 1500) -> dict[str, Fit]:
             found[name].errors[where] = (errors / (variance + noise**2)).mean().item()
             found["noise alone"].errors[where] = errors.mean().item() / NOISE**2
     print(f"squared errors over expected variances{'':<4}" + "".join(f"{where:>9}" for where in WHERE))
-    for name, (noise, prior, each) in found.items():
-        print(f"{name:<24}σ {noise:.2f} δ {prior:4.2f}  " + "".join(f"{value:9.2f}" for value in each.values()))
+    for name, (noise, prior, method_results) in found.items():
+        print(
+            f"{name:<24}σ {noise:.2f} δ {prior:4.2f}  " + "".join(f"{value:9.2f}" for value in method_results.values())
+        )
     return found
 
 

@@ -106,7 +106,7 @@ def kfac(steps: int, width: int, x: tuple[Tensor, Tensor]) -> Result:
     torch.manual_seed(0)
     model = Poisson(width)
     # An element of loss= is |target - mean|², as in Poisson.loss; (weight, Normal(...)) would weight a term.
-    net = kfac_fx.compile(model, x, loss=lambda outputs: [Normal(one) for one in outputs], strict=True)
+    net = kfac_fx.compile(model, x, loss=lambda outputs: [Normal(output) for output in outputs], strict=True)
     print(net.report, "\n")
     optimizer = kfac_fx.KFAC(
         net,

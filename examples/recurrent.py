@@ -104,12 +104,15 @@ def report(results: Sequence[Result]) -> str:
     """One line an approximation: means over the seeds, of the losses in the exponent."""
     lines = [f"{'':14}  {'training loss':>13}  {'test loss':>9}  {'test errors':>11}  {'seconds':>7}"]
     for approximation in APPROXIMATIONS:
-        own = [one for one in results if one.approximation == approximation]
+        own = [result for result in results if result.approximation == approximation]
         loss, test_loss = (
             math.exp(sum(math.log(value) for value in values) / len(own))
-            for values in ([one.loss for one in own], [one.test_loss for one in own])
+            for values in ([result.loss for result in own], [result.test_loss for result in own])
         )
-        errors, seconds = (sum(one.errors for one in own) / len(own), sum(one.seconds for one in own) / len(own))
+        errors, seconds = (
+            sum(result.errors for result in own) / len(own),
+            sum(result.seconds for result in own) / len(own),
+        )
         lines.append(f"{approximation:14}  {loss:13.2e}  {test_loss:9.3f}  {errors:11.1%}  {seconds:7.1f}")
     return "\n".join(lines)
 
@@ -120,7 +123,9 @@ def main(steps: int = 60, width: int = 32, batch: int = 256, seeds: int = 3) -> 
         Reader(width), (torch.randn(4, 8, 8),), loss="categorical", approximations={nn.LSTM: "kron_series_1"}
     )
     print(net.report, "\n")
-    results = [train(one, seed, steps, width, batch) for seed in range(seeds) for one in APPROXIMATIONS]
+    results = [
+        train(approximation, seed, steps, width, batch) for seed in range(seeds) for approximation in APPROXIMATIONS
+    ]
     print(
         f"{steps} steps of {batch} digits, mean of {seeds} start{'s' * (seeds != 1)}; guessing costs {math.log(10):.2f}"
     )

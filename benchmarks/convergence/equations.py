@@ -123,7 +123,7 @@ class Burgers(Equation):
 
     @classmethod
     def solution(cls, points: Tensor) -> Tensor:  # type: ignore[override]
-        nodes, weights = (torch.from_numpy(each) for each in np.polynomial.hermite.hermgauss(100))
+        nodes, weights = (torch.from_numpy(array) for array in np.polynomial.hermite.hermgauss(100))
         t, x = points[:, :1], points[:, 1:]
         y = x - (4 * cls.viscosity * t).sqrt() * nodes  # [N, nodes]
         density = weights * torch.exp(-torch.cos(math.pi * y) / (2 * math.pi * cls.viscosity))

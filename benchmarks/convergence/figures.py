@@ -62,7 +62,7 @@ def curve(axes: Axes, entry: Entry, column: int) -> None:
     along = [statistics.median(point[column] for point in points) for points in measured]
     losses = [[math.nan if point[2] is None else point[2] for point in points] for points in measured]
     color, ours = COLORS[entry.method], entry.method.startswith("KFAC")
-    axes.plot(along, [statistics.median(each) for each in losses], color, lw=2.2 if ours else 1.3, label=entry.method)
+    axes.plot(along, [statistics.median(loss) for loss in losses], color, lw=2.2 if ours else 1.3, label=entry.method)
     if len(entry.runs) > 1:
         axes.fill_between(along, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15, lw=0)
 

@@ -25,9 +25,9 @@ def predictions(outputs: Any) -> Any:
     found = next((one for kind in KINDS if isinstance(one := getattr(outputs, kind, None), Tensor)), None)
     if found is not None:
         return kfac_fx.losses.Categorical(found)
-    leaves = [one for one in pytree.tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
-    normals = [kfac_fx.losses.Normal(one) for one in leaves if one.dim()]
-    scalars = [one for one in leaves if not one.dim()]
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    normals = [kfac_fx.losses.Normal(leaf) for leaf in leaves if leaf.dim()]
+    scalars = [leaf for leaf in leaves if not leaf.dim()]
     return [*normals, *([kfac_fx.losses.Normal(torch.stack(scalars)[None])] if scalars else [])]
 
 

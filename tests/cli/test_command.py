@@ -29,7 +29,7 @@ def test_inputs_come_in_order_and_with_their_dtype(capsys: pytest.CaptureFixture
     arguments = ("report", "cli_models:Words", "--input", "2,16:int64", "--input", "2,4", "--format", "json")
     status, out, _ = run(capsys, *arguments)
     assert status == 0
-    assert [each["layer"] for each in json.loads(out)["registrations"]] == ["embedding", "linear"]
+    assert [row["layer"] for row in json.loads(out)["registrations"]] == ["embedding", "linear"]
 
 
 @pytest.mark.parametrize(("name", "start"), [("html", "<!doctype html>"), ("dot", "digraph"), ("json", "{")])

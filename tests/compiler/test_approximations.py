@@ -71,7 +71,10 @@ def test_layers_of_ids_have_what_every_layer_has_and_convolutions_what_is_made_o
 
 
 def test_diagonal_sides_are_those_of_a_product() -> None:
-    diagonal = {name: (one.diagonal_outputs, one.diagonal_inputs) for name, one in APPROXIMATIONS.items()}
+    diagonal = {
+        name: (approximation.diagonal_outputs, approximation.diagonal_inputs)
+        for name, approximation in APPROXIMATIONS.items()
+    }
     assert {name: sides for name, sides in diagonal.items() if any(sides)} == {
         "kron_in_diag": (False, True),
         "kron_out_diag": (True, False),

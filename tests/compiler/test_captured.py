@@ -76,7 +76,7 @@ def test_reads_of_earlier_inputs_are_kept() -> None:
     parameters, options = dict(model.named_parameters()), Options(loss_given=True)
     earlier, _ = captured_reads(observed(model, X), parameters, options, LAYERS, ())
     again, _ = captured_reads(observed(model, X), parameters, options, LAYERS, earlier)
-    assert [one.capture for one in again] == [one.capture for one in earlier]
+    assert [submodule.capture for submodule in again] == [submodule.capture for submodule in earlier]
 
 
 def test_a_parameter_left_to_python_has_its_first_place() -> None:

@@ -46,7 +46,7 @@ def test_a_registration_with_a_use_missing_becomes_generic_and_says_which() -> N
     checked = check(program())
     assert found(checked) == [("generic", ("w",), 0), ("generic", ("b",), 0), ("linear", ("v",), 1)]
     reason = f"w has 3 uses, 2 of them matched; missing matmul (test_check.py:{LINE + 3})"
-    assert [one.reason for one in checked.registrations] == [reason, reason, None]
+    assert [registration.reason for registration in checked.registrations] == [reason, reason, None]
 
 
 def test_under_strict_it_is_an_error_together_with_all_that_is_generic() -> None:

@@ -36,11 +36,11 @@ def net() -> nn.Module:
 def registered(model: nn.Module, *inputs: Any, **options: Any) -> dict[str, Registration]:
     """By the module of the first parameter."""
     program = resolve(before("resolve", model, *inputs, **options))
-    return {owners(one.parameters[0])[0]: one for one in program.registrations}
+    return {owners(registration.parameters[0])[0]: registration for registration in program.registrations}
 
 
 def chosen(**options: Any) -> list[str]:
-    return [one.approximation for one in registered(net(), **options).values()]
+    return [registration.approximation for registration in registered(net(), **options).values()]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_contradictions_and_what_a_layer_has_not_come_at_once(monkeypatch: pytes
 def test_the_layers_own_default() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     found = registered(model)
-    assert [one.approximation for one in found.values()] == ["kron_in_diag", "full", "kron"]
-    assert all(one.reason is None for one in found.values())
+    assert [registration.approximation for registration in found.values()] == ["kron_in_diag", "full", "kron"]
+    assert all(registration.reason is None for registration in found.values())
 
 
 def test_several_uses_are_taken_as_independent() -> None:
@@ -94,34 +94,39 @@ def test_several_uses_are_taken_as_independent() -> None:
 def test_wide_sides_are_cut_into_blocks_within_the_memory_of_the_widest_dense_side() -> None:
     model = nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9), nn.Linear(9, 17), nn.LayerNorm(17))
     found = registered(model, dense_limit=6)
-    assert [(one.approximation, one.blocks) for one in found.values()] == [
+    assert [(registration.approximation, registration.blocks) for registration in found.values()] == [
         ("kron", (1, 4)),  # ten columns, with the bias: at most 36 // 10 = 3 at a time
         ("kron", (3, 1)),
         ("kron", (9, 4)),
         ("diagonal", (1, 1)),
     ]
-    assert {one.reason for one in found.values()} == {"a side is wider than dense_limit=6"}
+    assert {registration.reason for registration in found.values()} == {"a side is wider than dense_limit=6"}
     asked = registered(model, dense_limit=6, approximations={nn.Linear: "kron", nn.LayerNorm: "full"})
-    assert [(one.approximation, one.blocks) for one in asked.values()] == [("kron", (1, 1))] * 3 + [("full", (1, 1))]
+    assert [(registration.approximation, registration.blocks) for registration in asked.values()] == [
+        ("kron", (1, 1))
+    ] * 3 + [("full", (1, 1))]
 
 
 def test_a_full_block_that_is_too_wide_to_invert_cheaply_becomes_diagonal_unless_it_is_asked_for() -> None:
     narrow_norm, wide_norm = nn.LayerNorm(256), nn.LayerNorm(257)
     found = registered(nn.Sequential(narrow_norm, nn.Linear(256, 257), wide_norm))
-    assert [(one.approximation, one.reason) for one in found.values()] == [
+    assert [(registration.approximation, registration.reason) for registration in found.values()] == [
         ("full", None),
         ("kron", None),
         ("diagonal", "a full block is wider than 512"),
     ]
     asked = registered(nn.Sequential(nn.LayerNorm(257)), approximations={"layer_norm": "full"})
-    assert [one.approximation for one in asked.values()] == ["full"]
+    assert [registration.approximation for registration in asked.values()] == ["full"]
 
 
 def test_the_fishers_own_outputs_and_what_is_too_wide_for_blocks_become_diagonal() -> None:
     model = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 17), nn.Flatten())
     found = registered(model, dense_limit=6)
-    assert [(one.approximation, one.blocks) for one in found.values()] == [("kron", (3, 1)), ("kron_out_diag", (1, 4))]
-    assert {one.reason for one in found.values()} == {"a side is wider than dense_limit=6"}
+    assert [(registration.approximation, registration.blocks) for registration in found.values()] == [
+        ("kron", (3, 1)),
+        ("kron_out_diag", (1, 4)),
+    ]
+    assert {registration.reason for registration in found.values()} == {"a side is wider than dense_limit=6"}
     (wide,) = registered(nn.Sequential(nn.Linear(19, 6), nn.ReLU()), dense_limit=6).values()
     assert (wide.approximation, wide.blocks) == ("kron_in_diag", (1, 1))
 
@@ -159,8 +164,9 @@ def test_cases_that_are_merged_with_positions_have_no_gradient_of_their_own(aske
 def test_generics_are_diagonal_or_full() -> None:
     model = Toy(lambda x, v, w: x * (v.exp() + w.exp()), v=(3,), w=(3,))
     program = before("resolve", model, approximations={"w": "full", "v": "kron"})
-    assert [(one.parameters, one.approximation) for one in resolve(program).registrations] == [
+    registrations = resolve(program).registrations
+    assert [(registration.parameters, registration.approximation) for registration in registrations] == [
         (("v",), "diagonal"), (("w",), "full"),
     ]  # fmt: skip
     program = before("resolve", model, approximations={"generic": "full"})
-    assert {one.approximation for one in resolve(program).registrations} == {"full"}
+    assert {registration.approximation for registration in resolve(program).registrations} == {"full"}

@@ -32,7 +32,9 @@ def registered(function: Function, options: dict[str, Any] | None = None, **shap
 
 
 def regions(program: Program) -> list[tuple[tuple[str, ...], Any]]:
-    return [(one.parameters, region_of(use)) for one in program.registrations for use in one.uses]
+    return [
+        (registration.parameters, region_of(use)) for registration in program.registrations for use in registration.uses
+    ]
 
 
 def test_nothing_is_cut_where_parameters_are_used_whole() -> None:
@@ -46,7 +48,7 @@ def test_slices_of_one_weight_are_registered_apart() -> None:
     assert found(program) == [("linear", ("w[0:2]", "b[0:2]"), 1), ("linear", ("w[2:6]", "b[2:6]"), 1)]
     assert regions(program) == [(("w[0:2]", "b[0:2]"), None), (("w[2:6]", "b[2:6]"), None)]
     assert program.shapes == {"w[0:2]": (2, 4), "w[2:6]": (4, 4), "b[0:2]": (2,), "b[2:6]": (4,)}
-    assert [one.owners for one in program.registrations] == [("w", "b"), ("w", "b")]
+    assert [registration.owners for registration in program.registrations] == [("w", "b"), ("w", "b")]
 
 
 def test_what_nothing_reads_is_unused() -> None:
@@ -94,7 +96,7 @@ def test_a_bias_put_together_cuts_the_weight() -> None:
         lambda x, w, q, v: F.linear(x, w, torch.cat([q, torch.zeros_like(v), v])), w=(6, 4), q=(2,), v=(2,)
     )
     names = [("w[0:2]", "q"), ("w[2:4]",), ("w[4:6]", "v")]
-    reasons = {one.reason and one.reason.partition(" (")[0] for one in program.registrations}
+    reasons = {registration.reason and registration.reason.partition(" (")[0] for registration in program.registrations}
     assert reasons == {"a part of the linear at linear"}
     assert found(program) == [("linear", parameters, 1) for parameters in names]
     assert regions(program) == [
@@ -123,7 +125,10 @@ def test_multiples_are_noted_in_the_use() -> None:
 def test_a_parameter_read_whole_by_no_layer_stays_whole() -> None:
     """Its slice goes with it, and the partner of the slice."""
     program = registered(lambda x, w, b: F.linear(x, w[:2], b[:2]) + w.exp().sum(), w=(6, 4), b=(6,))
-    assert [(one.parameters, one.generic) for one in program.registrations] == [(("w",), True), (("b",), True)]
+    assert [(registration.parameters, registration.generic) for registration in program.registrations] == [
+        (("w",), True),
+        (("b",), True),
+    ]
     assert [str(note.reason) for note in program.dropped] == ["takes a part of w, which cannot be cut there"]
 
 
@@ -142,7 +147,7 @@ def test_a_piece_that_no_layer_reads_is_generic_and_the_others_are_not() -> None
 
 def test_a_slice_that_no_layer_reads_makes_all_pieces_generic_that_it_may_be_of() -> None:
     program = registered(lambda x, w: F.linear(x[..., :2], w[:, 1:3].exp()).sum() + F.linear(x, w[:2]), w=(6, 4))
-    assert [(one.parameters, one.generic) for one in program.registrations] == [
+    assert [(registration.parameters, registration.generic) for registration in program.registrations] == [
         (("w[0:2]",), True),
         (("w[2:6]",), True),
     ]
@@ -155,9 +160,9 @@ def test_the_own_name_of_a_parameter_asks_for_all_its_pieces() -> None:
         return F.linear(x, w[:2]).sum() + F.linear(x, w[2:])
 
     asked = registered(function, {"approximations": {"w": "diagonal"}}, w=(6, 4))
-    assert [one.approximation for one in asked.registrations] == ["diagonal", "diagonal"]
+    assert [registration.approximation for registration in asked.registrations] == ["diagonal", "diagonal"]
     generic = registered(function, {"approximations": {"w": "generic"}}, w=(6, 4))
-    assert [one.reason for one in generic.registrations] == ["declared generic", "declared generic"]
+    assert [registration.reason for registration in generic.registrations] == ["declared generic", "declared generic"]
 
 
 def test_linked_parameters_are_linked_piece_by_piece() -> None:
@@ -166,7 +171,7 @@ def test_linked_parameters_are_linked_piece_by_piece() -> None:
 
     linked: dict[str, Any] = {"linked": {frozenset({"w", "b"}): "diagonal"}}
     program = registered(function, linked, w=(6, 4), b=(6,))
-    assert [(one.parameters, one.approximation) for one in program.registrations] == [
+    assert [(registration.parameters, registration.approximation) for registration in program.registrations] == [
         (("w[0:2]", "b[0:2]"), "diagonal"),
         (("w[2:6]", "b[2:6]"), "diagonal"),
     ]
@@ -180,7 +185,11 @@ def test_the_check_takes_the_parameters_own_names() -> None:
     check_registration(program)
     with pytest.raises(RegistrationError, match=r"1 registered parameter was not included in the list: v"):
         check_registration(program, ["w"])
-    less = program.but(registrations=tuple(one for one in program.registrations if "w[4:6]" not in one.parameters))
+    less = program.but(
+        registrations=tuple(
+            registration for registration in program.registrations if "w[4:6]" not in registration.parameters
+        )
+    )
     with pytest.raises(RegistrationError, match=r"w\[4:6\] is not registered; it is used in linear_1"):
         check_registration(less)
 
@@ -208,7 +217,7 @@ def test_a_layout_that_copies_keeps_its_parameters_whole() -> None:
     program = registered(
         lambda x, w: F.conv_transpose1d(x, w, groups=2).sum() + F.linear(x, w[:2].flatten(1)).sum(), w=(4, 3, 2)
     )
-    assert [one.parameters for one in program.registrations] == [("w",)]
+    assert [registration.parameters for registration in program.registrations] == [("w",)]
 
 
 def test_a_separable_convolution_is_its_parts_when_one_is_cut() -> None:
@@ -233,7 +242,9 @@ def test_a_separable_convolution_is_its_parts_when_one_is_cut() -> None:
 )
 def test_a_parameter_in_two_roles_of_one_use_has_a_use_in_each(function: Function) -> None:
     program = registered(function, w=(4,))
-    assert [(one.parameters[0][0], len(one.uses)) for one in program.registrations] == [("w", 2)]
+    assert [(registration.parameters[0][0], len(registration.uses)) for registration in program.registrations] == [
+        ("w", 2)
+    ]
 
 
 def test_a_factor_of_a_product_may_be_used_transposed_elsewhere() -> None:
@@ -242,4 +253,7 @@ def test_a_factor_of_a_product_may_be_used_transposed_elsewhere() -> None:
     program = verify(cut(before("cut", Toy(lambda x, a, b: (x @ (a @ b)) @ b.T, a=(7, 2), b=(2, 3)), inputs)), "cut")
     program = check(resolve(program))
     assert not any("has a use of another form" in note.reason for note in program.dropped)
-    assert {one.parameters: len(one.uses) for one in program.registrations} == {("a",): 1, ("b",): 2}
+    assert {registration.parameters: len(registration.uses) for registration in program.registrations} == {
+        ("a",): 1,
+        ("b",): 2,
+    }

@@ -98,13 +98,13 @@ def test_a_composite_has_parts_and_no_rows() -> None:
 
 
 def test_every_part_of_a_composite_is_a_layer() -> None:
-    assert all(part in LAYERS for one in LAYERS.values() for part in one.parts)
+    assert all(part in LAYERS for layer in LAYERS.values() for part in layer.parts)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_form_has_an_example_and_every_default_is_allowed(name: str) -> None:
     one = LAYERS[name]
-    examples: list[Example] = [found for form in one.forms for found in form.examples]
+    examples: list[Example] = [example for form in one.forms for example in form.examples]
     assert len(examples) >= len(one.forms)
     assert all(form.examples for form in one.forms)
     assert one.parts or one.default in one.approximations

@@ -158,10 +158,14 @@ def by_dual_level(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def test_a_submodule_under_torch_func_stays_python_and_says_so(way: Any) -> None:
     net = kfac_fx.compile(Branching(way), (X,), loss="normal")
     assert not net.captures.first.whole
-    assert {one.parameters for one in net.registrations if not one.generic} == {("head.weight", "head.bias")}
-    (reason,) = {one.reason for one in net.registrations if one.parameters == ("net.weight",)}
+    assert {registration.parameters for registration in net.registrations if not registration.generic} == {
+        ("head.weight", "head.bias")
+    }
+    (reason,) = {
+        registration.reason for registration in net.registrations if registration.parameters == ("net.weight",)
+    }
     assert reason is not None and reason.startswith("net.weight is read at ") and reason.endswith(INSIDE)
-    assert {one.reason for one in net.program.left if one.subject == "net"} == {f"it is called {INSIDE}"}
+    assert {part.reason for part in net.program.left if part.subject == "net"} == {f"it is called {INSIDE}"}
 
 
 class Reading(Branching):
@@ -185,12 +189,12 @@ class Reading(Branching):
 def test_what_python_reads_under_torch_func_stays_python_and_says_so(way: Any) -> None:
     model, y = Reading(way), torch.randn(5, 2)
     net = kfac_fx.compile(model, (X,), loss="normal")
-    assert {one.parameters for one in net.registrations if not one.generic} == {
+    assert {registration.parameters for registration in net.registrations if not registration.generic} == {
         ("net.weight", "net.bias"),
         ("head.weight", "head.bias"),
     }
     line = Reading.__init__.__code__.co_firstlineno + 1
-    (reason,) = {one.reason for one in net.registrations if one.parameters == ("w",)}
+    (reason,) = {registration.reason for registration in net.registrations if registration.parameters == ("w",)}
     assert reason == f"w is read at test_derivatives.py:{line}, {INSIDE}"
     (wanted,) = torch.autograd.grad(kfac_fx.losses.Normal(model(X), targets=y).evaluate(), model.w)
     recorded = net.record((X,), {}, mode="empirical", targets=y)

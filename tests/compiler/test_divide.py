@@ -55,7 +55,7 @@ def division(model: nn.Module, *inputs: Any, known: Division | None = None, loss
 
 
 def captured(found: Division) -> list[tuple[str, int]]:
-    return [(one.submodule.path, one.submodule.calls) for one in found.captured]
+    return [(submodule.submodule.path, submodule.submodule.calls) for submodule in found.captured]
 
 
 def left(found: Division) -> dict[str, str]:
@@ -89,14 +89,14 @@ def test_a_kind_of_call_has_a_capture_of_its_own() -> None:
 
     found = division(Named(use, a=linear()))
     assert captured(found) == [("a", 2), ("a", 2)]
-    assert [one.autocast for one in found.captured] == [(("cpu", torch.bfloat16),), ()]
+    assert [submodule.autocast for submodule in found.captured] == [(("cpu", torch.bfloat16),), ()]
 
 
 def test_what_no_forward_reaches_is_captured_without_inputs() -> None:
     model = Named(lambda own, x: own.a(x), a=linear(), never=nn.Sequential(linear(), nn.Tanh()))
     found = division(model)
     assert captured(found) == [("a", 1), ("never", 0)]
-    assert [one.key is None for one in found.captured] == [False, True]
+    assert [submodule.key is None for submodule in found.captured] == [False, True]
 
 
 def test_frozen_submodules_are_left_out() -> None:
@@ -158,7 +158,7 @@ def test_operations_of_python_on_parameters_are_captured_one_by_one() -> None:
     model = Named(lambda own, x: own.b(own.a(x) * own.a.bias) * own.a.bias, a=linear(), b=linear())
     found, line = division(model), model.use.__code__.co_firstlineno
     assert captured(found) == [("a", 1), ("b", 1), (f"mul of a.bias (test_divide.py:{line})", 2)]
-    assert [one.read for one in found.program.submodules] == [False, False, True]
+    assert [submodule.read for submodule in found.program.submodules] == [False, False, True]
     assert not found.program.python
 
 
@@ -197,7 +197,7 @@ def test_what_was_captured_on_earlier_inputs_stays() -> None:
     model = Named(lambda own, x: own.b(own.a(x)), a=Named(lambda own, x: own.inner(x), inner=linear()), b=linear())
     first = division(model)
     again = division(model, 2 * X, known=first)
-    assert [id(one) for one in again.captured] == [id(one) for one in first.captured]
+    assert [id(submodule) for submodule in again.captured] == [id(submodule) for submodule in first.captured]
 
 
 def test_what_was_left_on_earlier_inputs_stays_python() -> None:

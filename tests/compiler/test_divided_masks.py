@@ -30,14 +30,17 @@ def program(*inputs: Tensor) -> Program:
     model = Parts()
     parameters, aliases = named_parameters(model)
     parts = []
-    for (path, module), one in zip(model.named_children(), inputs, strict=True):
-        traced = trace_model(module, (one,), options=Options(loss_given=True), layers=LAYERS).program
+    for (path, module), x in zip(model.named_children(), inputs, strict=True):
+        traced = trace_model(module, (x,), options=Options(loss_given=True), layers=LAYERS).program
         parts.append((Submodule(path, 1), normalize(in_model(traced, path, parameters, aliases))))
     return run(join(parts[0][1], parts), SUBMODULES)
 
 
 def masked(found: Program) -> dict[str, bool]:
-    return {one.parameters[0]: any(KEPT in use.attrs for use in one.uses) for one in found.registrations}
+    return {
+        registration.parameters[0]: any(KEPT in use.attrs for use in registration.uses)
+        for registration in found.registrations
+    }
 
 
 def inputs_of(found: Program) -> dict[str, Any]:

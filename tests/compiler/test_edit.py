@@ -66,7 +66,7 @@ def test_a_literal_of_the_same_type_becomes_a_number(build: Callable[[], Any], n
     model = build()
     program = before("find_losses", model, X)
     (node,) = (
-        one for one in program.graph.nodes if one.target in (torch.mul, torch.div) and one.meta["val"].dim() == 2
+        node for node in program.graph.nodes if node.target in (torch.mul, torch.div) and node.meta["val"].dim() == 2
     )
     assert node.args[1] == number if number is not None else isinstance(node.args[1], fx.Node)
     (found,) = fx.GraphModule(program.root, program.graph)(X)

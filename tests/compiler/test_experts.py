@@ -48,7 +48,7 @@ def test_rows_are_in_the_group_before_whose_offset_they_are() -> None:
 def test_experts_are_groups_of_one_layer(kernel: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(Mixture(kernel).to(dtype), (X.to(dtype),), loss="normal")
-    (one,) = [one for one in net.registrations if one.parameters == ("weight",)]
+    (one,) = [registration for registration in net.registrations if registration.parameters == ("weight",)]
     assert one.layer == "experts" and one.matrix is not None and one.matrix.shape == (3, 8, 8), net.report
 
 

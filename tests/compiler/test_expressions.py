@@ -87,11 +87,11 @@ def test_parts_are_put_together_along_any_dimension_and_turned() -> None:
     program = expressed(lambda x, w, v: F.linear(x, torch.cat([w.t(), v], dim=-2).mT), w=(6, 3), v=(1, 6))
     (exprs,) = program.parameter_exprs.values()
     assert exprs.shape == (6, 4)
-    assert [one[:2] for one in parts(program, exprs)] == [(((0, 6), (0, 3)), "w"), (((0, 6), (3, 4)), "v")]
+    assert [part[:2] for part in parts(program, exprs)] == [(((0, 6), (0, 3)), "w"), (((0, 6), (3, 4)), "v")]
     program = expressed(lambda x, w, v: x @ torch.stack([w, v], 1), w=(4,), v=(4,))
     (exprs,) = program.parameter_exprs.values()
     assert exprs.shape == (4, 2)
-    assert [one[:2] for one in parts(program, exprs)] == [(((0, 4), (0, 1)), "w"), (((0, 4), (1, 2)), "v")]
+    assert [part[:2] for part in parts(program, exprs)] == [(((0, 4), (0, 1)), "w"), (((0, 4), (1, 2)), "v")]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_an_argument_of_a_module_is_a_place() -> None:
 @pytest.mark.parametrize("cases", [5, None, 6])
 def test_an_expansion_to_the_cases_is_a_read_whose_input_has_their_size(cases: int | None) -> None:
     model, readers = readers_of(lambda own, x: own.token.expand(x.shape[0], -1) + x, cases)
-    by_function = {one.read.function.__name__: one for one in readers.observed.values()}
+    by_function = {reads.read.function.__name__: reads for reads in readers.observed.values()}
     assert set(by_function) == ({"expand"} if cases == 5 else {"add"})
     if cases == 5:
         read = by_function["expand"].read

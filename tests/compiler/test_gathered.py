@@ -74,7 +74,9 @@ def test_ids_of_gathered_inputs_are_those_of_the_table() -> None:
     assert rows.tolist() == [[2, 1, 0], [2, -1, 2]] and list(grad_rows.shape) == [2, 3, 4]
     model = Toy(lambda x, w: F.embedding(x, w[ORDER]), w=(3, 5))
     net = kfac_fx.compile(model, (torch.tensor([[0, 3, 1], [2, 2, 0]]),), loss="normal")
-    assert [(one.layer, one.parameters) for one in net.registrations] == [("embedding", ("w",))]
+    assert [(registration.layer, registration.parameters) for registration in net.registrations] == [
+        ("embedding", ("w",))
+    ]
 
 
 def test_a_bias_beside_a_gathered_weight_is_registered_apart() -> None:
@@ -82,7 +84,7 @@ def test_a_bias_beside_a_gathered_weight_is_registered_apart() -> None:
     program = resolve(before("resolve", Toy(function, w=(3, 4), b=(4,)), torch.randn(5, 4)))
     assert found(program) == [("linear", ("b",), 1), ("linear", ("w",), 1)]
     net = kfac_fx.compile(Toy(function, w=(3, 4), b=(4,)), (torch.randn(5, 4),), loss="normal")
-    assert not any(one.generic for one in net.registrations)
+    assert not any(registration.generic for registration in net.registrations)
 
 
 OTHERS: dict[str, tuple[Function, tuple[int, ...]]] = {
@@ -179,7 +181,7 @@ GATHERED: dict[str, tuple[Callable[[Tensor], Tensor], list[Any]]] = {
 def test_elements_are_numbered(function: Callable[[Tensor], Tensor], expected: list[Any], exported: bool) -> None:
     x = torch.randn(1)
     program = normal(lambda x, w: x * function(w).sum(), *([x] if exported else []), w=(3, 2))
-    noted = [one for one in program.graph.nodes if ELEMENTS in one.meta]
+    noted = [node for node in program.graph.nodes if ELEMENTS in node.meta]
     elements = noted[-1].meta[ELEMENTS]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -191,6 +193,6 @@ def test_elements_are_numbered(function: Callable[[Tensor], Tensor], expected: l
 
 def test_what_is_computed_from_elements_has_no_numbers() -> None:
     program = normal(lambda x, w: x * (2 * w[PLACES]).exp().sum(), w=(3, 2))
-    assert [one.name for one in program.graph.nodes if ELEMENTS in one.meta] == ["getitem"]
+    assert [node.name for node in program.graph.nodes if ELEMENTS in node.meta] == ["getitem"]
     program = normal(lambda x, w: x * w.t().reshape(-1).exp().sum(), w=(3, 2))
-    assert not any(ELEMENTS in one.meta for one in program.graph.nodes)
+    assert not any(ELEMENTS in node.meta for node in program.graph.nodes)

@@ -51,7 +51,7 @@ def test_the_pure_twin_is_read_in_the_operands_place(
     graph = normalized(returns_first(function), exported)
     _, last = code(graph)
     assert without_names(last) == without_names(expected)
-    (output,) = (one for one in graph.nodes if one.op == "output")
+    (output,) = (node for node in graph.nodes if node.op == "output")
     assert output.all_input_nodes[0].prev.name == "mul"
 
 

@@ -27,7 +27,7 @@ def traced(function: Callable[..., Any], **shapes: tuple[int, ...]) -> tuple[fx.
 def label(function: Callable[..., Any]) -> Label:
     """Of what `function` returns."""
     graph, found = traced(function, w=(3, 3))
-    (output,) = (one for one in graph.nodes if one.op == "output")
+    (output,) = (node for node in graph.nodes if node.op == "output")
     return found[output.args[0]]
 
 
@@ -81,7 +81,7 @@ def test_an_expansion_to_the_first_size_of_any_input_has_a_row_a_case() -> None:
             return torch.cat([images.repeat(ids.shape[0] // images.shape[0], 1, 1), self.words(ids)], dim=1)
 
     net = kfac_fx.compile(Captions(), (torch.ones(3, 2, dtype=torch.int64), torch.randn(3, 6, 4)), loss="normal")
-    found = {(one.layer, one.parameters) for one in net.registrations}
+    found = {(registration.layer, registration.parameters) for registration in net.registrations}
     assert found == {("scale_and_shift", ("token",)), ("embedding", ("words.weight",))}
 
 
@@ -104,12 +104,12 @@ def test_an_expansion_to_the_cases_is_an_activation_and_a_slice_is_none() -> Non
     found = labels(program.graph, program.parameters, cases=program.cases)
     assert found[node(program, "expand")] is Label.ACT
     assert found[node(program, "expand_1")] is Label.PURE
-    assert {found[one] for one in program.graph.nodes if "slice" in one.name} <= {Label.PURE, Label.CONST}
+    assert {found[node] for node in program.graph.nodes if "slice" in node.name} <= {Label.PURE, Label.CONST}
 
 
 def edges(function: Callable[..., Any]) -> list[str]:
     graph, found = traced(function, w=(3, 3))
-    outputs = [one.all_input_nodes[0] for one in graph.nodes if one.op == "output"]
+    outputs = [node.all_input_nodes[0] for node in graph.nodes if node.op == "output"]
     return [f"{pure} -> {act}" for pure, act in use_edges(graph, found, outputs)]
 
 

@@ -46,7 +46,7 @@ def test_a_table_is_a_matrix_times_its_parameter(function: Function, shape: tupl
     torch.testing.assert_close(by_entry(made, columns.dim), matrix @ by_entry(table, columns.column))
     gradients = torch.randn(3, *made.shape, dtype=torch.float64)
     rows, grad_rows = of_parameter(torch.empty(3, 1, made.numel(), 0), gradients.view(3, 1, -1, 1), matrix, columns)
-    wanted = [torch.autograd.grad(made, table, one, retain_graph=True)[0] for one in gradients]
+    wanted = [torch.autograd.grad(made, table, gradient, retain_graph=True)[0] for gradient in gradients]
     torch.testing.assert_close(grad_rows, torch.stack(wanted).view(3, 1, -1, 1))
     assert list(rows.shape) == [3, 1, table.numel(), 0]
 
@@ -85,7 +85,7 @@ def test_the_matrix_is_no_buffer_of_the_model(inputs: tuple[Tensor, ...] | None)
     model = Toy(lambda x, w: x + halved(w), w=(5, 4))
     net = kfac_fx.compile(model, inputs, loss="normal")
     net.train()(torch.randn(3, 2, 4))
-    assert [one.generic for one in net.registrations] == [False]
+    assert [registration.generic for registration in net.registrations] == [False]
     assert not list(model.buffers()) and not list(net.buffers())
 
 
@@ -94,5 +94,7 @@ def test_a_table_that_is_made_once_and_used_twice_has_two_uses(dtype: torch.dtyp
     model = Toy(lambda x, w: (x + halved(w)).tanh() + halved(w)[[0, 0]], w=(5, 4)).to(dtype)
     x = torch.randn(3, 2, 4, dtype=dtype)
     net = kfac_fx.compile(model, (x,), loss="normal")
-    assert [(one.layer, len(one.uses)) for one in net.registrations] == [("scale_and_shift", 2)]
+    assert [(registration.layer, len(registration.uses)) for registration in net.registrations] == [
+        ("scale_and_shift", 2)
+    ]
     assert all(value.isfinite().all() for value in net.record((x,), {}).statistics["w",].values())

@@ -155,13 +155,13 @@ def renamed(form: MatrixForm, number: int) -> MatrixForm:
 @pytest.mark.parametrize("count", [1, 3])
 def test_forms_that_are_alike_are_packed_at_once(form: MatrixForm, count: int) -> None:
     forms = [renamed(form, number) for number in range(count)]
-    tensors = {name: torch.randn(shape) for one in forms for name, shape in one.shapes.items()}
+    tensors = {name: torch.randn(shape) for form in forms for name, shape in form.shapes.items()}
     together = alike(forms)
     assert list(together) == forms
 
     matrices = pack_all(together, tensors)
 
-    assert torch.equal(matrices, torch.stack([one.pack(tensors) for one in forms]))
+    assert torch.equal(matrices, torch.stack([form.pack(tensors) for form in forms]))
     again = unpack_all(together, matrices)
     assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
 

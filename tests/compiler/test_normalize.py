@@ -37,7 +37,9 @@ def test_both_captures_speak_one_language() -> None:
         "relu = relu(linear)",
         "linear_1 = linear(relu, _2_weight, _2_bias)",
     ]
-    targets = [[node.target for node in one.graph.nodes if node.op == "call_function"] for one in (symbolic, exported)]
+    targets = [
+        [node.target for node in program.graph.nodes if node.op == "call_function"] for program in (symbolic, exported)
+    ]
     assert targets[0] == targets[1]
 
 
@@ -125,7 +127,7 @@ def test_a_mask_of_parameters_gets_a_row_for_every_case() -> None:
         return F.scaled_dot_product_attention(x, x, x, attn_mask=table)
 
     program = before("match", Toy(attention, table=(2, 5, 5)), torch.randn(3, 2, 5, 4))
-    (call,) = (one for one in program.graph.nodes if "scaled" in one.name)
+    (call,) = (node for node in program.graph.nodes if "scaled" in node.name)
     expanded = call.args[3]
     assert [str(size) for size in expanded.meta["val"].shape] == [program.cases, "2", "5", "5"]
     assert expanded.args[0].target == "table"

@@ -16,7 +16,7 @@ from tests.compiler.toy import Toy
 
 def spelled(function: Callable[..., Any], *inputs: torch.Tensor) -> list[str]:
     graph = trace_model(Toy(function), inputs or None).program.graph
-    return [op_name(one) for one in graph.nodes if one.op.startswith("call")]
+    return [op_name(node) for node in graph.nodes if node.op.startswith("call")]
 
 
 def test_all_spellings_have_one_name() -> None:
@@ -43,7 +43,7 @@ def test_all_spellings_have_one_name() -> None:
 )
 def test_what_draws_from_the_random_stream(function: Callable[..., Any], random: bool, exported: bool) -> None:
     graph = trace_model(Toy(function), (torch.randn(3, 3),) if exported else None).program.graph
-    assert any(is_random(one) for one in graph.nodes) is random
+    assert any(is_random(node) for node in graph.nodes) is random
 
 
 @pytest.mark.parametrize("name", SPELLED_OUT)

@@ -57,16 +57,16 @@ def views(draw: st.DrawFn) -> tuple[Shape, Tensor, Tensor]:
         if kind == "slice":
             start = draw(st.integers(0, real.shape[dim] - 1))
             length = draw(st.integers(1, real.shape[dim] - start))
-            real, empty = (one.narrow(dim, start, length) for one in (real, empty))
+            real, empty = (model.narrow(dim, start, length) for model in (real, empty))
         elif kind == "permute":
             order = draw(st.permutations(range(real.dim())))
-            real, empty = (one.permute(order) for one in (real, empty))
+            real, empty = (model.permute(order) for model in (real, empty))
         elif kind == "merge" and dim + 1 < real.dim():
             if real.stride(dim) != real.stride(dim + 1) * real.shape[dim + 1]:
                 continue  # that would be a copy
-            real, empty = (one.flatten(dim, dim + 1) for one in (real, empty))
+            real, empty = (model.flatten(dim, dim + 1) for model in (real, empty))
         elif kind == "split" and real.shape[dim] % 2 == 0:
-            real, empty = (one.unflatten(dim, (2, -1)) for one in (real, empty))
+            real, empty = (model.unflatten(dim, (2, -1)) for model in (real, empty))
     return shape, real, empty
 
 

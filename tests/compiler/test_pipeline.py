@@ -33,17 +33,17 @@ def model() -> nn.Module:
 
 def test_every_pass_leaves_a_record() -> None:
     program = run(trace_model(model(), layers=LAYERS).program)
-    assert [one.name for one in program.history] == [step.__name__ for step in PIPELINE]
-    assert [(one.nodes, one.summary) for one in program.history] == [
+    assert [entry.name for entry in program.history] == [step.__name__ for step in PIPELINE]
+    assert [(entry.nodes, entry.summary) for entry in program.history] == [
         (8, "8 nodes"), (8, "8 nodes"), (8, "1 output"), (8, "0 groups"), (8, "0 expressions"), (8, "2 uses"),
         (8, "0 pieces"), (8, "3 registrations, 0 dropped"), (8, "ok"),
     ]  # fmt: skip
-    assert all(0 <= one.seconds < 60 for one in program.history)
+    assert all(0 <= entry.seconds < 60 for entry in program.history)
 
 
 def test_one_pass_alone() -> None:
     program = run(before("match", model()), (match,))
-    assert [one.name for one in program.history][-1] == "match" and len(program.matches) == 2
+    assert [entry.name for entry in program.history][-1] == "match" and len(program.matches) == 2
 
 
 def test_a_pass_that_breaks_the_grammar_is_named() -> None:
@@ -118,7 +118,11 @@ def sequences(source: str) -> list[str]:
     """The calls of `run` with a sequence that has no name."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     runs = (call for call in calls if getattr(call.func, "id", "") == "run")
-    return [ast.unparse(call) for call in runs if any(isinstance(one, ast.Tuple | ast.List) for one in call.args[1:])]
+    return [
+        ast.unparse(call)
+        for call in runs
+        if any(isinstance(argument, ast.Tuple | ast.List) for argument in call.args[1:])
+    ]
 
 
 def test_no_sequence_of_passes_is_written_elsewhere() -> None:

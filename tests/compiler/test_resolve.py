@@ -67,13 +67,17 @@ TIED = {"w": (3, 3), "b": (3,), "c": (3,)}
 def test_biases_leave_a_shared_weight_and_the_report_says_so() -> None:
     program = resolved(tied, **TIED)
     assert found(program) == [("linear", ("w",), 2), ("linear", ("b",), 1), ("linear", ("c",), 1)]
-    assert {one.reason for one in program.registrations} == {"w is shared by uses with other parameters"}
+    assert {registration.reason for registration in program.registrations} == {
+        "w is shared by uses with other parameters"
+    }
 
 
 def test_a_shared_bias_leaves_its_weights() -> None:
     program = resolved(lambda x, v, w, b: torch.tanh(x @ v + b) @ w + b, v=(3, 3), w=(3, 3), b=(3,))
     assert found(program) == [("linear", ("v",), 1), ("linear", ("b",), 2), ("linear", ("w",), 1)]
-    assert {one.reason for one in program.registrations} == {"b is shared by uses with other parameters"}
+    assert {registration.reason for registration in program.registrations} == {
+        "b is shared by uses with other parameters"
+    }
 
 
 def test_a_weight_that_is_used_with_and_without_its_bias() -> None:

@@ -61,8 +61,8 @@ def test_one_s_own_layer_wins_over_one_of_ours_of_the_same_form() -> None:
         ([dense, mine], {"table": "lookup", "out.weight": "dense"}),
     ):
         program = resolve(before("resolve", Looked(), layers=declared))
-        assert {one.parameters[0]: one.layer for one in program.registrations} == taken
-        assert all(len(one.uses) == 1 for one in program.registrations)
+        assert {registration.parameters[0]: registration.layer for registration in program.registrations} == taken
+        assert all(len(registration.uses) == 1 for registration in program.registrations)
         if dense in declared:
             reason = "dense(out.weight, out.bias) is of a layer of your own, which wins"
             assert ("linear(out.weight, out.bias)", reason) in dropped(program)
@@ -147,7 +147,9 @@ def test_by_hand_one_s_own_layer_is_found_first_too() -> None:
 def test_a_parameter_in_two_roles_of_one_layer_has_two_uses_and_is_no_business_of_layers() -> None:
     both = Toy(lambda x, g: torch.tanh(x * torch.exp(g) + torch.sin(g)), g=(3,))
     net = kfac_fx.compile(both, (X,), loss="normal")
-    assert [(one.layer, one.parameters, len(one.uses)) for one in net.registrations] == [("scale_and_shift", ("g",), 2)]
+    assert [
+        (registration.layer, registration.parameters, len(registration.uses)) for registration in net.registrations
+    ] == [("scale_and_shift", ("g",), 2)]
 
 
 def test_a_shift_that_is_used_by_itself_too_is_no_bias_and_both_are_exact() -> None:
@@ -160,7 +162,9 @@ def test_a_shift_that_is_used_by_itself_too_is_no_bias_and_both_are_exact() -> N
         (s, r.partition(", as")[0]) for s, r in dropped(program)
     ]
     toy = Toy(shifted, w=(3, 3), b=(3,))
-    assert not [one for one in kfac_fx.compile(toy, (X,), loss="normal").registrations if one.generic]
+    assert not [
+        registration for registration in kfac_fx.compile(toy, (X,), loss="normal").registrations if registration.generic
+    ]
 
 
 def test_a_bias_of_two_layers_is_still_a_bias() -> None:

@@ -71,8 +71,8 @@ def test_a_tap_stands_behind_every_use_with_output_input_and_probes() -> None:
     ]
     returned, fisher = values(module, program, X)
     assert torch.equal(returned, model(X)) and fisher == (returned,)
-    calls = [one.calls for one in module.taps.children()]
-    assert [len(each) for each in calls] == [1, 1] and calls[0][0][2] == calls[1][0][2] == 0
+    calls = [child.calls for child in module.taps.children()]
+    assert [len(call) for call in calls] == [1, 1] and calls[0][0][2] == calls[1][0][2] == 0
     assert torch.equal(calls[1][0][1], torch.tanh(first(X)))
 
 
@@ -181,7 +181,7 @@ def test_tensors_that_rows_need_are_handed_to_the_tap() -> None:
 
     program, module = emitted(Evaluated(nn.BatchNorm1d(3).eval()), X)
     tap = node(module.graph, "_0_tap")
-    assert [str(one) for one in tap.args[3:]] == ["_0_running_mean", "_0_running_var"]
+    assert [str(argument) for argument in tap.args[3:]] == ["_0_running_mean", "_0_running_var"]
 
 
 def test_taps_are_named_after_modules_and_numbered() -> None:

@@ -45,7 +45,10 @@ class Attention(nn.Module):
 
 def test_a_returned_cache_is_left_out_of_the_graph() -> None:
     net = kfac_fx.compile(Attention(), (X,), loss=lambda out: kfac_fx.losses.Categorical(out["logits"]))
-    assert [str(one) for one in net.registrations] == ["linear(key.weight, key.bias)", "linear(head.weight, head.bias)"]
+    assert [str(registration) for registration in net.registrations] == [
+        "linear(key.weight, key.bias)",
+        "linear(head.weight, head.bias)",
+    ]
     assert net.record((X,), {}).cases == 5
     assert isinstance(net(X)["cache"], Cache)
     outputs, _ = net.functional({}, (X,), {})
@@ -138,7 +141,11 @@ def test_what_a_reentrant_checkpoint_wraps_is_captured() -> None:
     model = Checkpointed()
     twin = copy.deepcopy(model)
     net = kfac_fx.compile(model, (X,), loss="normal")
-    assert [one.parameters[0] for one in net.registrations] == ["first.weight", "inner.weight", "last.weight"]
+    assert [registration.parameters[0] for registration in net.registrations] == [
+        "first.weight",
+        "inner.weight",
+        "last.weight",
+    ]
     net.record((X,), {})
     assert differences(step(twin, lambda: twin(X)), step(model, lambda: net(X))) == []
     assert differences(step(twin, lambda: twin(X)), step(model, lambda: net.record_in_training((X,), {})[0])) == []

@@ -45,7 +45,7 @@ SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
 def last(function: Callable[[Any], Any], *inputs: Tensor) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The operation behind the output, with what it is given; other nodes by the number of their place in the graph."""
     graph = before("find_losses", Toy(function), *inputs).graph
-    (output,) = (one for one in graph.nodes if one.op == "output")
+    (output,) = (node for node in graph.nodes if node.op == "output")
     node = output.all_input_nodes[0]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.op if one.op != "get_attr" else "held")
     return node.target, tuple(tuple(a) if isinstance(a, list) else a for a in args), dict(kwargs)
@@ -167,7 +167,7 @@ def decomposed(model: nn.Module, x: Tensor = IMAGES) -> fx.GraphModule:
 
 def test_a_decomposed_model_has_the_registrations_of_the_model() -> None:
     net = kfac_fx.compile(decomposed(Net()), (IMAGES,), loss="normal")
-    layers = {one.parameters[0].rpartition(".")[0]: one.layer for one in net.registrations}
+    layers = {registration.parameters[0].rpartition(".")[0]: registration.layer for registration in net.registrations}
     assert layers == {
         "conv": "conv2d", "up": "conv_transpose2d", "groups": "group_norm", "batch": "batch_norm",
         "layer": "layer_norm", "head": "linear",

@@ -47,7 +47,7 @@ def joined(model: Pair, calls: tuple[int, int] = (1, 1), **options: Any) -> Prog
 
 
 def the_one(program: Program, parameter: str) -> Registration:
-    return next(one for one in program.registrations if parameter in one.parameters)
+    return next(registration for registration in program.registrations if parameter in registration.parameters)
 
 
 def test_a_program_of_a_submodule_has_the_names_of_the_model() -> None:
@@ -120,7 +120,7 @@ def test_uses_are_as_many_as_the_calls() -> None:
         "kron_indep",
         "kron",
     )
-    assert all(one.called for one in program.registrations)
+    assert all(registration.called for registration in program.registrations)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -137,7 +137,7 @@ def test_a_series_needs_an_order_that_nobody_knows(shared: bool) -> None:
 
 def test_what_python_reads_is_generic_with_the_reason() -> None:
     program = run(joined(pair()), SUBMODULES[:-2])
-    assert program.registrations and not any(one.generic for one in program.registrations)
+    assert program.registrations and not any(registration.generic for registration in program.registrations)
     left = leave_python(program.but(python={"first.w": "read at model.py:3"}))
     assert the_one(left, "first.w").reason == "first.w is read at model.py:3"
     assert the_one(left, "first.w").generic and not the_one(left, "last.w").generic

@@ -53,7 +53,7 @@ def test_a_certain_branch_is_taken_and_the_stream_goes_on_as_the_models(kind: st
     model = Dropped(branch, rate)
     captured = trace_model(model, (X,))
     graph = captured.program.graph
-    assert (sum(op_name(one) == "linear" for one in graph.nodes) == 1) is taken
+    assert (sum(op_name(node) == "linear" for node in graph.nodes) == 1) is taken
     torch.manual_seed(1)
     wanted = model(X)
     torch.manual_seed(1)
@@ -138,7 +138,7 @@ def test_data_is_read_without_a_gradient(inputs: tuple[Tensor] | None) -> None:
 
 def test_what_only_data_reads_is_unused() -> None:
     net = kfac_fx.compile(Beside(), (torch.randn(4, 3),), loss="normal", strict=True)
-    assert [one.parameters for one in net.registrations] == [("own.weight", "own.bias")]
+    assert [registration.parameters for registration in net.registrations] == [("own.weight", "own.bias")]
     assert set(net.report.unused) == {"base.weight", "base.bias"}
 
 
@@ -174,7 +174,7 @@ def test_a_write_is_named_and_undone(write: str) -> None:
     with torch.no_grad(), parameters_kept(layer) as written:
         WRITES[write](layer)
     assert list(written)[0] == "weight"
-    assert all(torch.equal(one, other) for one, other in zip(layer.parameters(), before, strict=True))
+    assert all(torch.equal(parameter, other) for parameter, other in zip(layer.parameters(), before, strict=True))
 
 
 def test_a_write_is_undone_after_an_error() -> None:

@@ -255,7 +255,11 @@ def test_operations_are_packets_of_overloads_with_schemas() -> None:
     assert isinstance(packet, private.OpOverloadPacket) and isinstance(overload, private.OpOverload)
     assert "Tensor" in packet.overloads() and torch.Tag.nondeterministic_seeded in torch.ops.aten.dropout.default.tags
     schema = private.schema(overload)
-    assert schema.name == "aten::add_" and [one.name for one in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.name == "aten::add_" and [argument.name for argument in schema.arguments] == [
+        "self",
+        "other",
+        "alpha",
+    ]
     assert schema.arguments[0].alias_info.is_write and schema.returns[0].alias_info is not None
     alpha = schema.arguments[2]
     assert alpha.kwarg_only and alpha.has_default_value() and alpha.default_value == 1
@@ -302,7 +306,7 @@ def test_operations_of_aten_have_these_names() -> None:
 
 def test_products_of_groups_are_an_operation_of_this_name() -> None:
     schema = private.schema(getattr(torch.ops.aten, private.GROUPED_MM).default)
-    assert [one.name for one in schema.arguments] == ["self", "mat2", "offs", "bias", "out_dtype"]
+    assert [argument.name for argument in schema.arguments] == ["self", "mat2", "offs", "bias", "out_dtype"]
 
 
 def test_packed_sequences_are_made_and_undone_by_these_functions() -> None:
@@ -503,15 +507,15 @@ def test_no_other_module_reads_a_private_attribute_of_torch() -> None:
     nodes = {path: list(ast.walk(tree)) for path, tree in trees.items()}
     ours = {
         node.attr if isinstance(node, ast.Attribute) else node.name
-        for found in nodes.values()
-        for node in found
+        for node_list in nodes.values()
+        for node in node_list
         if (isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"))
         or isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }
     strange = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
-        for path, found in nodes.items()
-        for node in found
+        for path, node_list in nodes.items()
+        for node in node_list
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")

@@ -61,7 +61,7 @@ def test_nested_inputs_and_outputs(keywords: dict[str, Any]) -> None:
 def test_inputs_are_named_after_the_arguments() -> None:
     model, batch = nested()
     graph = trace_model(model, (batch,), {"mask": torch.ones(4), "extra": torch.ones(4)}).program.graph
-    assert [one.name for one in graph.nodes if one.op == "placeholder"] == ["batch", "batch_1", "mask", "extra"]
+    assert [node.name for node in graph.nodes if node.op == "placeholder"] == ["batch", "batch_1", "mask", "extra"]
 
 
 def test_positions_that_are_collected_are_numbered() -> None:
@@ -70,7 +70,7 @@ def test_positions_that_are_collected_are_numbered() -> None:
             return torch.stack(terms).sum(0)
 
     graph = trace_model(Sum(), (X, X + 1)).program.graph
-    assert [one.name for one in graph.nodes if one.op == "placeholder"] == ["terms_0", "terms_1"]
+    assert [node.name for node in graph.nodes if node.op == "placeholder"] == ["terms_0", "terms_1"]
 
 
 @pytest.mark.parametrize("inputs", [None, (X,)], ids=["symbolic", "exported"])
@@ -166,7 +166,7 @@ def test_modes_of_submodules_decide_and_stay(inputs: Any) -> None:
     model[0].eval()
     graph = trace_model(model, inputs).program.graph
     assert [module.training for module in model] == [False, True, True]
-    modes = [one.kwargs.get("training", one.args[-1]) for one in graph.nodes if op_name(one) == "dropout"]
+    modes = [node.kwargs.get("training", node.args[-1]) for node in graph.nodes if op_name(node) == "dropout"]
     assert modes == [False, True]
 
 
@@ -213,7 +213,7 @@ def test_a_capture_draws_no_random_numbers_and_keeps_no_gradient(inputs: Any) ->
 def test_a_capture_under_no_grad_is_a_capture_with_gradients() -> None:
     with torch.no_grad():
         graph = trace_model(nn.Linear(3, 3), (X,)).program.graph
-    assert [op_name(one) for one in graph.nodes if one.op == "call_function"] == ["linear"]
+    assert [op_name(node) for node in graph.nodes if node.op == "call_function"] == ["linear"]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -267,12 +267,12 @@ def test_random_numbers_of_no_input_need_inputs() -> None:
     model = Toy(lambda x, w: x @ w + torch.rand(2), w=(3, 2))
     with pytest.raises(UntraceableError, match="torch.fx does not see random numbers"):
         trace_model(model)
-    assert "rand" in [op_name(one) for one in trace_model(model, (X,)).program.graph.nodes]
+    assert "rand" in [op_name(node) for node in trace_model(model, (X,)).program.graph.nodes]
 
 
 def test_a_mean_loss_inside_is_captured_with_its_targets() -> None:
     model = Toy(lambda x, w: F.mse_loss(x @ w, x[:, :2].detach()), w=(3, 2))
-    assert [op_name(one) for one in trace_model(model, (X,)).program.graph.nodes][-2] == "mse_loss"
+    assert [op_name(node) for node in trace_model(model, (X,)).program.graph.nodes][-2] == "mse_loss"
 
 
 def test_an_example_that_is_a_view_stands_for_batches_that_are_none() -> None:

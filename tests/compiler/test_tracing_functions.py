@@ -133,7 +133,7 @@ def results(function: Callable[[Tensor], Any], x: Tensor, w: Tensor) -> list[Any
     torch.manual_seed(3)
     output = function(x)
     output = output if isinstance(output, tuple) else (output,)
-    torch.autograd.backward([one.sum() for one in output if one.requires_grad])
+    torch.autograd.backward([tensor.sum() for tensor in output if tensor.requires_grad])
     gradient, w.grad = w.grad, None
     return [*output, gradient, torch.rand(1)]
 
@@ -142,11 +142,13 @@ def results(function: Callable[[Tensor], Any], x: Tensor, w: Tensor) -> list[Any
 def test_the_graph_computes_what_the_model_does_and_sends_back_what_it_does(kind: str) -> None:
     model = Toy(MODELS[kind], w=(3, 2))
     captured = trace_model(model, (X,))
-    assert sum(op_name(one) == "own_backward" for one in captured.program.graph.nodes) == (2 if kind == "twice" else 1)
+    assert sum(op_name(node) == "own_backward" for node in captured.program.graph.nodes) == (
+        2 if kind == "twice" else 1
+    )
     for x in (X, torch.randn(8, 3)):  # of another size, too
         wanted = results(model, x, model.w)
-        for one, other in zip(results(lambda x: run(captured, x), x, model.w), wanted, strict=True):
-            assert torch.equal(one, other) and one.requires_grad == other.requires_grad
+        for tensor, other in zip(results(lambda x: run(captured, x), x, model.w), wanted, strict=True):
+            assert torch.equal(tensor, other) and tensor.requires_grad == other.requires_grad
 
 
 def test_the_operation_is_named_after_the_function_and_placed_where_it_is_applied() -> None:
@@ -158,9 +160,9 @@ def test_the_operation_is_named_after_the_function_and_placed_where_it_is_applie
 def test_results_without_gradients_are_constants_and_so_is_what_is_inside_of_lists() -> None:
     program = before("match", Toy(several, w=(3, 2)), X)
     label = labels(program.graph, program.parameters)
-    called = next(one for one in program.graph.nodes if op_name(one) == "own_backward")
-    assert [op_name(one) for one in program.graph.nodes if op_name(one) == "detach"] == ["detach"]
-    assert label[called] is Label.ACT and [str(one) for one in called.args] == ["matmul"]
+    called = next(node for node in program.graph.nodes if op_name(node) == "own_backward")
+    assert [op_name(node) for node in program.graph.nodes if op_name(node) == "detach"] == ["detach"]
+    assert label[called] is Label.ACT and [str(argument) for argument in called.args] == ["matmul"]
 
 
 def test_a_parameter_that_enters_is_generic_with_the_place_and_the_rest_is_structured() -> None:

@@ -37,7 +37,7 @@ def unrolled(model: nn.Module, *inputs: Any) -> tuple[Capture, fx.Graph]:
 def run(captured: Capture, graph: fx.Graph, *inputs: Any) -> list[Tensor]:
     graph.lint()
     outputs = fx.GraphModule(captured.program.root, graph)(*captured.flatten(inputs, {}))
-    return [one for one in pytree.leaves(captured.unflatten(outputs)) if isinstance(one, Tensor)]
+    return [leaf for leaf in pytree.leaves(captured.unflatten(outputs)) if isinstance(leaf, Tensor)]
 
 
 def test_an_rnn_is_two_linear_layers_a_step() -> None:
@@ -174,9 +174,11 @@ def test_torch_is_as_it_was_after_a_capture() -> None:
 
 def test_the_report_says_what_the_uses_are() -> None:
     program = pipeline.run(trace_model(Only(nn.LSTM(3, 4)), (torch.randn(6, 5, 3),), layers=LAYERS).program)
-    assert [one.reason for one in program.registrations] == ["a linear layer at each of 6 steps of lstm"] * 2
+    assert [registration.reason for registration in program.registrations] == [
+        "a linear layer at each of 6 steps of lstm"
+    ] * 2
     program = pipeline.run(trace_model(Only(nn.GRUCell(3, 4)), (torch.randn(5, 3),), layers=LAYERS).program)
-    assert [one.reason for one in program.registrations] == ["a linear layer in each gru_cell"] * 2
+    assert [registration.reason for registration in program.registrations] == ["a linear layer in each gru_cell"] * 2
 
 
 def test_what_stands_for_another_operation_is_never_run() -> None:

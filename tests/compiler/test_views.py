@@ -31,7 +31,7 @@ from tests.compiler.toy import Toy, node
 def test_invertible_views_are_looked_through(view: Callable[[Any], Any], exported: bool) -> None:
     model = Toy(lambda x, w: x.sum() * view(w), w=(3, 4))
     graph = trace_model(model, (torch.randn(5),) if exported else None).program.graph
-    (product,) = (one for one in graph.nodes if op_name(one) == "mul")
+    (product,) = (node for node in graph.nodes if op_name(node) == "mul")
     bound = bound_parameter(product.args[1], {"w": (3, 4)})
     assert bound is not None
     name, layout = bound

@@ -49,13 +49,13 @@ def before(name: str, model: nn.Module, *inputs: Any, **options: Any) -> Program
 
 def node(program: Program | fx.Graph, name: str) -> fx.Node:
     graph = program.graph if isinstance(program, Program) else program
-    return next(one for one in graph.nodes if one.name == name)
+    return next(node for node in graph.nodes if node.name == name)
 
 
 def code(program: Program | fx.Graph) -> list[str]:
     """One line an operation: what fx prints, without inputs, attributes and the output."""
     graph = program.graph if isinstance(program, Program) else program
-    return [line(one) for one in graph.nodes if one.op.startswith("call")]
+    return [line(node) for node in graph.nodes if node.op.startswith("call")]
 
 
 def line(one: fx.Node) -> str:
@@ -65,13 +65,15 @@ def line(one: fx.Node) -> str:
 
 def found(program: Program) -> list[tuple[str, tuple[str, ...], int]]:
     """(layer, parameters, number of uses) of every registration."""
-    return [(one.layer, one.parameters, len(one.uses)) for one in program.registrations]
+    return [
+        (registration.layer, registration.parameters, len(registration.uses)) for registration in program.registrations
+    ]
 
 
 def uses(program: Program) -> list[str]:
     """`linear(w, b): x -> linear_1` of every match."""
-    return [f"{one}: {one.input} -> {one.output}" for one in program.matches]
+    return [f"{match}: {match.input} -> {match.output}" for match in program.matches]
 
 
 def approximations(program: Program) -> dict[Sequence[str], str]:
-    return {one.parameters: one.approximation for one in program.registrations}
+    return {registration.parameters: registration.approximation for registration in program.registrations}

@@ -21,7 +21,7 @@ def matrix(block: BlockOperator, name: str) -> Tensor:
     g, o, i = block.group.shape
     width, blocks = {"G": (o, block.registration.blocks[0]), "A": (i, block.registration.blocks[1])}[name]
     groups = value.unflatten(0, (g, blocks))
-    return torch.stack([torch.block_diag(*one)[:width, :width] for one in groups])
+    return torch.stack([torch.block_diag(*group)[:width, :width] for group in groups])
 
 
 def patches_of(name: str, pixels: Tensor, kernel: int, bias: bool) -> Tensor:
@@ -82,7 +82,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(one[name], other[name])
 
 
-@pytest.mark.parametrize(("form", "approximation", "exp"), POWERS, ids=["-".join(map(str, one)) for one in POWERS])
+@pytest.mark.parametrize(("form", "approximation", "exp"), POWERS, ids=["-".join(map(str, power)) for power in POWERS])
 def test_powers_are_those_of_the_dense_damped_block(form: str, approximation: str, exp: float) -> None:
     block, vector = trained(form, approximation)
     values, vectors = torch.linalg.eigh(damped(block, 0.3))

@@ -127,14 +127,14 @@ def test_rows_make_the_gradient(layer: str, form: Form, example: Example, export
     torch.testing.assert_close(found.sum(0), gradient(program, use.matrix, output, grad))
     if len(found) > 1:
         dim = output.shape.index(len(found))  # the one dimension of this size
-        for case, own in enumerate(found):
+        for case, case_rows in enumerate(found):
             alone = torch.zeros_like(grad)
             alone.select(dim, case).copy_(grad.select(dim, case))
-            torch.testing.assert_close(own, gradient(program, use.matrix, output, alone))
+            torch.testing.assert_close(case_rows, gradient(program, use.matrix, output, alone))
 
 
 @pytest.mark.parametrize(
-    ("layer", "form", "example"), [one for one in declared(composite=False) if one.id.endswith("-0")]
+    ("layer", "form", "example"), [layer for layer in declared(composite=False) if layer.id.endswith("-0")]
 )
 def test_rows_compile_without_graph_breaks(layer: str, form: Form, example: Example) -> None:
     torch.compiler.reset()

@@ -40,7 +40,9 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 CASES = 3
 MECHANISMS = slices, elementwise, normalized, gains, product, gathered, linear_map, jacobian
-EXAMPLES: dict[str, WeightExample] = {name: one for module in MECHANISMS for name, one in module.EXAMPLES.items()}
+EXAMPLES: dict[str, WeightExample] = {
+    name: example for module in MECHANISMS for name, example in module.EXAMPLES.items()
+}
 PAIRED = [name for name in EXAMPLES if name not in ("kronecker", "hadamard", "gathered inputs", "standardized")]
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -68,8 +70,8 @@ LINEAR = {
     "gathered inputs": "w",
 }
 # The mean of a filter is that of one output's inputs, which it is not of a transposed use, an embedding or a scale.
-TRANSPOSED = {name: found for name, found in LINEAR.items() if name not in ("standardized", "centered")}
-EMBEDDING = {name: found for name, found in TRANSPOSED.items() if name not in ("kronecker", "hadamard")}
+TRANSPOSED = {name: function for name, function in LINEAR.items() if name not in ("standardized", "centered")}
+EMBEDDING = {name: function for name, function in TRANSPOSED.items() if name not in ("kronecker", "hadamard")}
 SCALE = {"slices": "w v", "multiple": "w", "exp": "w", "weight norm": "w g", "spectral norm": "w", "gain": "w e"}
 SCALE_AND_SHIFT = {**SCALE, "weight norm": "w", "gain": "w"}  # the gain of a shift has no input
 SHIFT = {**SCALE_AND_SHIFT, "gathered": "w", "gathered inputs": "w", "linear map": "w"}
@@ -154,7 +156,12 @@ class Checked:
 
     @property
     def structured(self) -> dict[str, Registration]:
-        return {name: one for one in self.program.registrations if not one.generic for name in one.parameters}
+        return {
+            name: registration
+            for registration in self.program.registrations
+            if not registration.generic
+            for name in registration.parameters
+        }
 
     def autograd(self, registration: Registration, loss: Any) -> dict[str, Tensor]:
         owners = {name: self.parameters[name] for name in registration.owners}
@@ -179,7 +186,7 @@ class Checked:
             found: Any = 0
             for use in registration.uses:
                 function, arguments = self.rows_of(registration, use)
-                rows, grad_rows = (one[cases] if len(one) == CASES else one for one in function(*arguments))
+                rows, grad_rows = (tensor[cases] if len(tensor) == CASES else tensor for tensor in function(*arguments))
                 summed = named("gradient").compute(rows, grad_rows, *layout)
                 found = found + self.with_remainder(registration, use, summed)
             wanted = matrix.pack(self.autograd(registration, loss))
@@ -254,7 +261,9 @@ def test_pairs_make_the_gradient_or_are_refused(use: str, outer: str) -> None:
 def test_small_pairs_make_the_gradients_of_cases(outer: str) -> None:
     """A parameter that scales and shifts has no other rows, and any function of it has these."""
     checked = beside("scale and shift", outer, PAIRED)
-    refused = {one.owners[0].split(".")[1] for one in checked.program.registrations if one.generic}
+    refused = {
+        registration.owners[0].split(".")[1] for registration in checked.program.registrations if registration.generic
+    }
     assert refused == set(REFUSED.get(outer, ()))
     check_reasons_and_rows(checked)
 
@@ -263,9 +272,9 @@ def test_small_pairs_make_the_gradients_of_cases(outer: str) -> None:
 def test_rows_compile_without_graph_breaks(use: str) -> None:
     checked = beside(use, None, EXAMPLES)
     for registration in checked.structured.values():
-        for one in registration.uses:
+        for tap_use in registration.uses:
             torch.compiler.reset()
-            function, arguments = checked.rows_of(registration, one)
+            function, arguments = checked.rows_of(registration, tap_use)
             compiled = torch.compile(function, fullgraph=True, backend="eager")
             torch.testing.assert_close(compiled(*arguments), function(*arguments))
 

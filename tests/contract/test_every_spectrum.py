@@ -49,10 +49,12 @@ def test_products_are_those_of_the_dense_block(form: str, approximation: str) ->
 @every_block
 def test_many_vectors_are_multiplied_as_single_ones_are(form: str, approximation: str) -> None:
     _, spectrum, _, vector = seen(form, approximation)
-    other = {name: torch.randn_like(one) for name, one in vector.items()}
-    both = spectrum.multiply_matpower(-0.5, {name: torch.stack([one, other[name]]) for name, one in vector.items()})
-    for n, one in enumerate((vector, other)):
-        for name, expected in spectrum.multiply_matpower(-0.5, one).items():
+    other = {name: torch.randn_like(tensor) for name, tensor in vector.items()}
+    both = spectrum.multiply_matpower(
+        -0.5, {name: torch.stack([tensor, other[name]]) for name, tensor in vector.items()}
+    )
+    for n, v in enumerate((vector, other)):
+        for name, expected in spectrum.multiply_matpower(-0.5, v).items():
             torch.testing.assert_close(both[name][n], expected)
 
 

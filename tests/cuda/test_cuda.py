@@ -26,9 +26,9 @@ def on_gpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.cuda()
     if isinstance(value, dict):
-        return {key: on_gpu(one) for key, one in value.items()}
+        return {key: on_gpu(entry) for key, entry in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(on_gpu(one) for one in value)
+        return type(value)(on_gpu(entry) for entry in value)
     return value
 
 
@@ -62,7 +62,9 @@ def compare_with_the_cpu(case: Case) -> None:
     there = kfac_fx.compile(
         copy.deepcopy(model).cuda(), on_gpu(args), on_gpu(kwargs), loss=case.loss, layers=case.layers
     )
-    assert [str(one) for one in here.registrations] == [str(one) for one in there.registrations]
+    assert [str(registration) for registration in here.registrations] == [
+        str(registration) for registration in there.registrations
+    ]
     targets = labels_for(here, args, kwargs)
     mine = here.record(args, kwargs, mode="empirical", targets=targets)
     other = there.record(on_gpu(args), on_gpu(kwargs), mode="empirical", targets=on_gpu(targets))
@@ -167,9 +169,9 @@ def test_micro_batches_add_up(backend: str) -> None:
     y = torch.zeros(16, dtype=torch.int64, device="cuda")
     moments = [net.record((x,), {}, mode="empirical", targets=y).statistics["weight", "bias"] for x in batches]
     ones = torch.ones(16, 1, device="cuda")
-    for x, found in zip(batches, moments, strict=True):
+    for x, moment in zip(batches, moments, strict=True):
         rows = torch.cat([x, ones], 1)
-        torch.testing.assert_close(found["A"][0], rows.mT @ rows, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(moment["A"][0], rows.mT @ rows, rtol=1e-4, atol=1e-4)
 
 
 def test_training_in_float16_with_a_scaler_lowers_the_loss() -> None:

@@ -51,8 +51,8 @@ def test_products_are_those_of_the_cpu() -> None:
             est.update_inverses()
             mine = {name: v[name].to(device) for name in est.parameters}
             results.append([est._multiply(mine, root) for root in roots] + [est.multiply(mine)])
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(other, {name: tensor.cuda() for name, tensor in one.items()})
+        for on_cpu, on_cuda in zip(*results, strict=True):
+            torch.testing.assert_close(on_cuda, {name: tensor.cuda() for name, tensor in on_cpu.items()})
 
 
 def test_the_steady_state_does_not_wait_for_the_device() -> None:

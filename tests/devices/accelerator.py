@@ -86,7 +86,9 @@ def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """The one operation that autocast knows here."""
     dtype = torch.get_autocast_dtype(NAME)
     with torch.autocast(NAME, enabled=False):
-        return torch.nn.functional.linear(*(None if one is None else one.to(dtype) for one in (x, weight, bias)))
+        return torch.nn.functional.linear(
+            *(None if tensor is None else tensor.to(dtype) for tensor in (x, weight, bias))
+        )
 
 
 def install() -> None:
@@ -121,13 +123,13 @@ class Waits(TorchDispatchMode):
     def only(self, places: set[str]) -> None:
         """Raises AssertionError for waits elsewhere, and forgets all."""
         found, self.places = self.places, {}
-        elsewhere = {place: what for place, what in found.items() if place not in places}
+        elsewhere = {place: error for place, error in found.items() if place not in places}
         assert not elsewhere, f"the host waits: {elsewhere}"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in READS:
-            if any(isinstance(one, Tensor) and one.device.type == NAME for one in args):
+            if any(isinstance(argument, Tensor) and argument.device.type == NAME for argument in args):
                 self.note(f"reads {func.overloadpacket.__name__}")
             return READS[func](*args, **kwargs)
         kwargs |= {"generator": None} if "generator" in kwargs else {}  # shapes do without
@@ -164,7 +166,7 @@ class Shapes(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.leaves((args, kwargs))
         other = next(
-            (one.fake_mode for one in leaves if isinstance(one, FakeTensor) and one.fake_mode is not self), None
+            (leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self), None
         )
         return (
             super().dispatch(func, types, args, kwargs or {})

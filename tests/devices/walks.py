@@ -68,11 +68,11 @@ def on_device(small: Small) -> tuple[nn.Module, tuple[Any, ...]]:
 
 def all_on_device(tree: Any) -> None:
     values = tree.values() if isinstance(tree, dict) else tree
-    for one in values:
-        if isinstance(one, Tensor):
-            assert one.device.type == NAME, f"a tensor on {one.device}"
-        elif isinstance(one, (dict, list, tuple)):
-            all_on_device(one)
+    for value in values:
+        if isinstance(value, Tensor):
+            assert value.device.type == NAME, f"a tensor on {value.device}"
+        elif isinstance(value, (dict, list, tuple)):
+            all_on_device(value)
 
 
 def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
@@ -94,7 +94,7 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     if pending is not None:
         all_on_device(pending.moments().statistics)
     roots = ("kron_series_2",)
-    series = any(one.approximation in roots for one in net.registrations)
+    series = any(registration.approximation in roots for registration in net.registrations)
     waits.only(purpose)
     estimator = kfac_fx.FisherEstimator(
         net, damping=0.1, exps=(-1, -0.5, 0.5), compute_cholesky=not series, compute_cholesky_inverse=not series, seed=0
@@ -122,7 +122,9 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     waits.only(purpose | SPECTRUM)
     all_on_device([spectrum.log_determinant(), spectrum.trace(-1), spectrum.eigenvalues(), spectrum.diagonal(-1)])
     all_on_device([spectrum.multiply_inverse(vector), spectrum.sample(2)])
-    all_on_device(spectrum.corrected([{name: one.expand(2, *one.shape) for name, one in vector.items()}]).diagonal())
+    all_on_device(
+        spectrum.corrected([{name: tensor.expand(2, *tensor.shape) for name, tensor in vector.items()}]).diagonal()
+    )
     waits.only(purpose)
     estimator.load_state_dict(estimator.state_dict())
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.errors.test_floors import SOURCES
 
 FILLERS = {"one", "own", "found", "made", "said", "each", "thing", "what", "it", "stuff", "they"}
+ROOT, USERS = Path(__file__).parents[2], ("tests", "benchmarks", "examples")
 IN_EVERY = {"EXAMPLES": "every parametrization has its own", "_": "a registration of a substitute, which nobody calls"}
 
 
@@ -39,9 +41,11 @@ def test_a_top_level_name_has_one_meaning() -> None:
 
 
 def test_a_loop_variable_says_what_it_holds() -> None:
+    paths = [*SOURCES.values(), *(path for folder in USERS for path in (ROOT / folder).rglob("*.py"))]
     assert [
-        f"{module}:{target.lineno}: {target.id}"
-        for module, tree in trees()
+        f"{path.relative_to(ROOT)}:{target.lineno}: {target.id}"
+        for path in paths
+        for tree in [ast.parse(path.read_text(encoding="utf-8"))]
         for loop in ast.walk(tree)
         if isinstance(loop, (ast.For, ast.comprehension))
         for target in ast.walk(loop.target)

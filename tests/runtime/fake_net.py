@@ -130,14 +130,16 @@ class FakeNet:
             taps = [y for _, y in layers.values()]
             grads = torch.autograd.grad(outputs, [*taps, *self.model.parameters()], cotangent, retain_graph=True)
             by_name = dict(zip(dict(self.model.named_parameters()), grads[len(taps) :], strict=True))
-            for one, (rows, _), d in zip(self.registrations, layers.values(), grads, strict=False):
-                if one.matrix is None:
-                    sums = {"gradient": torch.cat([by_name[name].flatten() for name in one.parameters])[None]}
+            for registration, (rows, _), d in zip(self.registrations, layers.values(), grads, strict=False):
+                if registration.matrix is None:
+                    sums = {"gradient": torch.cat([by_name[name].flatten() for name in registration.parameters])[None]}
                 else:
-                    form, bias = one.matrix, one.matrix.bias is not None
+                    form, bias = registration.matrix, registration.matrix.bias is not None
                     arguments = as_rows(rows.detach(), form), as_rows(d, form), bias, form.shape
-                    sums = {name: STATISTICS[name].compute(*arguments) for name in statistics_of(one)}
-                found[one.parameters] = joined(found[one.parameters], sums) if one.parameters in found else sums
+                    sums = {name: STATISTICS[name].compute(*arguments) for name in statistics_of(registration)}
+                found[registration.parameters] = (
+                    joined(found[registration.parameters], sums) if registration.parameters in found else sums
+                )
         return Moments({key: sums for key, sums in found.items() if only is None or key[0] in only}, len(x))
 
     def fisher(self, x: Tensor) -> dict[tuple[str, ...], Tensor]:

@@ -23,7 +23,7 @@ Statistics = dict[str, dict[str, Tensor]]
 def recorder(model: nn.Module, *inputs: Any, **options: Any) -> Recorder:
     """Of the sums of rows, whatever the blocks would need; without a proof."""
     program = run(trace_model(model, inputs, layers=LAYERS).program)
-    needs = {one.parameters: KEYS for one in program.registrations if not one.generic}
+    needs = {registration.parameters: KEYS for registration in program.registrations if not registration.generic}
     emitted = EmittedGraph(trace_model(model, inputs, layers=LAYERS), program, model, **options)
     return Recorder(emitted, None, needs)
 
@@ -73,10 +73,10 @@ def rows_of(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]
 
 
 def same(moments: Moments, expected: Statistics) -> None:
-    got = {names[0].removesuffix(".weight"): one for names, one in moments.statistics.items()}
+    got = {names[0].removesuffix(".weight"): statistic for names, statistic in moments.statistics.items()}
     assert got.keys() - {"norm"} == expected.keys()
-    for name, one in expected.items():
-        for key, value in one.items():
+    for name, statistics in expected.items():
+        for key, value in statistics.items():
             torch.testing.assert_close(got[name][key].squeeze(0), value, msg=lambda m: f"{name} {key}: {m}")  # noqa: B023
 
 

@@ -40,7 +40,7 @@ def by_hand(model: Cell, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """The statistics of the cell, from the gradients of the loss summed over cases at the outputs of all uses."""
     model.seen = []
     (0.5 * (model(x) - y) ** 2).sum().backward()
-    rows, grads = (torch.stack(one) for one in zip(*[(r.detach(), o.grad) for r, o in model.seen], strict=True))
+    rows, grads = (torch.stack(tensors) for tensors in zip(*[(r.detach(), o.grad) for r, o in model.seen], strict=True))
     model.seen = None
     return sequence_statistics(rows[:, :, None, None], grads[:, :, None, None], True, (1, H, I + H + 1))
 

@@ -25,5 +25,5 @@ def dense_fisher(model: nn.Module, x: Tensor, block: BlockOperator) -> Tensor:
     parameter, matrix = model.get_parameter(name), block.registration.matrix
     assert matrix is not None
     gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), parameter)[0] for case in x]
-    flat = [matrix.pack({name: one}).flatten() for one in gradients]
-    return torch.stack([torch.outer(one, one) for one in flat]).mean(0)
+    flat = [matrix.pack({name: gradient}).flatten() for gradient in gradients]
+    return torch.stack([torch.outer(tensor, tensor) for tensor in flat]).mean(0)

@@ -115,10 +115,12 @@ def test_the_number_of_uses_may_change() -> None:
             return self.head(h)
 
     net = net_of(Recurrent(), torch.randn(6, 1, 4))
-    assert [one.approximation for one in net.registrations] == ["kron", "kron"]
+    assert [registration.approximation for registration in net.registrations] == ["kron", "kron"]
     moments = net.record((torch.randn(6, 3, 4),), {})
     assert moments.statistics[("inner.weight", "inner.bias")]["count"] == 18
-    assert {one.approximation for one in net.recorder((torch.randn(6, 3, 4),), {}).program.registrations} == {"kron"}
+    assert {
+        registration.approximation for registration in net.recorder((torch.randn(6, 3, 4),), {}).program.registrations
+    } == {"kron"}
 
 
 def test_cases_that_are_merged_later_are_no_diagonal_of_cases() -> None:
@@ -157,7 +159,9 @@ def test_what_was_generic_stays_generic_with_its_reason() -> None:
     program = net_of(nn.Linear(4, 3), X).program
     earlier = program.but(registrations=tuple(program.generic(name, f"why {name}") for name in ("weight", "bias")))
     merged = with_generic(program, earlier)
-    assert [(one.parameters, one.generic, one.reason) for one in merged.registrations] == [
+    assert [
+        (registration.parameters, registration.generic, registration.reason) for registration in merged.registrations
+    ] == [
         (("weight",), True, "why weight"),
         (("bias",), True, "why bias"),
     ]

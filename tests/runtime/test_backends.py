@@ -80,5 +80,5 @@ def test_any_number_of_nets_is_compiled_in_one_process() -> None:
 
     x = torch.ones(2)
     for factor in range(2, 13):
-        for one in (function_of(factor), Scaled(factor).method):
-            assert torch.equal(compiled_function(one, "aot_eager")(x), factor * x + 1)
+        for callable_ in (function_of(factor), Scaled(factor).method):
+            assert torch.equal(compiled_function(callable_, "aot_eager")(x), factor * x + 1)

@@ -172,8 +172,8 @@ def test_golden_scale_and_shift() -> None:
         registration = Registration("scale_and_shift", form, ("scale", "shift"), (), approximation)
         block = make_block(registration, parameters={"scale": tensor([0.0] * 3), "shift": tensor([0.0] * 3)})
         block.update({"per_case": STATISTICS["per_case"].compute(x, d, True, (3, 1, 2))}, 2, decay=0.95)
-        for k, one in enumerate(torch.eye(6, dtype=torch.float64)):
-            column = block.multiply({"scale": one[:3], "shift": one[3:]})
+        for k, unit in enumerate(torch.eye(6, dtype=torch.float64)):
+            column = block.multiply({"scale": unit[:3], "shift": unit[3:]})
             close(torch.cat([column["scale"], column["shift"]]), expected[k])
 
 
@@ -222,7 +222,7 @@ def test_blocks_of_equal_shape_and_approximation_share_a_group() -> None:
         parameters |= {f"{k}.{p}": t for p, t in FORMS[name].parameters.items()}
         registrations.append(Registration("layer", plain.matrix, renamed, plain.uses, approximation))
     groups = make_groups(registrations, parameters, roots=(-1.0,), damping=torch.tensor(0.1))
-    assert [[one.parameters[0] for one in group.registrations] for group in groups] == [
+    assert [[registration.parameters[0] for registration in group.registrations] for group in groups] == [
         ["0.weight", "3.weight"], ["1.weight"], ["2.weight"], ["4.weight"],
     ]  # fmt: skip
 
@@ -326,7 +326,7 @@ def test_a_block_that_had_no_rows_yet_is_its_damping(form: str, approximation: s
         (block.multiply_matpower(vector, -0.5), -0.5), (block.multiply_cholesky(vector), 0.5),
         (block.multiply_cholesky_inverse(vector, transpose=True), -0.5),
     ):  # fmt: skip
-        torch.testing.assert_close(product, {name: one * 0.25**power for name, one in vector.items()})
+        torch.testing.assert_close(product, {name: tensor * 0.25**power for name, tensor in vector.items()})
     assert not block.full_fisher_block().any() and block.failures == (0, 0)
     block.update(sums, 4, decay=0.5)
     plain.update(sums, 4, decay=0.5)
@@ -337,7 +337,7 @@ def test_a_block_that_had_no_rows_yet_is_its_damping(form: str, approximation: s
     torch.testing.assert_close(block.full_fisher_block(), plain.full_fisher_block() * seen)
     block.update(nothing, 4, decay=0.0)  # the last batch alone counts
     assert not block.full_fisher_block().any()
-    torch.testing.assert_close(block.multiply(vector), {name: one * 0.25 for name, one in vector.items()})
+    torch.testing.assert_close(block.multiply(vector), {name: tensor * 0.25 for name, tensor in vector.items()})
 
 
 def test_a_block_shows_what_it_is() -> None:

@@ -54,7 +54,11 @@ class Token(nn.Module):
 
 def test_a_parameter_that_is_expanded_to_the_batch_is_registered() -> None:
     net = net_of(Token(), torch.randn(3, 2, 4))
-    assert {name for one in net.registrations for name in one.parameters} == {"token", "head.weight", "head.bias"}
+    assert {name for registration in net.registrations for name in registration.parameters} == {
+        "token",
+        "head.weight",
+        "head.bias",
+    }
 
 
 def test_images_of_another_size_are_captured_once_more_and_then_at_every_size() -> None:
@@ -104,7 +108,10 @@ def test_what_was_traced_symbolically_serves_where_it_holds() -> None:
     net.record((X,), {})
     assert net.captures.first is not None and net.program.cases is None
     net.record((X, torch.ones(3)), {})
-    assert [one.program.cases is None for known in net.captures.recorders.values() for one in known] == [True, False]
+    assert [recorder.program.cases is None for known in net.captures.recorders.values() for recorder in known] == [
+        True,
+        False,
+    ]
 
 
 class Optional(nn.Module):
@@ -149,7 +156,7 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
         net(x)
     assert count(net) == 0
     assert torch.equal(net(x), net.model(x))
-    assert [len(one.uses) for one in net.registrations] == [2]
+    assert [len(registration.uses) for registration in net.registrations] == [2]
 
 
 class Bare(nn.Module):

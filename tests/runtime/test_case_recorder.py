@@ -78,7 +78,7 @@ def test_weights_whose_rows_leave_out_a_part_are_corrected_exactly() -> None:
     estimator.update_covariances(*args, targets=targets)
     spectrum, each = estimator.spectrum(damping=0.1), gradients_by_case(model, case.loss, args, targets)
     oracle = {
-        name: torch.stack([one.get(name, torch.zeros(shape)) for one in each])
+        name: torch.stack([row.get(name, torch.zeros(shape)) for row in each])
         for name, shape in spectrum.shapes.items()
     }
     assert_corrected(spectrum.correct([Batch(*args, targets=targets)], "sequence"), spectrum, oracle)

@@ -29,7 +29,9 @@ def test_exact_sources_are_the_columns_of_the_factor() -> None:
     logits = torch.randn(2, 3, 4, requires_grad=True)
     loss = Categorical(logits)
     slots = [torch.arange(3).view(1, 3, 1).expand(2, 3, 1)]
-    vectors = torch.stack([each[0] for each in source_vectors("exact", [(1.0, loss)], lambda: slots, False, None)])
+    vectors = torch.stack(
+        [vectors[0] for vectors in source_vectors("exact", [(1.0, loss)], lambda: slots, False, None)]
+    )
     assert len(vectors) == 4 * 3
     p = logits.detach().softmax(-1)
     fisher = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)

@@ -117,7 +117,10 @@ def test_a_wrapper_is_looked_through_and_trained_through(wrap: Callable[[nn.Modu
     net = kfac_fx.compile(wrapper, (X,), loss="categorical")
     assert net.model is model
     assert [name for name, _ in net.named_parameters()] == ["0.weight", "0.bias", "3.weight", "3.bias"]
-    assert [one.parameters for one in net.registrations] == [("0.weight", "0.bias"), ("3.weight", "3.bias")]
+    assert [registration.parameters for registration in net.registrations] == [
+        ("0.weight", "0.bias"),
+        ("3.weight", "3.bias"),
+    ]
     net.record((X,), {})
     assert calls == []
     assert differences(step(twin, lambda: twin(X)), step(model, lambda: net(X))) == []
@@ -312,7 +315,7 @@ def test_data_parallel_over_processes_is_looked_through(inside: bool) -> None:
     ddp = nn.parallel.DistributedDataParallel
     model = nn.Sequential(ddp(nn.Linear(4, 5)), nn.Linear(5, 3)) if inside else ddp(mlp())
     net = kfac_fx.compile(model, (X,), loss="normal")
-    assert [one.layer for one in net.registrations] == ["linear", "linear"]
+    assert [registration.layer for registration in net.registrations] == ["linear", "linear"]
     assert net.record((X,), {}).cases == 6
 
 

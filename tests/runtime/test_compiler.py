@@ -99,7 +99,9 @@ def test_a_copy_is_compiled_anew_without_the_listener() -> None:
     twin.attach(Silent())
     assert isinstance(twin, CompiledModule) and twin.model is not model
     assert all(torch.equal(a, b) and a is not b for a, b in zip(net.parameters(), twin.parameters(), strict=True))
-    assert [str(one) for one in twin.registrations] == [str(one) for one in net.registrations]
+    assert [str(registration) for registration in twin.registrations] == [
+        str(registration) for registration in net.registrations
+    ]
     twin.record((X,), {})
 
 
@@ -192,8 +194,12 @@ def test_arguments_of_compile_are_checked() -> None:
     [[("4.weight", "4.bias")], [["4.weight", "4.bias"]], {("4.weight", "4.bias"): "diagonal"}],
 )
 def test_linked_parameters_in_every_notation(linked: Any) -> None:
-    head = [one for one in net_of(mlp(), X, linked=linked).registrations if one.parameters[0] == "4.weight"]
-    assert [one.approximation for one in head] == ["diagonal" if isinstance(linked, dict) else "kron"]
+    head = [
+        registration
+        for registration in net_of(mlp(), X, linked=linked).registrations
+        if registration.parameters[0] == "4.weight"
+    ]
+    assert [line.approximation for line in head] == ["diagonal" if isinstance(linked, dict) else "kron"]
 
 
 def test_strict_refuses_what_would_be_generic_at_once_or_at_the_first_step() -> None:

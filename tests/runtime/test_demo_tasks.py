@@ -14,8 +14,8 @@ def both() -> dict[str, Task]:
 def test_the_methods_share_start_and_batches(both: dict[str, Task]) -> None:
     for task in both.values():
         first, second = task.model(3), task.model(3)
-        for one, other in zip(first.parameters(), second.parameters(), strict=True):
-            assert torch.equal(one, other)
+        for parameter, other in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(parameter, other)
         for (x, y), (again, same), _ in zip(task.batches(4), task.batches(4), range(5), strict=False):
             assert torch.equal(x, again) and torch.equal(y, same) and len(x) == task.batch
 

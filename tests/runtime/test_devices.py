@@ -33,18 +33,18 @@ def outcomes(names: tuple[str, ...]) -> dict[str, str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return {name: said for name, (said, _) in json.loads(done.stdout).items()}
+    return {name: text for name, (text, _) in json.loads(done.stdout).items()}
 
 
 def test_on_an_accelerator_nothing_mixes_devices_and_the_host_waits_only_on_purpose() -> None:
-    wrong = {name: said for name, said in outcomes((*QUICK, *WRONG)).items() if said and name not in WRONG}
+    wrong = {name: outcome for name, outcome in outcomes((*QUICK, *WRONG)).items() if outcome and name not in WRONG}
     assert not wrong
 
 
 @pytest.mark.slow
 def test_so_it_is_for_every_model_and_option() -> None:
     others = tuple(name for name in WALKS if name not in QUICK)
-    assert not {name: said for name, said in outcomes(others).items() if said}
+    assert not {name: outcome for name, outcome in outcomes(others).items() if outcome}
 
 
 @pytest.mark.parametrize(

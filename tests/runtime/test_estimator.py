@@ -58,8 +58,8 @@ def test_accumulating_leaves_the_moments_alone() -> None:
     before = copy.deepcopy(moments)
     est.accumulate(moments)
     est.accumulate(moments)
-    for key, one in before.statistics.items():
-        assert_equal(one, moments.statistics[key])
+    for key, statistic in before.statistics.items():
+        assert_equal(statistic, moments.statistics[key])
 
 
 def test_the_past_decays_and_in_burn_in_does_not() -> None:
@@ -188,12 +188,12 @@ def test_state_resumes_bit_for_bit(make: Callable[[], FakeNet]) -> None:
     est.damping = 0.3
     other.load_state_dict(copy.deepcopy(est.state_dict()))
     x, v = batch(), noise(est)
-    for one in (est, other):
-        one.update_covariances(x)
+    for estimator in (est, other):
+        estimator.update_covariances(x)
     assert_equal(est.state_dict(), other.state_dict())
     assert_equal(est.multiply_inverse(v), other.multiply_inverse(v))
-    for one in (est, other):
-        one.update_inverses()
+    for either in (est, other):
+        either.update_inverses()
     assert_equal(est.multiply_cholesky(v), other.multiply_cholesky(v))
 
 

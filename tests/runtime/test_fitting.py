@@ -34,14 +34,16 @@ def same(left: kfac_fx.ModelSpectrum, right: kfac_fx.ModelSpectrum) -> bool:
     ours, theirs = left.places(), right.places()
     pairs = [(ours[key], theirs[key]) for key in ours]
     return ours.keys() == theirs.keys() and all(
-        torch.equal(one.values[i], other.values[j])
+        torch.equal(parameter.values[i], other.values[j])
         and all(
             torch.equal(a, b)
             for a, b in zip(
-                one.group.operators_of(i, one.operators), other.group.operators_of(j, other.operators), strict=True
+                parameter.group.operators_of(i, parameter.operators),
+                other.group.operators_of(j, other.operators),
+                strict=True,
             )
         )
-        for (one, i), (other, j) in pairs
+        for (parameter, i), (other, j) in pairs
     )
 
 
@@ -77,7 +79,7 @@ def test_probes_exist_for_the_part_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def watched(self: Recorder, *args: Any) -> Any:
         probes = make_probes(self, *args)
-        seen.append({r.parameters[0] for r, made in zip(self.registrations, probes, strict=True) if made})
+        seen.append({r.parameters[0] for r, probe in zip(self.registrations, probes, strict=True) if probe})
         return probes
 
     monkeypatch.setattr(Recorder, "make_probes", watched)

@@ -355,8 +355,10 @@ def pending(backward: bool, cases: int = 2) -> Any:
 def test_only_forwards_with_a_backward_are_micro_batches() -> None:
     seen = MicroBatches(pending=[pending(True), pending(False), pending(True, cases=3)])
     moments = seen.moments("mean", loss_scale=1.0)
-    assert [one.cases for one in moments] == [2, 3]
-    assert all(one.statistics[("w",)]["count"] == 5 for one in moments)  # the mean is over the cases of both
+    assert [recording.cases for recording in moments] == [2, 3]
+    assert all(
+        recording.statistics[("w",)]["count"] == 5 for recording in moments
+    )  # the mean is over the cases of both
 
 
 def test_micro_batches_know_the_loss_scale() -> None:

@@ -76,8 +76,8 @@ def test_a_deferred_watch_knows_failures_one_call_late_but_for_the_first(
     deferred: bool, expected: list[list[int]]
 ) -> None:
     watch = FailureWatch(deferred)
-    valid = [torch.tensor(each) for each in ([True, False], [True, True], [False, True])]
-    assert [watch.known_failures(each).tolist() for each in valid] == expected
+    valid = [torch.tensor(flags) for flags in ([True, False], [True, True], [False, True])]
+    assert [watch.known_failures(flags).tolist() for flags in valid] == expected
 
 
 def test_matrices_of_one_size_are_one_batch() -> None:

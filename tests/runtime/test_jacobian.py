@@ -108,7 +108,7 @@ def test_pieces_behind_a_function_of_every_element_are_exact() -> None:
     gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), model.get_parameter("g"))[0] for case in x]
     for n, uses in ((0, 2), (1, 1)):
         block = blocks[f"g[{n}:{n + 1}]",]
-        wanted = torch.stack([torch.outer(one[n], one[n]) for one in gradients]).mean(0)
+        wanted = torch.stack([torch.outer(gradient[n], gradient[n]) for gradient in gradients]).mean(0)
         assert len(block.registration.uses) == uses
         torch.testing.assert_close(block.full_fisher_block(), wanted)
 
@@ -134,7 +134,7 @@ def test_the_jacobian_is_that_of_the_moment() -> None:
     estimator = kfac_fx.FisherEstimator(net, estimation_mode="empirical")
     estimator.update_covariances(x, targets=torch.zeros_like(x))
     gradients = [torch.autograd.grad((model(case[None]) ** 2).sum(), model.w)[0] for case in x]
-    wanted = torch.stack([torch.outer(one, one) for one in gradients]).mean(0)
+    wanted = torch.stack([torch.outer(gradient, gradient) for gradient in gradients]).mean(0)
     torch.testing.assert_close(estimator.blocks["w",].full_fisher_block(), wanted)
 
 
@@ -153,7 +153,12 @@ def test_hooks_on_saved_tensors_are_no_matter() -> None:
 
 def reasons(function: Function, **shapes: tuple[int, ...]) -> dict[str, str | None]:
     net = kfac_fx.compile(toy(function, **shapes), (torch.rand(5, 4),), loss="normal")
-    return {name: one.reason for one in net.registrations if one.generic for name in one.parameters}
+    return {
+        name: registration.reason
+        for registration in net.registrations
+        if registration.generic
+        for name in registration.parameters
+    }
 
 
 def test_large_functions_are_generic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +215,7 @@ def test_what_is_free_of_the_batch_has_no_gradient_of_a_case() -> None:
         return x @ (F.layer_norm(t, (4,), w) * g.softmax(0)).T
 
     net = kfac_fx.compile(toy(table, t=(3, 4), w=(4,), g=(4,)), (torch.randn(5, 4),), loss="normal")
-    (one,) = (one for one in net.registrations if one.parameters == ("g",))
+    (one,) = (registration for registration in net.registrations if registration.parameters == ("g",))
     assert one.approximation == "kron" and "summed over cases" in str(one.reason) and not one.generic
 
 
@@ -302,8 +307,8 @@ class Ensemble(nn.Module):
 def test_what_vmap_maps_over_has_no_jacobian_and_is_generic() -> None:
     model, x = Ensemble(), torch.randn(6, 4)
     net = kfac_fx.compile(model, (x,), loss="normal")
-    for one in net.registrations:
-        assert one.generic and str(one.reason).endswith(") through _add_batch_dim")
+    for registration in net.registrations:
+        assert registration.generic and str(registration.reason).endswith(") through _add_batch_dim")
     loss = kfac_fx.losses.Normal(model(x), targets=torch.zeros(6, 3)).evaluate()
     wanted = torch.autograd.grad(loss, list(model.parameters()))
     found = net.record((x,), {}, mode="empirical", targets=torch.zeros(6, 3)).statistics

@@ -98,7 +98,7 @@ def block(collections: dict[str, LayerCollection], request: pytest.FixtureReques
 
 
 def test_no_class_is_left_out(collections: dict[str, LayerCollection]) -> None:
-    found = {type(one).__name__ for lc in collections.values() for one in lc.get_blocks()}
+    found = {type(block).__name__ for lc in collections.values() for block in lc.get_blocks()}
     named = {name for name in vars(kfac_fx.fisher_blocks) if name.endswith("FB")}
     assert named - found == {"NaiveFB", "FullFB", "DiagonalFB", "KroneckerProductFB"}  # what the others are made of
 
@@ -134,13 +134,13 @@ def test_triangular_factors_make_the_block_and_its_inverse(block: FisherBlock) -
 def test_the_product_is_that_of_the_full_block_and_the_damping(block: FisherBlock) -> None:
     """Exactly λ I where the block is no Kronecker product; of one, the damping of both sides meets in λ, too."""
     registration, v = block.registration, vector(block)
-    flat = torch.cat([one.flatten() for one in v.values()])
+    flat = torch.cat([tensor.flatten() for tensor in v.values()])
     product, full = block.multiply(v), block.full_fisher_block()
     if registration.matrix is not None:
         flat = registration.matrix.pack(v).flatten()
         product_flat = registration.matrix.pack(product).flatten()
     else:
-        product_flat = torch.cat([one.flatten() for one in product.values()])
+        product_flat = torch.cat([tensor.flatten() for tensor in product.values()])
     without = product_flat - full @ flat
     if "F" in block.operator.factors:
         torch.testing.assert_close(without, DAMPING * flat)
@@ -167,12 +167,12 @@ def test_gradients_of_cases_serve_every_layer_and_any_number_of_uses(approx: str
     lc.register_fully_connected("v", None, "matmul_2", approx=approx)
     lc.register_categorical_predictive_distribution("matmul_2")
     net = kfac_fx.compile(lc.model, (x,), loss="categorical", approximations={"*": approx})
-    mine, theirs = (kfac_fx.FisherEstimator(one, estimation_mode="exact") for one in (lc, net))
+    mine, theirs = (kfac_fx.FisherEstimator(collection, estimation_mode="exact") for collection in (lc, net))
     for est in (mine, theirs):
         est.update_covariances(x)
-    assert {one.registration.approximation for one in mine.blocks.values()} == {approx}
-    for key, one in mine.blocks.items():
-        torch.testing.assert_close(one.full_fisher_block(), theirs.blocks[key].full_fisher_block())
+    assert {block.registration.approximation for block in mine.blocks.values()} == {approx}
+    for key, mine_block in mine.blocks.items():
+        torch.testing.assert_close(mine_block.full_fisher_block(), theirs.blocks[key].full_fisher_block())
 
 
 def test_a_vector_is_a_mapping_a_tuple_or_a_tensor(block: FisherBlock) -> None:

@@ -60,7 +60,7 @@ def test_losses_without_a_name_get_their_own() -> None:
         lc.register_sigmoid_cross_entropy_loss,
     ):
         register("mul")
-    assert [one.name for one in lc.losses] == [
+    assert [loss.name for loss in lc.losses] == [
         "categorical_predictive_distribution",
         "categorical_predictive_distribution_1",
         "sparse_softmax_cross_entropy_loss",
@@ -90,7 +90,7 @@ def test_towers_of_a_loss() -> None:
         lc.register_categorical_predictive_distribution("mul", name="loss1", seed=4, reuse=True)
     with pytest.raises(RegistrationError, match=r"loss 'loss1' has coeff=1.0, its new tower 2.0"):
         lc.register_categorical_predictive_distribution("mul", name="loss1", coeff=2.0, reuse=True)
-    assert [len(towers) for towers in lc.towers_by_loss] == [3] and {one.seed for one in lc.losses} == {3}
+    assert [len(towers) for towers in lc.towers_by_loss] == [3] and {loss.seed for loss in lc.losses} == {3}
 
 
 def test_a_coefficient_must_be_positive() -> None:

@@ -251,7 +251,7 @@ def test_a_loss_that_forward_computes_is_in_the_collection() -> None:
 
     model, x, y = Model(), torch.randn(6, 3), torch.randint(5, (6,))
     lc = kfac_fx.compile(model, (x, y)).layer_collection
-    assert [one.name for one in lc.losses] == ["cross_entropy_loss"]
+    assert [loss.name for loss in lc.losses] == ["cross_entropy_loss"]
     torch.testing.assert_close(lc.total_loss(x, y) / 6, model(x, y).detach())
 
 

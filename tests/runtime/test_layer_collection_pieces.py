@@ -63,7 +63,7 @@ def test_the_scan_registers_the_pieces_that_compile_does() -> None:
     lc.auto_register_layers()
     lc.check_registration()
     net = kfac_fx.compile(model, (X,), loss="categorical")
-    estimators = [kfac_fx.FisherEstimator(one, estimation_mode="exact") for one in (lc, net)]
+    estimators = [kfac_fx.FisherEstimator(collection, estimation_mode="exact") for collection in (lc, net)]
     for est in estimators:
         est.update_covariances(X)
     assert list(estimators[0].blocks) == list(estimators[1].blocks)
@@ -211,7 +211,7 @@ def test_steps_of_packed_sequences_registered_by_hand_leave_the_padding_out() ->
             for block in blocks[0]:
                 uses = block.registration.uses
                 register = lc.register_fully_connected_multi if len(uses) > 1 else lc.register_fully_connected
-                nodes = [[lc.node(node.name) for node in (one.input, one.output)] for one in uses]
+                nodes = [[lc.node(node.name) for node in (use.input, use.output)] for use in uses]
                 params, (given, made) = block.params, zip(*nodes, strict=True)
                 register(params, *((list(given), list(made)) if len(uses) > 1 else (given[0], made[0])))
         else:

@@ -65,7 +65,7 @@ def test_every_layer_is_corrected_and_scored_as_single_gradients_say(name: str) 
     spectrum, batch = estimator.spectrum(damping=0.1), Batch(*args, targets=targets)
     each = gradients_by_case(model, case.loss, args, targets)
     oracle = {
-        name: torch.stack([one.get(name, torch.zeros(shape)) for one in each])
+        name: torch.stack([part.get(name, torch.zeros(shape)) for part in each])
         for name, shape in spectrum.shapes.items()
     }
     assert_corrected(spectrum.correct([batch], "sequence"), spectrum, oracle)
@@ -218,7 +218,7 @@ def test_every_kind_of_block_is_corrected(approximation: str) -> None:
         model, args, targets = prepared(case)
         net = kfac_fx.compile(model, args, loss=case.loss, approximations={nn.LSTM: approximation})
         each = gradients_by_case(model, case.loss, args, targets)
-        oracle = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+        oracle = {name: torch.stack([part[name] for part in each]) for name in each[0]}
     else:
         model, (x, targets) = Text(), ids()
         args, oracle = (x,), of_examples(model, x, targets)

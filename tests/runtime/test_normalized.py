@@ -134,7 +134,7 @@ def test_the_proof_has_the_change_of_the_number(norm: Callable[[Tensor], Tensor]
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
 def test_torchs_older_normalizations_are_structured(norm: Callable[[nn.Module], nn.Module]) -> None:
     net = kfac_fx.compile(norm(nn.Linear(4, 3)), (torch.randn(5, 4),), loss="normal", strict=True)
-    assert {one.layer for one in net.registrations} == {"linear"}
+    assert {registration.layer for registration in net.registrations} == {"linear"}
 
 
 @pytest.mark.parametrize(("own", "approximation"), [(False, "kron"), (True, "full")])
@@ -148,7 +148,11 @@ def test_a_number_of_other_parameters_is_a_factor_and_one_of_both_a_function(own
             return F.linear(x, self.v / (self.w.norm() + self.v.norm() if own else self.w.norm()))
 
     net = kfac_fx.compile(Mixed(), (torch.randn(5, 4),), loss="normal")
-    found = {name: (one.approximation, one.reason) for one in net.registrations for name in one.parameters}
+    found = {
+        name: (registration.approximation, registration.reason)
+        for registration in net.registrations
+        for name in registration.parameters
+    }
     assert found["v"] == (approximation, None)
 
 
@@ -156,7 +160,7 @@ def test_a_number_of_other_parameters_is_a_factor_and_one_of_both_a_function(own
 def test_only_kronecker_products_leave_the_projection_out(asked: str) -> None:
     model = StandardizedConv(2, 3, 2, gain=False)
     net = kfac_fx.compile(model, (torch.randn(5, 2, 4, 4),), loss="normal", approximations={"weight": asked})
-    (one,) = (one for one in net.registrations if one.parameters == ("weight",))
+    (one,) = (registration for registration in net.registrations if registration.parameters == ("weight",))
     assert one.approximation == "kron" and one.reason is not None and f"so not {asked!r}" in one.reason
 
 
@@ -201,7 +205,7 @@ def test_a_compiled_graph_records_and_steps_alike() -> None:
     for backend in ("eager", "aot_eager"):
         twin = copy.deepcopy(model)
         net = kfac_fx.compile(twin, (x,), loss="normal", backend=backend)
-        assert all(not one.generic for one in net.registrations)
+        assert all(not registration.generic for registration in net.registrations)
         optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
         for _ in range(2):
             optimizer.zero_grad()
@@ -255,7 +259,7 @@ def test_the_block_leaves_out_the_change_of_the_number_alone(case: int) -> None:
     torch.testing.assert_close(block.full_fisher_block(), torch.outer(without, without))
 
 
-@pytest.mark.parametrize("function", [*(one for one, _ in SCALED), centered])
+@pytest.mark.parametrize("function", [*(scaled for scaled, _ in SCALED), centered])
 def test_the_proof_has_the_whole_gradient(function: Function) -> None:
     torch.manual_seed(0)
     net = kfac_fx.compile(Behind(function), (torch.randn(5, 2, 4, dtype=torch.float64),), loss="normal")

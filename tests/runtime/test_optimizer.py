@@ -148,8 +148,8 @@ def test_damping_measured_in_the_next_step_is_the_same_damping(momentum_type: st
         torch.testing.assert_close((later.damping, later.rho), measured[-1], check_dtype=False, equal_nan=True)
         measured.append((now.damping.clone(), now.rho.clone()))
         last = loss_of(other, x, y)
-        for one, its in zip(net.parameters(), other.parameters(), strict=True):
-            assert torch.equal(one, its)
+        for parameter, its in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter, its)
     assert len({damping.item() for damping, _ in measured}) > 1
 
 

@@ -23,8 +23,8 @@ from tests.runtime.toy_optimizers import KINDS, QUADRATIC, assert_same, backward
 def test_a_parameter_without_a_gradient_stands_still_and_counts_as_zero(options: dict[str, Any]) -> None:
     net, opt = made(**options)
     other, same = made(**options)
-    for one in (net, other):
-        backward(one, 0)
+    for model in (net, other):
+        backward(model, 0)
     absent, zeroed = net.get_parameter("0.bias"), other.get_parameter("0.bias")
     absent.grad = None
     assert zeroed.grad is not None
@@ -97,8 +97,8 @@ def test_a_first_step_that_is_not_finite_is_taken_again(options: dict[str, Any])
     opt.step()
     other, same = made(**options)
     same.generator.set_state(opt.generator.get_state())
-    for one, optimizer in ((net, opt), (other, same)):
-        train(one, optimizer, range(2))
+    for model, optimizer in ((net, opt), (other, same)):
+        train(model, optimizer, range(2))
     assert_same(values(net), values(other))
     assert (opt.counter, opt.skipped.item()) == (2, 1)
 
@@ -166,7 +166,7 @@ def test_parameters_in_no_block_follow_adamw(momentum_type: str, adapt_damping: 
     assert [(len(group["params"]), group["first_order"]) for group in opt.param_groups] == [(2, False), (1, True)]
     reference = nn.Parameter(net.get_parameter("spare").detach().clone())
     adamw = torch.optim.AdamW([reference], **first_order)
-    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (opt, adamw)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (opt, adamw)]
     for number in range(4):
         opt.zero_grad()
         spare_loss(net, number).backward()

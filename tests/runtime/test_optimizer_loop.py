@@ -118,8 +118,8 @@ def test_parameter_groups_have_their_own_lr_and_weight_decay() -> None:
     grouped = KFAC(other, lr=0.3, damping=0.1, seed=0, params=groups)
     assert [group["lr"] for group in grouped.param_groups] == [0.3, 0.1]
     before = values(net)
-    for one in (net, other):
-        backward(one, 0)
+    for model in (net, other):
+        backward(model, 0)
     opt.step()
     grouped.step()
     torch.testing.assert_close(mine["0.weight"], named["0.weight"])
@@ -174,8 +174,8 @@ def test_a_parameter_group_may_come_later() -> None:
 def test_a_learning_rate_may_be_a_tensor() -> None:
     net, opt = made(lr=torch.tensor(0.3, dtype=torch.float64))
     other, same = made()
-    for one, optimizer in ((net, opt), (other, same)):
-        train(one, optimizer, range(2))
+    for model, optimizer in ((net, opt), (other, same)):
+        train(model, optimizer, range(2))
     assert_same(values(net), values(other))
 
 
@@ -200,7 +200,7 @@ def test_a_step_is_as_long_as_the_scheduler_says(make: Callable[[KFAC], Any]) ->
         opt.step()
         moved = torch.cat([(before[name] - p).flatten() for name, p in net.named_parameters()]).detach()
         g = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-        product = torch.cat([one.flatten() for one in opt.estimator.multiply_inverse(g).values()])
+        product = torch.cat([tensor.flatten() for tensor in opt.estimator.multiply_inverse(g).values()])
         torch.testing.assert_close(moved, opt.param_groups[0]["lr"] * product)
         scheduler.step()
 
@@ -218,7 +218,7 @@ def test_a_velocity_lasts_as_long_as_the_scheduler_says(momentum_type: str) -> N
         g = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
         added = opt.estimator.multiply_inverse(g) if momentum_type == "regular" else g
         seen.append(opt.param_groups[0]["momentum"])
-        v = {name: seen[-1] * one + added[name] for name, one in v.items()}
+        v = {name: seen[-1] * tensor + added[name] for name, tensor in v.items()}
         for name, p in net.named_parameters():
             torch.testing.assert_close(opt.state[p]["velocity"], v[name])
         scheduler.step()
@@ -253,9 +253,9 @@ def test_evaluation_forwards_are_not_recorded() -> None:
     net, opt = made()
     other, same = made()
     for number in range(2):
-        for one, optimizer in ((net, opt), (other, same)):
+        for model, optimizer in ((net, opt), (other, same)):
             optimizer.zero_grad()
-            backward(one, number)
+            backward(model, number)
         net.eval()
         net(batch(7)[0])
         net.train()
@@ -337,7 +337,7 @@ def test_a_compiled_step_is_the_eager_step(options: dict[str, Any]) -> None:
     net, opt = made(**options)
     other = compile(mlp(), loss="categorical", backend="aot_eager")
     compiled = KFAC(other, **{"lr": 0.3, "damping": 0.1, "seed": 0, **options})
-    scheduler, same = (torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (opt, compiled))
+    scheduler, same = (torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in (opt, compiled))
     for number in range(4):
         with torch._dynamo.config.patch(error_on_recompile=number >= 2):
             train(net, opt, range(number, number + 1))

@@ -229,9 +229,11 @@ def test_the_signature_is_that_of_the_options() -> None:
     }
     assert {name: parameter.default for name, parameter in parameters.items()} == defaults
     assert list(parameters) == list(defaults)
-    positional = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     assert positional == ["net", "lr"]
-    assert {one.kind for name, one in parameters.items() if name not in positional} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {parameter.kind for name, parameter in parameters.items() if name not in positional} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def test_the_signature_shows_types_without_checks() -> None:

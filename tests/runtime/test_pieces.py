@@ -67,7 +67,10 @@ def test_rows_of_a_part_of_a_matrix() -> None:
 
 
 def test_names_outside_are_the_models_own(net: kfac_fx.CompiledModule) -> None:
-    assert [one.parameters for one in net.registrations] == [("weight[0:2]", "bias"), ("weight[2:6]",)]
+    assert [registration.parameters for registration in net.registrations] == [
+        ("weight[0:2]", "bias"),
+        ("weight[2:6]",),
+    ]
     estimator = kfac_fx.FisherEstimator(net)
     assert estimator.parameters == ("weight", "bias")
     assert list(estimator.blocks) == [("weight[0:2]", "bias"), ("weight[2:6]",)]
@@ -169,5 +172,5 @@ def test_variables_are_whole_parameters(net: kfac_fx.CompiledModule) -> None:
 def test_a_collection_shows_the_pieces(net: kfac_fx.CompiledModule) -> None:
     shown = net.layer_collection
     assert shown.registered_variables == ("weight[0:2]", "bias", "weight[2:6]")
-    assert [one.owners for one in shown.registrations] == [("weight", "bias"), ("weight",)]
+    assert [registration.owners for registration in shown.registrations] == [("weight", "bias"), ("weight",)]
     shown.check_registration()

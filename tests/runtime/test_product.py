@@ -157,8 +157,8 @@ def test_what_has_no_rows_is_generic_and_not_lost(name: str, monkeypatch: pytest
     monkeypatch.setattr(jacobian, "LARGEST_JACOBIAN", 0)
     (function, shapes, size), expected = NONE[name]
     net = kfac_fx.compile(Product(function, shapes, (1,)), (torch.randn(size),), loss="normal")
-    assert {one for r in net.registrations if r.generic for one in r.parameters} == expected
-    assert {one for r in net.registrations for one in r.parameters} == set(shapes)
+    assert {parameter for r in net.registrations if r.generic for parameter in r.parameters} == expected
+    assert {parameter for r in net.registrations for parameter in r.parameters} == set(shapes)
 
 
 def test_a_kronecker_product_takes_no_mask_and_says_so() -> None:

@@ -85,11 +85,19 @@ def test_a_weight_times_constants_is_exact(function: Function, shape: tuple[int,
 def test_a_factor_that_is_read_elsewhere_and_unmatched_is_generic() -> None:
     model = toy(lambda x, w, e: F.linear(x, w * e) ** e.sum(), w=(6, 4), e=(4,))
     net = kfac_fx.compile(model, (torch.rand(5, 4),), loss="normal")
-    generic = {name: one.reason for one in net.registrations if one.generic for name in one.parameters}
+    generic = {
+        name: registration.reason
+        for registration in net.registrations
+        if registration.generic
+        for name in registration.parameters
+    }
     assert set(generic) == {"e"} and "2 uses, 1 of them matched" in str(generic["e"])
 
 
 def test_a_factor_that_is_also_in_the_bias_of_the_layer_is_no_gain() -> None:
     model = toy(lambda x, w, e: F.linear(x, w, w[:, 0] * e), w=(6, 4), e=(6,))
     net = kfac_fx.compile(model, (torch.randn(5, 4),), loss="normal")
-    assert all(one.generic and "no layer has the form" in str(one.reason) for one in net.registrations)
+    assert all(
+        registration.generic and "no layer has the form" in str(registration.reason)
+        for registration in net.registrations
+    )

@@ -26,7 +26,7 @@ X = torch.randn(5, 3)
 
 def proved(model: nn.Module, *inputs: Tensor, layers: tuple[Layer, ...] = (), **options: Any) -> Verdict:
     inputs = inputs or (X,)
-    declared = {one.name: one for one in layers} or LAYERS
+    declared = {layer.name: layer for layer in layers} or LAYERS
     traced = trace_model(model, inputs, options=Options(loss_given=True, **options), layers=declared)
     return prove(Recorder(EmittedGraph(traced, run(traced.program), model)), inputs, {})
 
@@ -57,7 +57,7 @@ def test_what_is_right_stays() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2))
     verdict = proved(model)
     assert verdict.failed == {} and verdict.conclusive
-    assert [one.layer for one in verdict.program.registrations] == ["linear", "layer_norm", "linear"]
+    assert [registration.layer for registration in verdict.program.registrations] == ["linear", "layer_norm", "linear"]
 
 
 def raises(x: Tensor, attrs: Any) -> Tensor:
@@ -92,10 +92,11 @@ def test_what_is_wrong_becomes_generic_with_its_reason(declared: Layer, reason: 
     assert list(verdict.failed) == [("weight", "bias")]
     (text,) = verdict.failed.values()
     assert re.search(reason, text)
-    assert [(one.layer, one.parameters, one.approximation) for one in verdict.program.registrations] == [
+    generic = verdict.program.registrations
+    assert [(registration.layer, registration.parameters, registration.approximation) for registration in generic] == [
         ("generic", ("weight",), "diagonal"), ("generic", ("bias",), "diagonal"),
     ]  # fmt: skip
-    assert {one.reason for one in verdict.program.registrations} == {f"linear: {text}"}
+    assert {registration.reason for registration in generic} == {f"linear: {text}"}
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -116,7 +117,7 @@ def test_what_is_called_unused_must_have_no_gradient(strict: bool) -> None:
     program = run(traced.program)
     assert program.unused == ("idle",)
     missing = program.but(
-        registrations=tuple(one for one in program.registrations if not one.generic),
+        registrations=tuple(registration for registration in program.registrations if not registration.generic),
         unused=("power", "idle"),
         options=Options(loss_given=True, strict=strict),
     )
@@ -127,7 +128,7 @@ def test_what_is_called_unused_must_have_no_gradient(strict: bool) -> None:
         return
     verdict = prove(recorder, (X,), {})
     assert verdict.program.unused == ("idle",)
-    assert [(one.parameters, one.generic) for one in verdict.program.registrations] == [
+    assert [(registration.parameters, registration.generic) for registration in verdict.program.registrations] == [
         (("fc.weight", "fc.bias"), False),
         (("power",), True),
     ]
@@ -266,7 +267,7 @@ def test_cases_that_meet_are_told_where_blocks_of_their_gradients_were_asked_for
 ) -> None:
     asked = {} if approximation is None else {"*": approximation}
     net = kfac_fx.compile(build(), (torch.randn(6, 4),), loss="normal", approximations=asked)
-    reasons = {name: one.reason for one in net.registrations for name in one.owners}
+    reasons = {name: registration.reason for registration in net.registrations for name in registration.owners}
     said = f"cases meet between it and the outputs, so {approximation!r} leaves out products of two cases"
     if meeting:
         assert reasons[meeting] == (said if asked else None)

@@ -59,7 +59,7 @@ def test_the_proof_takes_one_gradient_more_than_a_training_step(name: str) -> No
     model.zero_grad()
     with AliveBytes() as proof:
         net.captures.recorder((x,), {})
-    shapes = [one.matrix.shape for one in net.registrations if one.matrix is not None]
+    shapes = [registration.matrix.shape for registration in net.registrations if registration.matrix is not None]
     largest, sides = 4 * max(map(prod, shapes)), 4 * sum(g * (o + i) for g, o, i in shapes)
     assert size < step.peak
     assert proof.peak <= step.peak + size + 3 * largest + sides + 2 * patches

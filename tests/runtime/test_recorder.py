@@ -169,11 +169,11 @@ def test_per_case_gradients_are_those_of_each_case() -> None:
     moments = given.record((x,), mode="empirical", targets=y)
     for n in range(6):
         alone = given.record((x[n : n + 1],), mode="empirical", targets=y[n : n + 1])
-        for key, one in alone.statistics.items():
-            torch.testing.assert_close(moments.statistics[key]["per_case"][n], one["per_case"][0])
-    for one in moments.statistics.values():
-        squares = one["per_case"].square().sum(0)
-        torch.testing.assert_close(one["square"].flatten(), squares)
+        for key, statistic in alone.statistics.items():
+            torch.testing.assert_close(moments.statistics[key]["per_case"][n], statistic["per_case"][0])
+    for entry in moments.statistics.values():
+        squares = entry["per_case"].square().sum(0)
+        torch.testing.assert_close(entry["square"].flatten(), squares)
 
 
 def test_a_model_with_nothing_to_train_has_no_statistics() -> None:
@@ -199,7 +199,10 @@ def test_a_use_that_no_gradient_reaches_has_sums_of_zero() -> None:
     given.loss = loss_from(lambda outputs: Categorical(outputs[0]))
     moments = given.record((x,))
     assert moments.statistics[("kept.weight", "kept.bias")]["count"] == 6
-    assert all(float(one.abs().sum()) == 0 for one in moments.statistics[("dropped.weight", "dropped.bias")].values())
+    assert all(
+        float(statistic.abs().sum()) == 0
+        for statistic in moments.statistics[("dropped.weight", "dropped.bias")].values()
+    )
 
 
 # --- what stays as it was -------------------------------------------------------------------------------------------
@@ -242,7 +245,9 @@ def test_what_is_sampled_comes_from_the_generator_that_is_given(mode: str) -> No
     given.loss = loss_from("categorical")
     stream = torch.random.get_rng_state()
     generators = generator(), generator(), generator().manual_seed(5)
-    made = [given.record((x,), mode=mode, generator=one).statistics["weight", "bias"]["G"] for one in generators]
+    made = [
+        given.record((x,), mode=mode, generator=generator).statistics["weight", "bias"]["G"] for generator in generators
+    ]
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
     assert torch.equal(torch.random.get_rng_state(), stream)
 

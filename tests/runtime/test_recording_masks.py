@@ -36,7 +36,7 @@ def program(*inputs: Any) -> Program:
 def test_the_mask_is_a_node_of_the_graph_and_every_use_has_it(declared: Any) -> None:
     masked = program_with_mask(program(X, MASK), declared, Model(), (X, MASK), {})
     assert masked.mask is not None and masked.unmasked == ()
-    assert [use.mask_dims for one in masked.registrations for use in one.uses] == [(0, 1)]
+    assert [use.mask_dims for registration in masked.registrations for use in registration.uses] == [(0, 1)]
 
 
 def test_a_call_without_the_argument_has_no_mask() -> None:

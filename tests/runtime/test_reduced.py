@@ -51,7 +51,7 @@ def test_a_case_is_the_mean_of_its_rows_and_the_sum_of_its_gradients(bias: bool,
     torch.testing.assert_close(found, expected)
     g, o, i = MATRIX
     shapes = [VARIANTS[name].shape((g, o, i + bias), 4) for name in NAMES]
-    assert [tuple(one.shape) for one in found] == shapes
+    assert [tuple(tensor.shape) for tensor in found] == shapes
 
 
 def test_with_one_position_they_are_the_statistics_of_all_rows() -> None:
@@ -76,16 +76,16 @@ def test_without_a_row_no_pair_is_counted(cases: int, positions: int) -> None:
 def test_halves_of_a_batch_add_up() -> None:
     x, d = rows()
     halves = [computed(x[part], d[part], kept=KEPT[part]) for part in (slice(0, 1), slice(1, 4))]
-    torch.testing.assert_close([one + other for one, other in zip(*halves, strict=True)], computed(x, d, kept=KEPT))
+    torch.testing.assert_close([part + other for part, other in zip(*halves, strict=True)], computed(x, d, kept=KEPT))
 
 
 def test_low_precision_is_accumulated_in_float32() -> None:
-    x, d = (one.bfloat16() for one in rows(64, 40))
+    x, d = (row.bfloat16() for row in rows(64, 40))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = computed(x, d)
-    assert {one.dtype for one in found} == {torch.float32}
+    assert {tensor.dtype for tensor in found} == {torch.float32}
     exact = defined(x.double(), d.double(), True, torch.ones(64, 40, dtype=torch.bool))
-    torch.testing.assert_close(found, [one.float() for one in exact], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(found, [tensor.float() for tensor in exact], rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -236,7 +236,7 @@ def test_generic_parameters_say_where_they_are_used() -> None:
     report = kfac_fx.compile(case.make(), case.inputs(), loss=case.loss).report
     (line,) = [line for line in str(report).splitlines() if "temperature: " in line]
     assert re.fullmatch(r" {10}temperature: no layer has the form of atan2 \(odd.py:\d+\) through exp", line)
-    assert {one.parameters: one.uses for one in report.rows if one.generic} == {
+    assert {row.parameters: row.uses for row in report.rows if row.generic} == {
         ("gate",): 1, ("width",): 1, ("temperature",): 1
     }  # fmt: skip
 
@@ -252,7 +252,7 @@ def test_data_enters_a_use_on_every_side() -> None:
     """A position's embedding is added to a token's: the sum is the position's use, and reads the token's."""
     case = ZOO["gpt"]
     net = kfac_fx.compile(case.make(), case.inputs(), loss=case.loss)
-    assert [one.layer for one in net.registrations[:2]] == ["embedding", "embedding"]
+    assert [registration.layer for registration in net.registrations[:2]] == ["embedding", "embedding"]
     assert "u0 -> u1;" in net.report.to_dot()
 
 

@@ -75,7 +75,7 @@ def test_powers_of_blocks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kfac_fx.blocks.rooted.DENSE_ROWS", 1)
     single, double = (block_of("kron_series_2", 4, roots=(-0.5,), dtype=d) for d in (torch.float32, torch.float64))
     vector = draw_vector()
-    found = single.multiply_matpower({name: one.float() for name, one in vector.items()}, -0.5)
+    found = single.multiply_matpower({name: tensor.float() for name, tensor in vector.items()}, -0.5)
     for name, exact in double.multiply_matpower(vector, -0.5).items():
         assert found[name].dtype is torch.float32
         torch.testing.assert_close(found[name].double(), exact, rtol=1e-4, atol=1e-5)

@@ -119,7 +119,7 @@ def test_groups_with_rows_of_their_own_have_means_of_their_own(name: str, bias: 
         alone.append(defined(name, own, kept[..., group]) * (rows / share if name.startswith("A") else 1))
     joined = torch.block_diag(*alone) if name == "outer" else torch.cat(alone, dim=1 if name == "per_case" else 0)
     if name == "outer":  # gradients of two groups of one case meet, too
-        inside = torch.block_diag(*(torch.ones_like(one) for one in alone)).bool()
+        inside = torch.block_diag(*(torch.ones_like(tensor) for tensor in alone)).bool()
         computed = torch.where(inside, computed, 0)
     torch.testing.assert_close(computed, joined)
 

@@ -179,11 +179,11 @@ def test_numbers_of_one_weight(approximation: str, expected: float) -> None:
 @both
 def test_one_step_is_the_independent_block(approximation: str) -> None:
     series, plain, v = block_of(approximation, 1), block_of("kron_indep", 1), draw_vector()
-    for one, other in (
+    for product, other in (
         (series.multiply(v), plain.multiply(v)),
         (series.multiply_inverse(v), plain.multiply_inverse(v)),
     ):
-        torch.testing.assert_close(flat(series, one), flat(plain, other))
+        torch.testing.assert_close(flat(series, product), flat(plain, other))
     torch.testing.assert_close(series.full_fisher_block(), plain.full_fisher_block())
 
 

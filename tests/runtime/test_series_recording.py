@@ -96,7 +96,7 @@ def test_uses_without_a_way_from_one_to_the_next_are_a_series_too() -> None:
 
 def reason_of(model: nn.Module, x: Tensor, key: Any, **options: Any) -> tuple[str, str]:
     net = kfac_fx.compile(model, (x,), loss=normal, approximations={key: "kron_series_1"}, **options)
-    one = next(one for one in net.registrations if one.parameters[0].startswith("fc"))
+    one = next(registration for registration in net.registrations if registration.parameters[0].startswith("fc"))
     return one.approximation, one.reason or ""
 
 
@@ -208,7 +208,7 @@ def test_batches_of_other_lengths_are_averaged() -> None:
     sums = [by_hand(model, part, y) for part in (x, x[:, :2])]
     factors = est.blocks[KEY].factors
     for name in ("A", "A1", "G", "G1"):
-        means = [one[name] / one["count"] for one in sums]
+        means = [total[name] / total["count"] for total in sums]
         torch.testing.assert_close(factors[name].value, (means[0] + means[1]) / 2)
     assert factors["positions"].value == 3 and factors["pairs"].value == 2
     assert est.blocks[KEY].group.steps().tolist() == [3]
@@ -259,7 +259,7 @@ def test_padding_has_no_neighbors() -> None:
                 sums.setdefault(key, {})
                 sums[key][name] = sums[key].get(name, 0) + value
     for key, wanted in sums.items():
-        mine = next(one for names, one in found.items() if names[0] == key)
+        mine = next(statistic for names, statistic in found.items() if names[0] == key)
         for name, value in wanted.items():
             torch.testing.assert_close(mine[name], value.view(mine[name].shape))
 
@@ -321,5 +321,5 @@ def test_compiled_as_eager(approximation: str, monkeypatch: pytest.MonkeyPatch) 
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     for method in ("multiply", "multiply_inverse"):
         product = torch.compile(getattr(other, method), fullgraph=True, backend="aot_eager")
-        for found, wanted in zip(product(v).values(), getattr(eager, method)(v).values(), strict=True):
-            torch.testing.assert_close(found, wanted)
+        for tensor, wanted in zip(product(v).values(), getattr(eager, method)(v).values(), strict=True):
+            torch.testing.assert_close(tensor, wanted)

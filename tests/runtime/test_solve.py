@@ -72,8 +72,8 @@ def test_bad_scales_within_blocks_take_few_iterations() -> None:
         spectrum.solve(v, product, tolerance=1e-8, iterations=2000, exponent=exponent) for exponent in (1.0, 0.0)
     )
     expected = torch.linalg.solve(h + 1e-4 * torch.eye(len(h)), flat(v, names))
-    for found in (preconditioned, plain):
-        torch.testing.assert_close(flat(found.vector, names), expected, rtol=1e-5, atol=1e-3)
+    for solution in (preconditioned, plain):
+        torch.testing.assert_close(flat(solution.vector, names), expected, rtol=1e-5, atol=1e-3)
     assert 2 * preconditioned.iterations < plain.iterations
 
 

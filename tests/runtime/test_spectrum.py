@@ -92,14 +92,15 @@ def test_every_block_may_have_a_damping_of_its_own() -> None:
     each = {key: 0.1 * (n + 1) for n, key in enumerate(est.blocks)}
     blocks = [block.full_fisher_block() for block in est.blocks.values()]
     expected = [
-        torch.logdet(f + own * torch.eye(len(f), dtype=f.dtype)) for f, own in zip(blocks, each.values(), strict=True)
+        torch.logdet(f + sample * torch.eye(len(f), dtype=f.dtype))
+        for f, sample in zip(blocks, each.values(), strict=True)
     ]
     torch.testing.assert_close(est.spectrum(damping=each).log_determinant(), torch.stack(expected).sum())
 
 
 def test_determinants_are_differentiated_by_scale_and_damping() -> None:
     est = exact(mixed(), batch())
-    scale, damping = (torch.tensor(one, dtype=torch.float64, requires_grad=True) for one in (6.0, 0.4))
+    scale, damping = (torch.tensor(number, dtype=torch.float64, requires_grad=True) for number in (6.0, 0.4))
     spectrum = est.spectrum(scale=scale, damping=damping)
     by_scale, by_damping = torch.autograd.grad(spectrum.log_determinant(), [scale, damping])
     torch.testing.assert_close(by_damping, spectrum.trace(-1).detach())
@@ -111,11 +112,11 @@ def test_many_vectors_are_multiplied_at_once() -> None:
     est = exact(mixed(), batch())
     spectrum = est.spectrum(damping=0.1)
     vectors = [noise(est) for _ in range(6)]
-    together = {name: torch.stack([one[name] for one in vectors]).unflatten(0, (2, 3)) for name in vectors[0]}
+    together = {name: torch.stack([vector[name] for vector in vectors]).unflatten(0, (2, 3)) for name in vectors[0]}
     native = spectrum.multiply_inverse(together)
     mapped = vmap(vmap(spectrum.multiply_inverse))(together)
-    for n, one in enumerate(vectors):
-        for name, expected in spectrum.multiply_inverse(one).items():
+    for n, single in enumerate(vectors):
+        for name, expected in spectrum.multiply_inverse(single).items():
             torch.testing.assert_close(native[name][n // 3, n % 3], expected)
             torch.testing.assert_close(mapped[name][n // 3, n % 3], expected)
 
@@ -140,14 +141,14 @@ def test_corrected_eigenvalues_are_the_diagonal_of_the_fisher_along_the_eigenvec
     net.loss = "categorical"
     est, fisher = exact(net, x), net.fisher(x)
     rows, v = rows_of(net, x), noise(est)
-    batches = [{name: one[part] for name, one in rows.items()} for part in (slice(0, 4), slice(4, 9))]
+    batches = [{name: row[part] for name, row in rows.items()} for part in (slice(0, 4), slice(4, 9))]
     product = est.spectrum(damping=0.0).corrected(batches).multiply(v)
     for key in list(est.blocks)[:2]:
         block, full = est.blocks[key], fisher[key]
         kronecker = block.full_fisher_block()
         _, vectors = torch.linalg.eigh(kronecker)
         expected = vectors @ (vectors.mT @ full @ vectors).diagonal().diag() @ vectors.mT
-        mine, vector = (block.group.pack(one, block.member).flatten() for one in (product, v))
+        mine, vector = (block.group.pack(tensors, block.member).flatten() for tensors in (product, v))
         torch.testing.assert_close(mine, expected @ vector)
         assert (expected - full).norm() < (kronecker - full).norm()
 
@@ -188,18 +189,20 @@ def test_pieces_of_a_parameter_are_put_together_again() -> None:
     product, diagonal = spectrum.multiply({"w": torch.ones(6, 3)}), spectrum.diagonal()
     sample = spectrum.sample(5)["w"]
     assert sample.shape == (5, 6, 3) and diagonal["w"].shape == (6, 3)
-    for found in (product["w"], diagonal["w"], sample[0]):
-        assert not found[2:4].any() and found[:2].all() and found[4:].all()
+    for tensor in (product["w"], diagonal["w"], sample[0]):
+        assert not tensor[2:4].any() and tensor[:2].all() and tensor[4:].all()
 
 
 def test_what_had_no_rows_is_its_damping() -> None:
     registration, parameters = register(FORMS["linear"], "kron"), FORMS["linear"].parameters
     block = make_block(registration, parameters=parameters)
     block.update(
-        {name: torch.zeros_like(one) for name, one in draw(registration, FORMS["linear"], 3).items()}, 3, decay=0.9
+        {name: torch.zeros_like(tensor) for name, tensor in draw(registration, FORMS["linear"], 3).items()},
+        3,
+        decay=0.9,
     )
     spectrum = Spectrum([System.of(block.group)], {n: p.shape for n, p in parameters.items()}, 5.0, 0.25)
-    assert all((one == 0.25).all() for one in spectrum.eigenvalues().values())
+    assert all((values == 0.25).all() for values in spectrum.eigenvalues().values())
 
 
 def test_a_decomposition_that_fails_is_tried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +257,7 @@ def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
         est.spectrum(damping={("0.weight",): 1.0, one: 2.0})
     with pytest.raises(NotRegisteredError, match=r"(?s)does not fit.*missing  0\.weight"):
         est.spectrum().multiply({})
-    many = {name: one.expand(5, *one.shape) for name, one in noise(est).items()}
+    many = {name: sample.expand(5, *sample.shape) for name, sample in noise(est).items()}
     many["0.weight"] = many["0.weight"][0]
     with pytest.raises(NotRegisteredError, match=r"0\.bias is \[5, 4\], the parameter \[4\]"):
         est.spectrum().multiply(many)

@@ -196,7 +196,7 @@ def test_a_checkpoint_resumes_within_a_burn_in() -> None:
 
 def test_a_loaded_state_shares_nothing_with_its_source_and_keeps_its_precision() -> None:
     net, other = (compile(mlp().bfloat16(), loss="categorical", verify=False) for _ in range(2))
-    opt, loading = (KFAC(one, lr=0.3, damping=0.1) for one in (net, other))
+    opt, loading = (KFAC(model, lr=0.3, damping=0.1) for model in (net, other))
     x, y = batch(0)
     F.cross_entropy(net(x.bfloat16()), y).backward()
     opt.step()

@@ -151,7 +151,7 @@ def test_a_transposed_use_changes_sides() -> None:
 )
 def test_a_bias_alone_has_rows_of_its_column_only(function: Callable[..., Tensor], shapes: dict[str, Any]) -> None:
     registrations = run(trace_model(Toy(function, **shapes), layers=LAYERS).program).registrations
-    one = next(one for one in registrations if one.parameters == ("b",))
+    one = next(registration for registration in registrations if registration.parameters == ("b",))
     weight = torch.randn(5, 3)
     found = through(one, torch.randn(5, 3, requires_grad=True), X[:, 0], weight, ("count", "A_diag", "gradient"))
     assert found["count"] == 5

@@ -23,7 +23,7 @@ N, S = 4, 7
 
 def registered(function: Any, x: Tensor, layer: str, **shapes: tuple[int, ...]) -> tuple[Registration, Use]:
     program = before("check", Toy(function, **shapes), x)
-    (registration,) = [one for one in program.registrations if one.layer == layer]
+    (registration,) = [registration for registration in program.registrations if registration.layer == layer]
     return registration, registration.uses[0]
 
 

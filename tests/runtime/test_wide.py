@@ -31,7 +31,7 @@ def test_the_statistics_are_the_diagonal_blocks_of_the_dense_ones(
     kept = None if mask is None else torch.arange(math.prod(mask)).view(mask) % 5 < 3
     for name, size in (("A", 5 + bias), ("G", 7)):
         arguments = x, d, bias, (2, 7, 5 + bias), kept
-        dense, cut = (named(one).compute(*arguments) for one in (name, in_blocks(name, blocks)))
+        dense, cut = (named(layout).compute(*arguments) for layout in (name, in_blocks(name, blocks)))
         width = -(-size // blocks)
         assert cut.shape == named(f"{name}/{blocks}").shape((2, 7, 5 + bias), 4) == (2 * blocks, width, width)
         for matrix, parts in zip(dense, cut.unflatten(0, (2, blocks)), strict=True):

@@ -66,7 +66,7 @@ def test_sums_over_cases_are_right_in_expectation(mode: str) -> None:
     rounds = [net.record((x,), {}, mode=mode, generator=generator) for _ in range(150)]
     exact = net.record((x,), {}, mode="exact")
     for names in FREE:
-        samples = torch.stack([one.statistics[names]["G"] for one in rounds])
+        samples = torch.stack([round_times.statistics[names]["G"] for round_times in rounds])
         wanted = exact.statistics[names]["G"]
         error = samples.std(0).norm() / len(rounds) ** 0.5
         assert (samples.mean(0) - wanted).norm() < 5 * error
@@ -104,7 +104,7 @@ def test_a_table_that_layers_are_applied_to_is_an_embedding_of_all_its_rows() ->
     torch.manual_seed(0)
     model, x = Shared(), torch.randn(5, 7, 4)
     net = kfac_fx.compile(model, (x,), loss="normal")
-    one = next(one for one in net.registrations if one.parameters == ("table.weight",))
+    one = next(registration for registration in net.registrations if registration.parameters == ("table.weight",))
     assert (one.layer, one.approximation, len(one.uses)) == ("embedding", "kron_in_diag", 1)
     statistics = recorded(model, x).statistics["table.weight",]
     assert float(statistics["count"]) == 5 * 3
@@ -113,7 +113,7 @@ def test_a_table_that_layers_are_applied_to_is_an_embedding_of_all_its_rows() ->
 
 def test_the_report_says_that_gradients_are_summed() -> None:
     net = kfac_fx.compile(OneRow(), (torch.randn(4, 3),), loss="normal", approximations={"first": "diagonal"})
-    first = next(one for one in net.registrations if one.parameters == FREE[0])
+    first = next(registration for registration in net.registrations if registration.parameters == FREE[0])
     assert first.approximation == "kron"
     assert first.reason == (
         "free of the batch: one gradient for all cases, right in expectation over sampled targets; its gradient is "
@@ -139,7 +139,9 @@ def test_compiled_recordings_are_the_same(name: str) -> None:
     """Without graph breaks, for tensors that a tap is given twice, too."""
     torch.manual_seed(0)
     model, x = ZOO[name].make(), ZOO[name].inputs()
-    eager, whole = (kfac_fx.compile(model, x, loss=ZOO[name].loss, backend=one) for one in ("eager", "aot_eager"))
+    eager, whole = (
+        kfac_fx.compile(model, x, loss=ZOO[name].loss, backend=backend) for backend in ("eager", "aot_eager")
+    )
     records = [net.record(x, {}, generator=torch.Generator().manual_seed(0)).statistics for net in (eager, whole)]
     torch.testing.assert_close(*records)
 

@@ -24,7 +24,7 @@ from benchmarks.flops import flops_of
 from benchmarks.methods import Method
 from benchmarks.step_models import Loss, Problem
 
-FILES = tuple(one.OUT for one in (step_time, step_parts, host_time, scale))
+FILES = tuple(benchmark.OUT for benchmark in (step_time, step_parts, host_time, scale))
 
 
 def test_quick_benchmarks_show_ours_beside_the_floor_and_write_nothing(
@@ -152,8 +152,8 @@ def test_dattri_corrects_along_the_transposed_eigenvectors() -> None:
     problem = agreement_attribution.data(hidden=True, bias=False)
     peer, mine = agreement_attribution.dattri(problem), agreement_attribution.ours(problem, "empirical")
     for pair in ("inputs", "gradients"):
-        for theirs, own in zip(getattr(peer, pair), getattr(mine, pair), strict=True):
-            torch.testing.assert_close(theirs, own)
+        for theirs, ours in zip(getattr(peer, pair), getattr(mine, pair), strict=True):
+            torch.testing.assert_close(theirs, ours)
     loss = lambda p, x, y: torch.nn.functional.cross_entropy(torch.func.functional_call(problem.model, p, (x,)), y)  # noqa: E731
     each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
         dict(problem.model.named_parameters()), problem.x[:, None], problem.y[:, None]

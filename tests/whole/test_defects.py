@@ -118,7 +118,7 @@ def test_no_input_of_a_shared_convolution_is_left_out() -> None:
     lc.register_conv2d_multi("w", None, None, None, ["conv2d", "conv2d_1"])
     lc.register_normal_predictive_distribution("sum_1")
     block = estimated(lc, x, targets=torch.zeros(10, 2)).blocks[("w",)]
-    pixels = torch.cat([one.movedim(1, -1).reshape(-1, 2) for one in (x, F.conv2d(x, lc.parameters["w"]))])
+    pixels = torch.cat([tensor.movedim(1, -1).reshape(-1, 2) for tensor in (x, F.conv2d(x, lc.parameters["w"]))])
     torch.testing.assert_close(block.factors["A"].value[0], (pixels.mT @ pixels / len(pixels)).detach())
     assert block.factors["positions"].value == 32
 
@@ -304,8 +304,8 @@ def test_errors_and_defaults_are_what_is_documented() -> None:
         affine().register_normal_predictive_distribution("add", reuse=True)
     documented = (ROOT / "docs" / "specification.md").read_text(encoding="utf-8")
     for name, option in inspect.signature(kfac_fx.KFAC.__init__).parameters.items():
-        for said in re.findall(rf"`{name}=([\d.e-]+)`", documented):
-            assert float(said) == option.default
+        for documented_default in re.findall(rf"`{name}=([\d.e-]+)`", documented):
+            assert float(documented_default) == option.default
 
 
 def test_every_name_that_the_documents_and_examples_use_exists() -> None:

@@ -105,7 +105,9 @@ def test_no_argument_is_taken_and_ignored() -> None:
         read = set().union(*(names_read(inspect.unwrap(worker)) for worker in workers))
         read |= options_read() if function is kfac_fx.KFAC.__init__ else set()
         parameters = inspect.signature(function).parameters.values()
-        ignored += [f"{name}({one.name})" for one in parameters if one.name not in {*read, "self", "cls"}]
+        ignored += [
+            f"{name}({parameter.name})" for parameter in parameters if parameter.name not in {*read, "self", "cls"}
+        ]
         unknown = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         assert not (name.endswith("__init__") and unknown) or name == "Batch.__init__", name  # those of the forward
     assert ignored == ["as_rows(attrs)"]  # of every function that makes rows
@@ -140,9 +142,9 @@ def public_functions() -> Iterator[tuple[str, Any]]:
         for owner in owners:
             functions = ((key, getattr(value, "__func__", value)) for key, value in vars(owner).items())
             found += [(f"{name}.{key}", value) for key, value in functions if key == "__init__" or key[0] != "_"]
-        for said, function in found:
+        for text, function in found:
             if inspect.isfunction(function) and not function.__code__.co_filename.startswith("<"):
-                yield said, function
+                yield text, function
 
 
 def test_every_option_does_something() -> None:

@@ -26,29 +26,29 @@ def swept() -> dict[str, dict[str, dict[str, object]]]:
 
 
 def test_the_demo_trains_with_what_the_sweep_chose() -> None:
-    chosen = {task: {method: found["chosen"] for method, found in each.items()} for task, each in swept().items()}
-    assert {task: {**each, "kfac": {}} for task, each in chosen.items()} == SETTINGS
+    chosen = {task: {method: run["chosen"] for method, run in methods.items()} for task, methods in swept().items()}
+    assert {task: {**methods, "kfac": {}} for task, methods in chosen.items()} == SETTINGS
 
 
 def test_the_committed_sweep_is_that_of_the_code(both: dict[str, Task]) -> None:
-    for task, each in swept().items():
-        for method, found in each.items():
-            assert found["grid"] == sweep.GRIDS[task][method]
-            assert found["steps"] == method_steps(method, both[task].steps)
+    for task, methods in swept().items():
+        for method, run in methods.items():
+            assert run["grid"] == sweep.GRIDS[task][method]
+            assert run["steps"] == method_steps(method, both[task].steps)
 
 
 def test_every_method_has_the_same_number_of_settings_to_try() -> None:
-    for task, each in swept().items():
-        tried = {method: [trial["settings"] for trial in found["trials"]] for method, found in each.items()}
+    for task, methods in swept().items():
+        tried = {method: [trial["settings"] for trial in run["trials"]] for method, run in methods.items()}
         assert tried == {method: list(sweep.settings(grid)) for method, grid in sweep.GRIDS[task].items()}
-        assert len({len(one) for one in tried.values()}) == 1
+        assert len({len(run) for run in tried.values()}) == 1
 
 
 def test_the_sweep_chose_the_lowest_loss() -> None:
-    for each in swept().values():
-        for found in each.values():
-            losses = [trial["best_loss"] for trial in found["trials"]]
-            assert found["chosen"] == found["trials"][losses.index(min(losses))]["settings"]
+    for methods in swept().values():
+        for method in methods.values():
+            losses = [trial["best_loss"] for trial in method["trials"]]
+            assert method["chosen"] == method["trials"][losses.index(min(losses))]["settings"]
 
 
 def test_the_sweep_writes_what_it_tried_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +81,12 @@ def test_the_demo_prints_reports_and_tables_and_writes_its_files(
         assert f"\n  {title} " in out
     written = json.loads(data.read_text(encoding="utf-8"))
     assert list(written) == ["autoencoder", "deep plain network"]
-    for each in written.values():
-        assert list(each) == list(METHODS)
-        for method, found in each.items():
-            assert {"best_loss", "steps", "seconds"} <= found.keys()
-            assert found["steps"] <= method_steps(method, 20) == (20 // FEWER if method == "kfac" else 20)
-        assert {"steps_to_adamw_best", "seconds_to_adamw_best"} <= each["kfac"].keys()
+    for methods in written.values():
+        assert list(methods) == list(METHODS)
+        for method, run in methods.items():
+            assert {"best_loss", "steps", "seconds"} <= run.keys()
+            assert run["steps"] <= method_steps(method, 20) == (20 // FEWER if method == "kfac" else 20)
+        assert {"steps_to_adamw_best", "seconds_to_adamw_best"} <= methods["kfac"].keys()
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
 
 

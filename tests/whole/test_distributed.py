@@ -118,9 +118,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["empirical", "qmodel"])
 def test_two_processes_take_the_steps_of_one(found: list[dict[str, Any]], name: str) -> None:
     whole, damping = train(OPTIONS[name], slice(None))
-    for one in found:
-        torch.testing.assert_close(one[name][0], whole)
-        assert one[name][1] == pytest.approx(damping)
+    for result in found:
+        torch.testing.assert_close(result[name][0], whole)
+        assert result[name][1] == pytest.approx(damping)
 
 
 def test_sampled_statistics_are_the_same_in_all_processes_and_their_samples_are_not(
@@ -131,30 +131,30 @@ def test_sampled_statistics_are_the_same_in_all_processes_and_their_samples_are_
 
 
 def test_gradients_that_nobody_averages_are_refused(found: list[dict[str, Any]]) -> None:
-    for one in found:
-        assert one["apart"].startswith("the gradients of 2 processes differ: their norms are ")
-        assert "DistributedDataParallel(net)" in one["apart"] and "process_group=g" in one["apart"]
+    for result in found:
+        assert result["apart"].startswith("the gradients of 2 processes differ: their norms are ")
+        assert "DistributedDataParallel(net)" in result["apart"] and "process_group=g" in result["apart"]
 
 
 def test_processes_with_different_options_are_refused_at_the_first_step(found: list[dict[str, Any]]) -> None:
-    for one in found:
-        first, *rows, last = one["options"].splitlines()
+    for result in found:
+        first, *rows, last = result["options"].splitlines()
         assert first == "2 processes train one model with different options:"
         assert [row.split(maxsplit=1) for row in rows] == [["damping", "0.1 and 0.2"]]
         assert last.startswith("Give KFAC the same options in all processes.")
-        assert "cov_update_every  1 and 2" in one["intervals"]
+        assert "cov_update_every  1 and 2" in result["intervals"]
 
 
 def test_recording_in_training_inside_of_data_parallel_is_refused(found: list[dict[str, Any]]) -> None:
-    for one in found:
-        assert "with Net in DistributedDataParallel inside of the compiled module" in one["inside"]
-        assert one["inside"].endswith("net = kfac_fx.compile(model), and train with DistributedDataParallel(net).")
+    for result in found:
+        assert "with Net in DistributedDataParallel inside of the compiled module" in result["inside"]
+        assert result["inside"].endswith("net = kfac_fx.compile(model), and train with DistributedDataParallel(net).")
 
 
 def test_a_process_in_a_group_of_its_own_trains_alone(found: list[dict[str, Any]]) -> None:
-    for rank, one in enumerate(found):
+    for rank, result in enumerate(found):
         half = slice(rank * CASES // WORLD, (rank + 1) * CASES // WORLD)
-        torch.testing.assert_close(one["alone"][0], train(OPTIONS["empirical"], half)[0])
+        torch.testing.assert_close(result["alone"][0], train(OPTIONS["empirical"], half)[0])
 
 
 def test_an_estimator_adds_up_batches_of_different_sizes(found: list[dict[str, Any]]) -> None:
@@ -163,5 +163,5 @@ def test_an_estimator_adds_up_batches_of_different_sizes(found: list[dict[str, A
     x = batches()[0][0]
     est = kfac_fx.FisherEstimator(kfac_fx.compile(model, loss="categorical"), estimation_mode="exact")
     est.update_covariances(torch.cat([x[:2], x[:4]]))
-    for one in found:
-        torch.testing.assert_close(one["fisher"], est.blocks["first.weight", "first.bias"].full_fisher_block())
+    for result in found:
+        torch.testing.assert_close(result["fisher"], est.blocks["first.weight", "first.bias"].full_fisher_block())

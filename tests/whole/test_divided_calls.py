@@ -50,15 +50,15 @@ def test_layers_that_are_dropped_at_random(draw: Callable[[], float]) -> None:
     np.random.seed(0)
     model = Dropped(draw)
     net = compiled(model)
-    assert [one.layer for one in net.registrations] == ["linear"] * 4
-    counts = {one.parameters: set[float]() for one in net.registrations}
+    assert [registration.layer for registration in net.registrations] == ["linear"] * 4
+    counts = {registration.parameters: set[float]() for registration in net.registrations}
     for _ in range(12):
         moments = net.record((X,), {})
         for key, sums in moments.statistics.items():
             counts[key].add(float(sums["count"]))
         draw(), net(X)
     assert counts.pop(("head.weight", "head.bias")) == {6.0}
-    assert all(found == {0.0, 6.0} for found in counts.values())
+    assert all(count == {0.0, 6.0} for count in counts.values())
 
 
 class Gated(Base):

@@ -60,7 +60,7 @@ class Halves(Tagger):
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Any:
         parts = [ids] if ids.shape[1] < 10 else [*ids.chunk(2, 1)]
-        h = torch.cat([self.embed(one) for one in parts], 1)
+        h = torch.cat([self.embed(part) for part in parts], 1)
         return self.head(h if h.sum() > -1e9 else h.exp())
 
 

@@ -34,8 +34,8 @@ def test_training_with_recordings_is_the_model_bit_for_bit(build: Build) -> None
     twin = copy.deepcopy(model)
     net = compiled(model)
     submodules_of(net)
-    assert [one.reason for one in net.registrations if one.generic] == []
-    assert {name for one in net.registrations for name in one.parameters} == {
+    assert [registration.reason for registration in net.registrations if registration.generic] == []
+    assert {name for registration in net.registrations for name in registration.parameters} == {
         name for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     for _ in range(2):
@@ -47,10 +47,10 @@ def test_training_with_recordings_is_the_model_bit_for_bit(build: Build) -> None
 @pytest.mark.parametrize("build", MODELS)
 def test_no_pass_writes_into_the_graph_that_it_is_given(build: Build) -> None:
     division = submodules_of(compiled(build())).division
-    for one in division.captured:
-        run_untouched(one.capture.program, CAPTURED)
+    for submodule in division.captured:
+        run_untouched(submodule.capture.program, CAPTURED)
     program = run_untouched(division.program, SUBMODULES)
-    assert [one.reason for one in program.registrations if one.generic] == []
+    assert [registration.reason for registration in program.registrations if registration.generic] == []
 
 
 @pytest.mark.parametrize("build", [Branching, Repeated, Written])
@@ -82,7 +82,7 @@ def test_gradients_of_a_case_add_up_over_calls(approximation: str) -> None:
     model = Repeated().double()
     x = X.double()
     net = compiled(model, x, approximations={"middle": approximation})
-    (one,) = (one for one in net.registrations if one.parameters[0] == "middle.weight")
+    (one,) = (registration for registration in net.registrations if registration.parameters[0] == "middle.weight")
     assert one.approximation == approximation and net.report.rows[1].uses == 3
     moments = net.record((x,), {}, mode="empirical", targets=torch.zeros(6, 3, dtype=torch.double))
     wanted = []
@@ -110,7 +110,10 @@ class Tied(nn.Module):
 def test_a_parameter_of_two_submodules_is_one_registration() -> None:
     ids = torch.randint(7, (5, 3))
     net = compiled(Tied(), ids, loss="categorical")
-    uses = {one.parameters: (len(one.uses), one.layer, one.generic) for one in net.registrations}
+    uses = {
+        registration.parameters: (len(registration.uses), registration.layer, registration.generic)
+        for registration in net.registrations
+    }
     assert uses == {("embed.weight",): (2, "embedding", False), ("inner.weight", "inner.bias"): (1, "linear", False)}
     assert net.record((ids,), {}).statistics[("embed.weight",)]["count"] == 30
 
@@ -131,7 +134,9 @@ def test_what_python_reads_is_generic_with_the_place() -> None:
     net = compiled(Reads())
     line = Reads.between.__code__.co_firstlineno + 2
     read = f"read at test_divided_models.py:{line}, in Python that is not captured"
-    assert {one.parameters: one.reason for one in net.registrations if one.generic} == {
+    assert {
+        registration.parameters: registration.reason for registration in net.registrations if registration.generic
+    } == {
         ("middle.weight",): f"middle.weight is {read}",
         ("middle.bias",): f"middle.weight is {read}",
         ("scale",): f"scale is {read}",
@@ -167,7 +172,7 @@ def test_training_and_the_exact_fisher() -> None:
 def test_submodules_are_compiled_one_by_one() -> None:
     net = compiled(Repeated(), backend="aot_eager")
     eager = compiled(copy.deepcopy(net.model))
-    one, other = (each.record((X,), {}, generator=torch.Generator().manual_seed(3)) for each in (net, eager))
+    one, other = (model.record((X,), {}, generator=torch.Generator().manual_seed(3)) for model in (net, eager))
     torch.testing.assert_close(one.statistics, other.statistics)
 
 
@@ -207,7 +212,9 @@ def test_a_table_in_a_submodule_is_structured() -> None:
             self.first, self.middle = Placed(), nn.Linear(3, 5)
 
     net = kfac_fx.compile(Model(), (X,), loss="normal")
-    assert {one.parameters: one.layer for one in net.registrations}["first.table",] == "scale_and_shift"
+    assert {registration.parameters: registration.layer for registration in net.registrations}[
+        "first.table",
+    ] == "scale_and_shift"
     assert net.report.to_dict()["parameters"]["generic"] == 0
 
 

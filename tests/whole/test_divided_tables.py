@@ -87,7 +87,7 @@ class Placed(Between):
 
 
 def of(net: Any, *names: str) -> Registration:
-    (found,) = (one for one in net.registrations if one.parameters == names)
+    (found,) = (registration for registration in net.registrations if registration.parameters == names)
     return found  # type: ignore[no-any-return]
 
 
@@ -149,7 +149,10 @@ def test_python_is_followed_with_what_a_submodule_makes_of_parameters_alone() ->
     torch.manual_seed(0)
     model, x = Placed(Positions()).double(), X.double()
     net = compiled(model, x)
-    assert {one.submodule.path for one in submodules_of(net).captured if not one.is_read} == {"first", "last"}
+    assert {submodule.submodule.path for submodule in submodules_of(net).captured if not submodule.is_read} == {
+        "first",
+        "last",
+    }
     assert "middle: all that it returns is computed from parameters" in " ".join(str(net.report).split())
     one = of(net, "middle.places")
     assert (one.layer, one.approximation) == ("scale_and_shift", "full")
@@ -181,10 +184,10 @@ def test_all_pieces_of_what_python_reads_are_in_blocks_and_train() -> None:
     torch.manual_seed(0)
     model = Apart()
     net = compiled(model, X)
-    pieces = [one for one in net.registrations if one.owners == ("places",)]
-    assert [one.parameters for one in pieces] == [("places[:, 0:1]",), ("places[:, 1:4]",)]
-    assert all(one.generic and "not captured" in str(one.reason) for one in pieces)
-    left = tuple(one for one in net.registrations if one is not pieces[1])
+    pieces = [registration for registration in net.registrations if registration.owners == ("places",)]
+    assert [piece.parameters for piece in pieces] == [("places[:, 0:1]",), ("places[:, 1:4]",)]
+    assert all(piece.generic and "not captured" in str(piece.reason) for piece in pieces)
+    left = tuple(registration for registration in net.registrations if registration is not pieces[1])
     with pytest.raises(RegistrationError, match=r"places\[:, 1:4\] is not registered"):
         check(net.program.but(registrations=left))
     before = model.places.detach().clone()

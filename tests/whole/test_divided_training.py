@@ -139,4 +139,6 @@ def test_the_model_is_itself_again_after_an_error() -> None:
     with pytest.raises(KeyError, match="of the user"):
         net.record_in_training((X,), {})
     assert all("forward" not in module.__dict__ for module in model.modules())
-    assert all(isinstance(one, nn.Parameter) for module in model.modules() for one in module._parameters.values())
+    assert all(
+        isinstance(parameter, nn.Parameter) for module in model.modules() for parameter in module._parameters.values()
+    )

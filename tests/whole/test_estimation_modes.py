@@ -182,7 +182,9 @@ def test_monte_carlo_modes_agree_with_exact_in_factors_of_every_kind(mode: str, 
     model, x = case()
     net = kfac_fx.compile(model, (x,), loss=LOSSES[name], approximations=KINDS)
     used = {"fc", "conv", "classes", "values", "odd"} if name == "two" else {"fc", "conv", "classes", "odd"}
-    found = {one.parameters[0].partition(".")[0]: one.approximation for one in net.registrations}
+    found = {
+        registration.parameters[0].partition(".")[0]: registration.approximation for registration in net.registrations
+    }
     assert {key: found[key] for key in used} == {key: KINDS[key] for key in used}
     hold_to_its_own_variance(mode, kfac_fx.FisherEstimator(net, estimation_mode="exact"), x)
 

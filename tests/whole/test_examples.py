@@ -123,9 +123,9 @@ def test_the_laplace_approximation_knows_where_there_were_no_data(capsys: pytest
 def test_three_approximations_read_digits(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     results = recurrent.main(steps=8, width=8, batch=128, seeds=1)
-    assert [one.approximation for one in results] == ["kron_indep", "kron_series_1", "kron_series_2"]
-    assert all(one.loss < 2.2 for one in results)  # guessing costs log 10 = 2.3
-    assert len({one.loss for one in results}) == 3
+    assert [result.approximation for result in results] == ["kron_indep", "kron_series_1", "kron_series_2"]
+    assert all(result.loss < 2.2 for result in results)  # guessing costs log 10 = 2.3
+    assert len({result.loss for result in results}) == 3
     table = capsys.readouterr().out
     assert "a linear layer at each of 8 steps of lstm" in table
     assert [line.split()[0] for line in table.splitlines()[-3:]] == list(recurrent.APPROXIMATIONS)
@@ -136,7 +136,7 @@ def test_a_differential_equation_is_solved_through_every_use_of_a_weight(capsys:
     report = capsys.readouterr().out
     assert re.search(r"linear +layers\.1\.weight +4 +kronecker, independent", report)  # value twice, slope, Laplacian
     assert kfac.loss < 10  # it starts at 90
-    assert all(one.steps == 25 and kfac.loss < one.loss for one in adam)
+    assert all(run.steps == 25 and kfac.loss < run.loss for run in adam)
 
 
 def test_the_energy_of_two_electrons_is_found(capsys: pytest.CaptureFixture[str]) -> None:

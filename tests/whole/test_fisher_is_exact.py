@@ -45,8 +45,8 @@ def gradients_by_case(
 def dense_block(block: BlockOperator, gradients: list[dict[str, Tensor]], cases: int) -> Tensor:
     """Σ_n g_n g_nᵀ / cases over the block's matrix, flattened."""
     assert block.registration.matrix is not None
-    packed = [block.registration.matrix.pack(split(one, [block.registration])) for one in gradients]
-    flat = torch.stack([one.flatten() for one in packed])
+    packed = [block.registration.matrix.pack(split(gradient, [block.registration])) for gradient in gradients]
+    flat = torch.stack([matrix.flatten() for matrix in packed])
     return flat.mT @ flat / cases
 
 
@@ -138,7 +138,7 @@ def test_deep_linear_networks_with_squared_error_are_exact() -> None:
     jacobians = case_jacobians(model, x)
     for key, block in estimator.blocks.items():
         assert block.registration.matrix is not None
-        exact = torch.stack([jacobian_fisher(block, one) for one in jacobians]).mean(0)
+        exact = torch.stack([jacobian_fisher(block, jacobian) for jacobian in jacobians]).mean(0)
         g = torch.stack(samples[key])
         error = g.std(0).norm() / rounds**0.5 * block.factors["A"].value.norm()
         assert (block.full_fisher_block() - exact).norm() < 5 * error
@@ -183,7 +183,7 @@ def test_reduce_is_exact_for_deep_linear_networks_that_end_over_positions(first:
         estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="exact")
         estimator.update_covariances(*args)
         for block in estimator.blocks.values():
-            exact = torch.stack([jacobian_fisher(block, one) for one in jacobians]).mean(0)
+            exact = torch.stack([jacobian_fisher(block, jacobian) for jacobian in jacobians]).mean(0)
             error = (block.full_fisher_block() - exact).norm() / exact.norm()
             shared = not block.registration.parameters[0].startswith("head")
             assert error < 1e-12 if approximation == "kron_reduce" or not shared else error > 0.1
@@ -206,5 +206,5 @@ def case_jacobians(model: nn.Module, *args: Tensor) -> list[list[dict[str, Tenso
 def jacobian_fisher(block: BlockOperator, rows: list[dict[str, Tensor]]) -> Tensor:
     """Jᵀ F_out J of one case; the Fisher of a normal with variance ½ is 2 I."""
     assert block.registration.matrix is not None
-    flat = torch.stack([block.registration.matrix.pack(one).flatten() for one in rows])
+    flat = torch.stack([block.registration.matrix.pack(row).flatten() for row in rows])
     return 2 * flat.mT @ flat

@@ -62,7 +62,12 @@ def a_ride_is_the_original(net: kfac_fx.CompiledModule, twin: torch.nn.Module, x
     rounded: up to rounding in double precision only.
     """
     theirs, ours = step(twin, lambda: twin(x)), step(net.model, lambda: net.record_in_training((x,), {})[0])
-    generic = {f"gradient of {name}" for one in net.registrations if one.generic for name in one.parameters}
+    generic = {
+        f"gradient of {name}"
+        for registration in net.registrations
+        if registration.generic
+        for name in registration.parameters
+    }
     apart = set(differences(theirs, ours))
     assert rounded or apart <= generic
     for name in apart:

@@ -105,7 +105,7 @@ def test_input_factors_of_several_uses_in_every_format(form: str, bias: bool) ->
     x = X.unsqueeze(1) if form != "folded" else X
 
     def each(x: Tensor, w: Tensor, *b: Tensor) -> Any:
-        return [F.linear(one, w, *b) for one in x] if form == "list" else F.linear(x, w, *b)
+        return [F.linear(case, w, *b) for case in x] if form == "list" else F.linear(x, w, *b)
 
     function = (lambda x, w, b: each(x, w, b)) if bias else (lambda x, w: each(x, w))
     lc = collection(function, torch.zeros(x.shape), **{"w": (1, 2), **({"b": (1,)} if bias else {})})
@@ -205,7 +205,7 @@ def test_uncorrelated_activations_of_two_channels(approx: str, bias: bool) -> No
     inputs = len(a)
     torch.testing.assert_close(group.mean_eigenvalue(group.right).item() * inputs, a.trace().item())
     columns = [
-        block.multiply_inverse(group.unpack(one.view(1, 1, 1, -1), {"w": X, "b": X})) for one in torch.eye(inputs)
+        block.multiply_inverse(group.unpack(unit.view(1, 1, 1, -1), {"w": X, "b": X})) for unit in torch.eye(inputs)
     ]
     inverse = torch.stack([group.pack(column).flatten() for column in columns])
     wanted = torch.linalg.inv(a + side_a * torch.eye(inputs)) / (0.5 + side_g) / 4
@@ -287,5 +287,5 @@ def test_powers_of_a_damped_matrix(cov: Any, damping: float, exp: float) -> None
     a, g = block.operator.group.split_damping().values()
     factor = t(*cov) + a.squeeze() * torch.eye(2, dtype=torch.float64)
     expected = torch.linalg.matrix_power(factor, int(exp)) * (1 + g.squeeze()) ** exp
-    columns = [block.multiply_matpower(one[None], exp)[0] for one in torch.eye(2, dtype=torch.float64)]
+    columns = [block.multiply_matpower(unit[None], exp)[0] for unit in torch.eye(2, dtype=torch.float64)]
     torch.testing.assert_close(torch.stack(columns), expected)

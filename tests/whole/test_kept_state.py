@@ -183,7 +183,7 @@ class Tapped(Base):
 def apart(model: nn.Module, net: Any, x: Tensor) -> list[str]:
     """Parameters whose gradient is not the same in a recording and in a copy of the model as it is now."""
     twin = copy.deepcopy(model)
-    parameters = {name: one for name, one in twin.named_parameters() if one.requires_grad}
+    parameters = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
     torch.manual_seed(3)
     random.seed(3)
     output = twin(x)
@@ -193,7 +193,7 @@ def apart(model: nn.Module, net: Any, x: Tensor) -> list[str]:
     random.seed(3)
     found = net.record((x,), {}, mode="empirical", targets=torch.zeros_like(output), params_stats=True).gradients
     pairs = zip(parameters, wanted, strict=True)
-    return [name for name, one in pairs if not torch.allclose(found[name], one, rtol=1e-4, atol=1e-5)]
+    return [name for name, parameter in pairs if not torch.allclose(found[name], parameter, rtol=1e-4, atol=1e-5)]
 
 
 class Scheduled(Base):
@@ -220,7 +220,7 @@ def tenth(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def of_inputs(module: nn.Module, args: Any) -> Any:
-    return tuple(one / 10 for one in args)
+    return tuple(argument / 10 for argument in args)
 
 
 CHANGES: list[tuple[str, Callable[[], nn.Module], Callable[[Any], object]]] = [
@@ -299,7 +299,7 @@ def test_state_that_forward_keeps_is_recorded_as_it_is(build: Callable[[], nn.Mo
     twin = copy.deepcopy(model)
     net = kfac_fx.compile(model, (X,), loss="normal")
     assert not net.captures.first.whole
-    assert [one.reason for one in net.registrations if one.generic] == []
+    assert [registration.reason for registration in net.registrations if registration.generic] == []
     for x in (X, OTHER, X):
         assert differences(step(twin, lambda x=x: twin(x)), step(model, lambda x=x: net(x))) == []
         assert apart(model, net, x) == []
@@ -309,7 +309,7 @@ def test_state_that_forward_keeps_is_recorded_as_it_is(build: Callable[[], nn.Mo
 def test_what_was_not_run_at_first_has_its_use_later() -> None:
     model = Recalling()
     net = kfac_fx.compile(model, (X,), loss="normal")
-    rows = {one.parameters: one for one in net.report.rows}
+    rows = {row.parameters: row for row in net.report.rows}
     assert rows["recall.weight", "recall.bias"].uses == 0
     net(X)
     assert net.record((X,), {}).statistics["recall.weight", "recall.bias"]["count"] > 0
@@ -318,7 +318,7 @@ def test_what_was_not_run_at_first_has_its_use_later() -> None:
 def test_compiling_and_recording_write_nothing_into_parameters() -> None:
     for build in (Following, Clamped):
         model = build()
-        before = [one.detach().clone() for one in model.parameters()]
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         net = kfac_fx.compile(model, (X,), loss="normal")
         net.record((X,), {})
         assert all(map(torch.equal, model.parameters(), before))
@@ -340,7 +340,7 @@ def test_the_report_says_why_state_is_left_to_python() -> None:
 def test_a_submodule_that_keeps_something_for_others_stays_python() -> None:
     found = kfac_fx.compile(Reading(), (X,), loss="normal").report.to_dict()
     assert {"module": "first", "reason": "it sets first.seen, which Python may read"} in found["python"]
-    assert [one["module"] for one in found["submodules"]] == ["first.linear", "last"]
+    assert [submodule["module"] for submodule in found["submodules"]] == ["first.linear", "last"]
 
 
 def test_a_layer_that_later_runs_on_other_parameters_is_an_error() -> None:
@@ -354,7 +354,7 @@ def test_a_layer_that_later_runs_on_other_parameters_is_an_error() -> None:
 def test_a_layer_that_runs_on_other_parameters_made_of_its_own_has_a_use_more() -> None:
     model = Swapped()
     net = kfac_fx.compile(model, (1e4 * X,), loss="normal")
-    uses = {one.parameters: len(one.uses) for one in net.registrations}
+    uses = {registration.parameters: len(registration.uses) for registration in net.registrations}
     assert uses["first.weight", "first.bias"] == 2
     assert net.record((1e4 * X,), {}).statistics["first.weight", "first.bias"]["count"] == 12
     assert apart(model, net, 1e4 * OTHER) == []

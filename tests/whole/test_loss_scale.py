@@ -59,8 +59,8 @@ def warned(
                     found = trained(net(X), targets, model)
                 found.backward()
             optimizer.step(loss=found if value else None)
-    texts = [one for one in caught if issubclass(one.category, LossScaleWarning)]
-    assert all(one.filename == __file__ for one in texts) and len(texts) <= 1
+    texts = [warning for warning in caught if issubclass(warning.category, LossScaleWarning)]
+    assert all(warning.filename == __file__ for warning in texts) and len(texts) <= 1
     return str(texts[0].message) if texts else ""
 
 
@@ -123,7 +123,7 @@ def test_what_is_right_or_cannot_be_told_is_not_warned_of(case: dict[str, Any]) 
 def test_classes_on_another_axis_than_the_last_are_told() -> None:
     """As in segmentation, where cross_entropy takes axis 1; nothing else would say so."""
     x, targets = torch.randn(2, 3, 6, 5), torch.randint(4, (2, 6, 5))
-    for make, said in (
+    for make, texts in (
         (losses.Categorical, ["the trained loss has its classes on axis 1 of [2, 4, 6, 5], and the registered"]),
         (lambda y: losses.Categorical(y.movedim(1, -1)), []),
     ):
@@ -133,7 +133,7 @@ def test_classes_on_another_axis_than_the_last_are_told() -> None:
             warnings.simplefilter("always", LossScaleWarning)
             F.cross_entropy(net(x), targets, weight=torch.rand(4)).backward()
             optimizer.step()
-        assert [str(one.message).partition(" Categorical")[0] for one in caught] == said
+        assert [str(warning.message).partition(" Categorical")[0] for warning in caught] == texts
 
 
 def times(factor: str, name: str, reduction: str = "mean", cases: int = 8) -> str:
@@ -348,7 +348,7 @@ def in_steps(net: kfac_fx.CompiledModule, loss: Callable[[Tensor], Tensor], x: T
             optimizer.zero_grad()
             loss(net(x)).backward()
             optimizer.step()
-    return [str(each.message) for each in caught if issubclass(each.category, LossScaleWarning)]
+    return [str(warning.message) for warning in caught if issubclass(warning.category, LossScaleWarning)]
 
 
 def contrast(other: Tensor) -> Loss:
@@ -436,4 +436,4 @@ def test_the_line_of_a_warning_is_the_users_under_schedulers_and_scalers() -> No
     with pytest.warns(LossScaleWarning) as caught:
         scaler.step(optimizer)
     scheduler.step()
-    assert [each.filename for each in caught if issubclass(each.category, LossScaleWarning)] == [__file__]
+    assert [warning.filename for warning in caught if issubclass(warning.category, LossScaleWarning)] == [__file__]

@@ -70,7 +70,7 @@ class Cells(nn.Module):
 
 def statistics(net: kfac_fx.CompiledModule, x: Tensor, mask: Tensor, targets: Tensor) -> dict[Any, Tensor]:
     found = net.record((x, mask), {}, mode="empirical", targets=targets).statistics
-    return {(key, name): value for key, one in found.items() for name, value in one.items()}
+    return {(key, name): value for key, statistic in found.items() for name, value in statistic.items()}
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -93,7 +93,7 @@ def test_the_statistics_are_those_of_every_sequence_on_its_own(name: str, approx
     targets = torch.randint(O, (N, T))
     expected: dict[Any, Tensor] = {}
     for n, length in enumerate(LENGTHS):  # twice, since torch.export takes a size of 1 as fixed
-        own = [one[n, :length].repeat(2, *[1] * (one.dim() - 1)) for one in (x, MASK, targets)]
+        own = [tensor[n, :length].repeat(2, *[1] * (tensor.dim() - 1)) for tensor in (x, MASK, targets)]
         for key, value in statistics(plain, *own).items():
             expected[key] = expected.get(key, 0) + value / 2
     found = statistics(net, x, MASK, targets)
@@ -125,9 +125,9 @@ def test_both_directions_of_all_layers_have_their_positions() -> None:
     model, x = Tagger(nn.LSTM(I, H, batch_first=True, num_layers=2, bidirectional=True)), torch.randn(N, T, I)
     net = kfac_fx.compile(model, (x, MASK), loss="categorical", padding_mask="mask")
     assert not net.program.unmasked
-    for one in net.program.registrations[:-1]:
-        places = [use.attrs["kept"].arguments[2] for use in one.uses]  # type: ignore[union-attr]
-        assert places == ([3, 2, 1, 0] if "reverse" in one.parameters[0] else [0, 1, 2, 3])
+    for registration in net.program.registrations[:-1]:
+        places = [use.attrs["kept"].arguments[2] for use in registration.uses]  # type: ignore[union-attr]
+        assert places == ([3, 2, 1, 0] if "reverse" in registration.parameters[0] else [0, 1, 2, 3])
     found = statistics(net, x, MASK, torch.randint(O, (N, T)))
     assert all(value == 6 for (_, name), value in found.items() if name == "count")
 
@@ -192,7 +192,7 @@ def test_a_series_of_ones_own_is_masked_in_every_form(form: str) -> None:
     assert z.grad is not None
     sums: dict[str, Tensor] = {}
     for n, length in enumerate(LENGTHS):
-        rows, grads = (one[n, :length, None, None, None] for one in (x, z.grad))
+        rows, grads = (tensor[n, :length, None, None, None] for tensor in (x, z.grad))
         for name, value in sequence_statistics(rows, grads, False, (1, H, I)).items():
             sums[name] = sums.get(name, 0) + value
     factors = est.blocks["w",].factors
@@ -278,7 +278,11 @@ class Translator(nn.Module):
 
 
 def masked_of(net: kfac_fx.CompiledModule) -> set[str]:
-    return {one.parameters[0] for one in net.program.registrations if any(use.mask_dims for use in one.uses)}
+    return {
+        registration.parameters[0]
+        for registration in net.program.registrations
+        if any(use.mask_dims for use in registration.uses)
+    }
 
 
 @pytest.mark.filterwarnings("ignore:padding_mask does not fit")  # the uses of the other input

@@ -73,9 +73,9 @@ def dense(model: nn.Module, name: str) -> Tensor:
     total = torch.zeros(parameter.numel(), parameter.numel())
     for x in X:
         log_p = model(x[None]).log_softmax(1)[0]
-        for one in log_p:
-            (gradient,) = torch.autograd.grad(one, parameter, retain_graph=True)
-            total += one.exp().detach() * torch.outer(gradient.flatten(), gradient.flatten())
+        for term in log_p:
+            (gradient,) = torch.autograd.grad(term, parameter, retain_graph=True)
+            total += term.exp().detach() * torch.outer(gradient.flatten(), gradient.flatten())
     return total / len(X)
 
 
@@ -96,7 +96,7 @@ def test_the_fisher_has_the_gradients_of_the_backward_that_the_model_has() -> No
 def test_a_weight_that_enters_one_is_generic_with_the_square_of_its_own_gradient() -> None:
     model, targets = reversing(), torch.randint(3, (6,))
     net = kfac_fx.compile(model, (X,), loss="categorical")
-    (only,) = [one for one in net.registrations if one.generic]
+    (only,) = [registration for registration in net.registrations if registration.generic]
     assert only.parameters == ("second.weight",)
     assert only.reason is not None and only.reason.startswith("enters Binary at test_own_backwards.py:")
     moments = net.record((X,), {}, mode="empirical", targets=targets)
@@ -116,13 +116,13 @@ def test_one_that_mixes_cases_is_what_batch_normalization_is() -> None:
     found = []
     for model in (Net(Standardized), Plain()):
         net = kfac_fx.compile(model, (X,), loss="normal", approximations={"linear": "diagonal"})
-        assert [one.layer for one in net.registrations] == ["linear", "linear", "generic"]
+        assert [registration.layer for registration in net.registrations] == ["linear", "linear", "generic"]
         assert net.recorder((X,), {}).whole
         estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
         estimator.update_covariances(X)
-        found.append([one.value for block in estimator.blocks.values() for one in block.factors.values()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+        found.append([factor.value for block in estimator.blocks.values() for factor in block.factors.values()])
+    for tensor, other in zip(*found, strict=True):
+        torch.testing.assert_close(tensor, other)
 
 
 @pytest.mark.parametrize("mode", ["gradients", "empirical"])
@@ -135,8 +135,8 @@ def test_training_is_that_of_the_model_and_nothing_is_left_behind(mode: str) -> 
         F.cross_entropy(wanted(X), targets).backward()
         optimizer.zero_grad()
         F.cross_entropy(net(X), targets).backward()
-        for one, other in zip(model.parameters(), wanted.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+        for parameter, other in zip(model.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=0)
         optimizer.step()
     assert optimizer.fallbacks() == []
 
@@ -147,10 +147,10 @@ def test_a_compiled_recording_is_the_plain_one() -> None:
     for backend in ("eager", "aot_eager"):
         net = kfac_fx.compile(reversing(), (X,), loss="categorical", backend=backend)
         moments = net.record((X,), {}, mode="empirical", targets=torch.arange(6) % 3)
-        found.append([value for one in moments.statistics.values() for value in one.values()])
+        found.append([value for statistic in moments.statistics.values() for value in statistic.values()])
         assert net.report.to_dict()["fallbacks"] == []
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    for tensor, other in zip(*found, strict=True):
+        torch.testing.assert_close(tensor, other)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -159,9 +159,9 @@ def test_what_no_compiler_takes_is_recorded_without_one_with_the_reason() -> Non
     for backend in ("eager", "aot_eager"):
         net = kfac_fx.compile(Net(Talking), (X,), loss="categorical", backend=backend)
         moments = net.record((X,), {}, mode="empirical", targets=torch.arange(6) % 3)
-        found.append([value for one in moments.statistics.values() for value in one.values()])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        found.append([value for statistic in moments.statistics.values() for value in statistic.values()])
+    for tensor, other in zip(*found, strict=True):
+        assert torch.equal(tensor, other)
     (said,) = net.report.to_dict()["fallbacks"]
     assert said.startswith("recordings are not compiled: aot_eager cannot compile an autograd.Function in it: ")
 
@@ -195,7 +195,10 @@ class OfLinear(nn.Module):
 
 def test_a_backward_that_is_declared_plain_is_traced_through_and_its_parameters_are_structured() -> None:
     own = kfac_fx.compile(OfLinear(Linear), (X,), loss="categorical")
-    assert {one.parameters for one in own.registrations if one.generic} == {("inner.weight",), ("inner.bias",)}
+    assert {registration.parameters for registration in own.registrations if registration.generic} == {
+        ("inner.weight",),
+        ("inner.bias",),
+    }
 
     @kfac_fx.plain_backward
     class Plain(Linear):
@@ -205,10 +208,10 @@ def test_a_backward_that_is_declared_plain_is_traced_through_and_its_parameters_
     reference = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
     reference.load_state_dict(dict(zip(reference.state_dict(), OfLinear(Plain).state_dict().values(), strict=True)))
     its = kfac_fx.compile(reference, (X,), loss="categorical")
-    found = [one.record((X,), {}, mode="empirical", targets=torch.arange(6) % 3).statistics for one in (net, its)]
-    for one, other in zip(found[0].values(), found[1].values(), strict=True):
-        for name in one:
-            torch.testing.assert_close(one[name], other[name])
+    found = [model.record((X,), {}, mode="empirical", targets=torch.arange(6) % 3).statistics for model in (net, its)]
+    for statistic, other in zip(found[0].values(), found[1].values(), strict=True):
+        for name in statistic:
+            torch.testing.assert_close(statistic[name], other[name])
 
 
 def test_a_backward_that_is_declared_plain_and_is_not_is_refused_by_its_gradients() -> None:
@@ -216,14 +219,17 @@ def test_a_backward_that_is_declared_plain_and_is_not_is_refused_by_its_gradient
     class Lie(Linear):
         @staticmethod
         def backward(ctx: Any, gradient: Tensor, _: None) -> Any:
-            return tuple(-one for one in Linear.backward(ctx, gradient, None))
+            return tuple(-gradient_part for gradient_part in Linear.backward(ctx, gradient, None))
 
     net = kfac_fx.compile(OfLinear(Lie), (X,), loss="categorical")
     assert not net.recorder((X,), {}).whole
     (said, *_) = net.program.left
     assert said.subject == "OfLinear"
     assert said.reason == "it has other gradients than its graph, in inner.weight, inner.bias."
-    assert {one.parameters for one in net.registrations if one.generic} == {("inner.weight",), ("inner.bias",)}
+    assert {registration.parameters for registration in net.registrations if registration.generic} == {
+        ("inner.weight",),
+        ("inner.bias",),
+    }
 
 
 class Detached(torch.autograd.Function):

@@ -26,15 +26,15 @@ def sums(moments: Any) -> Sums:
     """Additive over batches."""
     return {
         (key, "outer" if name == "per_case" else name): value.mT @ value if name == "per_case" else value
-        for key, one in moments.statistics.items()
-        for name, value in one.items()
+        for key, statistic in moments.statistics.items()
+        for name, value in statistic.items()
     }
 
 
 def alone(ids: Tensor, targets: Tensor) -> Iterator[tuple[tuple[Tensor], dict[str, Any], Tensor]]:
     """Every sequence without padding; twice, since torch.export takes a size of 1 as fixed."""
-    for own, target, length in zip(ids, targets, LENGTHS, strict=True):
-        twice = own[:length].repeat(2, 1)
+    for sequence, target, length in zip(ids, targets, LENGTHS, strict=True):
+        twice = sequence[:length].repeat(2, 1)
         labels = target[:length].repeat(2, 1) if target.dim() else target.repeat(2)
         yield (twice,), {"attention_mask": torch.ones_like(twice)}, labels
 
@@ -78,7 +78,7 @@ def test_what_is_in_the_padding_does_not_matter() -> None:
     (net, _), (ids, kwargs) = nets(Translator), batch()
     other = torch.where(MASK, ids, torch.randint(1, 9, (3, 5)))
     assert not torch.equal(ids, other)
-    ours, theirs = (net.record((one,), kwargs, generator=torch.Generator().manual_seed(1)) for one in (ids, other))
+    ours, theirs = (net.record((batch,), kwargs, generator=torch.Generator().manual_seed(1)) for batch in (ids, other))
     same(sums(ours), sums(theirs))
 
 

@@ -57,7 +57,7 @@ def test_the_mask_goes_where_positions_are_known() -> None:
     assert notes.keys() == {name.replace(" ", "_") for name in DOES_NOT}
     for name, (_, _, reason) in DOES_NOT.items():
         assert reason in notes[name.replace(" ", "_")]
-    dims = {one.parameters[0]: one.uses[0].mask_dims for one in net.registrations}
+    dims = {registration.parameters[0]: registration.uses[0].mask_dims for registration in net.registrations}
     assert [dims[name.replace(" ", "_")] for name in FITS] == [
         (0, 1),
         (1, 0),
@@ -118,7 +118,7 @@ def test_an_image_of_pixels_is_masked_where_they_are_the_positions() -> None:
 
 def test_the_report_says_what_is_masked() -> None:
     text = str(nets(Judge)[0].report).splitlines()
-    (line,) = [number for number, one in enumerate(text) if one.startswith("padding")]
+    (line,) = [number for number, line in enumerate(text) if line.startswith("padding")]
     assert text[line] == "padding   attention_mask masks 9 of 10 uses"
     assert text[line + 1].startswith("          linear(out.weight, out.bias) at linear")
     assert "has no rows of [" in " ".join(part.strip() for part in text[line + 1 : line + 3])

@@ -63,8 +63,8 @@ def test_the_proof_is_of_the_whole_kernel() -> None:
     """Forward uses the kernel as it is: the rows of the mask are a choice, not what autograd has."""
     net = kfac_fx.compile(masked(patch_mask=MASK))
     net.record((X.float(),), {}, targets=torch.randn(4, 3))
-    assert [one.layer for one in net.registrations] == ["conv2d"]
-    assert [one.block for one in net.report.rows] == ["kronecker, masked patches"]
+    assert [registration.layer for registration in net.registrations] == ["conv2d"]
+    assert [row.block for row in net.report.rows] == ["kronecker, masked patches"]
 
 
 def test_a_mask_is_of_all_uses_of_a_shared_kernel() -> None:

@@ -14,7 +14,7 @@ from tests.zoo.patterns import SHARED, USES, Pattern
 MEASURED = results(OUT)
 
 
-@pytest.mark.parametrize("pattern", [*USES, *SHARED], ids=lambda one: one.use)
+@pytest.mark.parametrize("pattern", [*USES, *SHARED], ids=lambda case: case.use)
 def test_the_zoo_has_it(pattern: Pattern) -> None:
     """`tests/whole/test_zoo.py` compiles all of these models and proves what they expect."""
     if not pattern.case:
@@ -28,7 +28,7 @@ def test_the_zoo_has_it(pattern: Pattern) -> None:
     assert uses > 1 or pattern in USES
 
 
-@pytest.mark.parametrize("pattern", [one for one in (*USES, *SHARED) if one.real], ids=lambda one: one.use)
+@pytest.mark.parametrize("pattern", [case for case in (*USES, *SHARED) if case.real], ids=lambda case: case.use)
 def test_a_real_model_has_it_in_a_structured_block(pattern: Pattern) -> None:
     """As measured last: python -m benchmarks.zoo."""
     found = MEASURED[pattern.real]

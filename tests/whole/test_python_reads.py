@@ -96,9 +96,11 @@ CASES: dict[str, tuple[nn.Module, dict[tuple[str, ...], tuple[str, int]]]] = {
 def test_reads_are_registered_and_proved(kind: str) -> None:
     model, wanted = CASES[kind]
     net = compiled(copy.deepcopy(model), S)
-    found = {one.parameters: (one.layer, len(one.uses)) for one in net.registrations}
+    found = {
+        registration.parameters: (registration.layer, len(registration.uses)) for registration in net.registrations
+    }
     assert found.items() >= wanted.items()
-    assert not any(one.generic for one in net.registrations)
+    assert not any(registration.generic for registration in net.registrations)
     net.record((torch.randn(9, 7, 4),), {})
 
 
@@ -118,7 +120,7 @@ def test_gradients_of_every_case_add_up_over_reads(kind: str) -> None:
     net = compiled(model, x, approximations={"*": "full"})
     found = net.record((x,), {}, mode="empirical", targets=y).statistics
     for key in wanted:
-        (one,) = (one for one in net.registrations if one.parameters == key)
+        (one,) = (registration for registration in net.registrations if registration.parameters == key)
         expected = []
         for case, target in zip(x, y, strict=True):
             loss = kfac_fx.losses.Normal(model(case[None]), targets=target[None]).evaluate()
@@ -161,7 +163,7 @@ class Longer(Base):
 def test_a_table_is_cut_to_any_length() -> None:
     net = compiled(Longer(), S)
     emitted = submodules_of(net, S)
-    assert ("places",) in {each.parameters for each in emitted.program.registrations}
+    assert ("places",) in {registration.parameters for registration in emitted.program.registrations}
     net.record((torch.randn(6, 8, 4),), {})
     assert len(submodules_of(net, S).captured) == len(emitted.captured)
 
@@ -173,7 +175,7 @@ def test_a_read_of_another_kind_is_captured_when_it_is_met() -> None:
     assert len(submodules_of(net, S).captured) == many + 1
     output, pending = net.record_in_training((torch.randn(6, 4, 4),), {})  # which is met behind it
     output.sum().backward()
-    assert float(sum(one.abs().sum() for one in pending.moments().statistics["gain",].values())) == 0.0
+    assert float(sum(statistic.abs().sum() for statistic in pending.moments().statistics["gain",].values())) == 0.0
     assert len(submodules_of(net, S).captured) == many + 2
 
 
@@ -185,7 +187,9 @@ def test_a_read_that_nothing_can_capture_is_an_error_later_on() -> None:
 
 def test_uses_that_do_not_go_together_are_left_to_python() -> None:
     net = compiled(Reading(lambda own, h: h[..., :4] * own.first.weight[0] @ own.mix, mix=(4, 5)), S)
-    reasons = {one.parameters: one.reason for one in net.registrations if one.generic}
+    reasons = {
+        registration.parameters: registration.reason for registration in net.registrations if registration.generic
+    }
     assert set(reasons) == {("first.weight",), ("first.bias",), ("mix",)}
     assert all(" is read at test_python_reads.py" in str(reason) for reason in reasons.values())
 
@@ -201,7 +205,7 @@ def test_uses_that_do_not_go_together_are_left_to_python() -> None:
 )
 def test_what_is_not_followed_is_generic(between: Between) -> None:
     net = compiled(Reading(between, gain=(5,)), S)
-    (reason,) = (str(one.reason) for one in net.registrations if one.parameters == ("gain",))
+    (reason,) = (str(registration.reason) for registration in net.registrations if registration.parameters == ("gain",))
     assert "gain is read at test_python_reads.py" in reason
 
 
@@ -221,7 +225,7 @@ def late(own: Any, h: Tensor) -> Tensor:
 
 def test_what_is_changed_later_on_is_never_served() -> None:
     net = compiled(Late(), S)
-    assert ("gain[0:1]",) in {one.parameters for one in net.registrations if not one.generic}
+    assert ("gain[0:1]",) in {registration.parameters for registration in net.registrations if not registration.generic}
     with pytest.raises(ModelChangedError, match="reads gain outside of its captured"):
         net.record((1e4 * S,), {})
 
@@ -259,7 +263,7 @@ def test_what_would_be_computed_in_another_way_is_left_to_python(
     between: Between, name: str, shape: tuple[int, ...]
 ) -> None:
     net = compiled(Reading(between, **{name: shape}), S)
-    (reason,) = (str(one.reason) for one in net.registrations if one.parameters == (name,))
+    (reason,) = (str(registration.reason) for registration in net.registrations if registration.parameters == (name,))
     assert f"{name} is read at test_python_reads.py" in reason
 
 
@@ -271,7 +275,7 @@ def test_a_parameter_that_the_model_returns_is_generic() -> None:
     net = compiled(
         Returning(lambda own, h: h * own.gain, gain=(5,)), S, loss=lambda outputs: kfac_fx.losses.Normal(outputs[0])
     )
-    (one,) = (one for one in net.registrations if one.parameters == ("gain",))
+    (one,) = (registration for registration in net.registrations if registration.parameters == ("gain",))
     assert one.reason == "gain is returned by the model, as no layer's output"
 
 

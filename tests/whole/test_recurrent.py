@@ -105,7 +105,9 @@ def test_one_step_of_one_case_is_exact() -> None:
 
 def test_uses_are_in_the_order_in_which_the_steps_are_computed() -> None:
     net = compiled(Last(nn.RNN(3, 4, num_layers=2, bidirectional=True)), 3, 5, 3)
-    places = {one.parameters[0]: [use.output.name for use in one.uses] for one in net.registrations}
+    places = {
+        registration.parameters[0]: [use.output.name for use in registration.uses] for registration in net.registrations
+    }
     assert places["inner.weight_hh_l0"] == [f"rnn_tanh_l0_t{step}_linear_1" for step in (0, 1, 2)]
     assert places["inner.weight_ih_l1"] == [f"rnn_tanh_l1_t{step}_linear" for step in (0, 1, 2)]
     assert places["inner.weight_hh_l1_reverse"] == [f"rnn_tanh_l1_reverse_t{step}_linear_1" for step in (2, 1, 0)]
@@ -116,7 +118,7 @@ def test_every_step_counts_whatever_the_batch(sizes: tuple[int, ...]) -> None:
     """One case, one step, no batch at all: the first state is zeros of a fixed size, and its product still a use."""
     model = nn.Sequential(First(nn.LSTM(3, 4, batch_first=True)), nn.Linear(4, 2))
     net = compiled(model, *sizes, strict=True)
-    assert [len(one.uses) for one in net.registrations] == [sizes[-2], sizes[-2], 1]
+    assert [len(registration.uses) for registration in net.registrations] == [sizes[-2], sizes[-2], 1]
 
 
 class First(nn.Module):
@@ -142,7 +144,7 @@ class First(nn.Module):
 )
 def test_approximations_are_asked_for_as_of_any_module(asked: Any, blocks: tuple[str, str]) -> None:
     net = compiled(Last(nn.LSTM(3, 4, batch_first=True)), 5, 4, 3, approximations=asked)
-    assert tuple(one.approximation for one in net.registrations)[:2] == blocks
+    assert tuple(registration.approximation for registration in net.registrations)[:2] == blocks
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])  # torch's LSTM has no bfloat16 under autocast on every processor
@@ -151,12 +153,12 @@ def test_under_autocast_the_graph_is_the_model_up_to_the_rounding_of_bfloat16(ki
     with torch.autocast("cpu", dtype=torch.bfloat16):
         net = compiled(Last(kind(3, 4, batch_first=True)), 5, 4, 3, strict=True)
         net.record((torch.randn(5, 4, 3),), {})
-    assert [len(one.uses) for one in net.registrations] == [4, 4, 1]
+    assert [len(registration.uses) for registration in net.registrations] == [4, 4, 1]
 
 
 def test_a_recurrent_layer_may_be_generic() -> None:
     net = compiled(Last(nn.GRU(3, 4, batch_first=True)), 5, 4, 3, approximations={"inner": "generic"})
-    assert [one.parameters for one in net.registrations if one.generic] == [
+    assert [registration.parameters for registration in net.registrations if registration.generic] == [
         ("inner.weight_ih_l0",), ("inner.weight_hh_l0",), ("inner.bias_ih_l0",), ("inner.bias_hh_l0",),
     ]  # fmt: skip
 
@@ -167,13 +169,13 @@ def test_captures_of_many_lengths_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     for steps in (3, 2, 4, 2):  # 2 is used again before 3 would go
         net.record((torch.randn(5, steps, 3),), {})
     (kept,) = net.captures.recorders.values()
-    assert [len(one.program.registrations[0].uses) for one in kept] == [4, 2]
+    assert [len(recorder.program.registrations[0].uses) for recorder in kept] == [4, 2]
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_projections_are_registered() -> None:
     net = compiled(Last(nn.LSTM(3, 4, proj_size=2, num_layers=2)), 4, 5, 3, strict=True)
-    uses = {one.parameters: len(one.uses) for one in net.registrations}
+    uses = {registration.parameters: len(registration.uses) for registration in net.registrations}
     assert uses["inner.weight_hr_l0",] == uses["inner.weight_hr_l1",] == 4
 
 
@@ -290,7 +292,7 @@ def test_a_longest_sequence_of_another_length_is_another_capture() -> None:
     x, lengths = torch.randn(5, 6, 3), LENGTHS.clamp(max=4)
     net.record((x, lengths), {})
     (kept,) = net.captures.recorders.values()
-    assert [len(one.program.registrations[0].uses) for one in kept] == [6, 4]
+    assert [len(recorder.program.registrations[0].uses) for recorder in kept] == [6, 4]
 
 
 def test_outputs_may_be_padded_beyond_the_longest_sequence() -> None:
@@ -303,7 +305,7 @@ def test_outputs_may_be_padded_beyond_the_longest_sequence() -> None:
 
 def test_sorted_sequences_need_no_sorting() -> None:
     net = packed(Packed(nn.LSTM(3, 4, batch_first=True), "padded", enforce_sorted=True), LENGTHS.sort().values.flip(0))
-    assert [len(one.uses) for one in net.registrations] == [6, 6, 1]
+    assert [len(registration.uses) for registration in net.registrations] == [6, 6, 1]
 
 
 def test_packed_sequences_among_the_arguments_are_refused_by_name() -> None:

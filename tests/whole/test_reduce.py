@@ -93,7 +93,11 @@ def estimated(model: Any, args: tuple[Any, ...], y: Tensor | None, **options: An
 
 
 def block_of(estimator: FisherEstimator, name: str) -> BlockOperator:
-    (block,) = (block for key, block in estimator.blocks.items() if any(one.startswith(name) for one in key))
+    (block,) = (
+        block
+        for key, block in estimator.blocks.items()
+        if any(parameter_name.startswith(name) for parameter_name in key)
+    )
     return block
 
 
@@ -191,8 +195,8 @@ def test_padding_is_in_no_mean_and_in_no_sum() -> None:
                 model, getattr(model, name), (x[n : n + 1, :length], mask[n : n + 1, :length]), y[n:][:1]
             )
         ]
-        for one in (estimator, again):
-            torch.testing.assert_close(block_of(one, name).full_fisher_block(), block_from(alone, 3))
+        for estimate in (estimator, again):
+            torch.testing.assert_close(block_of(estimate, name).full_fisher_block(), block_from(alone, 3))
 
 
 # --- what has no positions of a case ----------------------------------------------------------------------------------
@@ -201,7 +205,9 @@ def test_padding_is_in_no_mean_and_in_no_sum() -> None:
 def fallback(model: nn.Module, *args: Any, name: str = "layer", **options: Any) -> tuple[str, str]:
     options = {"loss": "categorical", "approximations": REDUCE, **options}
     net = kfac_fx.compile(model, args, **options)
-    (one,) = (one for one in net.registrations if any(p.startswith(name) for p in one.parameters))
+    (one,) = (
+        registration for registration in net.registrations if any(p.startswith(name) for p in registration.parameters)
+    )
     return one.approximation, re.sub(r" \(\S+\)", "", one.reason or "")
 
 
@@ -301,7 +307,9 @@ def test_it_takes_the_rows_of_all_positions_whatever_is_sampled() -> None:
     model, x, y = Pooled(nn.Conv2d(2, 4, 3)), torch.randn(6, 2, 5, 5), torch.randint(4, (6,))
     whole = estimated(model, (x,), y)
     part = estimated(model, (x,), y, sub_sample_inputs=True, sub_sample_patches=0.1)
-    torch.testing.assert_close(*(block_of(one, "layer").full_fisher_block() for one in (whole, part)), rtol=0, atol=0)
+    torch.testing.assert_close(
+        *(block_of(recorder, "layer").full_fisher_block() for recorder in (whole, part)), rtol=0, atol=0
+    )
     assert part.net.report.to_dict()["sampling"] == [
         "conv2d(layer.weight, layer.bias): all rows, 'kron_reduce' needs the rows of all positions"
     ]
@@ -329,7 +337,7 @@ def test_it_shares_a_stack_with_kron_and_no_numbers() -> None:
     assert block_of(mixed, "0").group is block_of(mixed, "2").group
     for name, asked in (("0", REDUCE), ("2", {})):
         alone = estimated(model, (x,), y, approximations=asked)
-        torch.testing.assert_close(*(block_of(one, name).full_fisher_block() for one in (mixed, alone)))
+        torch.testing.assert_close(*(block_of(estimator, name).full_fisher_block() for estimator in (mixed, alone)))
 
 
 # --- by hand --------------------------------------------------------------------------------------------------------
@@ -351,7 +359,7 @@ def test_a_collection_takes_it_and_its_factors_are_not_those_of_kron() -> None:
     by_hand = estimated(lc, (x,), y)
     compiled = estimated(lc.model, (x,), y, approximations={"w": "kron_reduce"})
     for name in ("w", "v"):
-        torch.testing.assert_close(*(block_of(one, name).full_fisher_block() for one in (by_hand, compiled)))
+        torch.testing.assert_close(*(block_of(net, name).full_fisher_block() for net in (by_hand, compiled)))
 
 
 def test_towers_add_up_as_cases() -> None:

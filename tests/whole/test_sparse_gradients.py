@@ -85,5 +85,5 @@ def test_products_take_sparse_vectors_and_are_dense() -> None:
     for name, product in estimator.multiply_inverse(sparse).items():
         assert not product.is_sparse
         torch.testing.assert_close(product, products[name])
-    (block,) = (one for key, one in estimator.blocks.items() if key == ("table.weight",))
+    (block,) = (block for key, block in estimator.blocks.items() if key == ("table.weight",))
     torch.testing.assert_close(block.multiply(sparse)["table.weight"], block.multiply(dense)["table.weight"])

@@ -64,9 +64,9 @@ def test_input_factors_are_right_in_expectation_and_all_else_is_as_it_was(approx
             for key, total in mean.items():
                 total += found[key][side if key == KEY else "A"] / (cases * rows)
             seen.add(float(found[KEY][side].sum()))
-            for key, one in found.items():
-                for name in one.keys() - {"A", "A_diag"}:
-                    assert torch.equal(one[name], whole[key][name])
+            for key, statistic in found.items():
+                for name in statistic.keys() - {"A", "A_diag"}:
+                    assert torch.equal(statistic[name], whole[key][name])
     assert len(seen) > 3
     torch.testing.assert_close(mean[KEY], whole[KEY][side], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(mean["head.weight",], whole["head.weight",]["A"], rtol=1e-10, atol=1e-12)
@@ -175,7 +175,7 @@ def test_ids_transposed_uses_and_gradients_of_cases_are_taken_whole() -> None:
         kfac_fx.compile(model, (ids,), loss="categorical", sub_sample_inputs=share, sub_sample_patches=most)
         for share, most in ((False, False), (True, 0.1))
     )
-    found = [one.record((ids,), {}, mode="empirical", targets=y).statistics for one in (whole, part)]
+    found = [recorder.record((ids,), {}, mode="empirical", targets=y).statistics for recorder in (whole, part)]
     torch.testing.assert_close(*found, rtol=0, atol=0)
     reasons = [
         "embedding(table.weight): all rows of 2 of 2 uses, its rows are ids, which cost nothing, the gradients of its "
@@ -216,7 +216,7 @@ def test_a_collection_has_defaults_and_every_convolution_its_own() -> None:
     lc.register_convolution("c", "x", "conv2d")
     lc.register_normal_predictive_distribution("flatten")
     lc.auto_register_layers()
-    assert {one.parameters[0]: one.sampling for one in lc.registrations} == {
+    assert {registration.parameters[0]: registration.sampling for registration in lc.registrations} == {
         "d": Sampling(1.0, 2.0), "c": Sampling(0.2, None), "e": Sampling(0.2, None),
     }  # fmt: skip
     est = FisherEstimator(lc)

@@ -133,8 +133,8 @@ def test_every_loss_is_a_mean_over_its_own_cases() -> None:
         for jacobian, fisher in zip(jacobians, (first, second), strict=True):
             rows = fisher[..., 0, 0].numel()
             flat = [jacobian[name].flatten(0, jacobian[name].dim() - parameters[name].dim() - 1) for name in key]
-            each = [dict(zip(key, one, strict=True)) for one in zip(*flat, strict=True)]
-            j = torch.stack([block.registration.matrix.pack(one).flatten() for one in each]).view(
+            each = [dict(zip(key, tensors, strict=True)) for tensors in zip(*flat, strict=True)]
+            j = torch.stack([block.registration.matrix.pack(tensor).flatten() for tensor in each]).view(
                 rows, -1, len(expected)
             )
             expected = expected + torch.einsum("nki,nkl,nlj->ij", j, fisher.reshape(rows, *fisher.shape[-2:]), j)

@@ -233,8 +233,8 @@ def test_all_uses_of_a_shared_kernel_put_their_pixels_in_one_factor(approx: str)
     assert type(block).__name__ == "ConvKFCBasicMultiIndepFB"
     net = kfac_fx.compile(lc.model, (x,), loss="normal", approximations={"c": approx})
     found = []
-    for one in (lc, net):
-        est = FisherEstimator(one, damping=0.1, estimation_mode="exact")
+    for source in (lc, net):
+        est = FisherEstimator(source, damping=0.1, estimation_mode="exact")
         est.update_covariances(x)
         found.append(est.blocks["c",])
     pixels = [x, torch.tanh(F.conv2d(x, lc.parameters["c"]))]

@@ -44,9 +44,9 @@ def warned(net: Any, *inputs: Tensor, keys: tuple[str, ...]) -> list[str]:
             outputs = net(*inputs)
             torch.stack([outputs[key] for key in keys]).sum().backward()
             optimizer.step()
-    found = [one for one in caught if issubclass(one.category, LossScaleWarning)]
-    assert all(one.filename == __file__ for one in found)
-    return [str(one.message).splitlines()[0] for one in found]
+    found = [warning for warning in caught if issubclass(warning.category, LossScaleWarning)]
+    assert all(warning.filename == __file__ for warning in found)
+    return [str(warning.message).splitlines()[0] for warning in found]
 
 
 SAID = "the trained loss depends on parameters that no registered loss depends on: boxes.weight, boxes.bias."
@@ -81,7 +81,7 @@ def test_many_parameters_are_counted() -> None:
             self.others = nn.ModuleList(nn.Linear(4, 1) for _ in range(6))
 
         def forward(self, x: Tensor, classes: Tensor) -> dict[str, Tensor]:
-            rest = torch.cat([one(x) for one in self.others], 1)
+            rest = torch.cat([other_module(x) for other_module in self.others], 1)
             rest = 2 * rest if rest.sum() > 1e9 else rest
             return {"loss": F.cross_entropy(self.known(x), classes) + rest.exp().mean()}
 

@@ -183,7 +183,7 @@ def test_the_rewritten_model_is_the_original(middle: Function, inputs: bool) -> 
         net.record((x,), {})
         assert differences(step(twin, lambda: twin(x)), step(model, lambda: net(x))) == []
     assert differences(step(twin, lambda: twin(x)), step(model, lambda: net.record_in_training((x,), {})[0])) == []
-    assert [one.reason for one in net.registrations if one.generic] == []
+    assert [registration.reason for registration in net.registrations if registration.generic] == []
 
 
 @pytest.mark.parametrize("inputs", [True, False], ids=["exported", "traced"])

@@ -145,10 +145,10 @@ class TakesNested(Layers):
 class Ragged(Layers):
     def forward(self, sequences: list[Tensor]) -> Any:
         pooled = []
-        for one in sequences:
+        for sequence in sequences:
             for layer in self.layers:
-                one = layer(one).tanh()
-            pooled.append(one.mean(0))
+                sequence = layer(sequence).tanh()
+            pooled.append(sequence.mean(0))
         return self.head(torch.stack(pooled))
 
 
@@ -238,7 +238,7 @@ class Stored(nn.Module):
 
 
 def rows(*batches: Tensor) -> list[tuple[Batch, dict[str, Any]]]:
-    return [((one,), {}) for one in batches]
+    return [((batch,), {}) for batch in batches]
 
 
 ORDINARY = rows(x(6), x(9), x(5, 30.0), x(5, 1e-3))
@@ -276,10 +276,14 @@ def gradients(output: Any, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_what_is_recorded_is_of_the_model(build: Callable[[], nn.Module], batches: Any, divided: bool) -> None:
     torch.manual_seed(0)
     model = build()
-    parameters: dict[str, Tensor] = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    parameters: dict[str, Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     net = kfac_fx.compile(model, *batches[0], loss=lambda output: kfac_fx.losses.Normal(logits(output)))
     assert net.captures.first.whole != divided
-    assert [(one.parameters, one.reason) for one in net.registrations if one.generic] == []
+    assert [
+        (registration.parameters, registration.reason) for registration in net.registrations if registration.generic
+    ] == []
     for args, kwargs in batches:
         moments, (recorded, _), trained, original = (
             seeded(partial(function, *given))
@@ -293,7 +297,7 @@ def test_what_is_recorded_is_of_the_model(build: Callable[[], nn.Module], batche
         assert moments.cases == len(logits(trained))
         assert torch.equal(logits(trained), logits(original))
         wanted, coarse = gradients(trained, parameters), 2e-2 if build in (Casting, CastingInside) else 1e-4
-        for name, one in gradients(recorded, parameters).items():
+        for name, gradient in gradients(recorded, parameters).items():
             largest = float(wanted[name].abs().max())
-            torch.testing.assert_close(one, wanted[name], rtol=coarse, atol=coarse * largest, msg=name)
+            torch.testing.assert_close(gradient, wanted[name], rtol=coarse, atol=coarse * largest, msg=name)
         assert seeded(partial(prove, net.recorder(args, kwargs), args, kwargs)).failed == {}

@@ -34,9 +34,15 @@ def once(name: str) -> CompiledModule:
 def test_the_expected_registrations_are_found(case: Case) -> None:
     """With the proof on: a registration whose rows are wrong would be generic."""
     net = once(case.name)
-    found = [(one.layer, one.parameters, len(one.uses)) for one in net.registrations if not one.generic]
+    found = [
+        (registration.layer, registration.parameters, len(registration.uses))
+        for registration in net.registrations
+        if not registration.generic
+    ]
     assert sorted(found) == sorted(case.expected), net.report
-    assert sorted(name for one in net.registrations if one.generic for name in one.parameters) == sorted(case.generic)
+    assert sorted(
+        name for registration in net.registrations if registration.generic for name in registration.parameters
+    ) == sorted(case.generic)
     assert sorted(net.report.unused) == sorted(case.unused)
 
 
@@ -44,10 +50,10 @@ def test_the_expected_registrations_are_found(case: Case) -> None:
 def test_registrations_are_in_the_order_of_the_graph(case: Case) -> None:
     program = once(case.name).program
     order = {node: n for n, node in enumerate(program.graph.nodes)}
-    first = [order[one.uses[0].output] for one in program.registrations if not one.generic]
+    first = [order[registered.uses[0].output] for registered in program.registrations if not registered.generic]
     assert first == sorted(first)
-    for one in program.registrations:
-        places = [order[use.output] for use in one.uses]
+    for entry in program.registrations:
+        places = [order[use.output] for use in entry.uses]
         assert places == sorted(places)
 
 
@@ -118,8 +124,8 @@ def test_a_training_step_is_the_original_bit_for_bit(case: Case, way: str) -> No
 
 def all_finite(net: CompiledModule, moments: Moments) -> None:
     """A statistic for every registration, and numbers in all of them."""
-    assert set(moments.statistics) == {one.parameters for one in net.registrations}
-    assert all(value.isfinite().all() for one in moments.statistics.values() for value in one.values())
+    assert set(moments.statistics) == {registration.parameters for registration in net.registrations}
+    assert all(value.isfinite().all() for statistic in moments.statistics.values() for value in statistic.values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -157,6 +163,8 @@ def test_every_precision_keeps_the_blocks_and_the_bits(name: str, precision: str
         assert (
             differences(step(twin, lambda: twin(*args)), step(model, lambda: net.record_in_training(args, {})[0])) == []
         )
-    assert {(one.layer, one.parameters, len(one.uses)) for one in net.registrations} == set(case.expected)
+    assert {
+        (registration.layer, registration.parameters, len(registration.uses)) for registration in net.registrations
+    } == set(case.expected)
     dtypes = {value.dtype for statistics in moments.statistics.values() for value in statistics.values()}
     assert dtypes == {torch.float64 if precision == "float64" else torch.float32}

@@ -85,7 +85,7 @@ def test_rows_of_another_gradient_are_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     def spoil(prover: Any, values: Any) -> Any:
         gradients = original(prover, values)
         by = 1.1 if values[0].shape[0] == zoo_measure.OTHER else 1.0
-        pairs = [(one, wanted, computed * by, bound) for one, wanted, computed, bound in gradients.pairs]
+        pairs = [(parameter, wanted, computed * by, bound) for parameter, wanted, computed, bound in gradients.pairs]
         return replace(gradients, pairs=iter(pairs))
 
     monkeypatch.setattr(proof, "proof_gradients", spoil)
@@ -178,5 +178,5 @@ def test_the_page_is_made_of_the_results(tmp_path: Any, monkeypatch: pytest.Monk
 
 def test_nothing_in_the_results_is_silently_wrong() -> None:
     found = results(OUT)
-    assert len(found) >= 250 and {one.partition("/")[0] for one in found} == set(LIBRARIES)
-    assert [name for name, one in found.items() if one["status"] == "wrong"] == []
+    assert len(found) >= 250 and {line.partition("/")[0] for line in found} == set(LIBRARIES)
+    assert [name for name, result in found.items() if result["status"] == "wrong"] == []

@@ -17,7 +17,7 @@ load_forward_mode()
 
 def network(*widths: int) -> nn.Sequential:
     layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
-    return nn.Sequential(*(one for layer in layers for one in (layer, nn.Tanh())))[:-1]
+    return nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))[:-1]
 
 
 class Network(nn.Module):
@@ -69,7 +69,7 @@ class Forces(nn.Module):
 
 
 def every_output(outputs: tuple[Tensor, ...]) -> list[losses.Normal]:
-    return [losses.Normal(one) for one in outputs]
+    return [losses.Normal(output) for output in outputs]
 
 
 def apart(weights: tuple[int, ...], biases: tuple[int, ...], prefix: str = "net") -> tuple[Expected, ...]:

@@ -71,9 +71,9 @@ class Projections(nn.Module):
             need_weights=False,
         )
         x = y.transpose(0, 1)
-        first, _, last = (one.bias for one in self.keyless)
+        first, _, last = (layer.bias for layer in self.keyless)
         biases = torch.stack([first, torch.zeros_like(first), last])
-        q, k, v = (F.linear(x, one.weight, bias) for one, bias in zip(self.keyless, biases.unbind(0), strict=True))
+        q, k, v = (F.linear(x, layer.weight, bias) for layer, bias in zip(self.keyless, biases.unbind(0), strict=True))
         return torch.softmax(q @ k.mT, -1) @ v
 
 

@@ -106,7 +106,7 @@ CASES = (
         Everything,
         lambda: (torch.randn(3, 5, 3), torch.randn(4, 5, 4)),
         (
-            *(each for end in ("_l0", "_l0_reverse", "_l1", "_l1_reverse") for each in layer("inner", 3, suffix=end)),
+            *(part for end in ("_l0", "_l0_reverse", "_l1", "_l1_reverse") for part in layer("inner", 3, suffix=end)),
             linear("head"),
         ),
         lambda outputs: losses.Normal(outputs[0]),

@@ -78,7 +78,7 @@ class StepByStep(nn.Module):
         for step in range(3):
             q, k, v = self.qkv(self.words(ids[:, step : step + 1])).chunk(3, -1)
             kept.append((k, v))
-            keys, values = (torch.cat(one, 1) for one in zip(*kept, strict=True))
+            keys, values = (torch.cat(tensors, 1) for tensors in zip(*kept, strict=True))
             said.append(self.head(F.scaled_dot_product_attention(q, keys, values)))
         return torch.cat(said, 1)
 
