@@ -1,4 +1,4 @@
-"""What `make bench` runs: the time of a step, its parts and its host's, and how the passes grow. The sweep and the zoo
+"""The benchmarks of `make bench`: times of a step, its parts and the host, growth of passes. The sweep and the zoo
 take longer.
 
 `python -m benchmarks --quick` shows in seconds that they run; it measures nothing, and writes nothing.

@@ -1,4 +1,4 @@
-"""What `benchmarks.agreement` compares: small models, and the matrix that every peer makes of them.
+"""The subjects of `benchmarks.agreement`: small models, and the matrix that every peer makes of them.
 
 A matrix is [P, P] over all parameters, in the order of the model.
 """

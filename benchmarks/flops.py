@@ -17,7 +17,7 @@ from kfac_fx.optim.intervals import LayerFlops
 
 @dataclass(frozen=True)
 class Flops:
-    """Of all layers that have rows; the statistics as symmetric products."""
+    """Operations of all layers that have rows. Those of the statistics are symmetric products."""
 
     training: float
     statistics: float

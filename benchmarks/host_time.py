@@ -1,4 +1,4 @@
-"""What a step costs the host in a model of many small parameters: `python -m benchmarks.host_time`.
+"""The cost of a step for the host, in a model of many small parameters: `python -m benchmarks.host_time`.
 
 CPU time of one thread, medians over interleaved rounds: of a whole training step, and of `optimizer.step()` alone.
 The matrices are so small that most of it is Python and torch's dispatch of operations, once each.

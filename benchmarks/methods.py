@@ -42,7 +42,7 @@ class Method:
     like: str | None = None
 
     def version(self) -> str | None:
-        """Of the package; None if it is not installed."""
+        """The version of the package; None if it is not installed."""
         try:
             return version(self.package or "torch")
         except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What the benchmarks of several models have in common: their command line, tables and files."""
+"""The command line, tables and files that the benchmarks of several models share."""
 
 from __future__ import annotations
 

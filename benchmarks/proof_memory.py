@@ -1,4 +1,4 @@
-"""What the proof takes of memory: `python -m benchmarks.proof_memory`.
+"""The memory that the proof takes: `python -m benchmarks.proof_memory`.
 
 Bytes of tensors at the peak, beside the model's own and the batch, of one training step (forward, backward, gradients)
 and of the first batch with the proof and without; beside it what a process of its own grew by, as the system saw it.

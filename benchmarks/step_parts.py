@@ -56,7 +56,7 @@ class Clock:
         return found
 
     def turn(self) -> None:
-        """What has passed belongs to the innermost part."""
+        """Add the time since the last call to the innermost part."""
         now = time.process_time()
         self.seconds[self.inside[-1]] += now - self.since
         self.since = now
@@ -122,7 +122,7 @@ def empirical(problem: Any, n: int, m: int) -> Step:
 
 
 def floors(flops: Flops) -> dict[str, float]:
-    """Of the parts that have one, over the SGD step's."""
+    """The times of the parts that have one, over the SGD step's."""
     return {
         TRAINING: 1.0,
         STATISTICS: flops.statistics / flops.training,

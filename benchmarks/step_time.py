@@ -1,4 +1,4 @@
-"""What a K-FAC step costs, beside other methods: `python -m benchmarks.step_time`.
+"""The cost of a K-FAC step, beside other methods: `python -m benchmarks.step_time`.
 
 CPU time of one thread, medians over interleaved rounds in one process, as multiples of the same model's SGD step (under
 the same compiler), beside the floor of the cost model (`benchmarks.flops`) and the peers that are installed

@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
 
 
 def warm() -> None:
-    """What the first capture of a process imports, once for all models."""
+    """Make the imports of a process's first capture, once for all models."""
     kfac_fx.compile(nn.Linear(2, 2), (torch.zeros(3, 2),), loss="normal")
 
 
@@ -171,7 +171,7 @@ def to_do(
     *,
     again: bool,
 ) -> list[Entry]:
-    """What has no result yet; all of them `again`; or those whose last result has one of these statuses and commits."""
+    """The models without a result; all of them `again`; or those with a last result of these statuses and commits."""
     if not statuses and not commits:
         return [entry for entry in chosen if again or entry.key not in known]
     old = [entry for entry in chosen if entry.key in known]

@@ -1,6 +1,6 @@
-"""What the zoo says about one model: what `kfac_fx.compile` made of it, and whether it is true at another batch size.
+"""The zoo's measurement of one model: its registrations, and whether they are right at another batch size.
 
-Nothing here trusts the compiler's own proof. On a batch of another size than the captured one, the emitted graph is
+It does not trust the compiler's own proof. On a batch of another size than the captured one, the emitted graph is
 held to the original's outputs and gradients; for every structured registration the sum of grad_rows^T rows is held to
 autograd's gradient; and a parameter that is in no Fisher block must have no gradient.
 """
@@ -76,7 +76,7 @@ def said(error: BaseException) -> str:
 
 
 def registered(net: CompiledModule) -> dict[str, Any]:
-    """What became of the trainable parameters; a tensor is structured if all of its pieces are."""
+    """The kinds of blocks of the trainable parameters. A tensor is structured if all of its pieces are."""
     program, rows, first = net.program, net.report.rows, net.captures.first
     generic = {name for registration in program.registrations if registration.generic for name in registration.owners}
     used = {name for registration in program.registrations for name in registration.owners}
@@ -122,7 +122,7 @@ def elsewhere(net: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Of the graph from the model, and of the rows from autograd."""
+    """The distances of the graph from the model, and of the rows from autograd."""
     prover, program = proof.with_proof_taps(recorder), recorder.program
     torch.manual_seed(1)
     outputs, gradients, _ = equivalence.results_of_model(prover, args, kwargs)
@@ -160,7 +160,7 @@ def differences(recorder: Recorder, values: Any, args: tuple[Any, ...], kwargs: 
 
 
 def outside(program: Program, name: str, gradient: Tensor) -> Tensor:
-    """Of a parameter's gradient, that of the elements in no Fisher block."""
+    """The part of a parameter's gradient that belongs to elements in no Fisher block."""
     left = gradient.clone()
     for registration in program.registrations:
         if name in registration.parameters:
@@ -186,5 +186,5 @@ def relative(one: Tensor | None, other: Any, least: float) -> float:
 
 
 def quiet() -> None:
-    """What the libraries say about deprecations is not about us."""
+    """Ignore the libraries' own deprecation warnings."""
     warnings.simplefilter("ignore")

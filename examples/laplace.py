@@ -87,7 +87,7 @@ def posterior(spectrum: kfac_fx.Spectrum, theta: dict[str, Tensor], residuals: T
 
 
 def variances(precision: kfac_fx.Spectrum, model: nn.Module, theta: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Of the output for every x: [N, 1], J P⁻¹ Jᵀ as the squared length of P^-½ Jᵀ."""
+    """The variance of the output for every x: [N, 1], J P⁻¹ Jᵀ as the squared length of P^-½ Jᵀ."""
 
     def output(parameters: dict[str, Tensor], case: Tensor) -> Tensor:
         found: Tensor = functional_call(model, parameters, (case[None],))[0]

@@ -82,7 +82,7 @@ class Poisson(nn.Module):
 
 @dataclass(frozen=True)
 class Result:
-    """What one optimizer came to."""
+    """The results of one optimizer."""
 
     name: str
     steps: int

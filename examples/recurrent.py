@@ -47,7 +47,7 @@ class Reader(nn.Module):
 
 @dataclass(frozen=True)
 class Result:
-    """What one approximation came to: the loss and the errors are those of digits that training did not see."""
+    """The results of one approximation. The loss and the errors are those of digits that training did not see."""
 
     approximation: str
     seed: int

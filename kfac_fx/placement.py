@@ -24,7 +24,7 @@ def decomposition_cost(sides: Iterable[int]) -> int:
 def longest_processing_time(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
     """The owner of every block: the largest cost first, each to the process that has the least work so far.
 
-    Of blocks of equal cost the first goes first, and of processes with equal work the first takes it.
+    Blocks of equal cost are placed in their order. Among processes with equal work the first takes the block.
 
     costs: of every block, none negative. Raises ValueError for others, and if `ranks` is not positive.
     """

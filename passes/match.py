@@ -1,7 +1,8 @@
 """Every use of every declared layer: the form of the layer, laid over the graph from its output back to its inputs.
 
-A form is traced and normalized as the model is, so one language is compared with itself. What the form computes on the
-way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a product and a shift, not one linear layer.
+A form is traced and normalized as the model is, so one language is compared with itself. Values that the form
+computes on the way to its output must have no other reader: `h = x @ w; h + b; f(h)` is a product and a shift,
+not one linear layer.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ CALL = "_compiled_call_impl"
 
 
 def replaced_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What runs in the place of the module's own call; None if nothing does."""
+    """The function that runs in the place of the module's own call; None if there is none."""
     return module._compiled_call_impl
 
 

@@ -42,7 +42,7 @@ def queue(
 
 
 def quick() -> None:
-    """Two steps of every task with AdamW, and of one task with every method. Nothing is written."""
+    """Two steps of every task with AdamW, and of one task with every method. No file is written."""
     for name, method in METHODS.items():
         for task in TASKS.values() if name == "AdamW" else [TASKS[QUICK if QUICK in method.tasks else method.tasks[0]]]:
             reason = method.missing()

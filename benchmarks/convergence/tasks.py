@@ -41,7 +41,7 @@ class Task(ABC):
 
     Attributes:
         title: a line for the table of tasks.
-        steps: the budget of every method. Of L-BFGS, the number of evaluations of loss and gradient.
+        steps: the budget of every method. For L-BFGS, the number of evaluations of loss and gradient.
         seconds: a run stops after as many CPU seconds of steps.
         measure_every: the number of steps between two measurements.
         distribution: the `loss` of kfac_fx.compile.

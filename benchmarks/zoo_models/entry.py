@@ -1,4 +1,4 @@
-"""What the zoo needs to know of a model, and the pieces that the libraries' tables share."""
+"""A model of the zoo with the facts that a measurement needs, and the pieces that the libraries' tables share."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ DENSE = dict.fromkeys(
     ("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large"), BACKBONE
 )
 
-# Of two stages: few regions, for pooling them takes seconds without torchvision's own operators.
+# Models of two stages get few regions: pooling them takes seconds without torchvision's own operators.
 REGIONS = {
     "rpn_pre_nms_top_n_train": 20,
     "rpn_post_nms_top_n_train": 6,

@@ -142,7 +142,8 @@ def changes_outside(
 ) -> list[str]:
     """The effects of forward on what is outside of the model, which are put back. Its values are no settings any more.
 
-    outputs: of the forward that was just run. What it alone changed, such as a cache that it filled, is no effect.
+    outputs: of the forward that was just run. A change that only it made, such as a cache that it filled, is no
+        effect.
 
     Raises UntraceableError if the outputs of another forward differ because of them.
     """

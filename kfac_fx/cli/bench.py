@@ -130,8 +130,8 @@ def schedule(seconds: Mapping[str, float], overhead: float) -> Intervals | None:
     """The shortest intervals whose mean step takes at most 1 + overhead steps of AdamW; None if no interval does.
 
     The mean step takes P + (S - P) / s + (I - P) / i: P is a plain step, S one with statistics and I one with inverses,
-    and s and i are the intervals. Inverses are at most as frequent as statistics. Of the pairs that fit, it is the one
-    with the smallest product s i.
+    and s and i are the intervals. Inverses are at most as frequent as statistics. The pair that
+    fits and has the smallest product s i is taken.
     """
     base = seconds[PLAIN]
     more = {kind: max(seconds[kind] - base, 0.0) for kind in (STATISTICS, INVERSES)}

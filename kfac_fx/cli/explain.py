@@ -113,7 +113,7 @@ def node_words(place: fx.Node) -> str:
 
 
 def ways_to_change(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
-    """What to write to change the block."""
+    """The lines to write to change the block."""
     structured = [registration for registration in registrations if not registration.generic]
     for registration in structured:
         layer = program.layers[registration.layer]

@@ -320,7 +320,7 @@ def tensor(shape: list[int], dtype: torch.dtype, below: int) -> Tensor:
 
 
 def inputs_of(path: Path) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """(args, kwargs) from a file of torch.save or numpy.savez. Nothing in it is executed."""
+    """(args, kwargs) from a file of torch.save or numpy.savez. No code in it is executed."""
     if not path.is_file():
         raise CommandError(f"there is no file {str(path)!r}")
     try:

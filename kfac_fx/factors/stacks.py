@@ -388,7 +388,7 @@ class BlockGroup:
         return self.applied(matrix, operators)
 
     def operators_of(self, index: int, operators: Sequence[Tensor]) -> list[Tensor]:
-        """What the Q of one block consists of."""
+        """The operators whose product is the Q of one block."""
         return [operator[index : index + 1] for operator in operators]
 
     def stack_operators(self, each: Sequence[Sequence[Tensor]]) -> list[Tensor]:

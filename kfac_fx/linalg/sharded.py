@@ -1,6 +1,6 @@
 """Tensors that are divided among processes: the parameters that FSDP2 has sharded, as DTensors.
 
-A *shard* is the part of one process, a run of rows along one dimension. What K-FAC does element by element, it does on
+A *shard* is the part of one process, a run of rows along one dimension. K-FAC's operations on single elements work on
 shards. A graph reads a parameter as a whole: it is gathered at its first use, and dropped after the last one, as FSDP2
 does in a unit. All processes run the same graph, so they gather the same parameters in the same order.
 """
@@ -333,7 +333,7 @@ class Shards:
     def exchanged(
         self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[ShardLayout]], like: Tensor
     ) -> list[list[Tensor]]:
-        """What every process sent here: filled shards of the `expected` layouts.
+        """The messages of all processes to this one: filled shards of the `expected` layouts.
 
         Args:
             sent: to every process.

@@ -42,7 +42,7 @@ COARSE = 1e-6  # of a rounding in which what the forward returned may differ fro
 
 @dataclass
 class StepSize:
-    """What "adaptive" keeps from step to step, 0-dim each, written in place."""
+    """The state of "adaptive" between steps, 0-dim tensors that are written in place."""
 
     ratio: Tensor  # r; 0 before the first check
     norm: Tensor  # α² <m, d> at the last check; infinity before

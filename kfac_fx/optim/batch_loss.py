@@ -71,7 +71,7 @@ class ObservedForward:
 
 @dataclass
 class Values:
-    """What the loss of one forward depends on, at one point."""
+    """The values that the loss of one forward depends on, at one point."""
 
     losses: LossTerms  # with the weights of their means over cases
     leaves: list[Tensor]

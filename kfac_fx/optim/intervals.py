@@ -10,7 +10,7 @@ statistics take 2 n (i² + o²), and its inverses 2 (i³ + o³). The time that t
     inverses                 Σ 2 (i³ + o³) + their operations
     a check                  2 f + 3 Σ 2 n i o + its operations: two forwards, and a product with the Jacobian
 
-Costs c divided by intervals s sum up to at most the stated overhead of a training step. Of all such intervals those
+Costs c divided by intervals s sum up to at most the stated overhead of a training step. Among such intervals those
 with the smallest sum are taken: s = √c Σ √c / (overhead · training). Inverses follow every second update of the
 factors, or every k-th where k² times the cost of statistics is theirs.
 
@@ -119,7 +119,7 @@ class StepCosts:
         )
 
     def overhead(self, intervals: StepIntervals) -> float:
-        """What statistics, inverses and checks cost in a step, as a part of the training step."""
+        """The cost of statistics, inverses and checks per step, as a part of the training step's."""
         each = zip((self.statistics, self.inverses, self.check), intervals, strict=True)
         return sum(cost / steps for cost, steps in each) / self.training
 

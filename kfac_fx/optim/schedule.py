@@ -1,4 +1,4 @@
-"""What is due at which step of a KFAC: statistics, inverses, checks, the damping."""
+"""The steps at which a KFAC updates statistics, inverses and the damping, and checks its steps."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class CaseSource:
     owners: Callable[[], Sequence[Tensor]]
 
     def cotangents(self, example: int | None = None) -> Cotangents:
-        """Of the outputs, for all examples or for one."""
+        """The cotangents of the outputs, for all examples or for one."""
         vectors = self.vectors
         if example is not None:
             vectors = [v * (owner == example) for v, owner in zip(vectors, self.owners(), strict=True)]

@@ -47,7 +47,7 @@ class OnShards(fx.Interpreter):
 def run_on_shards(
     module: fx.GraphModule, tensors: Mapping[str, Tensor], values: tuple[Any, ...], *, backward: bool, average: bool
 ) -> Any:
-    """What the module returns.
+    """The outputs of the module.
 
     Args:
         backward: whether there will be a backward, which gathers again what it reads.

@@ -119,7 +119,7 @@ class OutputLosses:
         return self.declared is None and any(site.ignored is not None for site in self.emitted.loss_sites)
 
     def kept(self, values: Any, targets: Any = None) -> list[Tensor | None]:
-        """Of every loss that forward computes which of its targets are not ignored; None: all, or they are not known.
+        """A mask of the targets that are not ignored, for every loss that forward computes; None: all, or not known.
 
         targets: as of `on`; None: those that forward hands to its losses.
         """

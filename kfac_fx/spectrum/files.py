@@ -1,6 +1,6 @@
 """Spectra in folders: one safetensors file a block, and a manifest in JSON that is checked when they are loaded.
 
-A file appears under its name when it is complete, so a folder that a killed run left can be completed. Nothing in a
+A file appears under its name when it is complete, so a folder that a killed run left can be completed. No code in a
 folder is executed when it is loaded.
 """
 
@@ -36,7 +36,7 @@ class DescribedNet(CaseNet, Protocol):
 
 
 def manifest_of(net: DescribedNet, registrations: Iterable[Registration], mode: str, **settings: Any) -> Manifest:
-    """What the files of a folder are of. settings: how they were made, which a resumed run must share."""
+    """The description of a folder's files. settings: how they were made, which a resumed run must share."""
     registrations = list(registrations)
     parameters = dict(net.model.named_parameters())
     owners = dict.fromkeys(name for registration in registrations for name in registration.owners)

@@ -1,4 +1,4 @@
-"""What forward reads from outside of the model and of its inputs: globals, closure cells, attributes of classes.
+"""Values that forward reads from outside of the model and its inputs: globals, closure cells, attributes of classes.
 
 A graph keeps the values that these had while it was traced. `Observer` notes every Python function that runs in a
 trace. The bytecode of a function names the globals that it loads and the attributes that it reads; the values that they
@@ -78,7 +78,7 @@ class OutsideName:
 
 @dataclass(frozen=True)
 class Outside:
-    """What a traced forward reads from outside.
+    """The values that a traced forward reads from outside.
 
     Attributes:
         points: where it reads.
@@ -155,7 +155,7 @@ class Observer:
         self.effects[f"prints{where}"] = None
 
     def outside(self) -> Outside:
-        """What the observed functions read."""
+        """The values that the observed functions read."""
         points: dict[tuple[int, str], OutsideName] = {}
         names: set[str] = set()
         for code, namespace in self.codes.items():
@@ -187,7 +187,7 @@ class Observer:
 
 
 class Unobserved(TorchFunctionMode):
-    """Nothing inside of an operation of torch is observed, unless it calls functions that it is given.
+    """Functions inside of an operation of torch are not observed, unless the operation was given them to call.
 
     A traced operation runs thousands of functions of torch, and Python runs all of them slower while it observes calls.
     """
@@ -258,7 +258,7 @@ class BytecodeNames:
             yield from self.within(name, sys.modules.get(name), seen)
 
     def within(self, label: str, value: Any, seen: set[int]) -> Iterator[OutsideName]:
-        """What is read from a module or a class: the entries that have a name of an attribute in the bytecode."""
+        """The values read from a module or a class: the entries that have a name of an attribute in the bytecode."""
         if id(value) in seen or not isinstance(value, (ModuleType, type)):
             return
         seen.add(id(value))

@@ -1,4 +1,4 @@
-"""What a capture is specialized to beside its inputs: the attributes of the model, its code, and what is outside of it.
+"""The settings of a capture beside its inputs: attributes of the model, its code, and values from outside of it.
 
 A graph keeps the values that these had while it was traced. `Settings.hold` tells whether they are still the same. It
 compares identities of what is held (see `summary`), which costs microseconds for a module. Only if one of them differs

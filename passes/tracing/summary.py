@@ -81,7 +81,7 @@ class Walk:
 
     Attributes:
         names: the attributes that forward names anywhere. Deep in a value only these are compared.
-        live: ids of tensors whose values a graph reads. Of others that are named, writes are changes.
+        live: ids of tensors whose values a graph reads. A write to another tensor that is named is a change.
         identity: whether an object is another one where an equal one replaces it.
         holders: of all that was summarized. empty: dictionaries that hold nothing, which are many and cheaply checked.
     """
@@ -166,7 +166,7 @@ class Walk:
         return tuple((name, self.of(entry, named, depth)) for name, entry in attributes.items())
 
     def of_code(self, value: FunctionType | type) -> tuple[Any, ...]:
-        """Of a function of the user's that forward names: its code, defaults and attributes. Of a class: its values."""
+        """The code, defaults and attributes of a user's function that forward names, or the values of a class."""
         self.seen[id(value), True, 0] = len(self.seen)
         if isinstance(value, type):
             return tuple(self.of_class(base, True, 0) for base in value.__mro__ if not of_library(base))

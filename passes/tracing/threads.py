@@ -1,4 +1,4 @@
-"""What captures do to a whole process, kept to one thread.
+"""The changes that a capture makes to a whole process, kept to one thread.
 
 Tracers of torch and of this library replace functions of torch for as long as they run. `replaced_in_thread` does that
 in the present thread only: others call the original. With `CAPTURING` one thread captures at a time, because torch's

@@ -115,7 +115,7 @@ def backward_hooks(model: nn.Module) -> list[str]:
 
 
 def forward_hooks(model: nn.Module) -> list[str]:
-    """The effects of the user's forward hooks. What they compute is in the graph; what else they do is not."""
+    """The effects of the user's forward hooks. Their computations are in the graph; their other effects are not."""
     return [
         f"calls the forward hooks of {path or type(model).__name__}"
         for path, module in model.named_modules()

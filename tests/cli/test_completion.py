@@ -16,7 +16,7 @@ COMMANDS = ["report", "explain", "passes", "bench", "factors", "demo", "completi
 
 
 def completed(*words: str) -> list[str]:
-    """What bash offers for the last word."""
+    """The words that bash offers for the last one."""
     _, commands = parser()
     line = f"COMP_WORDS=(kfac-fx {' '.join(map(repr, words))}); COMP_CWORD={len(words)}; _kfac_fx"
     program = f'{SHELLS["bash"](commands)}\n{line}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'

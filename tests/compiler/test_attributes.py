@@ -1,4 +1,4 @@
-"""What modules hold beside their parameters: compared, and put back."""
+"""Attributes of modules beside their parameters: compared, and put back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a declaration says, and what it may not say."""
+"""Declarations of layers, and the errors of wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensors that are computed from parameters alone are made of."""
+"""The expressions of tensors that are computed from parameters alone."""
 
 from __future__ import annotations
 

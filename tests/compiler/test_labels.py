@@ -1,4 +1,4 @@
-"""What a node depends on, which parameter stands behind it, and where parameters enter."""
+"""Labels of nodes: what each depends on, which parameter stands behind it, and where parameters enter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def traced(function: Callable[..., Any], **shapes: tuple[int, ...]) -> tuple[fx.
 
 
 def label(function: Callable[..., Any]) -> Label:
-    """Of what `function` returns."""
+    """The label of the value that `function` returns."""
     graph, found = traced(function, w=(3, 3))
     (output,) = (node for node in graph.nodes if node.op == "output")
     return found[output.args[0]]

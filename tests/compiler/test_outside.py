@@ -1,4 +1,4 @@
-"""What forward reads from outside, as the functions that run in it name it."""
+"""Values that forward reads from outside, as the functions that run in it name them."""
 
 from __future__ import annotations
 

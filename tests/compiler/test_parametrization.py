@@ -1,4 +1,4 @@
-"""What all parametrizations have in common: their nodes by name, what they allow, and views as literals."""
+"""The common part of all parametrizations: their nodes by name, what they allow, and views as literals."""
 
 from __future__ import annotations
 

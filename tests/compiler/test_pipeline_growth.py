@@ -1,4 +1,4 @@
-"""What the passes do grows with the graph, no faster: their lines are counted, which no other process slows down."""
+"""The work of the passes grows with the graph, no faster: their lines are counted, so other processes do not matter."""
 
 from __future__ import annotations
 

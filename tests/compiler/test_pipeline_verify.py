@@ -1,4 +1,4 @@
-"""Every sentence of the grammar, broken once. What breaks it is our fault, and names the pass."""
+"""Every sentence of the grammar, broken once. The error says that this is our fault, and names the pass."""
 
 from __future__ import annotations
 

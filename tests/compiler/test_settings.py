@@ -1,4 +1,4 @@
-"""What a capture is specialized to beside its inputs: attributes, classes, hooks."""
+"""The settings of a capture beside its inputs: attributes, classes, hooks."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_uses_are_as_many_as_the_calls() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_series_needs_an_order_that_nobody_knows(shared: bool) -> None:
-    """Of a weight in two submodules, or in one that may be called at every step."""
+    """A series of a weight in two submodules, or in one that may be called at every step."""
     model = pair()
     if shared:
         model.last.w = model.first.w

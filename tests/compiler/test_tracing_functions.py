@@ -129,7 +129,7 @@ def run(captured: Capture, x: Tensor) -> Any:
 
 
 def results(function: Callable[[Tensor], Any], x: Tensor, w: Tensor) -> list[Any]:
-    """What it returns, the gradient of w, and what comes next in the random stream."""
+    """Its outputs, the gradient of w, and the next number of the random stream."""
     torch.manual_seed(3)
     output = function(x)
     output = output if isinstance(output, tuple) else (output,)

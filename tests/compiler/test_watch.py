@@ -1,4 +1,4 @@
-"""What tracing must not leave behind, and where it failed."""
+"""Effects that tracing must not leave behind, and the place where it failed."""
 
 from __future__ import annotations
 

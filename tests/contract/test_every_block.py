@@ -1,4 +1,4 @@
-"""What every block must obey, whatever its layer and its approximation: definition, powers, triangular factors."""
+"""The laws of every block, whatever its layer and its approximation: definition, powers, triangular factors."""
 
 from __future__ import annotations
 

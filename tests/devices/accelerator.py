@@ -3,7 +3,7 @@
 torch lets a backend be written in Python ("privateuseone"), and `FakeTensorMode` computes shapes, types and devices of
 everything without numbers. So a CPU can show what a GPU would: an operation on tensors of two devices raises, and
 whatever the host would have to wait for is seen here, as a read of numbers that are not there, or as a copy between
-the devices. What a kernel does inside, such as a check of its own, is not.
+the devices. The inside of a kernel, such as a check of its own, is not seen.
 
 The private names of torch that tests use are all here: FakeTensorMode and the setup of a backend in Python. A
 backend is for a whole process, and must come before its first backward.
@@ -36,7 +36,7 @@ class Stream:
 
 
 class Event:
-    """Of work that is not done yet."""
+    """An event of work that is not done yet."""
 
     def query(self) -> bool:
         return False
@@ -64,7 +64,7 @@ class Generator(torch.Generator):
 
 
 class Backend(backend_registration._DummyBackendModule):
-    """What torch asks the module of a device, `torch.gpu`."""
+    """The answers to torch's questions to the module of a device, `torch.gpu`."""
 
     def is_available(self) -> bool:
         return False  # so that FakeTensorMode makes no tensor there, not even for torch.tensor

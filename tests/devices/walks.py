@@ -243,7 +243,7 @@ WRONG: dict[str, Walk] = {"two devices": mix, "a number read": read, "numbers mo
 
 
 def outcome(walk: Walk) -> str:
-    """What went wrong, in one line; "" if nothing did."""
+    """The error in one line; "" if there was none."""
     try:
         with accelerator() as waits:
             walk(waits)

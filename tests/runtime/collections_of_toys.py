@@ -18,7 +18,7 @@ W, B, BOTH = "w", "b", ("w", "b")
 
 
 def collection(function: Callable[..., Any], *inputs: Tensor, **shapes: tuple[int, ...]) -> LayerCollection:
-    """Of `function(x, **parameters)`; captured with inputs if there are any."""
+    """The collection of `function(x, **parameters)`; captured with inputs if there are any."""
     return LayerCollection(kfac_fx.capture(Toy(function, **shapes), inputs or None))
 
 

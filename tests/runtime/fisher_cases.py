@@ -142,7 +142,7 @@ def sequences(steps: int, shape: tuple[int, ...], inputs: int, outputs: int) -> 
 
 
 def sequence_statistics(x: Tensor, d: Tensor, bias: bool, matrix: tuple[int, int, int]) -> dict[str, Tensor]:
-    """What a series block takes, of rows [T, N, S, g, i] and gradient rows [T, N, S, g, o], use by use."""
+    """The sums that a series block takes from rows [T, N, S, g, i] and gradient rows [T, N, S, g, o], use by use."""
     uses = [(rows, grad_rows) for rows, grad_rows in zip(x, d, strict=True)]
     sums = {name: sum(STATISTICS[name].compute(*use, bias, matrix) for use in uses) for name in ("count", "A", "G")}
     pairs = [[canonical(*use, bias, matrix) for use in uses[t : t + 2]] for t in range(len(uses) - 1)]

@@ -21,7 +21,7 @@ Statistics = dict[str, dict[str, Tensor]]
 
 
 def recorder(model: nn.Module, *inputs: Any, **options: Any) -> Recorder:
-    """Of the sums of rows, whatever the blocks would need; without a proof."""
+    """The recorder of the sums of rows, whatever the blocks would need; without a proof."""
     program = run(trace_model(model, inputs, layers=LAYERS).program)
     needs = {registration.parameters: KEYS for registration in program.registrations if not registration.generic}
     emitted = EmittedGraph(trace_model(model, inputs, layers=LAYERS), program, model, **options)

@@ -76,13 +76,13 @@ def of_each(number: int, loss: Callable[[int], Tensor], parameters: dict[str, Te
 
 
 def of_examples(model: nn.Module, x: Tensor, y: Tensor) -> Gradients:
-    """Of the loss of every example, summed over its rows, from a forward of that example alone."""
+    """Gradients of the loss of every example, summed over its rows, from a forward of that example alone."""
     loss = lambda n: F.cross_entropy(model(x[n : n + 1]).flatten(0, -2), y[n : n + 1].flatten(), reduction="sum")  # noqa: E731
     return of_each(len(x), loss, dict(model.named_parameters()))
 
 
 def of_rows(model: nn.Module, x: Tensor, y: Tensor) -> Gradients:
-    """Of the loss of every row of every example."""
+    """Gradients of the loss of every row of every example."""
     rows = y[0].numel()
 
     def loss(k: int) -> Tensor:
@@ -93,8 +93,10 @@ def of_rows(model: nn.Module, x: Tensor, y: Tensor) -> Gradients:
 
 
 def of_positions(model: Text, x: Tensor, y: Tensor) -> Gradients:
-    """Of the loss of every example by copies of a weight for every position, which both uses of the tied weight share:
-    [N, T, *shape]."""
+    """Gradients of the loss of every example by copies of a weight for every position: [N, T, *shape].
+
+    Both uses of the tied weight share a copy.
+    """
     copies = {
         name: model.get_parameter(name)
         .detach()
@@ -112,7 +114,7 @@ def of_positions(model: Text, x: Tensor, y: Tensor) -> Gradients:
 
 
 def spectrum_of(model: nn.Module, x: Tensor, y: Tensor | None, **options: Any) -> kfac_fx.ModelSpectrum:
-    """Of the empirical Fisher of one batch, with a damping of 0.1."""
+    """The damped inverse of the empirical Fisher of one batch, with a damping of 0.1."""
     loss = None if y is None else "categorical"
     estimator = kfac_fx.FisherEstimator(kfac_fx.compile(model, (x,), loss=loss, **options), estimation_mode="empirical")
     estimator.update_covariances(x, targets=y)

@@ -1,6 +1,6 @@
 """K-FAC from the formulas, on dense matrices and flat vectors, for nets of linear layers: the oracle of the optimizer.
 
-Nothing of the library is used but the sampling of targets, which must draw the same numbers.
+The library is used for the sampling of targets alone, which must draw the same numbers.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class SlowKFAC:
         return fisher
 
     def exact_fisher(self, x: Tensor) -> Tensor:
-        """Of the mean over cases, from the Jacobian of all logits."""
+        """The Fisher of the mean over cases, from the Jacobian of all logits."""
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         jacobians = jacrev(lambda p: functional_call(self.model, p, (x,)))(parameters)
         columns = []

@@ -20,7 +20,7 @@ def recorded(model: nn.Module, x: Tensor, **options: Any) -> kfac_fx.FisherEstim
 
 
 def dense_fisher(model: nn.Module, x: Tensor, block: BlockOperator) -> Tensor:
-    """Of the block's one parameter, case by case, in the order of its matrix, which may be transposed."""
+    """The second moment of the parameter's gradients, in the order of its matrix, which may be transposed."""
     (name,) = block.parameters
     parameter, matrix = model.get_parameter(name), block.registration.matrix
     assert matrix is not None

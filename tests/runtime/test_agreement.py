@@ -1,4 +1,4 @@
-"""What must stay as it was compiled, and what may change."""
+"""Changes of a model after compile: those that are refused and those that are followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a DataLoader may yield."""
+"""The batches that a DataLoader may yield."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def outcomes(names: tuple[str, ...]) -> dict[str, str]:
-    """What went wrong in each walk, in one process for all of them."""
+    """The errors of each walk, in one process for all of them."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.devices", *names],
         cwd=ROOT,

@@ -114,7 +114,7 @@ def test_pieces_behind_a_function_of_every_element_are_exact() -> None:
 
 
 def test_the_jacobian_is_that_of_the_moment() -> None:
-    """Of parameters and buffers as they are when a batch is recorded, not when it was captured."""
+    """The Jacobian of parameters and buffers as they are when a batch is recorded, not when it was captured."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:

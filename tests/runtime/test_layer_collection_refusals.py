@@ -1,4 +1,4 @@
-"""What a collection refuses at the call that is wrong, and not only when a batch meets it."""
+"""Calls that a collection refuses at once, and not only when a batch meets them."""
 
 from __future__ import annotations
 

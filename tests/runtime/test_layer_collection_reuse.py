@@ -1,4 +1,4 @@
-"""What may be registered again: `reuse`, and blocks that are filed under their parameters."""
+"""Registering again: `reuse`, and blocks that are filed under their parameters."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def gradient_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Of the sum of squares, for the output."""
+    """The gradient of the sum of squares for the output."""
     return 2 * model(x).detach()  # type: ignore[no-any-return]
 
 
@@ -57,7 +57,7 @@ def test_factors_of_a_normalized_weight() -> None:
 
 
 def test_the_block_is_that_of_the_gradients_but_for_the_projection() -> None:
-    """Of one case without weight sharing, where K-FAC is exact."""
+    """The Fisher of one case without weight sharing, where K-FAC is exact."""
     torch.manual_seed(0)
     model, x = weight_norm(nn.Linear(4, 3)), torch.randn(1, 4)
     v = dict(model.named_parameters())["parametrizations.weight.original1"]
@@ -107,7 +107,7 @@ NORMS: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_block_of_a_divided_weight_leaves_out_the_change_of_the_number(norm: Callable[[Tensor], Tensor]) -> None:
-    """Of one case without weight sharing, where K-FAC is exact but for that: D / σ in the place of the gradient."""
+    """For one case without weight sharing K-FAC is exact but for that: D / σ in the place of the gradient."""
     torch.manual_seed(0)
     model, x = Divided(norm), torch.randn(1, 4)
     block = recorded(model, x).blocks["v",]
@@ -246,7 +246,7 @@ SCALED: list[tuple[Function, Function]] = [  # f, and the number that it multipl
 
 @pytest.mark.parametrize("case", [0, 1, 2])
 def test_the_block_leaves_out_the_change_of_the_number_alone(case: int) -> None:
-    """Of one case without weight sharing, where K-FAC is exact but for that: s C D in the place of the gradient."""
+    """For one case without weight sharing K-FAC is exact but for that: s C D in the place of the gradient."""
     torch.manual_seed(0)
     function, number = SCALED[case]
     model, x = Behind(function), torch.randn(1, 4, dtype=torch.float64)
@@ -272,7 +272,7 @@ def test_the_proof_has_the_whole_gradient(function: Function) -> None:
 
 
 def test_a_centered_weight_may_have_any_block() -> None:
-    """Nothing is left out there."""
+    """No part of the gradient is left out there."""
     x = torch.randn(5, 4, dtype=torch.float64)
     for asked in ("full", "diagonal", "kron"):
         net = kfac_fx.compile(Behind(centered), (x,), loss="normal", approximations={"v": asked}, strict=True)
@@ -325,7 +325,7 @@ def test_a_number_for_every_element_is_no_number_to_leave_out(
 
 @pytest.mark.parametrize("function", [*OTHERS, *NUMBERS])
 def test_small_ones_are_exact_by_their_jacobians(function: Function) -> None:
-    """Nothing of them is left out."""
+    """No part of them is left out."""
     torch.manual_seed(0)
     model, x = behind_other(function) if function in OTHERS else (Behind(function, 4), torch.randn(5, 4).double())
     block = recorded(model, x).blocks["v",]

@@ -1,4 +1,4 @@
-"""What KFAC's options may be, what the errors say to write instead, and that help and type checkers know them."""
+"""Values of KFAC's options, and errors that say what to write instead. Help and type checkers know the options."""
 
 import inspect
 import re

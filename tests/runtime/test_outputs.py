@@ -92,7 +92,7 @@ def test_a_cpu_is_told_at_once() -> None:
 
 
 class Event:
-    """Of a copy that arrives when the test says so."""
+    """The event of a copy that arrives when the test says so."""
 
     arrived = False
 

@@ -52,7 +52,7 @@ def test_the_block_of_a_factor_of_a_weight_is_the_dense_fisher(function: Functio
 
 @pytest.mark.parametrize(("function", "shapes"), GAINS)
 def test_the_weights_block_is_exact_for_one_row(function: Function, shapes: Any) -> None:
-    """Of one case without weight sharing, where K-FAC is exact."""
+    """The Fisher of one case without weight sharing, where K-FAC is exact."""
     model, x = toy(function, **shapes), torch.randn(1, 2 if len(shapes["w"]) == 3 else 1, 4)
     block = recorded(model, x).blocks["w",]
     assert block.registration.reason is None

@@ -1,4 +1,4 @@
-"""What is recorded, against plain autograd by hand; and what a recording leaves alone."""
+"""Recordings against plain autograd by hand; and the state that a recording leaves alone."""
 
 from __future__ import annotations
 

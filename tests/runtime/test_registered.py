@@ -1,4 +1,4 @@
-"""What the user may write as `loss=`."""
+"""The values that a user may write as `loss=`."""
 
 from functools import partial
 from typing import Any

@@ -188,7 +188,7 @@ def test_long_lines_are_wrapped_and_long_names_keep_both_ends(program: Program) 
 
 
 def test_names_that_would_look_alike_are_written_out() -> None:
-    """Of adapters, say, whose layer is in the middle of their names."""
+    """Names of adapters, say, whose layer is in the middle of their names."""
     names = [f"base_model.model.layers.{n}.self_attn.q_proj.lora_A.default.weight" for n in range(2)]
     other = "decoder.layers.11.self_attn.projections.query.lora_B.default.weight"
     assert told_apart([*names, other, "head"]) == [*names, shorten(other), "head"]

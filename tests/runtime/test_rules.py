@@ -129,7 +129,7 @@ def double(*values: object) -> Tensor:
 
 
 DAMPING = double(0.5).squeeze()
-# Of the reference: m, the damped matrix, and its part b from the damping.
+# The reference's m, the damped matrix, and its part b from the damping.
 M, B, C = double([2, 0.5], [0.5, 1]), double([0.2, 0.05], [0.05, 0.1]), double(-1, 0.25)
 MODEL = QuadraticModel(fisher=M - B, products=B / DAMPING, slopes=C)
 

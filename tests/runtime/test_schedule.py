@@ -1,4 +1,4 @@
-"""What is due at which step."""
+"""Updates that are due at each step."""
 
 import pytest
 from torch import nn

@@ -66,7 +66,7 @@ def sides(block: BlockOperator, damping: float) -> tuple[Tensor, Tensor, Tensor,
 
 
 def chain_covariance(v0: Tensor, psi: Tensor, steps: int) -> Tensor:
-    """Of (w_1, ..., w_T), each of K numbers: the blocks Ψ^(s-t) V_0 of a linear Gaussian chain, [T·K, T·K]."""
+    """The covariance of (w_1, ..., w_T), K numbers each, in a linear Gaussian chain: blocks Ψ^(s-t) V_0, [T·K, T·K]."""
     lags = [torch.linalg.matrix_power(psi, d) @ v0 for d in range(steps)]
     return torch.cat(
         [torch.cat([lags[s - t] if s >= t else lags[t - s].mT for t in range(steps)], dim=1) for s in range(steps)]

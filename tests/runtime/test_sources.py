@@ -1,4 +1,4 @@
-"""What is sent back from the outputs: its second moments are the Fisher of the losses."""
+"""Vectors that are sent back from the outputs. Their second moments are the Fisher of the losses."""
 
 from __future__ import annotations
 

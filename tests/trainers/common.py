@@ -1,4 +1,4 @@
-"""What the tests of all trainers share: how warnings count, and how results are compared."""
+"""Helpers of the tests of all trainers: how warnings count, and how results are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loops have around a step besides a trainer: scaled losses, averages of weights, torch.compile, schedulers."""
+"""Parts of loops around a step besides a trainer: scaled losses, averages of weights, torch.compile, schedulers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Repeated(Base):
 
 
 class Written(Base):
-    """What a captured submodule returns is written into."""
+    """The output of a captured submodule is written into."""
 
     def between(self, h: Tensor) -> Any:
         h[h.detach().sum(1) > 1e9] = 0.0
@@ -121,7 +121,7 @@ def compiled(model: nn.Module, *inputs: Any, **options: Any) -> Any:
 
 
 def submodules_of(net: Any, *inputs: Any) -> EmittedSubmodules:
-    """Of the first capture, or of the one for these inputs."""
+    """The submodules of the first capture, or of the one for these inputs."""
     emitted = (net.captures.recorder(inputs, {}) if inputs else net.captures.first).emitted
     assert isinstance(emitted, EmittedSubmodules)
     return emitted

@@ -173,7 +173,7 @@ class Padded(nn.Module):
 
 
 def test_a_padding_mask_leaves_gathered_elements_alone() -> None:
-    """What is gathered goes back to its elements, where no row is a position; the layers around it are masked."""
+    """A gathered gradient goes back to its elements, where no row is a position; the layers around it are masked."""
     x, mask = torch.randn(3, 5, 4), torch.ones(3, 5)
     mask[1, 2:] = 0
     with pytest.warns(UserWarning, match=r"does not fit 1 of 2 uses, .*\n  scale_and_shift\(position\) at"):

@@ -57,7 +57,7 @@ ADAPTING: dict[str, dict[str, Any]] = {
 
 
 def trained(**options: Any) -> list[float]:
-    """What five steps made of the parameters and the damping."""
+    """The parameters and the damping after five steps."""
     net = kfac_fx.compile(mlp(), loss="categorical")
     opt = kfac_fx.KFAC(net, **{"lr": 0.3, "damping": 0.1, "seed": 0, "invert_every": 1, **options})
     for number in range(5):
@@ -130,7 +130,7 @@ def names_read(function: Any) -> set[str]:
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:
-    """Of the package, and the methods of its classes that stand in a file."""
+    """The functions of the package, and the methods of its classes that stand in a file."""
     for name in kfac_fx.__all__:
         one = getattr(kfac_fx, name)
         owners = (

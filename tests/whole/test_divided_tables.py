@@ -1,4 +1,4 @@
-"""What submodules of a divided model make of parameters alone: layers of constants, and tables that they return."""
+"""Submodules of a divided model that read parameters alone: layers of constants, and tables that they return."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_one_row_that_all_cases_share_is_exact(middle: nn.Module, names: tuple[s
 
 @pytest.mark.parametrize("kind", ["embedding", "index", "index_select"])
 def test_what_a_submodule_looks_up_and_returns_is_one_embedding(kind: str) -> None:
-    """Of its own sum and of all that Python does with it; every place is a row, of every case."""
+    """The gradient of its own sum and of all that Python does with it; every place is a row, of every case."""
     net = compiled(Between(Biased(kind)), X)
     one = of(net, "middle.table.weight")
     assert (one.layer, one.approximation, len(one.uses)) == ("embedding", "kron_in_diag", 1)

@@ -1,4 +1,4 @@
-"""What must not become a fallback, or another error: no memory, a device that failed, a bug of ours."""
+"""Failures that must not become a fallback or another error: no memory, a device that failed, a bug of ours."""
 
 from __future__ import annotations
 

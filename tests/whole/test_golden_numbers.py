@@ -31,7 +31,7 @@ def t(*rows: Any) -> Tensor:
 def block_of(
     function: Function, kind: str, params: Any, shapes: dict[str, Any], inputs: Tensor, grads: Tensor, **options: Any
 ) -> FisherBlock:
-    """Of the only layer of `function`, on these inputs and gradients of its output."""
+    """The statistics of the only layer of `function`, on these inputs and gradients of its output."""
     lc = collection(function, **shapes)
     (output,) = (node for node in lc.graph.nodes if node.op == "output")
     block: FisherBlock = getattr(lc, f"register_{kind}")(params, inputs=None, outputs=output.args[0], **options)

@@ -1,5 +1,5 @@
 """Models that are other functions at other times: attributes that change, state kept between forwards, counters,
-parameters that forward writes. What is recorded must be of the model as it is then."""
+parameters that forward writes. A recording must be of the model as it is then."""
 
 from __future__ import annotations
 

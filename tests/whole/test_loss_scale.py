@@ -46,7 +46,7 @@ def warned(
     autocast: bool = False,
     **options: Any,
 ) -> str:
-    """What the first step warns of; "" for nothing."""
+    """The warning of the first step; "" for none."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 4))
     net = kfac_fx.compile(model, (X,), loss=loss)

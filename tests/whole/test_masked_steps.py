@@ -108,7 +108,7 @@ def test_the_statistics_are_those_of_every_sequence_on_its_own(name: str, approx
 
 
 def test_steps_backward_in_time_have_the_positions_backward() -> None:
-    """What follows a sequence is seen first, so that it is not on its own; padding enters nothing all the same."""
+    """The steps after a sequence are seen first, so that it is not on its own; padding enters nothing all the same."""
     model, x = Loop(backward=True), torch.randn(N, T, I)
     kinds = {"*": "kron_series_2"}
     net = kfac_fx.compile(model, (x, MASK), loss="categorical", padding_mask="mask", approximations=kinds)
@@ -169,7 +169,7 @@ class OneWeight(nn.Module):
 
 @pytest.mark.parametrize("form", ["folded", "unfolded", "batch first", "listed"])
 def test_a_series_of_ones_own_is_masked_in_every_form(form: str) -> None:
-    """What `register_fully_connected_multi` takes: a list, or one tensor with a dimension of time."""
+    """Inputs of `register_fully_connected_multi`: a list, or one tensor with a dimension of time."""
     forms: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "folded": lambda x, w: (x.transpose(0, 1).reshape(-1, I) @ w).view(T, -1, H).transpose(0, 1),
         "unfolded": lambda x, w: (x.transpose(0, 1) @ w).transpose(0, 1),

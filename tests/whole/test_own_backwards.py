@@ -33,7 +33,7 @@ class Standardized(torch.autograd.Function):
 
 
 class Talking(torch.autograd.Function):
-    """What no compiler takes."""
+    """Operations that no compiler takes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

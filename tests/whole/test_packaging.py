@@ -1,4 +1,4 @@
-"""What is installed is what is in the tree: the sdist, the wheel, the list of packages, the link and the alias."""
+"""The installed files are those of the tree: the sdist, the wheel, the list of packages, the link and the alias."""
 
 import os
 import shutil

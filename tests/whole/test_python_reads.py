@@ -1,4 +1,4 @@
-"""What Python between captured submodules reads of parameters: one operation at a time, with uses of its own."""
+"""Parameters that Python reads between captured submodules: one operation at a time, with uses of its own."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def compiled(model: nn.Module, *sizes: int, **options: Any) -> CompiledModule:
 
 
 def factors(net: CompiledModule, x: Tensor, targets: Tensor) -> dict[tuple[str, ...], dict[str, Tensor]]:
-    """Of one batch, without decay or damping, for the true targets."""
+    """The factors of one batch, without decay or damping, for the true targets."""
     estimator = kfac_fx.FisherEstimator(net, damping=1e-3, estimation_mode="empirical")
     estimator.update_covariances(x, targets=targets)
     return {

@@ -54,7 +54,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # mean rows [g, i] and summed gradient rows
 
 
 def pairs_of(model: nn.Module, layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Pairs:
-    """Of every use in every case, with the true labels: case after case, hook after hook."""
+    """Gradient rows of every use in every case, with the true labels: case after case, hook after hook."""
     found: Pairs = []
 
     def forward(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -92,7 +92,7 @@ def parsed(cell: str) -> tuple[str, list[str]]:
 
 
 def named(path: str) -> Any:
-    """What a dotted path below kfac_fx stands for; a module on the way is imported."""
+    """The object of a dotted path below kfac_fx; a module on the way is imported."""
     found: Any = kfac_fx
     for part in path.split("."):
         if not hasattr(found, part):

@@ -1,4 +1,4 @@
-"""What forward reads changes after compile: the capture is replaced, and no statistics are those of another function.
+"""Values that forward reads change after compile: the capture is replaced, and no statistics are of another function.
 
 Every reader is a function of the hidden activations that reads something from outside of the model and of its inputs'
 tensors, and a change of what it reads.
@@ -199,7 +199,7 @@ X, Y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """What the readers read has its first values."""
+    """Give the values that the readers read their first state."""
     activation, hardtanh = stale_library.activation, F.hardtanh
     Model.on_class = [1.0] * 3
     yield
@@ -216,7 +216,7 @@ def model_of(read: Callable[[Model, Tensor], Tensor]) -> Model:
 
 
 def second_moment(net: Any) -> Tensor:
-    """Of the inputs of the last layer, as recorded."""
+    """The second moment of the inputs of the last layer, as recorded."""
     moments: Tensor = net.record((X,), {}).statistics["last.weight", "last.bias"]["A"][0]
     return moments
 

@@ -35,7 +35,7 @@ class Detector(nn.Module):
 
 
 def warned(net: Any, *inputs: Tensor, keys: tuple[str, ...]) -> list[str]:
-    """What two steps warn of."""
+    """The warnings of two steps."""
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LossScaleWarning)
@@ -53,7 +53,7 @@ SAID = "the trained loss depends on parameters that no registered loss depends o
 
 
 def test_parameters_of_an_unknown_loss_are_named_at_the_first_step() -> None:
-    """Of a divided model, where no graph shows that the Fisher does not depend on them."""
+    """For a divided model, where no graph shows that the Fisher does not depend on them."""
     torch.manual_seed(0)
     net = kfac_fx.compile(Detector(True), (X, CLASSES, BOXES))
     assert warned(net, X, CLASSES, BOXES, keys=("classes", "boxes")) == [SAID]

@@ -1,4 +1,4 @@
-"""What nothing can watch changes: outputs of recordings differ from the model's, and nothing of the batch is used."""
+"""Changes that cannot be watched: outputs of recordings differ from the model's, and nothing of the batch is used."""
 
 from __future__ import annotations
 

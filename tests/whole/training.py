@@ -41,13 +41,13 @@ def step(model: nn.Module, forward: Callable[[], Any]) -> dict[str, Any]:
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """What is not the same, bit for bit."""
+    """The entries that are not the same, bit for bit."""
     assert first.keys() == second.keys()
     return [name for name, value in first.items() if not same(value, second[name])]
 
 
 def apart(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """What is not the same up to rounding."""
+    """The entries that are not the same up to rounding."""
     assert first.keys() == second.keys()
     return [name for name, value in first.items() if not same(value, second[name]) and not close(value, second[name])]
 
