@@ -13,6 +13,7 @@ from torch import Tensor
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.sharded import shard
+from kfac_fx.optim.groups import rule_state
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.approximations import Side
 
@@ -29,6 +30,7 @@ class Metrics:
     |---|---|
     | `damping`, `rho`, `predicted_change` | those of the optimizer; NaN before the first measured step |
     | `qmodel_learning_rate`, `qmodel_momentum` | the same, of the "qmodel" types only |
+    | `kappa` | κ, by which `norm_constraint` shortened the step, 1 within the bound; only with a `norm_constraint` |
     | `lr/0`, `lr/1`, ... | the learning rates of the parameter groups |
     | `norm/gradient`, `norm/update` | norms of the gradient and of the change of the parameters, or of their shards |
     | `skipped/steps` | steps so far that changed nothing, because something was not finite |
@@ -38,6 +40,7 @@ class Metrics:
     | `seconds/statistics`, `seconds/inverses` | of a step, to average and to decompose the factors |
     | `seconds/update` | of a step, for the update, checks of the step size, and closures that measure the loss |
     | `memory/factors`, `memory/inverses` | bytes of the estimator's factors, and of their inverses |
+    | `memory/update` | bytes of the vectors that the update keeps, such as velocities |
     | `condition/A`, `condition/G`, `condition/F` | the largest condition number of the damped factors of that name |
 
     Seconds are the mean a step since the last values. They are seconds of the host: on an accelerator, those in which
@@ -160,6 +163,7 @@ class Metrics:
         optimizer, groups = self.optimizer, self.optimizer.estimator.kept
         names = ["damping", "rho", "predicted_change"]
         names += ["qmodel_learning_rate", "qmodel_momentum"] * optimizer.options.quadratic
+        names += ["kappa"] * (optimizer.options.norm_constraint is not None)
         values: dict[str, Tensor | float] = {name: getattr(optimizer, name) for name in names}
         values |= {f"lr/{n}": group["lr"] for n, group in enumerate(optimizer.param_groups)}
         gradients = [shard(parameter.grad) for parameter, _ in before if parameter.grad is not None]
@@ -177,6 +181,8 @@ class Metrics:
         values["memory/inverses"] = sum(
             operator.nbytes for group in groups for operators in group.roots.values() for operator in operators
         )
+        kept = [tensor for state in optimizer.state.values() for tensor in rule_state(state).values()]
+        values["memory/update"] = sum(shard(tensor).nbytes for tensor in kept)
         return values if self.condition is None else values | self._conditions(groups)
 
     def _conditions(self, groups: Iterable[BlockGroup]) -> dict[str, Tensor | float]:

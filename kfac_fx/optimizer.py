@@ -293,6 +293,14 @@ class KFAC(Optimizer):
         return self._step_state.qmodel_momentum
 
     @property
+    def kappa(self) -> Tensor:
+        """κ, by which `norm_constraint` shortened the last step: 0-dim, 1 for a step within the bound.
+
+        NaN before the first step, and without `norm_constraint`.
+        """
+        return self._step_state.kappa
+
+    @property
     def phases(self) -> PhaseSeconds:
         """The seconds by phase, measured while a `Metrics` is attached."""
         return self._step_state.phases

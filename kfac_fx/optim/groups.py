@@ -108,6 +108,7 @@ class Proposal:
 
     move: Tensor  # δ, [P]
     state: Tensors  # the new state, vectors by name
+    kappa: Tensor | None = None  # by which `norm_constraint` shortens the update, 0-dim; None without a constraint
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from kfac_fx.optim.rules import (
 
 def move_in_blocks(
     rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None, ok: Tensor
-) -> Tensor:
-    """A whole update of "regular" or "adam", compiled as one. Returns whether it was made."""
+) -> tuple[Tensor, Tensor | None]:
+    """A whole update of "regular" or "adam", compiled as one. Returns whether it was made, and κ of the proposal."""
     proposal = propose_by_momentum(rule, flat, precondition, bound)
     ok = ok & is_finite(proposal.move)
     flat.commit(proposal, ok)
-    return ok
+    return ok, proposal.kappa
 
 
 def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Tensor, Tensors], Tensor]:
@@ -41,8 +41,8 @@ def propose_by_momentum(
     rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None
 ) -> Proposal:
     assert flat.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
-    velocity, update = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr)
+    velocity, update, kappa = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr)
     if bound is not None:  # the velocity stays as it is: momentum is that of an optimizer without the bound
         assert flat.first_lr is not None, "bug in kfac_fx: a bound on steps, and groups without a first lr"
-        update = bound(update, flat.lr, flat.first_lr)
-    return Proposal(flat.displacement(update), {"velocity": velocity})
+        update, kappa = bound(update, flat.lr, flat.first_lr)
+    return Proposal(flat.displacement(update), {"velocity": velocity}, kappa)

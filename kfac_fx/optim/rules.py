@@ -57,8 +57,8 @@ class MomentumRule:
 
     def __call__(
         self, g: Tensor, v: Tensor, momentum: Tensor, precondition: Product, lr: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(the new v, Δ): v <- μ v + κ P g, Δ = v; or v <- μ v + g, Δ = κ P v.
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(the new v, Δ, κ): v <- μ v + κ P g, Δ = v; or v <- μ v + g, Δ = κ P v. κ is None without a constraint.
 
         Args:
             momentum, lr: 0-dim, or [P].
@@ -66,18 +66,20 @@ class MomentumRule:
         """
         if self.kind == "adam":
             v = torch.addcmul(g, v, momentum)
-            return v, self.clipped(v, precondition(v), lr)
-        v = self.clipped(g, precondition(g), lr).addcmul_(v, momentum)
-        return v, v
+            return v, *self.clipped(v, precondition(v), lr)
+        clipped, kappa = self.clipped(g, precondition(g), lr)
+        v = clipped.addcmul_(v, momentum)
+        return v, v, kappa
 
-    def clipped(self, a: Tensor, preconditioned: Tensor, lr: Tensor) -> Tensor:
-        """κ P a with κ = min(1, √(norm_constraint / <lr a, lr P a>)).
+    def clipped(self, a: Tensor, preconditioned: Tensor, lr: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(κ P a, κ) with κ = min(1, √(norm_constraint / <lr a, lr P a>)).
 
         This bounds the squared Fisher norm of lr P a, without the momentum that "regular" adds to it.
         """
         if self.norm_constraint is None:
-            return preconditioned
-        return shrinking(self.norm_constraint, inner(a, lr.square() * preconditioned)) * preconditioned
+            return preconditioned, None
+        kappa = shrinking(self.norm_constraint, inner(a, lr.square() * preconditioned))
+        return kappa * preconditioned, kappa
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,15 @@ class StepBound:
     norm_constraint: float
     multiply: Product  # with the damped block-diagonal Fisher F
 
-    def __call__(self, update: Tensor, lr: Tensor, first_lr: Tensor) -> Tensor:
-        """κ Δ with κ = min(1, √(norm_constraint / <l₀ Δ, F l₀ Δ>)).
+    def __call__(self, update: Tensor, lr: Tensor, first_lr: Tensor) -> tuple[Tensor, Tensor]:
+        """(κ Δ, κ) with κ = min(1, √(norm_constraint / <l₀ Δ, F l₀ Δ>)).
 
         Args:
             lr, first_lr: the present learning rate and l₀, 0-dim or [P]. Where l₀ is zero, lr takes its place.
         """
         step = torch.where(first_lr > 0, first_lr, lr) * update
-        return shrinking(self.norm_constraint, inner(step, self.multiply(step))) * update
+        kappa = shrinking(self.norm_constraint, inner(step, self.multiply(step)))
+        return kappa * update, kappa
 
 
 def shrinking(bound: float, squared: Tensor) -> Tensor:

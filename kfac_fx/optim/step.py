@@ -269,7 +269,8 @@ def update(
         in_blocks.commit(proposal, ok)
     elif in_blocks is not None:
         precondition = preconditioner(state, in_blocks, state.estimator.multiply_inverse)
-        ok = state.move_in_blocks(state.rule, in_blocks, precondition, step_bound(state, in_blocks), ok)
+        ok, kappa = state.move_in_blocks(state.rule, in_blocks, precondition, step_bound(state, in_blocks), ok)
+        state.keep_kappa(kappa)
     if others is not None:
         others.commit(Proposal(*of_first_order), ok)
     return ok
@@ -292,6 +293,7 @@ def measured_update(
     proposals: list[tuple[FlatParameters, Proposal]] = []
     if in_blocks is not None:
         proposal = propose(state, in_blocks)
+        state.keep_kappa(proposal.kappa)
         change = predicted_change(state, in_blocks, proposal.move)
         proposals.append((in_blocks, proposal))
     if others is not None:

@@ -47,6 +47,7 @@ class StepState:
     qmodel_learning_rate: Tensor = field(init=False)
     qmodel_momentum: Tensor = field(init=False)
     loss_before: Tensor = field(init=False)
+    kappa: Tensor = field(init=False)  # by which norm_constraint shortened the step; in no checkpoint
     size: StepSize = field(init=False)  # of "adaptive"
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
     shards: Shards | None = None  # None if every process has whole parameters
@@ -57,7 +58,7 @@ class StepState:
     phases: PhaseSeconds = field(default_factory=PhaseSeconds)
 
     def __post_init__(self) -> None:
-        for name in SCALARS:
+        for name in (*SCALARS, "kappa"):
             setattr(self, name, torch.full_like(self.damping, torch.nan))
         self.size = StepSize.first(self.scalar)
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.scalar.device)
@@ -66,3 +67,8 @@ class StepState:
         self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
         self.first_order_update = compiled_function(first_order_update, self.net.backend)
         self.multiply_inverse = compiled_function(self.estimator.multiply_inverse, self.net.backend)
+
+    def keep_kappa(self, kappa: Tensor | None) -> None:
+        """Keep κ of a step; None, without a norm constraint, keeps NaN."""
+        if kappa is not None:
+            self.kappa.copy_(kappa)

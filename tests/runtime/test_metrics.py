@@ -53,6 +53,26 @@ def test_the_values_are_the_optimizers_own(options: dict[str, Any]) -> None:
     assert all(type(value) is float for value in got.values())
 
 
+@pytest.mark.parametrize("adapt_damping", [False, True])
+@pytest.mark.parametrize("form", ["update", "gradient"])
+@pytest.mark.parametrize("momentum_type", ["regular", "adam"])
+def test_kappa_is_the_ratio_of_a_step_to_the_one_without_the_constraint(
+    momentum_type: str, form: str, adapt_damping: bool
+) -> None:
+    def first_step(bound: float | None) -> tuple[Tensor, dict[str, float]]:
+        constraint = {} if bound is None else {"norm_constraint": bound, "norm_constraint_form": form}
+        adapting = {"adapt_damping": adapt_damping, "damping_adaptation_interval": 1} if adapt_damping else {}
+        net, opt = made(momentum_type=momentum_type, **adapting, **constraint)
+        metrics, before = Metrics(opt, every=1), values(net)
+        train(net, opt, range(1))
+        return torch.cat([(value - before[name]).flatten() for name, value in values(net).items()]), metrics.values
+
+    (whole, unbounded), (bounded, short), (same, wide) = map(first_step, (None, 1e-4, 1e4))
+    assert "kappa" not in unbounded and wide["kappa"] == 1 and short["kappa"] < 0.5
+    torch.testing.assert_close(bounded, short["kappa"] * whole)
+    assert torch.equal(same, whole)
+
+
 def test_memory_is_that_of_the_tensors_of_all_blocks() -> None:
     net, opt = made()
     metrics = Metrics(opt, every=1)
@@ -63,6 +83,7 @@ def test_memory_is_that_of_the_tensors_of_all_blocks() -> None:
     assert len(factors) == 12 and len(inverses) == 4  # A, G and positions of two blocks; A and G
     assert metrics.values["memory/factors"] == sum(tensor.nbytes for tensor in factors)
     assert metrics.values["memory/inverses"] == sum(tensor.nbytes for tensor in inverses)
+    assert metrics.values["memory/update"] == sum(parameter.nbytes for parameter in net.parameters())  # velocities
 
 
 def of(block: Any) -> dict[str, Tensor]:
@@ -201,6 +222,9 @@ def test_steps_are_counted_on_from_a_checkpoint_and_through_the_burn_in() -> Non
 # --- what it does to the training -------------------------------------------------------------------------------------
 
 
+READ = "aten._local_scalar_dense.default"  # the host reads a number
+
+
 class Operations(TorchDispatchMode):
     """Counts the operations of torch."""
 
@@ -213,8 +237,8 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_of_steps(every: int | None) -> list[Counter[str]]:
-    net, opt = made()
+def operations_of_steps(every: int | None, **options: Any) -> list[Counter[str]]:
+    net, opt = made(**options)
     if every is not None:
         Metrics(opt, every=every)
     counts = []
@@ -231,6 +255,13 @@ def test_steps_between_the_intervals_compute_and_read_nothing_more() -> None:
     without, attached = operations_of_steps(None), operations_of_steps(4)
     assert attached[:3] == without[:3]
     assert attached[3] > without[3], "the step that is read"
+
+
+@pytest.mark.parametrize("form", ["update", "gradient"])
+def test_kappa_is_not_read_by_the_host_between_the_intervals(form: str) -> None:
+    bounded = operations_of_steps(4, norm_constraint=1e-4, norm_constraint_form=form)
+    for with_bound, without in zip(bounded[:3], operations_of_steps(4)[:3], strict=True):
+        assert with_bound[READ] == without[READ] and with_bound.total() > without.total()
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)

@@ -32,8 +32,9 @@ LR = torch.tensor(0.1)
 
 @pytest.mark.parametrize(("constraint", "kappa"), [(None, 1.0), (10.0, 1.0), (0.5, 0.536056)])
 def test_golden_clipping_of_the_fisher_norm(constraint: float | None, kappa: float) -> None:
-    u = MomentumRule("regular", constraint).clipped(G, PG, LR)
+    u, got = MomentumRule("regular", constraint).clipped(G, PG, LR)
     torch.testing.assert_close(u, kappa * PG)
+    assert got is None if constraint is None else got.item() == pytest.approx(kappa, abs=1e-6)
     if constraint == 0.5:  # the squared Fisher norm of the clipped step is the constraint itself
         assert kappa == pytest.approx(math.sqrt(constraint / (0.01 * SQUARED_NORM)), abs=1e-6)
         assert (0.01 * G * u**2 / PG).sum().item() == pytest.approx(constraint)
@@ -41,14 +42,14 @@ def test_golden_clipping_of_the_fisher_norm(constraint: float | None, kappa: flo
 
 def test_the_constraint_weighs_every_parameter_with_its_own_learning_rate() -> None:
     lr = torch.tensor([0.1, 0.0]).repeat_interleave(4)
-    u = MomentumRule("regular", 0.25).clipped(G, PG, lr)
+    u, _ = MomentumRule("regular", 0.25).clipped(G, PG, lr)
     norm = 0.01 * (G[:4] * PG[:4]).sum().item()
     torch.testing.assert_close(u[4:], math.sqrt(0.25 / norm) * PG[4:])
 
 
 def test_a_zero_gradient_is_not_clipped_to_nan() -> None:
-    u = MomentumRule("regular", 0.5).clipped(ZERO, ZERO, LR)
-    assert not u.any()
+    u, kappa = MomentumRule("regular", 0.5).clipped(ZERO, ZERO, LR)
+    assert not u.any() and kappa == 1
 
 
 def test_momentum_before_and_after_the_preconditioner() -> None:
@@ -56,17 +57,17 @@ def test_momentum_before_and_after_the_preconditioner() -> None:
         return vector / 2
 
     for momentum in (torch.tensor(0.9), torch.tensor([0.9, 0.5]).repeat_interleave(4)):
-        v, update = MomentumRule("regular", None)(G, PG, momentum, halve, LR)
+        v, update, _ = MomentumRule("regular", None)(G, PG, momentum, halve, LR)
         torch.testing.assert_close(v, momentum * PG + G / 2)
         assert update is v
-        v, update = MomentumRule("adam", None)(G, PG, momentum, halve, LR)
+        v, update, _ = MomentumRule("adam", None)(G, PG, momentum, halve, LR)
         torch.testing.assert_close(v, momentum * PG + G)
         torch.testing.assert_close(update, v / 2)
 
 
 def test_the_constraint_of_momentum_before_the_preconditioner_is_on_the_whole_update() -> None:
     momentum, bound = torch.tensor(0.9), 0.25
-    _, update = MomentumRule("adam", bound)(G, 10 * PG, momentum, lambda vector: 2 * vector, LR)
+    _, update, _ = MomentumRule("adam", bound)(G, 10 * PG, momentum, lambda vector: 2 * vector, LR)
     squared = (LR.square() * update * update / 2).sum()  # the Fisher is the inverse of the preconditioner
     torch.testing.assert_close(squared, torch.tensor(bound, dtype=squared.dtype))
 
@@ -81,27 +82,31 @@ def squared_norm(step: Tensor) -> float:
 @pytest.mark.parametrize("schedule", [1.0, 0.5, 2.0])
 def test_the_bound_on_a_step_follows_the_learning_rate(schedule: float) -> None:
     bound, lr = StepBound(0.25, lambda vector: FISHER * vector), schedule * LR
-    step = lr * bound(PG, lr, LR)
+    update, kappa = bound(PG, lr, LR)
+    step = lr * update
     assert squared_norm(step) == pytest.approx(0.25 * schedule**2)
+    torch.testing.assert_close(update, kappa * PG)
     torch.testing.assert_close(step / step.norm(), PG / PG.norm())
 
 
 def test_a_step_within_the_bound_is_left_alone() -> None:
     bound = StepBound(10 * squared_norm(LR * PG), lambda vector: FISHER * vector)
-    assert torch.equal(bound(PG, LR, LR), PG) and not bound(ZERO, LR, LR).any()
+    for update in (PG, ZERO):
+        bounded, kappa = bound(update, LR, LR)
+        assert torch.equal(bounded, update) and kappa == 1
 
 
 def test_every_group_follows_its_own_schedule() -> None:
     first, ratio = (torch.tensor(values).repeat_interleave(4) for values in ([0.1, 0.3], [1.0, 0.5]))
     bound = StepBound(0.25, lambda vector: FISHER * vector)
-    at_start, later = (lr * bound(PG, lr, first) for lr in (first, ratio * first))
+    at_start, later = (lr * bound(PG, lr, first)[0] for lr in (first, ratio * first))
     assert squared_norm(at_start) == pytest.approx(0.25)
     torch.testing.assert_close(later, ratio * at_start)
 
 
 def test_a_learning_rate_that_began_at_zero_is_bounded_by_its_present_value() -> None:
     bound = StepBound(0.25, lambda vector: FISHER * vector)
-    assert squared_norm(LR * bound(PG, LR, torch.tensor(0.0))) == pytest.approx(0.25)
+    assert squared_norm(LR * bound(PG, LR, torch.tensor(0.0))[0]) == pytest.approx(0.25)
 
 
 def test_the_preconditioner_sees_zeros_where_there_is_no_gradient() -> None:
