@@ -5,41 +5,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from kfac_fx.checks.proof import prove
+from kfac_fx.capturing import Capturing, CompileArguments
 from kfac_fx.checks.trained import Trained
 from kfac_fx.checks.unchanged import Structure, refuse_inference_mode, refuse_unfit, refuse_without_values
-from kfac_fx.divided.emitted import EmittedSubmodules, emitted_division
+from kfac_fx.divided.emitted import EmittedSubmodules
 from kfac_fx.divided.frames import UncapturedCall
-from kfac_fx.divided.inputs import number_of_examples
-from kfac_fx.losses.registered import LossSpec, RegisteredLosses
-from kfac_fx.passes.divided.divide import Division, divide
-from kfac_fx.passes.errors import (
-    PUBLIC,
-    AmbiguousRegistrationError,
-    ModelChangedError,
-    RegistrationError,
-    UntraceableError,
-    fatal,
-    first_line,
-)
-from kfac_fx.passes.ir import Options, Program, Registration
-from kfac_fx.passes.layers import Layer
-from kfac_fx.passes.pipeline import SUBMODULES, run
-from kfac_fx.passes.submodules import in_autocast
+from kfac_fx.passes.errors import PUBLIC, ModelChangedError, UntraceableError, fatal
+from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.devices import accelerators, same_random
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.passes.tracing.substitutes import values_kept
 from kfac_fx.passes.tracing.threads import CAPTURING
-from kfac_fx.recording.agreement import agreeing, continuing, with_generic
-from kfac_fx.recording.emitted import EmittedGraph
-from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
+from kfac_fx.recording.agreement import agreeing, continuing
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import PendingMoments
 
@@ -48,22 +32,6 @@ MAX_CAPTURES = 32  # of one kind of call, where one capture does not serve all, 
 MAX_ROUNDS = 4  # of captures for the same inputs, before a model counts as unstable
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class CompileArguments:
-    """The arguments of `compile`, checked.
-
-    passes: from a fresh capture to a program with registrations; not `run` if layers were registered by hand.
-    """
-
-    options: Options
-    layers: Mapping[str, Layer]
-    loss: LossSpec | RegisteredLosses | None
-    verify: bool
-    backend: str
-    passes: Callable[[Program], Program] = run
-    padding_mask: PaddingMask | None = None
 
 
 class CaptureCache:
@@ -80,7 +48,7 @@ class CaptureCache:
     """
 
     def __init__(self, model: nn.Module, arguments: CompileArguments) -> None:
-        self.model, self.arguments = model, arguments
+        self.model, self.arguments, self.capturing = model, arguments, Capturing(model, arguments)
         self.structure = Structure(model, self.follow_shards)
         self.trained = Trained(model)
         self.first: Recorder | None = None
@@ -108,7 +76,7 @@ class CaptureCache:
     def take(self, traced: Capture) -> None:
         """Take over a first capture."""
         with CAPTURING:
-            self.make_first(self.emitted(traced, self.arguments.passes(traced.program)))
+            self.make_first(self.capturing.registered(traced))
 
     def make_first(self, recorder: Recorder) -> None:
         rest = (registration for registration in self.registrations if recorder.absent.issuperset(registration.owners))
@@ -177,7 +145,7 @@ class CaptureCache:
                 cached.append(cached.pop(place))
                 if not recorder.proven:  # its first batch was empty, or not finite
                     with CAPTURING, self.trained.in_captures():
-                        cached[-1] = self.proved(recorder, args, kwargs)
+                        cached[-1] = self.capturing.proved(recorder, args, kwargs)
                     if self.first is recorder:
                         self.make_first(cached[-1])
                 if not recorder.absent <= recorder.frozen:
@@ -193,8 +161,8 @@ class CaptureCache:
         if self.arguments.verify:
             refuse_without_values(self.model)
         with CAPTURING, self.trained.in_captures():
-            recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.exported(
-                args, kwargs, every_size=any(map(self.has_settings_of, cached))
+            recorder = (None if self.recorders else self.first_symbolic(args, kwargs)) or self.capturing.exported(
+                args, kwargs, every_size=any(map(self.has_settings_of, cached)), first=self.first is None
             )
         if self.recorders:
             recorder = agreeing(recorder, self.registrations, masked=self.masked)
@@ -218,7 +186,7 @@ class CaptureCache:
         """Capture anew: parameters are trained that no capture has registered. Raises ModelChangedError if that is
         impossible, because the registrations were made by hand."""
         names = self.trained.take_unfrozen()
-        if self.arguments.passes is not run:
+        if self.capturing.by_hand:
             raise ModelChangedError(
                 f"parameters were unfrozen after a LayerCollection was compiled: {', '.join(names)}.\n"
                 "Its registrations were made without them. Register them in a new LayerCollection."
@@ -255,7 +223,7 @@ class CaptureCache:
             except RuntimeError as error:
                 self.raise_the_models_own(error, args, kwargs)
                 raise
-        raise self.unstable(path)
+        raise self.capturing.unstable(path)
 
     def raise_the_models_own(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Run the model on inputs on which its graph has failed: its own error names its modules and lines."""
@@ -296,20 +264,14 @@ class CaptureCache:
         with CAPTURING, self.trained.in_captures():
             if uncaptured.captured:
                 emitted.checked = None
-                extended = self.proved(recorder, args, kwargs)
+                extended = self.capturing.proved(recorder, args, kwargs)
             else:
                 error = UntraceableError("it was divided on earlier inputs")
-                extended = self.divided(args, kwargs, error, emitted)
+                extended = self.capturing.divided(args, kwargs, error, emitted)
         assert self.first is not None, "bug in kfac_fx: an uncaptured call before the first capture"
         extended = agreeing(extended, self.registrations, masked=self.masked)
         for cached in self.recorders.values():
             cached[:] = [extended if other is recorder else other for other in cached]
-
-    def unstable(self, path: str) -> UntraceableError:
-        return UntraceableError(
-            f"{type(self.model).__name__} calls {path} differently in every forward pass, even with identical inputs "
-            "and random seeds.\nLet forward depend only on its inputs, its attributes and torch's random numbers."
-        )
 
     # --- capturing --------------------------------------------------------------------------------------------------
 
@@ -320,129 +282,6 @@ class CaptureCache:
         if not self.first.capture.holds(args, kwargs) or not self.has_settings_of(self.first):
             return None
         try:
-            return self.proved(self.first, args, kwargs)
+            return self.capturing.proved(self.first, args, kwargs)
         except UntraceableError:
             return None
-
-    def exported(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], every_size: bool) -> Recorder:
-        """One graph of the whole model, or one for each of the largest submodules that have one.
-
-        every_size: the sizes of images were seen to change.
-        """
-        arguments = self.arguments
-        try:
-            traced = trace_model(
-                self.model, args, kwargs, options=arguments.options, layers=arguments.layers, every_size=every_size
-            )
-            parts = self.around_autocast(traced.program, args, kwargs)
-            if parts is not None and not generic_parameters(parts):
-                return parts
-            program = arguments.passes(traced.program)
-            if arguments.padding_mask is not None:
-                program = program_with_mask(program, arguments.padding_mask, self.model, args, kwargs)
-                if self.first is None:  # later captures must agree with it
-                    refuse_unfit_mask(program)
-            whole = self.proved(self.emitted(traced, program), args, kwargs)
-            return parts if parts is not None and generic_parameters(parts) < generic_parameters(whole) else whole
-        except UntraceableError as error:
-            if arguments.passes is not run:
-                raise  # registered by hand, on the nodes of one graph
-            return self.divided(args, kwargs, error)
-
-    def around_autocast(self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
-        """The model divided around layers that its graph hides inside of autocast; None if there are none, or if it
-        cannot be divided."""
-        if self.arguments.passes is not run or not (names := in_autocast(program)):
-            return None
-        name = type(self.model).__name__
-        try:
-            return self.divided(
-                args,
-                kwargs,
-                UntraceableError(
-                    f"{name} runs {', '.join(names)} under autocast of its own, which is closed to passes."
-                ),
-            )
-        except (UntraceableError, RegistrationError):  # the graph of the whole model says what is wrong
-            return None
-
-    def divided(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        error: UntraceableError,
-        earlier: EmittedSubmodules | None = None,
-    ) -> Recorder:
-        """Capture the largest submodules that can be captured.
-
-        error: why the whole model was not captured. earlier: the captures from other inputs, which are kept.
-        """
-        division, program = self.division(args, kwargs, error, None if earlier is None else earlier.division)
-        if earlier is not None:
-            program = with_generic(program, earlier.program)
-        arguments = self.arguments
-        emitted = emitted_division(
-            division,
-            program,
-            self.model,
-            args,
-            kwargs,
-            backend=arguments.backend,
-            returns_loss=arguments.loss is not None,
-            padding_mask=arguments.padding_mask,
-            earlier=earlier,
-        )
-        try:
-            return self.proved(Recorder(emitted, arguments.loss, verify=arguments.verify), args, kwargs)
-        except UncapturedCall as uncaptured:
-            raise self.unstable(uncaptured.path) from None
-
-    def division(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: UntraceableError, earlier: Division | None
-    ) -> tuple[Division, Program]:
-        """A division of the model, and its program with registrations.
-
-        Operations of Python that read parameters are not captured where their uses are ambiguous beside those in the
-        submodules.
-        """
-        options, layers = self.arguments.options, self.arguments.layers
-        for reads in (True, False):
-            try:
-                cases = number_of_examples(args, kwargs)
-                division = divide(self.model, args, kwargs, options, layers, error, earlier, cases, reads)
-            except UntraceableError:
-                raise
-            except Exception as failure:
-                if fatal(failure):
-                    raise
-                raise UntraceableError(
-                    f"{type(self.model).__name__} does not run on these inputs: "
-                    f"{type(failure).__name__}: {first_line(failure)}\n"
-                    f"Correct the inputs or the model. The error of torch.export is:\n{error}"
-                ) from failure
-            try:
-                return division, run(division.program, SUBMODULES)
-            except AmbiguousRegistrationError:
-                if not any(captured.is_read for captured in division.captured):
-                    raise
-        raise AssertionError("bug in kfac_fx: a division without reads that has some")
-
-    def emitted(self, traced: Capture, program: Program) -> Recorder:
-        emitted = EmittedGraph(traced, program, self.model, self.arguments.backend)
-        return Recorder(
-            emitted, self.arguments.loss, settings=traced.settings(self.model), verify=self.arguments.verify
-        )
-
-    def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
-        """The recorder with what the proof has shown, if `verify`."""
-        verdict = prove(recorder, args, kwargs) if self.arguments.verify else None
-        if verdict is not None and verdict.program.registrations != recorder.program.registrations:
-            recorder = recorder.with_program(verdict.program)
-        recorder.proven = verdict is None or verdict.conclusive
-        if isinstance(recorder.emitted, EmittedSubmodules):
-            recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
-        return recorder
-
-
-def generic_parameters(recorder: Recorder) -> int:
-    return sum(len(registration.parameters) for registration in recorder.registrations if registration.generic)

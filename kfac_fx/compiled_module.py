@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.capture_cache import MAX_CAPTURES, CaptureCache, CompileArguments
+from kfac_fx.capture_cache import MAX_CAPTURES, CaptureCache
+from kfac_fx.capturing import CompileArguments
 from kfac_fx.checks.arguments import refuse_other_parameters
 from kfac_fx.checks.equivalence import coarsest_rounding
 from kfac_fx.checks.outputs import differs_from_model

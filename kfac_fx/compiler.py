@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from kfac_fx.capture_cache import CompileArguments
+from kfac_fx.capturing import CompileArguments
 from kfac_fx.checks.arguments import (
     refuse_other_approximations,
     refuse_other_inputs,
@@ -80,8 +80,8 @@ def compile(
         padding_mask: the name of an argument of forward [cases, positions], nonzero where a position is real, such as
             "attention_mask"; or a function of forward's arguments that computes it, such as lambda ids: ids != 0.
             Padding enters no factor and is no case; a mask that fits no use is an error, and a warning and the report
-            say where it does not fit. The mean of the loss
-            should leave padding out, too, as it does with targets of -100.
+            say where it does not fit. The mean of the loss should leave padding out, too, as it does with targets of
+            -100.
         batch_dim: the dimension of the cases in the inputs, 1 for [positions, cases, features]. None: recurrent layers
             and attention of torch know it, from their `batch_first`; without them it is the first one, and a model
             whose outputs mix along the first dimension and not along another is refused. The report says which.
@@ -90,7 +90,6 @@ def compile(
             positions. True means 3. Both samples are right in expectation, and differ in every recording.
         variables: the parameters of a LayerCollection that must be registered, and no others; the rest follows KFAC's
             first-order rule. None: all that its losses depend on.
-
         in_place: the model itself records, too: while an optimizer is attached, a call of `model` is a call of the
             module that is returned. For trainers, which inspect, wrap and save the object that they call. Copies and
             pickles of the model do not record.

@@ -43,24 +43,6 @@ def test_a_guard_that_fails_captures_again() -> None:
         assert count(net) == captures
 
 
-class Token(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.head = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1))
-
-
-def test_a_parameter_that_is_expanded_to_the_batch_is_registered() -> None:
-    net = net_of(Token(), torch.randn(3, 2, 4))
-    assert {name for registration in net.registrations for name in registration.parameters} == {
-        "token",
-        "head.weight",
-        "head.bias",
-    }
-
-
 def test_images_of_another_size_are_captured_once_more_and_then_at_every_size() -> None:
     net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
     for (batch, height, width), captures in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):
@@ -157,33 +139,3 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
     assert count(net) == 0
     assert torch.equal(net(x), net.model(x))
     assert [len(registration.uses) for registration in net.registrations] == [2]
-
-
-class Bare(nn.Module):
-    """No submodule to capture, and a branch on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight if x.sum() > 0 else x @ self.weight.exp()
-
-
-def test_what_cannot_be_captured_at_all_is_an_error_at_compile_or_at_the_first_step() -> None:
-    model, x = nn.Sequential(nn.Tanh(), Bare()), -torch.ones(6, 2)
-    with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_capture_cache.py:\d+\)"):
-        net_of(model, x)
-    net = net_of(model)
-    for _ in range(2):
-        with pytest.raises(UntraceableError, match=r"torch gave up in 1 \(test_capture_cache.py:\d+\)"):
-            net(x)
-    assert torch.equal(net.eval()(x), model(x))
-
-
-def test_a_model_that_does_not_run_is_told_so() -> None:
-    with pytest.raises(UntraceableError) as failure:
-        net_of(nn.Sequential(nn.Linear(4, 3)), torch.randn(6, 5))
-    lines = str(failure.value).splitlines()
-    assert lines[0].startswith("Sequential does not run on these inputs: RuntimeError: mat1 and mat2 shapes")
-    assert lines[1] == "Correct the inputs or the model. The error of torch.export is:"

@@ -1,0 +1,195 @@
+"""One capture of a model: one graph, or one for each of the largest submodules that have one, and its proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from kfac_fx.checks.proof import prove
+from kfac_fx.divided.emitted import EmittedSubmodules, emitted_division
+from kfac_fx.divided.frames import UncapturedCall
+from kfac_fx.divided.inputs import number_of_examples
+from kfac_fx.losses.registered import LossSpec, RegisteredLosses
+from kfac_fx.passes.divided.divide import Division, divide
+from kfac_fx.passes.errors import (
+    AmbiguousRegistrationError,
+    RegistrationError,
+    UntraceableError,
+    fatal,
+    first_line,
+)
+from kfac_fx.passes.ir import Options, Program
+from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.pipeline import SUBMODULES, run
+from kfac_fx.passes.submodules import in_autocast
+from kfac_fx.passes.trace import Capture, trace_model
+from kfac_fx.recording.agreement import with_generic
+from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
+from kfac_fx.recording.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class CompileArguments:
+    """The arguments of `compile`, checked.
+
+    passes: from a fresh capture to a program with registrations; not `run` if layers were registered by hand.
+    """
+
+    options: Options
+    layers: Mapping[str, Layer]
+    loss: LossSpec | RegisteredLosses | None
+    verify: bool
+    backend: str
+    passes: Callable[[Program], Program] = run
+    padding_mask: PaddingMask | None = None
+
+
+@dataclass(frozen=True)
+class Capturing:
+    """Captures of `model` as `arguments` say. Every method returns a new one and keeps none."""
+
+    model: nn.Module
+    arguments: CompileArguments
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the layers were registered by hand, on the nodes of one graph."""
+        return self.arguments.passes is not run
+
+    def registered(self, traced: Capture) -> Recorder:
+        """A capture of the whole model with its registrations, not proved."""
+        return self.emitted(traced, self.arguments.passes(traced.program))
+
+    def exported(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], every_size: bool, first: bool) -> Recorder:
+        """One graph of the whole model, or one for each of the largest submodules that have one.
+
+        every_size: the sizes of images were seen to change. first: no capture was made before, with which this one
+            must agree.
+        """
+        arguments = self.arguments
+        try:
+            traced = trace_model(
+                self.model, args, kwargs, options=arguments.options, layers=arguments.layers, every_size=every_size
+            )
+            parts = self.around_autocast(traced.program, args, kwargs)
+            if parts is not None and not generic_parameters(parts):
+                return parts
+            program = arguments.passes(traced.program)
+            if arguments.padding_mask is not None:
+                program = program_with_mask(program, arguments.padding_mask, self.model, args, kwargs)
+                if first:
+                    refuse_unfit_mask(program)
+            whole = self.proved(self.emitted(traced, program), args, kwargs)
+            return parts if parts is not None and generic_parameters(parts) < generic_parameters(whole) else whole
+        except UntraceableError as error:
+            if self.by_hand:
+                raise
+            return self.divided(args, kwargs, error)
+
+    def around_autocast(self, program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder | None:
+        """The model divided around layers that its graph hides inside of autocast; None if there are none, or if it
+        cannot be divided."""
+        if self.by_hand or not (names := in_autocast(program)):
+            return None
+        name = type(self.model).__name__
+        try:
+            return self.divided(
+                args,
+                kwargs,
+                UntraceableError(
+                    f"{name} runs {', '.join(names)} under autocast of its own, which is closed to passes."
+                ),
+            )
+        except (UntraceableError, RegistrationError):  # the graph of the whole model says what is wrong
+            return None
+
+    def divided(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        error: UntraceableError,
+        earlier: EmittedSubmodules | None = None,
+    ) -> Recorder:
+        """Capture the largest submodules that can be captured.
+
+        error: why the whole model was not captured. earlier: the captures from other inputs, which are kept.
+        """
+        division, program = self.division(args, kwargs, error, None if earlier is None else earlier.division)
+        if earlier is not None:
+            program = with_generic(program, earlier.program)
+        arguments = self.arguments
+        emitted = emitted_division(
+            division,
+            program,
+            self.model,
+            args,
+            kwargs,
+            backend=arguments.backend,
+            returns_loss=arguments.loss is not None,
+            padding_mask=arguments.padding_mask,
+            earlier=earlier,
+        )
+        try:
+            return self.proved(Recorder(emitted, arguments.loss, verify=arguments.verify), args, kwargs)
+        except UncapturedCall as uncaptured:
+            raise self.unstable(uncaptured.path) from None
+
+    def division(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: UntraceableError, earlier: Division | None
+    ) -> tuple[Division, Program]:
+        """A division of the model, and its program with registrations.
+
+        Operations of Python that read parameters are not captured where their uses are ambiguous beside those in the
+        submodules.
+        """
+        options, layers = self.arguments.options, self.arguments.layers
+        for reads in (True, False):
+            try:
+                cases = number_of_examples(args, kwargs)
+                division = divide(self.model, args, kwargs, options, layers, error, earlier, cases, reads)
+            except UntraceableError:
+                raise
+            except Exception as failure:
+                if fatal(failure):
+                    raise
+                raise UntraceableError(
+                    f"{type(self.model).__name__} does not run on these inputs: "
+                    f"{type(failure).__name__}: {first_line(failure)}\n"
+                    f"Correct the inputs or the model. The error of torch.export is:\n{error}"
+                ) from failure
+            try:
+                return division, run(division.program, SUBMODULES)
+            except AmbiguousRegistrationError:
+                if not any(captured.is_read for captured in division.captured):
+                    raise
+        raise AssertionError("bug in kfac_fx: a division without reads that has some")
+
+    def emitted(self, traced: Capture, program: Program) -> Recorder:
+        emitted = EmittedGraph(traced, program, self.model, self.arguments.backend)
+        return Recorder(
+            emitted, self.arguments.loss, settings=traced.settings(self.model), verify=self.arguments.verify
+        )
+
+    def proved(self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+        """The recorder with what the proof has shown, if `verify`."""
+        verdict = prove(recorder, args, kwargs) if self.arguments.verify else None
+        if verdict is not None and verdict.program.registrations != recorder.program.registrations:
+            recorder = recorder.with_program(verdict.program)
+        recorder.proven = verdict is None or verdict.conclusive
+        if isinstance(recorder.emitted, EmittedSubmodules):
+            recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
+        return recorder
+
+    def unstable(self, path: str) -> UntraceableError:
+        return UntraceableError(
+            f"{type(self.model).__name__} calls {path} differently in every forward pass, even with identical inputs "
+            "and random seeds.\nLet forward depend only on its inputs, its attributes and torch's random numbers."
+        )
+
+
+def generic_parameters(recorder: Recorder) -> int:
+    return sum(len(registration.parameters) for registration in recorder.registrations if registration.generic)
