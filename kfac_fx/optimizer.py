@@ -16,6 +16,7 @@ from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.sharded import Shards
+from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions, takes
@@ -46,7 +47,8 @@ class KFAC(Optimizer):
        "adam": v <- momentum v + g, Δ = P v;
        "qmodel": Δ is the step along P g and the previous Δ that minimizes the exact quadratic model of the batch
        (section 7 of the paper);
-       "qmodel_fixedmu": the same, with the coefficient of the previous Δ fixed.
+       "qmodel_fixedmu": the same, with the coefficient of the previous Δ fixed;
+       "eigen_moments": Δ is Adam's in the eigenbasis of the Fisher blocks (see `kfac_fx.optim.eigen_moments`).
     4. If due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
 
     If the gradients, the loss or the update are not finite, nothing changes, and `skipped` counts the step on the
@@ -65,7 +67,7 @@ class KFAC(Optimizer):
         options: the arguments.
 
     Raises:
-        RegistrationError: for a net without Fisher blocks.
+        RegistrationError: for a net without Fisher blocks, and with "eigen_moments" for blocks without an eigenbasis.
         AlreadyAttachedError: for a second optimizer on one net.
     """
 
@@ -89,8 +91,16 @@ class KFAC(Optimizer):
             damping=scalar + options.first_damping,
             estimation_mode=options.estimation_mode,
             fraction=options.fraction,
+            exps=() if options.eigen_moments else (-1,),
         )
+        if options.eigen_moments:
+            self.estimator.new_extras = new_moments
         shards = Shards.of(self.net.named_parameters())
+        if options.eigen_moments and shards is not None:
+            raise ValueError(
+                "momentum_type='eigen_moments' turns the gradients of whole blocks, and this model's parameters are "
+                "sharded: write another momentum_type, or train with DistributedDataParallel and placement='owners'"
+            )
         self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))
         if options.strategy is not None:
             owners = BlockOwners if shards is None else OwnersOfShards
@@ -134,6 +144,8 @@ class KFAC(Optimizer):
         self._registrations = self.net.registrations
         self.registered = frozenset(name for registration in self._registrations for name in registration.owners)
         self._unregistered = self.net.program.parameters.keys() - self.registered
+        if self.options.eigen_moments:
+            refuse_without_basis(self._registrations)
 
     def _follow_registrations(self) -> None:
         """After parameters were unfrozen: those in no Fisher block move to a group for the first-order rule."""

@@ -193,6 +193,19 @@ def kfac_empirical(task: Task, model: nn.Module, lr: float | None, seed: int) ->
     )
 
 
+def kfac_eigen_moments(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    return kfac(
+        task,
+        model,
+        lr,
+        seed,
+        momentum=0.95,
+        momentum_type="eigen_moments",
+        estimation_mode="empirical",
+        cov_update_every=10,
+    )
+
+
 def kfac_qmodel(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
     net = compiled(task, model, seed)
     optimizer = kfac_fx.KFAC(net, damping=1.0, momentum=None, momentum_type="qmodel", adapt_damping=True, seed=seed)
@@ -233,6 +246,12 @@ METHODS: dict[str, Method] = {
         "`KFAC(net, lr, damping=1e-2, norm_constraint=1e-3, norm_constraint_form='gradient', "
         "estimation_mode='empirical', cov_update_every=10, invert_every=100)`",
         lrs=(1.0, 0.3),
+    ),
+    "KFAC eigen": Method(
+        kfac_eigen_moments,
+        "`KFAC(net, lr, momentum=0.95, momentum_type='eigen_moments', estimation_mode='empirical', "
+        "cov_update_every=10)`",
+        start=1e-2,
     ),
     "KFAC qmodel": Method(
         kfac_qmodel,

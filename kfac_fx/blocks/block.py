@@ -147,6 +147,7 @@ class BlockOperator(Operator):
         if not group.here:
             return state
         state |= {name: getattr(group, name)[index] for name in ("skipped", "failed")}
+        state |= {name: tensor[index] for name, tensor in group.extras.items()}
         for name, stack in group.factors.items():
             state |= {f"{name}/moment": stack.moment[index], f"{name}/total_weight": stack.total_weight[index]}
         for root, operators in group.roots.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -63,6 +63,7 @@ class BlockDiagonalFisher(Operator):
         self._damping = damping
         self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
         self.owners: Owners | None = None  # None: this process keeps all blocks
+        self.new_extras: Callable[[BlockGroup], dict[str, Tensor]] | None = None  # makes `BlockGroup.extras`
         self._registrations: tuple[Registration, ...] | None = None
         self._never_inverted: set[Key] = set()  # blocks whose decompositions have all failed, as far as the host knows
 
@@ -172,6 +173,7 @@ class BlockDiagonalFisher(Operator):
         )
         for group in groups:
             group.owner, group.here = owner, here
+            group.extras = {} if self.new_extras is None else self.new_extras(group)
         return groups
 
     @property
@@ -323,12 +325,23 @@ class BlockDiagonalFisher(Operator):
                 name: torch.stack([product[name] for product in each]).view(tensor.shape) if each else tensor.clone()
                 for name, tensor in vector.items()
             }
+        return self.of_groups(groups, lambda group, matrix: group.multiply(matrix, root, transpose), vector)
+
+    def of_groups(
+        self, groups: Sequence[BlockGroup], of: Callable[..., Tensor], vector: Vector, *others: Vector
+    ) -> dict[str, Tensor]:
+        """`of(group, matrix, ...)` of all groups as one vector, in the shapes and precisions of `vector`.
+
+        of: takes the matrices [L, g, o, i] of one group for `vector` and `others`, and returns one. A process computes
+            those of the groups that it keeps.
+        """
         registrations = [registration for group in groups for registration in group.registrations]
-        parts = split(vector, registrations)
+        parts, *of_others = (split(each, registrations) for each in (vector, *others))
         product: dict[str, Tensor] = {}
         for group in groups:
             if group.here:
-                product |= group.unpack(group.multiply(group.pack(parts), root, transpose), parts)
+                matrices = (group.pack(each) for each in (parts, *of_others))
+                product |= group.unpack(of(group, *matrices), parts)
         if self.owners is not None:
             product = self._gathered(product, groups, parts)
         return joined(product, registrations, vector)

@@ -82,6 +82,7 @@ class BlockGroup:
         skipped: the number of skipped updates of every block, [L].
         failed: the number of failed decompositions of every block, [L].
         updated, inverted: whether there are factors and roots.
+        extras: tensors [L, ...] that an optimizer keeps with the blocks, by name.
         owner: the process that keeps the factors and roots; None: every process.
         here: whether this process keeps them. Otherwise they are on the meta device, without memory.
     """
@@ -118,6 +119,7 @@ class BlockGroup:
             root: [torch.zeros_like(self.as_operator(side, self.factors[side.factor].moment)) for side in self.sides]
             for root in roots
         }
+        self.extras: dict[str, Tensor] = {}
         self.skipped = torch.zeros(len(self), dtype=torch.int64, device=device)
         self.failed = torch.zeros(len(self), dtype=torch.int64, device=device)
         self.updated = self.inverted = False
@@ -248,9 +250,10 @@ class BlockGroup:
 
     @property
     def elements(self) -> int:
-        """The number of elements of all factors and roots."""
+        """The number of elements of all factors, roots and extras."""
         tensors = {id(tensor): tensor for operators in self.roots.values() for tensor in operators}
-        return sum(tensor.numel() for tensor in (*tensors.values(), *(s.moment for s in self.factors.values())))
+        others = (*self.extras.values(), *(stack.moment for stack in self.factors.values()))
+        return sum(tensor.numel() for tensor in (*tensors.values(), *others))
 
     def failures(self, members: slice = ALL_BLOCKS) -> Failures:
         """The failures of some of the blocks, as far as this process keeps them; waits for the device."""
@@ -401,7 +404,7 @@ class BlockGroup:
         group.registrations = tuple(self.registrations[index] for index in members)
         group.forms = tuple(self.forms[index] for index in members)
         group.alike = alike(group.forms)
-        group.factors, group.roots = {}, {}
+        group.factors, group.roots, group.extras = {}, {}, {}
         return group
 
     # --- roots ------------------------------------------------------------------------------------------------------

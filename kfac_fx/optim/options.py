@@ -14,7 +14,7 @@ from torch import Tensor
 from kfac_fx.checks.unchanged import refuse_wrapped
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.intervals import StepIntervals
-from kfac_fx.optim.rules import DampingRule, FirstOrder, new_adaptive_state, new_velocity
+from kfac_fx.optim.rules import DampingRule, FirstOrder, new_adaptive_state, new_averaging_state, new_velocity
 from kfac_fx.passes.errors import nearest
 from kfac_fx.values import (
     a_flag,
@@ -35,7 +35,7 @@ OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
-MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu")
+MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments")
 STEPS = "steps"
 
 # --- checks of one option: (name, value) -> None, or a ValueError -----------------------------------------------------
@@ -100,11 +100,13 @@ class KFACOptions:
         lr: the learning rate. With "adaptive" a multiplier of its step size; None means 1. The "qmodel" types must have
             None, and the others need a number.
         damping: λ of F + λ I. It scales with the loss. With "adaptive" and `adapt_damping` this is its first value.
-            None means 1 with "adaptive"; the other types need a number.
+            None means 1 with "adaptive"; "eigen_moments" has none, and the other types need a number.
         momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
-            schedulers may set. With "adaptive" the weight of the past in the averaged gradient.
-        momentum_type: "adaptive", "regular", "adam", "qmodel" or "qmodel_fixedmu"; see KFAC. None means "regular" if
-            both lr and damping are given, as in TF K-FAC, and "adaptive" otherwise.
+            schedulers may set. With "adaptive" and "eigen_moments" the weight of the past in the averaged gradient.
+        momentum_type: "adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu" or "eigen_moments"; see KFAC. None
+            means "regular" if both lr and damping are given, as in TF K-FAC, and "adaptive" otherwise.
+        second_moment_decay: of "eigen_moments", the weight of the past in the second moments of gradients in the
+            eigenbasis (`kfac_fx.optim.eigen_moments`). None means 0.95. 1 weighs all steps alike.
         cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
         cov_update_every: the factors are updated every so many steps. None means 1, and with "adaptive", which updates
             them as early as the inverses, what `overhead` allows.
@@ -164,6 +166,7 @@ class KFACOptions:
     damping: Annotated[float | Tensor | None, positive] = None
     momentum: Annotated[float | None, not_negative] = 0.9
     momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES)] = None
+    second_moment_decay: Annotated[float | None, a_weight] = None
     cov_ema_decay: Annotated[float, a_weight] = 0.95
     cov_update_every: Annotated[int | None, whole_number(1, STEPS)] = None
     invert_every: Annotated[int | None, whole_number(1, STEPS)] = None
@@ -221,6 +224,11 @@ class KFACOptions:
     def check_step_size(self) -> None:
         """Raises ValueError if lr, momentum, norm_constraint or qmodel_update_rescale do not fit the momentum type."""
         kind = self.kind
+        if self.second_moment_decay is not None and not self.eigen_moments:
+            raise ValueError(
+                f"momentum_type={kind!r} has no second moments: leave second_moment_decay out, or write "
+                "momentum_type='eigen_moments'"
+            )
         if self.adaptive:
             self.check_adaptive()
             return
@@ -229,6 +237,9 @@ class KFACOptions:
                 f"momentum_type={kind!r} has the intervals cov_update_every and invert_every; overhead chooses those "
                 "of 'adaptive'"
             )
+        if self.eigen_moments:
+            self.check_eigen_moments()
+            return
         if self.damping is None:
             raise ValueError(f"momentum_type={kind!r} needs damping=...; 'adaptive' finds its own")
         if self.quadratic and self.lr is not None:
@@ -274,6 +285,24 @@ class KFACOptions:
                 + ("" if self.momentum_type else "\n'adaptive' is the default unless lr and damping are given")
             )
 
+    def check_eigen_moments(self) -> None:
+        """Raises ValueError for options that "eigen_moments" does not have."""
+        undamped = "divides by square roots of second moments, without damping"
+        why = {
+            "needs lr=..., of the size of Adam's": self.lr is None,
+            f"{undamped}: leave damping out": self.damping is not None,
+            f"{undamped}: leave adapt_damping out": self.adapt_damping,
+            f"{undamped}: leave precon_damping_mult out": self.precon_damping_mult != 1,
+            f"{undamped}: leave norm_constraint, a bound on the norm of the damped Fisher, out": (
+                self.norm_constraint is not None
+            ),
+            "averages gradients: momentum is a number below 1": self.momentum is None or self.momentum >= 1,
+            "has a given lr: leave qmodel_update_rescale out": self.qmodel_update_rescale is not None,
+            "does not know l2_reg: write weight_decay, which is decoupled": self.l2_reg != 0,
+        }
+        if wrong := [words for words, applies in why.items() if applies]:
+            raise ValueError("\n".join(f"momentum_type='eigen_moments' {words}" for words in wrong))
+
     @functools.cached_property
     def kind(self) -> str:
         """The momentum type, in lower case."""
@@ -294,6 +323,11 @@ class KFACOptions:
     def adaptive(self) -> bool:
         """Whether step size and damping are found by checks now and then; see `kfac_fx.optim.adaptive`."""
         return self.kind == "adaptive"
+
+    @functools.cached_property
+    def eigen_moments(self) -> bool:
+        """Whether steps are Adam's in the eigenbasis; see `kfac_fx.optim.eigen_moments`."""
+        return self.kind == "eigen_moments"
 
     @functools.cached_property
     def quadratic(self) -> bool:
@@ -345,6 +379,11 @@ class KFACOptions:
         """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
         return self.cov_ema_decay**intervals.statistics
 
+    @property
+    def decay_of_squares(self) -> float:
+        """β₂ of "eigen_moments"."""
+        return 0.95 if self.second_moment_decay is None else self.second_moment_decay
+
     @functools.cached_property
     def damping_rule(self) -> DampingRule:
         return DampingRule(
@@ -358,6 +397,8 @@ class KFACOptions:
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a new parameter in a Fisher block, by name."""
+        if self.eigen_moments:
+            return new_averaging_state(parameter)
         return new_adaptive_state(parameter) if self.adaptive else new_velocity(parameter)
 
     @functools.cached_property

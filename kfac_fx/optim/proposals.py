@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.curvature import LossTerms, at_least_one, fisher_inner_products
+from kfac_fx.optim.eigen_moments import adam_in_bases
 from kfac_fx.optim.groups import FlatParameters, Proposal
 from kfac_fx.optim.moves import propose_by_momentum
 from kfac_fx.optim.rules import (
@@ -54,6 +55,19 @@ def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Prod
         state.predicted_change.copy_(model.change(flat.lr * s, state.options.l2_reg))
     velocity = s[1] * v - s[0] * directions[0]
     return Proposal(flat.displacement(velocity), {"velocity": velocity})
+
+
+def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposal:
+    """The move of "eigen_moments"; the gradient enters the second moments where `ok` is true."""
+    momentum, decay = flat.momentum, state.options.decay_of_squares
+    assert momentum is not None, "bug in kfac_fx: groups without a momentum for 'eigen_moments'"
+    velocity = momentum * flat.state["velocity"] + (1 - momentum) * flat.g
+    step = flat.state["step"] + 1
+    steps = flat.flat.spread(dict(zip(flat.flat.shapes, step.unbind(), strict=True)))
+    absent = preconditioner(state, flat, state.estimator.multiply).absent
+    gradient, average = ({**flat.flat.parts(vector), **absent} for vector in (flat.g, velocity / (1 - momentum**steps)))
+    update = adam_in_bases(state.estimator, gradient, average, decay, ok, absent.keys())
+    return Proposal(flat.displacement(flat.flat.joined(update)), {"velocity": velocity, "step": step})
 
 
 def predicted_change(state: StepState, flat: FlatParameters, move: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from kfac_fx.diagnostics.loss_scale import scale_of_caller
 from kfac_fx.optim.adaptive import Check, move, revert
 from kfac_fx.optim.batch_loss import BatchLoss
+from kfac_fx.optim.eigen_moments import update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
 from kfac_fx.optim.intervals import StepCosts
@@ -28,6 +29,7 @@ from kfac_fx.optim.proposals import (
     preconditioner,
     predicted_change,
     propose,
+    propose_eigen,
     set_estimator_damping,
     step_bound,
 )
@@ -210,7 +212,10 @@ def update_inverses(state: StepState, keys: Collection[Key] | None = None) -> No
     set_estimator_damping(state)
     with state.phases.measure("inverses"):
         try:
-            state.estimator.decompose(keys)
+            if state.options.eigen_moments:
+                update_bases(state.estimator, keys)
+            else:
+                state.estimator.decompose(keys)
         except FactorNotReady as error:
             raise FactorNotReady(UNRECORDED) from error
 
@@ -263,8 +268,8 @@ def update(
         if check is not None:
             state.predicted_change.copy_(change)
             state.rho.copy_(torch.where(may_move, rho, state.rho))
-    elif in_blocks is not None and state.options.quadratic:
-        proposal = propose(state, in_blocks)
+    elif in_blocks is not None and (state.options.quadratic or state.options.eigen_moments):
+        proposal = propose(state, in_blocks) if state.options.quadratic else propose_eigen(state, in_blocks, ok)
         ok = ok & is_finite(proposal.move)
         in_blocks.commit(proposal, ok)
     elif in_blocks is not None:

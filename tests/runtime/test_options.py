@@ -53,6 +53,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"momentum_type": "adaptive", "momentum": None},
         r"'adaptive' needs a number for mom",
     ),
+    "eigen_moments with all that it does not have": (
+        {
+            "momentum_type": "eigen_moments",
+            "lr": None,
+            "damping": 0.1,
+            "adapt_damping": True,
+            "precon_damping_mult": 2.0,
+            "norm_constraint": 0.1,
+            "momentum": 1.0,
+            "qmodel_update_rescale": 2.0,
+            "l2_reg": 0.1,
+        },
+        r"needs lr=\.\.\., of the size of Adam's\n.*leave damping out\n.*leave adapt_damping out\n"
+        r".*leave precon_damping_mult out\n.*leave norm_constraint, .*\n.*momentum is a number below 1\n"
+        r".*leave qmodel_update_rescale out\n.*write weight_decay, which is decoupled",
+    ),
+    "second moments of another type": (
+        {"second_moment_decay": 0.9},
+        r"momentum_type='regular' has no second moments: leave second_moment_decay out, or write momentum_type=",
+    ),
     "adaptive of a sum": ({"momentum_type": "adaptive", "reduction": "sum"}, r"is that of the mean loss"),
     "no momentum": ({"momentum": None}, r"'regular' needs a number for momentum: write momentum=0\.0 for none"),
     "qmodel with lr": (

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import kfac_fx
-from kfac_fx.factors import inverses
+from kfac_fx.factors import inverses, stacks
 
 STEPS, CASES, WORLD = 20, 12, 3
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,6 +42,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "damping_adaptation_interval": 1, "invert_every": 2,
     },
     "adaptive": {"estimation_mode": "exact"},
+    "eigen_moments": {
+        "lr": 0.01, "momentum_type": "eigen_moments", "estimation_mode": "empirical", "cov_update_every": 2,
+        "invert_every": 3,
+    },
 }  # fmt: skip
 TRAININGS = [
     *((name, size, "owners") for name in OPTIONS for size in (2, 3)),
@@ -126,11 +130,17 @@ def train(options: dict[str, Any], part: slice, group: Any = None) -> dict[str, 
         decomposed += len(matrices)
         return dense_roots(matrices, *args)
 
+    def counted_eigh(matrices: Tensor, *args: Any) -> Any:
+        nonlocal decomposed
+        decomposed += len(matrices)
+        return rescued_eigh(matrices, *args)
+
     dense_roots, inverses.dense_roots = inverses.dense_roots, counted
+    rescued_eigh, stacks.rescued_eigh = stacks.rescued_eigh, counted_eigh
     try:
         parameters = training.steps(0, STEPS)
     finally:
-        inverses.dense_roots = dense_roots
+        inverses.dense_roots, stacks.rescued_eigh = dense_roots, rescued_eigh
     blocks = training.opt.estimator.blocks
     return {
         "parameters": parameters,

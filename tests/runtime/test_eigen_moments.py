@@ -1,0 +1,322 @@
+"""The momentum type "eigen_moments": against SOAP, against corrected spectra, and against the formulas of its steps."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from kfac_fx.compiled_module import CompiledModule
+from kfac_fx.compiler import compile
+from kfac_fx.estimator import FisherEstimator
+from kfac_fx.optim.eigen_moments import EPSILON, adam_in_bases, basis_of, new_moments, squares_of, update_bases
+from kfac_fx.optimizer import KFAC
+from kfac_fx.passes.errors import ApproximationError
+
+TRUE = torch.tensor(True)
+
+
+def gradients(count: int, *shape: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def estimator(model: nn.Module, **approximations: str) -> FisherEstimator:
+    net = compile(model.double(), loss="mse", approximations=approximations)
+    fisher = FisherEstimator(net, exps=(), estimation_mode="exact")
+    fisher.new_extras = new_moments
+    return fisher
+
+
+# --- SOAP ----------------------------------------------------------------------------------------------------------
+
+
+def soap(of_steps: Sequence[Tensor], first: Tensor, beta: float = 0.95) -> list[Tensor]:
+    """The updates of SOAP (Vyas et al. 2024, algorithm 3) in the bases of a first gradient, which makes no step."""
+    left, right = torch.linalg.eigh(first @ first.T)[1], torch.linalg.eigh(first.T @ first)[1]
+    m, v, updates = torch.zeros_like(first), torch.zeros_like(first), []
+    for t, gradient in enumerate(of_steps, start=1):
+        m = beta * m + (1 - beta) * gradient
+        v = beta * v + (1 - beta) * (left.T @ gradient @ right) ** 2
+        step_size = (1 - beta**t) ** 0.5 / (1 - beta**t)
+        updates.append(step_size * left @ ((left.T @ m @ right) / (v.sqrt() + 1e-8)) @ right.T)
+    return updates
+
+
+def with_factors_of(first: Tensor) -> FisherEstimator:
+    """G Gᵀ of a gradient in the place of the factor G, and Gᵀ G in that of A."""
+    fisher = estimator(nn.Linear(first.shape[1], first.shape[0], bias=False))
+    (block,) = fisher.blocks.values()
+    moments = {"count": torch.ones(()), "A": (first.T @ first).unsqueeze(0), "G": (first @ first.T).unsqueeze(0)}
+    block.update(moments, 1, decay=0.95)
+    update_bases(fisher)
+    return fisher
+
+
+def updates_with_factors_of(first: Tensor, of_steps: Sequence[Tensor], beta: float = 0.95) -> list[Tensor]:
+    fisher, m, updates = with_factors_of(first), torch.zeros_like(first), []
+    for t, gradient in enumerate(of_steps, start=1):
+        m = beta * m + (1 - beta) * gradient
+        average = {"weight": m / (1 - beta**t)}
+        updates.append(adam_in_bases(fisher, {"weight": gradient}, average, beta, TRUE, ())["weight"])
+    return updates
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3)])
+def test_with_factors_of_gradients_it_is_soap(shape: tuple[int, int]) -> None:
+    first, *of_steps = gradients(7, *shape)
+    for ours, soaps in zip(updates_with_factors_of(first, of_steps), soap(of_steps, first), strict=True):
+        torch.testing.assert_close(ours, soaps, rtol=1e-5, atol=1e-5)
+
+
+def test_with_factors_of_gradients_it_is_soap_as_published() -> None:
+    """The package takes no step with the first gradient, of which it makes the bases."""
+    package = pytest.importorskip("pytorch_optimizer")
+    first, *of_steps = gradients(7, 4, 4)
+    parameter = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    optimizer = package.SOAP([parameter], lr=1.0, weight_decay=0.0, precondition_frequency=1000)
+    parameter.grad = first
+    optimizer.step()
+    assert not parameter.any()
+    for gradient, update in zip(of_steps, updates_with_factors_of(first, of_steps), strict=True):
+        before, parameter.grad = parameter.detach().clone(), gradient
+        optimizer.step()
+        torch.testing.assert_close(before - parameter.detach(), update, rtol=1e-5, atol=1e-5)
+
+
+# --- the second moments --------------------------------------------------------------------------------------------
+
+
+class Several(nn.Module):
+    """Layers of equal shape, a generic parameter and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.norm, self.steps = nn.LayerNorm(4), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(torch.tanh(self.first(x))) + torch.cumsum(self.steps, 0)
+        z: Tensor = self.last(torch.tanh(self.second(y)))
+        return z
+
+
+def data(number: int = 0, cases: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(cases, 3, generator=generator, dtype=torch.float64)
+    return x, torch.randn(cases, 2, generator=generator, dtype=torch.float64)
+
+
+def of_cases(net: CompiledModule, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The gradients of single cases."""
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(functional_call(net.model, parameters, (x.unsqueeze(0),)), y.unsqueeze(0))
+
+    parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    found: dict[str, Tensor] = vmap(grad(loss), (None, 0, 0))(parameters, x, y)
+    return found
+
+
+@pytest.mark.parametrize(
+    "approximations", [{}, {"second": "diagonal"}, {"second": "full"}, {"second": "kron_in_diag"}], ids=str
+)
+def test_in_a_frozen_basis_the_second_moments_are_those_of_a_corrected_spectrum(approximations: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    fisher = estimator(Several(), **approximations)
+    x, y = data()
+    fisher.update_covariances(x)
+    update_bases(fisher)
+    net: Any = fisher.net
+    every = of_cases(net, x, y)
+    for case in range(len(x)):
+        gradient = {name: tensor[case] for name, tensor in every.items()}
+        adam_in_bases(fisher, gradient, gradient, 1.0, TRUE, ())  # the mean of all
+    corrected = fisher.spectrum().corrected([every])
+    for group, system in zip(fisher.groups, corrected.systems, strict=True):
+        torch.testing.assert_close(squares_of(group).value, system.values)
+
+
+def dense_basis(fisher: FisherEstimator) -> Tensor:
+    """Q of the only block, for flattened [o, i]."""
+    left, right = (operator[0, 0] for operator in basis_of(fisher.groups[0]))
+    return torch.kron(left, right)
+
+
+def test_a_new_basis_takes_the_diagonal_of_the_second_moments_with_it() -> None:
+    first, *of_steps, last = gradients(5, 4, 3)
+    fisher = with_factors_of(first)
+    for gradient in of_steps:
+        adam_in_bases(fisher, {"weight": gradient}, {"weight": gradient}, 0.95, TRUE, ())
+    old, v = dense_basis(fisher), squares_of(fisher.groups[0]).value.flatten()
+    (block,) = fisher.blocks.values()
+    moments = {"count": torch.ones(()), "A": (last.T @ last).unsqueeze(0), "G": (last @ last.T).unsqueeze(0)}
+    block.update(moments, 1, decay=0.0)
+    update_bases(fisher)
+    new = dense_basis(fisher)
+    turned = (new.T @ old @ torch.diag(v) @ old.T @ new).diagonal()
+    assert not torch.allclose(old.abs(), new.abs())
+    torch.testing.assert_close(squares_of(fisher.groups[0]).value.flatten(), turned)
+
+
+def test_factors_that_are_not_finite_leave_the_basis_as_it_was() -> None:
+    first, gradient = gradients(2, 4, 3)
+    fisher = with_factors_of(first)
+    adam_in_bases(fisher, {"weight": gradient}, {"weight": gradient}, 0.95, TRUE, ())
+    (group,) = fisher.groups
+    before = {name: tensor.clone() for name, tensor in group.extras.items()}
+    group.factors["A"].moment.fill_(torch.nan)
+    update_bases(fisher)
+    for name, tensor in group.extras.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_squares_that_overflow_are_in_no_average() -> None:
+    first, gradient = gradients(2, 4, 3)
+    fisher = with_factors_of(first)
+    adam_in_bases(fisher, {"weight": gradient}, {"weight": gradient}, 0.95, TRUE, ())
+    before = squares_of(fisher.groups[0]).moment.clone()
+    adam_in_bases(fisher, {"weight": 1e200 * gradient}, {"weight": gradient}, 0.95, TRUE, ())
+    assert torch.equal(squares_of(fisher.groups[0]).moment, before)
+
+
+# --- whole steps ---------------------------------------------------------------------------------------------------
+
+
+def made(**options: Any) -> tuple[CompiledModule, KFAC]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    net = compile(model, loss="mse")
+    defaults = {"lr": 0.1, "momentum_type": "eigen_moments", "estimation_mode": "empirical", "invert_every": 3}
+    return net, KFAC(net, **{**defaults, **options})
+
+
+def step(net: CompiledModule, opt: KFAC, number: int) -> None:
+    x, y = data(number)
+    opt.zero_grad()
+    F.mse_loss(net(x), y).backward()
+    opt.step()
+
+
+class Slow:
+    """The same from the formulas, with dense matrices, for two layers."""
+
+    def __init__(self, net: CompiledModule, momentum: float, decay: float) -> None:
+        self.w = [net.model[n].weight.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
+        self.b = [net.model[n].bias.detach().clone() for n in (0, 2)]  # type: ignore[index, union-attr]
+        self.m, self.v = [0.0, 0.0], [0.0, 0.0]
+        self.a, self.g, self.weight = [0.0, 0.0], [0.0, 0.0], 0.0
+        self.q: Any = [None, None]
+        self.momentum, self.decay, self.t = momentum, decay, 0
+
+    def step(self, number: int, lr: float, weight_decay: float) -> None:
+        x, y = data(number)
+        hidden = torch.tanh(x @ self.w[0].T + self.b[0])
+        d1 = 2 * (hidden @ self.w[1].T + self.b[1] - y) / y.numel()
+        d0 = (d1 @ self.w[1]) * (1 - hidden**2)
+        ones = torch.ones(len(x), 1, dtype=x.dtype)
+        self.t, self.weight = self.t + 1, 0.95 * self.weight + 1
+        for n, (rows, d) in enumerate([(torch.cat([x, ones], 1), d0), (torch.cat([hidden, ones], 1), d1)]):
+            self.a[n], self.g[n] = 0.95 * self.a[n] + rows.T @ rows, 0.95 * self.g[n] + d.T @ d
+            if self.t - 1 in (0, 1, 2, 3, 6, 9):
+                q = torch.kron(torch.linalg.eigh(self.g[n])[1], torch.linalg.eigh(self.a[n])[1])
+                if self.t > 1:
+                    self.v[n] = (q.T @ self.q[n] @ torch.diag(self.v[n]) @ self.q[n].T @ q).diagonal()
+                self.q[n] = q
+            gradient = (d.T @ rows).flatten()
+            self.m[n] = self.momentum * self.m[n] + (1 - self.momentum) * gradient
+            self.v[n] = self.decay * self.v[n] + (1 - self.decay) * (self.q[n].T @ gradient) ** 2
+            root = (self.v[n] / (1 - self.decay**self.t)) ** 0.5
+            turned = self.q[n].T @ self.m[n] / (1 - self.momentum**self.t)
+            update = (self.q[n] @ (turned / (root + EPSILON))).view(d.shape[1], rows.shape[1])
+            self.w[n] = self.w[n] - lr * (update[:, :-1] + weight_decay * self.w[n])
+            self.b[n] = self.b[n] - lr * (update[:, -1] + weight_decay * self.b[n])
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"second_moment_decay": 0.5, "weight_decay": 0.1}], ids=str)
+def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
+    net, opt = made(**options)
+    slow = Slow(net, opt.options.momentum, options.get("second_moment_decay", 0.95))
+    for number in range(10):
+        step(net, opt, number)
+        slow.step(number, 0.1, options.get("weight_decay", 0.0))
+        for name, parameter in zip(("w", "b"), (net.model[2].weight, net.model[2].bias), strict=True):
+            torch.testing.assert_close(parameter.detach(), getattr(slow, name)[1], rtol=1e-6, atol=1e-8)
+    assert opt.skipped == 0
+
+
+def test_a_checkpoint_resumes_bit_for_bit() -> None:
+    net, opt = made()
+    for number in range(4):
+        step(net, opt, number)
+    stored = io.BytesIO()
+    torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, stored)
+    stored.seek(0)
+    loaded = torch.load(stored, weights_only=True)
+    resumed, again = made()
+    resumed.load_state_dict(loaded["net"])
+    again.load_state_dict(loaded["opt"])
+    for number in range(4, 9):
+        step(net, opt, number)
+        step(resumed, again, number)
+    for one, other in zip(net.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    net, opt = made()
+    for number in range(4):  # the next step makes no bases
+        step(net, opt, number)
+    state = opt.state_dict()["state"]
+    before = {(n, name): tensor.clone() for n, values in state.items() for name, tensor in values.items()}
+    x, y = data(4)
+    opt.zero_grad()
+    F.mse_loss(net(x), y).backward()
+    next(net.parameters()).grad.fill_(torch.nan)  # type: ignore[union-attr]
+    opt.step()
+    after = opt.state_dict()["state"]
+    changed = {
+        name for (n, name), old in before.items() if not torch.equal(old.nan_to_num(), after[n][name].nan_to_num())
+    }
+    assert changed == {"kfac/counter", "kfac/skipped"}
+    assert opt.skipped == 1
+
+
+def test_blocks_without_a_gradient_stand_still_and_keep_their_second_moments() -> None:
+    net, opt = made()
+    for number in range(2):
+        step(net, opt, number)
+    first, last = opt.estimator.blocks.values()
+    last_parameters = [parameter.detach().clone() for parameter in net.model[2].parameters()]  # type: ignore[index, union-attr]
+    before = [squares_of(block.group).total_weight[block.member].clone() for block in (first, last)]
+    x, y = data(2)
+    opt.zero_grad()
+    F.mse_loss(net(x), y).backward()
+    for parameter in net.model[2].parameters():  # type: ignore[index, union-attr]
+        parameter.grad = None
+    opt.step()
+    after = [squares_of(block.group).total_weight[block.member] for block in (first, last)]
+    assert after[0] > before[0] and after[1] == before[1]
+    for parameter, old in zip(net.model[2].parameters(), last_parameters, strict=True):  # type: ignore[index, union-attr]
+        assert torch.equal(parameter, old)
+
+
+def test_blocks_without_an_eigenbasis_are_refused_all_at_once() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.last = nn.LSTM(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.last(self.lstm(x)[0][-1])
+            return z
+
+    net = compile(Recurrent(), (torch.randn(5, 6, 3),), loss="mse", approximations={"lstm": "kron_series_1"})
+    with pytest.raises(ApproximationError, match=r"no products of A and G:\n  .*lstm(.|\n)*Compile with 'kron'"):
+        KFAC(net, lr=0.1, momentum_type="eigen_moments")
