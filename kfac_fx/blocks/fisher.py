@@ -336,11 +336,11 @@ class BlockDiagonalFisher(Operator):
             those of the groups that it keeps.
         """
         registrations = [registration for group in groups for registration in group.registrations]
-        parts, *of_others = (split(each, registrations) for each in (vector, *others))
+        parts, *of_others = (split(tensors, registrations) for tensors in (vector, *others))
         product: dict[str, Tensor] = {}
         for group in groups:
             if group.here:
-                matrices = (group.pack(each) for each in (parts, *of_others))
+                matrices = (group.pack(tensors) for tensors in (parts, *of_others))
                 product |= group.unpack(of(group, *matrices), parts)
         if self.owners is not None:
             product = self._gathered(product, groups, parts)
