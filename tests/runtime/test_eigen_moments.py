@@ -265,8 +265,8 @@ def test_a_checkpoint_resumes_bit_for_bit() -> None:
     for number in range(4, 9):
         step(net, opt, number)
         step(resumed, again, number)
-    for one, other in zip(net.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(net.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
