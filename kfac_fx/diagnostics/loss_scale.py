@@ -74,6 +74,8 @@ def check_scale(
         divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
         if not divided or near(multiple, cases):
             lines.append(advice(multiple, of_loss[0], cases, len(of_loss), reduction))
+    with torch.enable_grad():
+        lines += untrained(used)
     if lines:
         warn_user(LossScaleWarning("\n".join([*dict.fromkeys(lines), WHY])))
 
@@ -168,6 +170,41 @@ def scale_of_caller() -> float:
     return 1.0
 
 
+# --- losses that are registered and not trained -----------------------------------------------------------------------
+
+
+def untrained(used: Sequence[Watched]) -> list[str]:
+    """The lines of the warning, for losses whose curvature is recorded and that no gradient of any forward reaches.
+
+    used: the forwards of a step whose outputs have gradients.
+    """
+    names: dict[int, str] = {}
+    silent: set[int] | None = None
+    for watched in used:
+        leaves, weighted = watched.losses()
+        left_out, in_forward = watched.left_out(), set()
+        for number, (_, _, loss) in enumerate(weighted):
+            names[number] = f"{type(loss).__name__} of {list(loss.inputs.shape)}"
+            if loss.inputs.requires_grad:
+                reached = torch.autograd.grad(loss.inputs.sum(), leaves, allow_unused=True)
+                behind = {n for n, gradient in enumerate(reached) if gradient is not None}
+                in_forward |= {number} if behind <= left_out else set()
+        silent = in_forward if silent is None else silent & in_forward
+    if not silent:
+        return []
+    spec = used[0].recorder.loss
+    remedy = (
+        "let forward compute it from detached tensors"
+        if spec is None
+        else f"leave it out of {'loss=' if isinstance(spec, LossSpec) else 'the LayerCollection'}"
+    )
+    these = ", ".join(names[number] for number in sorted(silent))
+    return [
+        f"the trained loss does not depend on {these}, {len(silent)} of the {len(names)} registered losses, and its "
+        f"curvature is in the factors: train it, or {remedy}."
+    ]
+
+
 # --- gradients that fit no targets ------------------------------------------------------------------------------------
 
 
@@ -234,11 +271,16 @@ def axis_of_classes(gradient: Tensor) -> int | None:
 # --- parameters without curvature -----------------------------------------------------------------------------------
 
 
-def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor]) -> None:
-    """Warn of parameters of Fisher blocks that have a gradient and no curvature. gradients: by parameter.
+def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], whole: bool) -> None:
+    """Warn of parameters of Fisher blocks that have a gradient and no curvature.
 
-    Their step would be the gradient divided by the damping alone. This happens if forward computes losses of which only
-    some are distributions that the library knows. Parameters in no block follow the first-order rule; they are right.
+    Their step would be the gradient divided by the damping alone. This happens if the predictive distributions of the
+    whole batch are certain, as those of a saturated softmax; and if forward computes losses of which only some are
+    distributions that the library knows. Parameters in no block follow the first-order rule; they are right.
+
+    Args:
+        gradients: by parameter.
+        whole: whether one graph is the whole model. A registered loss then depends on all parameters of blocks.
     """
     curved: dict[str, Tensor] = {}
     for block in (block for block in estimator.blocks.values() if block.group.here):
@@ -251,13 +293,24 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor]) 
     right = torch.stack([curved[name] | ~gradients[name].any() for name in names])
     wrong = [name for name, is_right in zip(names, right.tolist(), strict=True) if not is_right]
     if wrong:
+        certain = whole or len(wrong) == len(names)
         more = f" and {len(wrong) - LISTED_PARAMETERS:,} more" if len(wrong) > LISTED_PARAMETERS else ""
+        cause, remedy = (
+            (
+                "the model is certain of its outputs, as a saturated softmax is, so these parameters have no curvature",
+                "Scale the inputs, or initialize the last layer with smaller weights",
+            )
+            if certain
+            else (
+                "the trained loss depends on parameters that no registered loss depends on",
+                "Register all losses, as in loss=lambda outputs: [...], or train these parameters with another "
+                "optimizer",
+            )
+        )
         warn_user(
             LossScaleWarning(
-                "the trained loss depends on parameters that no registered loss depends on: "
-                f"{', '.join(wrong[:LISTED_PARAMETERS])}{more}.\n"
-                "Without curvature their steps are gradients divided by the damping. Register all losses, as in "
-                "loss=lambda outputs: [...], or train these parameters with another optimizer. This was seen at the "
+                f"{cause}: {', '.join(wrong[:LISTED_PARAMETERS])}{more}.\n"
+                f"Without curvature their steps are gradients divided by the damping. {remedy}. This was seen at the "
                 "first step, from gradients and factors."
             )
         )

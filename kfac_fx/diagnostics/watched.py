@@ -72,6 +72,19 @@ class Watched:
                     gradients[n] = gradient
         return gradients
 
+    def left_out(self) -> set[int]:
+        """The Fisher's outputs that the trained loss does not depend on, by number.
+
+        If they are inside the forward, those that only returned numbers depend on which no gradient has arrived at.
+        """
+        if not self.inner:
+            return {n for n, place in enumerate(self.places) if place not in self.gradients}
+        result = set()
+        for n in range(len(self.fisher)):
+            leaves = {leaf for leaf, gradients in self.inner.items() if bool(gradients[n].any())}
+            result |= {n} if leaves and leaves.isdisjoint(self.gradients) else set()
+        return result
+
     def losses(self) -> tuple[list[Tensor], list[tuple[float, float, LossFunction]]]:
         """The Fisher's outputs as constants, and the losses on them.
 

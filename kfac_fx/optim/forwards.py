@@ -270,7 +270,7 @@ class Forwards:
     def check_coverage(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn of parameters that have a gradient and no curvature; the host waits. gradients: by parameter."""
         if self.schedule.options.fraction == 1.0:  # in a part of a batch, experts may have no rows
-            check_coverage(self.estimator, gradients)
+            check_coverage(self.estimator, gradients, whole=not self.net.program.submodules)
 
     def note_unrecorded(self) -> None:
         """Count a step with statistics due and no forward before it; warns at the first."""

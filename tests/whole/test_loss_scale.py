@@ -437,3 +437,69 @@ def test_the_line_of_a_warning_is_the_users_under_schedulers_and_scalers() -> No
         scaler.step(optimizer)
     scheduler.step()
     assert [warning.filename for warning in caught if issubclass(warning.category, LossScaleWarning)] == [__file__]
+
+
+# --- losses that are registered and not trained -----------------------------------------------------------------------
+
+
+class TwoLosses(nn.Module):
+    """Returns two outputs, or the losses of both; the second is zero, and its gradient is, if `met`."""
+
+    def __init__(self, inside: bool, met: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.a, self.b = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(5, 2)
+        self.inside, self.met = inside, met
+
+    def forward(self, x: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        a, b = self.a(h), self.b(h)
+        if not self.inside:
+            return a, b
+        return F.cross_entropy(a, classes), F.mse_loss(b, b.detach() if self.met else x[:, :2])
+
+
+def of_two(kind: str, trained: Callable[..., list[Tensor]], met: bool = False) -> list[str]:
+    """What two steps warn of. trained: from the two losses to those that have a backward each."""
+    model: nn.Module = TwoLosses(kind == "in forward", met)
+    pairs: Any = None
+    if kind == "declared":
+        pairs = lambda outputs: [losses.Categorical(outputs[0]), (0.5, losses.Normal(outputs[1]))]  # noqa: E731
+    net = kfac_fx.compile(model, (X, CLASSES), loss=pairs)
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, seed=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LossScaleWarning)
+        for _ in range(2):
+            optimizer.zero_grad()
+            both = net(X, CLASSES)
+            if kind == "declared":
+                both = F.cross_entropy(both[0], CLASSES), F.mse_loss(both[1], X[:, :2])
+            for loss in trained(*both):
+                loss.backward(retain_graph=True)
+            optimizer.step()
+    return [str(warning.message).splitlines()[0] for warning in caught if warning.category is LossScaleWarning]
+
+
+@pytest.mark.parametrize(
+    "kind, remedy",
+    [("in forward", "let forward compute it from detached tensors"), ("declared", "leave it out of loss=")],
+)
+def test_a_registered_loss_that_is_not_trained_is_told(kind: str, remedy: str) -> None:
+    for trained, name in [
+        (lambda a, b: [a], "Normal of [8, 2]"),
+        (lambda a, b: [3 * b / 3], "Categorical of [8, 4]"),
+    ]:
+        assert of_two(kind, trained) == [
+            f"the trained loss does not depend on {name}, 1 of the 2 registered losses, and its curvature is in the "
+            f"factors: train it, or {remedy}."
+        ]
+
+
+@pytest.mark.parametrize("kind", ["in forward", "declared"])
+@pytest.mark.parametrize("trained", [lambda a, b: [a + b], lambda a, b: [a, b], lambda a, b: [b, a]])
+def test_losses_that_are_trained_in_one_backward_or_two_are_not_told(kind: str, trained: Callable[..., Any]) -> None:
+    assert of_two(kind, trained) == []
+
+
+def test_a_trained_loss_with_a_gradient_of_zero_is_not_told() -> None:
+    assert of_two("in forward", lambda a, b: [a + b], met=True) == []

@@ -87,3 +87,18 @@ def test_many_parameters_are_counted() -> None:
 
     (said,) = warned(kfac_fx.compile(Wide(), (X, CLASSES)), X, CLASSES, keys=("loss",))
     assert said.endswith("others.3.weight, others.3.bias and 4 more.")
+
+
+@pytest.mark.parametrize("mode", ["gradients", "exact"])
+def test_a_saturated_softmax_is_told_as_such(mode: str) -> None:
+    """The registered loss depends on all parameters, and the distributions are certain."""
+    torch.manual_seed(0)
+    net = kfac_fx.compile(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, estimation_mode=mode, seed=0)
+    F.cross_entropy(net(1e6 * X), CLASSES).backward()
+    said = (
+        "the model is certain of its outputs, as a saturated softmax is, so these parameters have no curvature: "
+        r"0.weight, 0.bias, 2.weight, 2.bias.\nWithout curvature .* Scale the inputs, or initialize the last layer with"
+    )
+    with pytest.warns(LossScaleWarning, match=said):
+        optimizer.step()
