@@ -134,6 +134,22 @@ def test_parameters_that_are_not_finite_are_undone_at_the_next_check() -> None:
     assert theta(net).isfinite().all()
 
 
+def test_a_check_whose_gradient_is_not_finite_leaves_everything_as_it_was() -> None:
+    net, opt = made()
+    for number in range(8):
+        step(net, opt, number)
+    x, y = batch(8)
+    opt.zero_grad()
+    F.cross_entropy(net(x), y).backward()
+    next(net.parameters()).grad[0, 0] = torch.inf
+    before = [p.clone() for p in net.parameters()], [opt.state[p]["velocity"].clone() for p in net.parameters()]
+    skipped = opt.skipped.item()
+    opt.step()  # the parameters of the last check are those of step 4
+    after = list(net.parameters()), [opt.state[p]["velocity"] for p in net.parameters()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert opt.skipped.item() == skipped + 1
+
+
 def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     """The quadratic model cannot know a network whose outputs explode behind the tangent."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.distributed import Replicas
 
 STEPS, CASES, WORLD = 3, 6, 2
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -165,3 +168,120 @@ def test_an_estimator_adds_up_batches_of_different_sizes(found: list[dict[str, A
     est.update_covariances(torch.cat([x[:2], x[:4]]))
     for result in found:
         torch.testing.assert_close(result["fisher"], est.blocks["first.weight", "first.bias"].full_fisher_block())
+
+
+# --- the parts of it, without processes -------------------------------------------------------------------------------
+
+
+class Process(Replicas):
+    """One of several processes; `together` lets threads stand for them."""
+
+    def __init__(self, rank: int = 0, number: int = WORLD) -> None:
+        super().__init__()
+        self._rank, self._number = rank, number
+
+    number, rank = property(lambda self: self._number), property(lambda self: self._rank)  # type: ignore[assignment]
+
+
+def together(
+    number: int, task: Callable[[Process], Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], set[str]]:
+    """(what every process returns, the kinds of messages that they sent)."""
+    barrier, here = threading.Barrier(number, timeout=60), threading.local()
+    sent: dict[int, Tensor] = {}
+    kinds: set[str] = set()
+
+    def exchanged(tensor: Tensor) -> list[Tensor]:
+        sent[here.rank] = tensor.clone()
+        barrier.wait()
+        everything = [sent[rank] for rank in range(number)]
+        barrier.wait()
+        return everything
+
+    def all_reduce(tensor: Tensor, **_: Any) -> None:
+        kinds.add("sum")
+        tensor.copy_(torch.stack(exchanged(tensor)).sum(0))
+
+    def all_gather(shares: list[Tensor], share: Tensor, **_: Any) -> None:
+        kinds.add("shares")
+        for mine, theirs in zip(shares, exchanged(share), strict=True):
+            mine.copy_(theirs)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+
+    def run(rank: int) -> Any:
+        here.rank = rank
+        return task(Process(rank, number))
+
+    with ThreadPoolExecutor(number) as pool:
+        return list(pool.map(run, range(number))), kinds
+
+
+@pytest.mark.parametrize(
+    "sizes, kind",
+    [
+        ([(2, 3), (5,), (6,)], "shares"),
+        ([(2,), (7,), (1, 3)], "shares"),
+        ([(30,), (1,), (1, 1)], "sum"),
+        ([(1,), (30,), (1,)], "sum"),
+        ([(1,), (0,), (30, 1)], "sum"),
+        ([(4,), (4,)], "shares"),  # the third process has none
+    ],
+)
+def test_all_processes_gather_what_each_has(
+    sizes: list[tuple[int, ...]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shares of equal length, or as a sum, whichever sends less."""
+    tensors = [[torch.randn(size), torch.randn(2, dtype=torch.float64)] for size in sizes]
+
+    def gather(process: Process) -> Any:
+        mine = tensors[process.rank] if process.rank < len(tensors) else []
+        return process.gather(mine, [[torch.empty_like(tensor) for tensor in of_process] for of_process in tensors])
+
+    expected = [tensor for of_process in tensors for tensor in of_process]
+    results, kinds = together(3, gather, monkeypatch)
+    assert kinds == {kind}
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_sums_keep_their_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of float64 rounds no float64 and widens no float32; the sums come back in their order."""
+    tensors = [torch.tensor([1 / 3, 2.0]), torch.tensor(1 / 3, dtype=torch.float64), torch.tensor([[3.0]])]
+    results, _ = together(2, lambda process: process.total([(process.rank + 1) * t for t in tensors]), monkeypatch)
+    for result in results:
+        torch.testing.assert_close(result, [3 * tensor for tensor in tensors])
+        assert result[1] == 3 * tensors[1]
+
+
+def test_the_random_stream_of_a_process_is_that_of_the_seed_the_place_and_its_rank() -> None:
+    def draw(*place: int, rank: int = 0, seed: int = 0) -> float:
+        common = torch.Generator().manual_seed(seed)
+        state = common.get_state()
+        number = torch.rand((), generator=Process(rank).stream(common, *place)).item()
+        assert torch.equal(common.get_state(), state)
+        return number
+
+    streams = [{}, {"rank": 1}, {"seed": 1}]
+    numbers = [draw(*place, **other) for place in [(0, 0), (0, 1), (1, 0), (0, 0, 1)] for other in streams]
+    assert len(set(numbers)) == len(numbers)
+    assert draw(0, 1, rank=1) == draw(0, 1, rank=1)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("apart", [0.0, 1e-4, -1e-4, 1e-2, -1e-2])
+def test_gradients_are_compared_relative_to_their_norm(
+    size: float, apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_reduce(ends: Tensor, **_: Any) -> None:
+        other = size * (1 + apart)
+        ends.copy_(torch.maximum(ends, torch.tensor([other, -other], dtype=ends.dtype)))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    gradients = [torch.tensor([0.6 * size]), torch.tensor([[0.8 * size]])]
+    if abs(apart) < 1e-3:
+        Process().check_gradients(gradients)
+        return
+    with pytest.raises(RuntimeError, match="the gradients of 2 processes differ: their norms are"):
+        Process().check_gradients(gradients)
