@@ -460,7 +460,7 @@ class TwoLosses(nn.Module):
 
 
 def of_two(kind: str, trained: Callable[..., list[Tensor]], met: bool = False) -> list[str]:
-    """What two steps warn of. trained: from the two losses to those that have a backward each."""
+    """The warnings of two steps. trained: from the two losses to those that have a backward each."""
     model: nn.Module = TwoLosses(kind == "in forward", met)
     pairs: Any = None
     if kind == "declared":
