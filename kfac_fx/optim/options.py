@@ -98,7 +98,8 @@ class KFACOptions:
     Args:
         net: the compiled module, as returned by `kfac_fx.compile`.
         lr: the learning rate. With "adaptive" a multiplier of its step size; None means 1. The "qmodel" types must have
-            None, and the others need a number.
+            None, and the others need a number. They neither check nor undo a step: without `norm_constraint`, too large
+            an lr for the damping makes the loss diverge.
         damping: λ of F + λ I. It scales with the loss. With "adaptive" and `adapt_damping` this is its first value.
             None means 1 with "adaptive"; "eigen_moments" has none, and the other types need a number.
         momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.passes.errors import FactorNotReady, ModelChangedError, RegistrationError
@@ -50,6 +51,26 @@ def test_batches_that_are_kept_are_folded_as_one() -> None:
         est.update_inverses()
     est.fold()
     torch.testing.assert_close(est.blocks[("0.weight",)].factors["A"].value[0], x.mT @ x / 7)
+
+
+def test_pending_rows_count_positions_and_of_generic_parameters_cases() -> None:
+    """The cost model of the default's intervals reads them."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each, self.mean, self.shift = nn.Linear(3, 4), nn.Linear(4, 2), nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.mean(torch.tanh(self.each(x)).mean(1)) + torch.cumsum(self.shift, 0)
+            return y
+
+    x = torch.randn(4, 5, 3)
+    est = FisherEstimator(compile(Positions(), (x,), loss="normal"))
+    assert est.pending_rows() == {}
+    for part in (x, x[:1]):
+        est.update_covariances(part, fold=False)
+    assert est.pending_rows() == {("each.weight", "each.bias"): 25, ("mean.weight", "mean.bias"): 5, ("shift",): 5}
 
 
 def test_accumulating_leaves_the_moments_alone() -> None:

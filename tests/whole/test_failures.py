@@ -326,7 +326,7 @@ def an_estimator(**options: Any) -> kfac_fx.FisherEstimator:
 @pytest.mark.parametrize("wrong", [0, 2, 3])
 def test_a_batch_that_is_not_finite_leaves_the_others_that_are_folded_with_it(wrong: int) -> None:
     batches = list(torch.randn(4, 6, 4, dtype=torch.float64))
-    est, without = an_estimator(batch_size=24), an_estimator()
+    est, without = (an_estimator(compute_params_stats=True, **options) for options in ({"batch_size": 24}, {}))
     for number, x in enumerate(batches):
         est.update_covariances(torch.full_like(x, torch.nan) if number == wrong else x, fold=False)
         if number != wrong:
@@ -337,6 +337,8 @@ def test_a_batch_that_is_not_finite_leaves_the_others_that_are_folded_with_it(wr
     assert len(skipped) == 2 and all(states[0][name] == 1 for name in skipped)
     for name in states[1].keys() - skipped:
         torch.testing.assert_close(states[0][name], states[1][name], rtol=0, atol=0)
+    torch.testing.assert_close(est.params_stats, without.params_stats, rtol=0, atol=0)
+    assert est.params_stats
 
 
 def test_batches_that_are_all_not_finite_change_nothing() -> None:
