@@ -131,8 +131,11 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
         description="Train a deep autoencoder and a deep network without skips and norms with SGD and AdamW, whose "
         "learning rates are tuned, and with K-FAC, which has no settings.",
     )
-    show.add_argument("--steps", type=step_count, help="training steps of SGD and AdamW; K-FAC takes a fifth of them")
-    show.add_argument("--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps, to see whether it runs")
+    length = show.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=step_count, help="training steps of SGD and AdamW; K-FAC takes a fifth of them")
+    length.add_argument(
+        "--quick", action="store_true", help=f"take 1/{demo.QUICK} of the steps, to see whether it runs"
+    )
     show.add_argument("--seed", type=seed, default=0, help="of the initial models and batches; default: %(default)s")
     show.add_argument(
         "--device", type=device, default=torch.device("cpu"), help="where to train, such as cuda; default: %(default)s"

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from kfac_fx.passes.tracing.holders import Entries
+import warnings
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kfac_fx.passes.tracing.holders import (
+    ArrayNumbers,
+    Attributes,
+    BufferBytes,
+    ContextValue,
+    Entries,
+    FunctionCode,
+    Length,
+    ListElements,
+    Members,
+    ObjectClasses,
+    Version,
+)
 
 
 class Registry(dict[str, float]):
@@ -20,3 +44,171 @@ def test_a_dictionary_may_have_another_get() -> None:
     assert not holder.same()
     holder.put_back()
     assert registry == {"a": 1.0}
+
+
+# --- every holder -----------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """An object of a user's."""
+
+
+class Other(Plain):
+    """Another class of the same form."""
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("a", "b")
+
+
+def returning(a: float = 1.0, *, b: float = 2.0) -> float:
+    return a + b
+
+
+VARIABLE: ContextVar[float] = ContextVar("VARIABLE", default=0.0)
+
+
+def slotted() -> Slotted:
+    value = Slotted()
+    value.a = 1.0
+    return value
+
+
+def classes() -> tuple[Plain, ObjectClasses]:
+    value, holder = Plain(), ObjectClasses()
+    holder.add(value)
+    return value, holder
+
+
+def of(make: Callable[[], Any], hold: Callable[[Any], Any]) -> tuple[Any, Any]:
+    value = make()
+    return value, hold(value)
+
+
+def whole(value: Any) -> Entries:
+    return Entries(value, value, len(value))
+
+
+def forgotten(value: dict[str, float]) -> Entries:
+    return Entries(value, ["a"], len(value), without="forward")
+
+
+def named(value: dict[str, float]) -> Entries:
+    return Entries(value, ["a", "missing"], None)
+
+
+# what is held, and its holder; a change in place; whether the value is as it was before
+Row = tuple[Callable[[], tuple[Any, Any]], Callable[[Any], Any], Callable[[Any], bool]]
+TWO = {"a": 1.0, "b": 2.0}
+CHANGES: dict[str, Row] = {
+    "an entry is another": (
+        lambda: of(lambda: dict(TWO), whole), lambda v: v.update(a=3.0), lambda v: v == TWO,
+    ),
+    "entries are in another order": (
+        lambda: of(lambda: dict(TWO), whole), lambda v: v.update(a=v.pop("a")), lambda v: list(v) == ["a", "b"],
+    ),
+    "an entry is new": (lambda: of(lambda: dict(TWO), whole), lambda v: v.update(c=3.0), lambda v: v == TWO),
+    "an entry is gone": (lambda: of(lambda: dict(TWO), whole), lambda v: v.pop("a"), lambda v: v == TWO),
+    "the order of an ordered dictionary": (
+        lambda: of(lambda: OrderedDict(TWO), whole), lambda v: v.move_to_end("a"), lambda v: list(v) == ["a", "b"],
+    ),
+    "a named entry is another": (
+        lambda: of(lambda: dict(TWO), named), lambda v: v.update(a=3.0), lambda v: v == TWO,
+    ),
+    "a named entry is new": (
+        lambda: of(lambda: dict(TWO), named), lambda v: v.update(missing=3.0), lambda v: v == TWO,
+    ),
+    "an entry of a class": (
+        lambda: of(lambda: type("Local", (), {"a": 1.0}), lambda v: Entries(vars(v), ["a", "b"], None, owner=v)),
+        lambda v: (setattr(v, "a", 3.0), setattr(v, "b", 3.0)), lambda v: v.a == 1.0 and not hasattr(v, "b"),
+    ),
+    "an element of a list": (
+        lambda: of(lambda: [1.0, 2.0], ListElements), lambda v: v.__setitem__(0, 3.0), lambda v: v == [1.0, 2.0],
+    ),
+    "the order of a list": (lambda: of(lambda: [1.0, 2.0], ListElements), lambda v: v.reverse(), lambda v: v[0] == 1.0),
+    "the length of a deque": (
+        lambda: of(lambda: deque([1.0]), ListElements), lambda v: v.append(2.0), lambda v: list(v) == [1.0],
+    ),
+    "a member is new": (lambda: of(lambda: {1.0}, Members), lambda v: v.add(2.0), lambda v: v == {1.0}),
+    "a member is gone": (lambda: of(lambda: {1.0, 2.0}, Members), lambda v: v.remove(1.0), lambda v: v == {1.0, 2.0}),
+    "a slot": (
+        lambda: of(slotted, lambda v: Attributes(v, "ab")), lambda v: setattr(v, "a", 3.0), lambda v: v.a == 1.0,
+    ),
+    "an empty slot": (
+        lambda: of(slotted, lambda v: Attributes(v, "ab")), lambda v: setattr(v, "b", 3.0),
+        lambda v: not hasattr(v, "b"),
+    ),
+    "a number of an array": (
+        lambda: of(lambda: np.zeros(2), ArrayNumbers), lambda v: v.__setitem__(0, 1.0), lambda v: not v.any(),
+    ),
+    "a byte": (
+        lambda: of(lambda: bytearray(b"ab"), BufferBytes), lambda v: v.__setitem__(0, 0), lambda v: v == b"ab",
+    ),
+    "an element of an array of Python's": (
+        lambda: of(lambda: array("d", [1.0]), BufferBytes), lambda v: v.__setitem__(0, 2.0), lambda v: v[0] == 1.0,
+    ),
+    "a context variable": (
+        lambda: (VARIABLE.set(1.0), of(lambda: VARIABLE, ContextValue))[1],
+        lambda v: v.set(2.0), lambda v: v.get() == 1.0,
+    ),
+    "the code of a function": (
+        lambda: of(lambda: FunctionType(returning.__code__, globals()), FunctionCode),
+        lambda v: setattr(v, "__code__", (lambda a, *, b: a).__code__), lambda v: v.__code__ is returning.__code__,
+    ),
+    "a default": (
+        lambda: of(lambda: returning, FunctionCode), lambda v: setattr(v, "__defaults__", (3.0,)), lambda v: v() == 3.0,
+    ),
+    "a default of an argument by name": (
+        lambda: of(lambda: returning, FunctionCode), lambda v: setattr(v, "__kwdefaults__", {"b": 5.0}),
+        lambda v: v() == 3.0,
+    ),
+    "the class of an object": (classes, lambda v: setattr(v, "__class__", Other), lambda v: type(v) is Plain),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_holder_sees_a_change_in_place_and_undoes_it(change: str) -> None:
+    make, apply, as_before = CHANGES[change]
+    value, holder = make()
+    assert holder.same() and as_before(value)
+    apply(value)
+    assert not holder.same()
+    holder.put_back()
+    assert holder.same() and as_before(value)
+
+
+@pytest.mark.parametrize(
+    "make, change",
+    [
+        (lambda: of(lambda: [1.0], Length), lambda v: v.append(2.0)),
+        (lambda: of(lambda: torch.zeros(2), Version), lambda v: v.add_(1.0)),
+        (lambda: of(lambda: np.zeros(4, np.int32), ArrayNumbers), lambda v: setattr(v, "dtype", np.float32)),
+        (lambda: of(lambda: np.zeros((4, 1)), ArrayNumbers), lambda v: setattr(v, "shape", (2, 2))),
+    ],
+    ids=["length", "version", "dtype", "shape"],
+)
+def test_what_cannot_be_undone_is_seen(make: Callable[[], tuple[Any, Any]], change: Callable[[Any], Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of writes to the dtype and the shape of an array
+        value, holder = make()
+        assert holder.same()
+        change(value)
+    assert not holder.same()
+
+
+def test_a_key_that_does_not_count_may_come_and_go() -> None:
+    """A tool replaces `forward` of a module while it is captured."""
+    for start in ({}, {"forward": 9.0}):
+        value = TWO | start
+        holder = forgotten(value)
+        assert holder.same()
+        value["forward"] = 3.0
+        assert holder.same()
+        del value["forward"]
+        assert holder.same()
+        value["new"] = 3.0
+        assert not holder.same()
+        value["forward"] = 3.0
+        assert not holder.same()

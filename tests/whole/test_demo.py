@@ -90,12 +90,24 @@ def test_the_demo_prints_reports_and_tables_and_writes_its_files(
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
 
 
+def test_a_quick_demo_says_that_it_ran_and_compares_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(demo, "QUICK", 10_000)
+    assert cli.main(["demo", "--quick", "--no-progress"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "All methods ran, 1/10000 of their steps: too few to compare them. `kfac-fx demo` takes all." in out
+    assert "did not reach" not in out and "reached AdamW's best loss in" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--steps", "0"], "'0' is not a whole number above 0"),
         (["--steps", "many"], "'many' is not a whole number above 0"),
         (["--device", "abacus"], "no device 'abacus'"),
+        (["--quick", "--steps", "5"], "not allowed with argument --quick"),
     ],
 )
 def test_an_impossible_option_is_refused(
