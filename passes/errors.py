@@ -104,14 +104,19 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+# Packages that call the library for the user.
+BETWEEN = ("torch", "accelerate", "transformers", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
 def warn_user(warning: Warning) -> None:
     """Warn, with the file and line of the call that entered the library.
 
     A `stacklevel` would depend on the depth of our own calls, and of torch's: schedulers, profilers and `no_grad` wrap
-    `step`. Skipped are the frames of the library, of torch, and of generated code, whose module has no name.
+    `step`, and trainers call it. Skipped are the frames of the library, of `BETWEEN`, and of generated code, whose
+    module has no name.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "torch").split(".")[0] in ("kfac_fx", "torch"):
+    while frame is not None and frame.f_globals.get("__name__", "torch").split(".")[0] in ("kfac_fx", *BETWEEN):
         frame = frame.f_back
     if frame is None:  # no user's code, as in `python -m kfac_fx.cli`
         warnings.warn(warning, stacklevel=2)

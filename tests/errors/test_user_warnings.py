@@ -38,8 +38,21 @@ def deep(depth: int, name: str | None, inner: Callable[[], None]) -> Callable[[]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
-@pytest.mark.parametrize("module", ["kfac_fx.optim.step", "kfac_fx.passes.trace", "torch.optim.optimizer", None])
-def test_frames_of_the_library_of_torch_and_of_generated_code_are_skipped(depth: int, module: str | None) -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        "kfac_fx.optim.step",
+        "kfac_fx.passes.trace",
+        "torch.optim.optimizer",
+        "accelerate.optimizer",
+        "transformers.trainer",
+        "lightning.pytorch.core.optimizer",
+        None,
+    ],
+)
+def test_frames_of_the_library_of_torch_of_trainers_and_of_generated_code_are_skipped(
+    depth: int, module: str | None
+) -> None:
     call = deep(depth, module, library_function())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
