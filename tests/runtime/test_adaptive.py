@@ -134,6 +134,23 @@ def test_parameters_that_are_not_finite_are_undone_at_the_next_check() -> None:
     assert theta(net).isfinite().all()
 
 
+def test_a_loss_that_is_too_large_for_a_number_is_undone_at_the_next_check() -> None:
+    """The outputs and the gradient are finite, the change of the loss is not."""
+    net = compile(nn.Linear(3, 1), loss="mse")
+    opt = KFAC(net, seed=0, damping_adaptation_interval=4)
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    for number in range(9):  # checks in steps 4 and 8
+        if number == 8:
+            checkpoint = opt.state[net.model.weight]["checkpoint"].clone()
+            with torch.no_grad():
+                net.model.weight.mul_(1e25)
+        opt.zero_grad()
+        F.mse_loss(net(x), y).backward()
+        assert all(p.grad.isfinite().all() for p in net.parameters())
+        opt.step()
+    torch.testing.assert_close(net.model.weight.detach(), checkpoint, rtol=0, atol=0)
+
+
 def test_a_check_whose_gradient_is_not_finite_leaves_everything_as_it_was() -> None:
     net, opt = made()
     for number in range(8):
@@ -172,6 +189,11 @@ def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     opt.step()
     assert torch.equal(model.linear.weight, torch.zeros(1, 2, dtype=torch.float64))
     assert opt.damping > 1e-6 and opt.skipped == 1 and opt.rho < 0
+    g = model.linear.weight.grad
+    assert g is not None
+    d = opt.estimator.multiply_inverse({"linear.weight": g})["linear.weight"]
+    ratio = (1 + 1e-6) * d.square().sum() / (g * d).sum()  # the Fisher of these two cases is I
+    torch.testing.assert_close(opt._step_state.size.ratio.double(), 2 * ratio, rtol=1e-6, atol=0)
 
 
 class Committee(nn.Module):
