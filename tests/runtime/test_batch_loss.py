@@ -170,14 +170,42 @@ def test_noise_is_that_of_the_forward_at_all_points() -> None:
     assert not torch.equal(before, start.cpu)
 
 
-def test_micro_batches_of_different_sizes_are_one_batch() -> None:
-    net = compile(network(), (X,), loss="normal")
-    loss = TRAINED["normal"][1]
+def summed(kind: str, outputs: Any, cases: slice) -> Tensor:
+    """The loss of some cases, in a mean over all."""
+    if kind == "normal":
+        total = (outputs - VALUES[cases]).square().sum()
+    elif kind == "categorical":
+        total = F.cross_entropy(outputs, CLASSES[cases], reduction="sum")
+    else:
+        total = F.cross_entropy(outputs[1], CLASSES[cases] % 2, reduction="sum")
+        total = total + F.binary_cross_entropy_with_logits(outputs[0], VALUES[cases, 2:], reduction="sum")
+    return total / CASES
 
-    def part(start: int, stop: int) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
-        return (X[start:stop],), lambda outputs: (outputs - VALUES[start:stop]).square().sum() / CASES
 
-    whole, parts = observed(net, ((X,), loss)), observed(net, part(0, 2), part(2, CASES))
+class Heads(nn.Module):
+    """Returns the four outputs of a network two by two, the last first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return y[:, 2:], y[:, :2]
+
+
+def of_heads(outputs: Any) -> Any:
+    return [losses.Categorical(outputs[1]), losses.MultiBernoulli(outputs[0])]
+
+
+@pytest.mark.parametrize("kind", ["normal", "categorical", "two outputs"])
+def test_micro_batches_of_different_sizes_are_one_batch(kind: str) -> None:
+    net = compile(Heads(), (X,), loss=of_heads) if kind == "two outputs" else compile(network(), (X,), loss=kind)
+
+    def part(start: int, stop: int) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
+        return (X[start:stop],), lambda outputs: summed(kind, outputs, slice(start, stop))
+
+    whole, parts = observed(net, part(0, CASES)), observed(net, part(0, 2), part(2, CASES))
     here, there = parameters_of(net), parameters_of(net, 0.5)
     d = {name: value - here[name] for name, value in there.items()}
     for measure in (
@@ -186,6 +214,10 @@ def test_micro_batches_of_different_sizes_are_one_batch() -> None:
         lambda batch: torch.stack(batch.along(here, d)[:2]),
     ):
         torch.testing.assert_close(measure(parts), measure(whole))
+    value = summed(kind, net(X), slice(None)).detach()
+    torch.testing.assert_close(whole.value(whole.at(here)), value)
+    expected = summed(kind, torch.func.functional_call(net.model, there, (X,)), slice(None)) - value
+    torch.testing.assert_close(parts.change(parts.at(here), parts.at(there)), expected.detach())
 
 
 def test_without_gradients_only_the_curvature_is_known() -> None:
