@@ -19,10 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.program import table
-from benchmarks.step_time import versions
+from benchmarks.program import console, table, versions
 
 OUT = Path(__file__).parent / "results" / "beside.json"
 ROOT = Path(__file__).parents[1]
@@ -95,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             for checkout in checkouts:
                 git("worktree", "remove", "--force", str(checkout), check=False)
-    Console().print(table(f"{chosen.new} beside {chosen.old}: CPU times", rows))
+    console().print(table(f"{chosen.new} beside {chosen.old}: CPU times", rows))
     command = f"python -m benchmarks.beside {chosen.old} {chosen.new} --rounds {chosen.rounds}"
     chosen.out.write_text(json.dumps({"command": command, **versions(), "rows": rows}, indent=1) + "\n")
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import kfac_fx
+from benchmarks.program import console, versions
 from benchmarks.zoo_models.torchvision import load
 from kfac_fx.checks.equivalence import check_equivalence
 from kfac_fx.checks.proof import proof_gradients, with_proof_taps
@@ -101,10 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table(*rows[0], title="CPU seconds of compile")
     for row in rows:
         table.add_row(*map(str, row.values()))
-    Console().print(table)
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    console().print(table)
     command = f"python -m benchmarks.compile_time --models {' '.join(chosen.models)}"
-    chosen.out.write_text(json.dumps({"command": command, **versions, "CPU seconds": rows}, indent=1) + "\n")
+    chosen.out.write_text(json.dumps({"command": command, **versions(), "CPU seconds": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

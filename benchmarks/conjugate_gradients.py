@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
 import kfac_fx
+from benchmarks.program import console
 
 OUT = Path(__file__).parent / "results" / "conjugate_gradients.json"
 CASES, WIDTH, OUTPUTS = 500, 10, 3
@@ -89,7 +89,7 @@ def main() -> None:
     shown = Table(*found[0])
     for row in found:
         shown.add_row(*map(str, row.values()))
-    Console().print(shown)
+    console().print(shown)
     record = {
         "command": "python -m benchmarks.conjugate_gradients",
         "torch": torch.__version__,

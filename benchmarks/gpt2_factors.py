@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import kfac_fx
 from benchmarks.decoder import Decoder
+from benchmarks.program import console
 
 OUT = Path(__file__).parent / "results" / "gpt2_factors.json"
 GB = 1e9
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = Table(*rows(record["results"])[0])
     for row in rows(record["results"]):
         shown.add_row(*row.values())
-    Console().print(shown)
+    console().print(shown)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,8 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.cost_docs import table as markdown
-from benchmarks.program import table
+from benchmarks.program import console, table
 from kfac_fx.compiler import DENSE_LIMIT
 from kfac_fx.passes.choose import cuts
 from kfac_fx.passes.matrix import block_width
@@ -334,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     machine = Machine(**chosen)
     results = run(machine, ranks)
     for model in MODELS:
-        Console().print(table(model, [shown_row(row) for row in results if row["model"] == model]))
+        console().print(table(model, [shown_row(row) for row in results if row["model"] == model]))
     if out is not None:
         command = f"python -m benchmarks.placement --out benchmarks/results/{out.name}"
         record = {"command": command, "machine": asdict(machine), "results": results}

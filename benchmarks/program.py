@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,19 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.step_models import Make
-from benchmarks.step_time import versions
 
 Rows = Sequence[Mapping[str, Any]]
+WIDTH = 160  # characters of a line in a file or a pipe, where rich would cut cells off at 80
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def console() -> Console:
+    """The terminal; or lines that are wide enough for every table, if the output goes elsewhere."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=WIDTH)
 
 
 def table(title: str, rows: Rows) -> Table:
@@ -48,9 +59,9 @@ def main(
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if chosen.quick:
-        show(run(quick, 1), Console())
+        show(run(quick, 1), console())
         return
     results = run({name: models[name] for name in chosen.models}, chosen.rounds)
-    show(results, Console())
+    show(results, console())
     command = f"python -m benchmarks.{out.stem} --rounds {chosen.rounds}"
     chosen.out.write_text(json.dumps({"command": command, **versions(), "results": results}, indent=1) + "\n")

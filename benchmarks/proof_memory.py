@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -17,13 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import kfac_fx
 from benchmarks.alive import AliveBytes
 from benchmarks.decoder import Decoder
+from benchmarks.program import console, versions
 
 OUT = Path(__file__).parent / "results" / "proof_memory.json"
 MB = 2**20
@@ -161,10 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table(*rows[0], title="MB at the peak")
     for row in rows:
         table.add_row(*map(str, row.values()))
-    Console().print(table)
+    console().print(table)
     command = f"python -m benchmarks.proof_memory --models {' '.join(chosen.models)}"
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    chosen.out.write_text(json.dumps({"command": command, **versions, "MB": rows}, indent=1) + "\n")
+    chosen.out.write_text(json.dumps({"command": command, **versions(), "MB": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.program import console, versions
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import PIPELINE, run
@@ -103,14 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     measure(100)  # imports, and the layers' forms
     if chosen.quick:
-        show([measure(nodes) for nodes in (50, 100)], Console())
+        show([measure(nodes) for nodes in (50, 100)], console())
         return
     results = [measure(nodes) for nodes in chosen.nodes]
-    show(results, Console())
+    show(results, console())
     command = f"python -m benchmarks.scale --nodes {' '.join(map(str, chosen.nodes))}"
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
     chosen.out.parent.mkdir(exist_ok=True)
-    chosen.out.write_text(json.dumps({"command": command, **versions, "results": results}, indent=1) + "\n")
+    chosen.out.write_text(json.dumps({"command": command, **versions(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

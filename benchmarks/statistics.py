@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,6 +30,7 @@ from torch.utils.data import TensorDataset
 import kfac_fx
 from benchmarks.agreement_kronfluence import mlp
 from benchmarks.alive import AliveBytes
+from benchmarks.program import console
 
 OUT = Path(__file__).parent / "results" / "statistics.json"
 PHASES = ("factors", "decompositions", "correction", "pairwise scores", "self-scores")
@@ -223,7 +223,7 @@ def main() -> None:
     shown = Table("model", "library", *PHASES)
     for row in rows(results):
         shown.add_row(*row.values())
-    Console().print(shown)
+    console().print(shown)
     packages = {"kronfluence": "kronfluence", "curvlinops": "curvlinops-for-pytorch"}
     record = {
         "command": "python -m benchmarks.statistics",

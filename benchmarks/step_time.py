@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
@@ -27,6 +26,7 @@ from rich.table import Table
 from benchmarks.alive import AliveBytes
 from benchmarks.flops import flops_of
 from benchmarks.methods import PEERS, Method, Step, first_order, installed, our_methods
+from benchmarks.program import console, versions
 from benchmarks.step_models import MODELS, QUICK, Make
 
 OUT = Path(__file__).parent / "results" / "step_time.json"
@@ -150,10 +150,6 @@ def show(results: Mapping[str, Any], absent: Mapping[str, str], console: Console
         console.print(f"{method}: {why}", soft_wrap=True)
 
 
-def versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "python": platform.python_version()}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -171,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     methods = {**first_order(backend), **peers, **our_methods(backend)}
     models = QUICK if chosen.quick else {name: MODELS[name] for name in chosen.models}
     results = run(models, 1 if chosen.quick else chosen.rounds, methods, device, memory=not others)
-    show(results, absent, Console())
+    show(results, absent, console())
     if chosen.quick:
         return
     record = {
