@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sized
-from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,12 @@ from kfac_fx.checks.arguments import refuse_other_parameters
 from kfac_fx.checks.equivalence import coarsest_rounding
 from kfac_fx.checks.outputs import differs_from_model
 from kfac_fx.checks.unchanged import averages_gradients, unwrapped
-from kfac_fx.in_place import OUTSIDE, is_running, running, runs_the_model, with_signature_of
+from kfac_fx.in_place import OUTSIDE, ForwardListener, is_running, running, runs_the_model, with_signature_of
 from kfac_fx.layer_collection import CapturedModel, LayerCollection
 from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError, UntraceableError
 from kfac_fx.passes.ir import Program, Registration
-from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.torch_private import own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
@@ -31,27 +29,8 @@ from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.output_losses import replaced
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.report import Report
+from kfac_fx.report.fallbacks import fallbacks
 from kfac_fx.statistics.moments import Moments, PendingMoments
-
-
-@runtime_checkable
-class ForwardListener(Protocol):
-    """An optimizer, which a compiled module tells about its forwards."""
-
-    def forgetting_on_error(self) -> AbstractContextManager[None]:
-        """Entered around every forward in training mode with gradients enabled, which may raise."""
-
-    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called before every forward in training mode with gradients enabled.
-
-        Returns the outputs, or None if the model is to compute them.
-        """
-
-    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Called after every such forward, with the outputs that the user gets."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Called after the gradients of the module are zeroed."""
 
 
 class CompiledModule(nn.Module):
@@ -131,24 +110,9 @@ class CompiledModule(nn.Module):
         return Report(self.program, counters, self._fallbacks, intervals)
 
     def _fallbacks(self) -> list[str]:
-        """The slower or unproved ways that were taken since compilation, with their reasons."""
-        first = self.captures.first
-        sentences = [] if self.captures.arguments.verify else ["no registration was proved: verify=False"]
-        sentences += [
-            f"the layer {name!r} of layers=[...] is nowhere in the graph: no operation has its form"
-            for name in unmatched(self.captures.arguments.layers, self.program)
-        ]
-        if first is not None and first.loop_reason is not None:
-            sentences.append(f"sources of the exact modes are sent back one by one: {first.loop_reason}")
-        if first is not None and first.emitted.plain_reason is not None:
-            sentences.append(f"recordings are not compiled: {first.emitted.plain_reason}")
-        apart = {key: reason for _, cases in self._case_recorders for key, reason in cases.apart.items()}
-        sentences += [
-            f"gradients of single examples of {', '.join(key)} take one backward each: {reason}"
-            for key, reason in apart.items()
-        ]
+        cases = [collecting for _, collecting in self._case_recorders]
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
-        return [*sentences, *of_optimizer()]
+        return [*fallbacks(self.captures.arguments, self.program, self.captures.first, cases), *of_optimizer()]
 
     @property
     def layer_collection(self) -> LayerCollection:
@@ -280,8 +244,8 @@ class CompiledModule(nn.Module):
     def differs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Whether the model computes other outputs than its capture, 0-dim on the device; see `checks.outputs`.
 
-        Two forwards that leave no trace. A sharded model is not compared here, because its units gather and drop
-        parameters in a forward of their own; its recordings are compared with the user's forwards.
+        Two forwards that leave no trace. The recordings of a sharded model are compared with the user's forwards
+        instead, because its units gather and drop parameters.
         """
         self.captures.structure.check()
         if self.captures.structure.sharded:
@@ -373,8 +337,7 @@ class CompiledModule(nn.Module):
     @property
     def training(self) -> bool:
         """The mode of the model itself. Loops that restore modes one by one do not reach the model but through it."""
-        mode: bool = self.model.training
-        return mode
+        return bool(self.model.training)
 
     @training.setter
     def training(self, mode: bool) -> None:
@@ -413,7 +376,7 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["model"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Attributes of the model are set on the model."""
+        """Set the model's attributes on the model."""
         of_wrapper = name in self.__dict__ or hasattr(type(self), name) or "_sealed" not in self.__dict__
         super().__setattr__(name, value) if of_wrapper else setattr(self.model, name, value)
 
@@ -436,12 +399,3 @@ class CompiledModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"kfac_fx.compile({self.model!r})"
-
-
-def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:
-    """The user's layers that no use has, and that no reason speaks of."""
-    used = {use.layer for registration in program.registrations for use in registration.uses}
-    reasons = [registration.reason or "" for registration in program.registrations]
-    told = " ".join([*reasons, *map(str, program.dropped)])
-    mine = [name for name, layer in layers.items() if LAYERS.get(name) is not layer and not layer.parts]
-    return [name for name in mine if name not in used and f"{name}:" not in told and f"{name}(" not in told]

@@ -1,4 +1,4 @@
-"""The calls of a model, and those that a compiled module takes in their place.
+"""The calls of a model, those that a compiled module takes in their place, and the optimizer that is told about them.
 
 A module that is compiled in place takes the calls of its model, as `nn.Module.compile` does: the model stays the object
 that users and trainers call, and copies of it have the plain call. kfac_fx calls the model itself, too, to capture it,
@@ -10,14 +10,34 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 from torch import nn
 
 RUNNING: ContextVar[frozenset[int]] = ContextVar("RUNNING", default=frozenset())  # the models that kfac_fx runs itself
 OUTSIDE = "kfac_fx records outside of compiled code; kfac_fx.compile(model, backend=...) compiles what can be compiled"
+
+
+@runtime_checkable
+class ForwardListener(Protocol):
+    """An optimizer, which a compiled module tells about its forwards."""
+
+    def forgetting_on_error(self) -> AbstractContextManager[None]:
+        """Entered around every forward in training mode with gradients enabled, which may raise."""
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called before every forward in training mode with gradients enabled.
+
+        Returns the outputs, or None if the model is to compute them.
+        """
+
+    def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Called after every such forward, with the outputs that the user gets."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Called after the gradients of the module are zeroed."""
 
 
 class HasModel(Protocol):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.layers import as_rows
 from tests.whole.training import differences, step
 
 X = torch.randn(6, 4)
@@ -325,17 +324,6 @@ def test_a_module_that_was_compiled_is_refused_inside_of_another() -> None:
         kfac_fx.RegistrationError, match=r"are already compiled and would be captured twice: 0; use their .model"
     ):
         kfac_fx.compile(nn.Sequential(net, nn.Linear(3, 3)), (X,), loss="normal")
-
-
-def test_a_layer_that_matches_nothing_is_in_the_report() -> None:
-    @kfac_fx.layer(rows=as_rows, grad_rows=as_rows, example=lambda: (nn.Linear(4, 3), torch.ones(2, 4)))
-    def doubled(x: Tensor, *, weight: Tensor) -> Tensor:
-        return nn.functional.linear(2 * x, weight)
-
-    words = "the layer 'doubled' of layers=[...] is nowhere in the graph: no operation has its form"
-    plain = kfac_fx.compile(nn.Linear(4, 3, bias=False), loss="normal", layers=[doubled])
-    assert words in " ".join(str(plain.report).split())
-    assert "nowhere in the graph" not in str(kfac_fx.compile(nn.Linear(4, 3), loss="normal").report)
 
 
 def test_a_container_has_its_length_and_members() -> None:

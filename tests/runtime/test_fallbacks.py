@@ -1,0 +1,31 @@
+"""Fallbacks of a compiled module, with their reasons."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.passes.layers import as_rows
+from kfac_fx.report.fallbacks import fallbacks
+
+
+def test_a_proved_capture_has_no_fallback() -> None:
+    net = kfac_fx.compile(nn.Linear(4, 3), (torch.randn(6, 4),), loss="normal")
+    assert fallbacks(net.captures.arguments, net.program, net.captures.first, ()) == []
+
+
+def test_a_capture_without_proof_is_told() -> None:
+    net = kfac_fx.compile(nn.Linear(4, 3), (torch.randn(6, 4),), loss="normal", verify=False)
+    assert fallbacks(net.captures.arguments, net.program, None, ()) == ["no registration was proved: verify=False"]
+
+
+def test_a_layer_that_matches_nothing_is_in_the_report() -> None:
+    @kfac_fx.layer(rows=as_rows, grad_rows=as_rows, example=lambda: (nn.Linear(4, 3), torch.ones(2, 4)))
+    def doubled(x: Tensor, *, weight: Tensor) -> Tensor:
+        return nn.functional.linear(2 * x, weight)
+
+    words = "the layer 'doubled' of layers=[...] is nowhere in the graph: no operation has its form"
+    plain = kfac_fx.compile(nn.Linear(4, 3, bias=False), loss="normal", layers=[doubled])
+    assert words in " ".join(str(plain.report).split())
+    assert "nowhere in the graph" not in str(kfac_fx.compile(nn.Linear(4, 3), loss="normal").report)
