@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.blocks import block as blocks
-from kfac_fx.checks.proof import check_row_shapes
+from kfac_fx.checks.proof_tap import check_row_shapes
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.layer_collection.find_use import Collection, Nodes, in_time
 from kfac_fx.linalg.matrices import Root

@@ -17,6 +17,7 @@ from kfac_fx.layer_collection.names import CapturedModel, LayerParametersDict
 from kfac_fx.losses.registered import RegisteredLoss, RegisteredLosses
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.choose import lacking
+from kfac_fx.passes.claims import declared_by_user
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
 from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
 from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim, with_mask
@@ -26,7 +27,6 @@ from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import Pattern, held_shapes, lay_over, patterns_by_target
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import MATCHED, run
-from kfac_fx.passes.resolve import declared_by_user
 from kfac_fx.statistics.moments import Key
 
 Nodes = Any  # a node, its name, or a list of them, one per use

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx import RegistrationError
-from kfac_fx.checks.proof import Verdict, check_row_shapes, prove
+from kfac_fx.checks.proof import Verdict, prove
 from kfac_fx.passes.ir import Options
 from kfac_fx.passes.layers import LAYERS, Layer, as_rows, layer
 from kfac_fx.passes.pipeline import run
@@ -201,25 +201,6 @@ def test_cases_that_turn_out_merged_are_told_apart_from_cases() -> None:
 
 def test_what_nothing_trains_is_proved() -> None:
     assert proved(nn.Linear(3, 2).requires_grad_(False)).program.registrations == ()
-
-
-@pytest.mark.parametrize(
-    ("rows", "grads", "sizes"),
-    [((5, 2, 3), (5, 2, 4), (1, 4, 3)), ((1, 2, 3), (5, 2, 1, 4), (1, 4, 3)), ((5, 2, 6, 3), (5, 2, 6, 4), (6, 4, 3))],
-)
-def test_rows_of_the_right_shape(rows: Any, grads: Any, sizes: Any) -> None:
-    check_row_shapes(torch.zeros(rows), torch.zeros(grads), sizes)
-    if sizes[0] == 1:
-        check_row_shapes(torch.zeros(rows[:2], dtype=torch.long), torch.zeros(grads), sizes)
-
-
-@pytest.mark.parametrize(
-    ("rows", "grads", "sizes"),
-    [((5, 3, 3), (5, 2, 4), (1, 4, 3)), ((2, 2, 3), (5, 2, 4), (1, 4, 3)), ((5, 2, 3), (5, 2, 6, 4), (6, 4, 3))],
-)
-def test_rows_of_a_wrong_shape(rows: Any, grads: Any, sizes: Any) -> None:
-    with pytest.raises(ValueError, match="rows of shape .*, wanted"):
-        check_row_shapes(torch.zeros(rows), torch.zeros(grads), sizes)
 
 
 def test_a_head_that_starts_at_zero_hides_nothing() -> None:
