@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx import capture_cache, layer
+from kfac_fx import capturing, layer
 from kfac_fx.checks import equivalence
 from kfac_fx.diagnostics import watched
 from kfac_fx.optim.curvature import JacobianProducts
@@ -268,7 +268,7 @@ def test_a_bug_of_ours_that_shows_in_a_trace_is_not_taken_for_something_else(tra
 
 
 def test_a_bug_of_ours_in_a_division_is_not_taken_for_inputs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "divide", bug)
+    monkeypatch.setattr(capturing, "divide", bug)
     with pytest.raises(AssertionError, match=OURS):
         kfac_fx.compile(Model(lambda x: x if x.sum().item() > 0 else -x), (X,), loss="normal")
 
