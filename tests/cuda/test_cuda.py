@@ -109,6 +109,7 @@ def test_factors_are_computed_without_tf32(way: str) -> None:
         {"momentum": None, "momentum_type": "qmodel"},
         {"momentum": None, "momentum_type": "qmodel", "adapt_damping": True},
         {"lr": 0.05, "estimation_mode": "empirical"},
+        {"lr": 0.05, "momentum_type": "eigen_moments", "damping": None},
     ],
     ids=str,
 )
@@ -119,7 +120,7 @@ def test_training_lowers_the_loss(options: dict[str, Any], backend: str) -> None
     x = torch.randn(256, 16, device="cuda")
     y = (x[:, :4] * 2).argmax(-1)
     net = kfac_fx.compile(model, (x,), loss="categorical", backend=backend)
-    optimizer = kfac_fx.KFAC(net, damping=1e-2, cov_update_every=2, invert_every=4, **options)
+    optimizer = kfac_fx.KFAC(net, **{"damping": 1e-2, "cov_update_every": 2, "invert_every": 4, **options})
     losses = []
     for _ in range(25):
         loss = nn.functional.cross_entropy(net(x), y)

@@ -59,6 +59,7 @@ SPECTRUM = {  # so it has here
     "spectrum.py:of",  # whether there is anything to decompose
     "sua.py:eigensystem",  # a basis of places is made on the host
 }
+BASES = {"matrices.py:rescued_eigh"}  # of "eigen_moments": whether to try again; `eigh` has waited already
 
 
 def on_device(small: Small) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -130,11 +131,12 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
 
 
 def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dtype | None = None) -> None:
-    """Five steps: the first may wait, the others not."""
+    """Five steps: the first may wait, the others not, except for new bases."""
+    purpose = BASES if options.get("momentum_type") == "eigen_moments" else set()
     model, inputs = on_device(small)
     net = kfac_fx.compile(model, inputs, loss=small.loss, verify=False, **small.options)
     labels = torch.zeros(CASES, dtype=torch.int64, device=NAME)
-    optimizer = kfac_fx.KFAC(net, damping=0.1, invert_every=2, seed=0, **options)
+    optimizer = kfac_fx.KFAC(net, **{"damping": 0.1, "invert_every": 2, "seed": 0, **options})
 
     def loss() -> Tensor:
         with torch.autocast(NAME, cast or torch.bfloat16, enabled=cast is not None):
@@ -147,7 +149,7 @@ def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dt
         value.backward()
         optimizer.step(evaluate=loss)
         burned = options.get("num_burnin_steps", 0)
-        waits.only(FIRST_STEP if number <= burned else set())
+        waits.only(purpose | FIRST_STEP if number <= burned else purpose)
         all_on_device(optimizer.state.values())
     all_on_device([optimizer.damping, optimizer.skipped, optimizer.rho, optimizer.predicted_change])
     with mock.patch("kfac_fx.optim.state.check_choices"):  # it reads numbers, and this device has none
@@ -219,6 +221,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "adam": {"lr": 0.1, "momentum_type": "adam", "num_burnin_steps": 1},
     "qmodel": {"momentum": None, "momentum_type": "qmodel", "adapt_damping": True, "damping_adaptation_interval": 2},
     "qmodel_fixedmu": {"momentum_type": "qmodel_fixedmu"},
+    "eigen_moments": {"lr": 0.1, "damping": None, "momentum_type": "eigen_moments"},
     "adapted": {"lr": 0.1, "adapt_damping": True, "damping_adaptation_interval": 1},
     "exact": {"lr": 0.1, "estimation_mode": "exact", "fraction": 0.5},
 }
