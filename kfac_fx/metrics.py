@@ -39,7 +39,7 @@ class Metrics:
     | `seconds/record` | a step's forwards that record; the model's own forward counts where it is the recording |
     | `seconds/statistics`, `seconds/inverses` | of a step, to average and to decompose the factors |
     | `seconds/update` | of a step, for the update, checks of the step size, and closures that measure the loss |
-    | `memory/factors`, `memory/inverses` | bytes of the estimator's factors, and of their inverses |
+    | `memory/factors`, `memory/inverses` | bytes of the factors, and of their inverses or "eigen_moments" |
     | `memory/update` | bytes of the vectors that the update keeps, such as velocities |
     | `condition/A`, `condition/G`, `condition/F` | the largest condition number of the damped factors of that name |
 
@@ -178,9 +178,9 @@ class Metrics:
         self._seconds, self._steps = totals, 0
         stacks = [stack for group in groups for stack in group.factors.values()]
         values["memory/factors"] = sum(stack.moment.nbytes + stack.total_weight.nbytes for stack in stacks)
-        values["memory/inverses"] = sum(
-            operator.nbytes for group in groups for operators in group.roots.values() for operator in operators
-        )
+        roots = [operator for group in groups for operators in group.roots.values() for operator in operators]
+        extras = [tensor for group in groups for tensor in group.extras.values()]
+        values["memory/inverses"] = sum(tensor.nbytes for tensor in (*roots, *extras))
         kept = [tensor for state in optimizer.state.values() for tensor in rule_state(state).values()]
         values["memory/update"] = sum(shard(tensor).nbytes for tensor in kept)
         return values if self.condition is None else values | self._conditions(groups)

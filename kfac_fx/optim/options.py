@@ -101,7 +101,7 @@ class KFACOptions:
             None, and the others need a number. They neither check nor undo a step: without `norm_constraint`, too large
             an lr for the damping makes the loss diverge.
         damping: λ of F + λ I. It scales with the loss. With "adaptive" and `adapt_damping` this is its first value.
-            None means 1 with "adaptive"; "eigen_moments" has none, and the other types need a number.
+            None means 1 with "adaptive" and 0 with "eigen_moments", which has none; the other types need a number.
         momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
             schedulers may set. With "adaptive" and "eigen_moments" the weight of the past in the averaged gradient.
         momentum_type: "adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu" or "eigen_moments"; see KFAC. None
@@ -355,7 +355,9 @@ class KFACOptions:
     @property
     def first_damping(self) -> float | Tensor:
         """λ before the first step."""
-        damping = 1.0 if self.damping is None else self.damping
+        if self.damping is None:
+            return 0.0 if self.eigen_moments else 1.0
+        damping = self.damping
         return damping.reshape(()) if isinstance(damping, Tensor) else damping
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -251,22 +250,24 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     assert opt.skipped == 0
 
 
-def test_a_checkpoint_resumes_bit_for_bit() -> None:
-    net, opt = made()
-    for number in range(4):
+def test_blocks_that_are_unfrozen_leave_the_moments_of_the_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().requires_grad_(False)
+    model[0].requires_grad_(True)
+    net = compile(model, loss="mse")
+    opt = KFAC(net, lr=0.1, momentum_type="eigen_moments", estimation_mode="empirical", invert_every=100)
+    for number in range(6):
         step(net, opt, number)
-    stored = io.BytesIO()
-    torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, stored)
-    stored.seek(0)
-    loaded = torch.load(stored, weights_only=True)
-    resumed, again = made()
-    resumed.load_state_dict(loaded["net"])
-    again.load_state_dict(loaded["opt"])
-    for number in range(4, 9):
-        step(net, opt, number)
-        step(resumed, again, number)
-    for parameter, other in zip(net.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(parameter, other)
+    (first,) = opt.estimator.blocks.values()
+    before = {name: tensor.clone() for name, tensor in first.state().items() if "basis" in name}
+    weight = squares_of(first.group).total_weight.clone()
+    model[2].requires_grad_(True)
+    step(net, opt, 6)
+    first, new = opt.estimator.blocks.values()
+    for name, tensor in before.items():
+        assert tensor.any() and torch.equal(first.state()[name], tensor), name
+    torch.testing.assert_close(squares_of(first.group).total_weight, 0.95 * weight + 1)
+    assert squares_of(new.group).total_weight == 1
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:

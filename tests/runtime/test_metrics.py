@@ -86,6 +86,15 @@ def test_memory_is_that_of_the_tensors_of_all_blocks() -> None:
     assert metrics.values["memory/update"] == sum(parameter.nbytes for parameter in net.parameters())  # velocities
 
 
+def test_memory_of_inverses_is_that_of_eigen_moments() -> None:
+    net, opt = made(**KINDS["eigen_moments"])
+    metrics = Metrics(opt, every=1)
+    train(net, opt, range(1))
+    extras = [tensor for group in opt.estimator.groups for tensor in group.extras.values()]
+    assert len(extras) == 8  # the bases of A and G, and the second moments with their weights, of two groups
+    assert metrics.values["memory/inverses"] == sum(tensor.nbytes for tensor in extras) > 0
+
+
 def of(block: Any) -> dict[str, Tensor]:
     return {f"{block.registration}/{name}": tensor for name, tensor in block.state().items()}
 
