@@ -9,7 +9,6 @@ with label smoothing, there is no warning.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 
@@ -158,16 +157,6 @@ def short_name(factor: LossFactor) -> str | None:
     of_torch = kinds.get(type(factor.loss)) if isinstance(factor.spec, LossSpec) else None
     other = isinstance(factor.loss, Normal) and factor.loss.var != TORCH_VARIANCE
     return None if of_torch is None or not of_torch.averages_elements or other else of_torch.short
-
-
-def scale_of_caller() -> float:
-    """The loss scale of the GradScaler whose `step` called, which has divided the gradients by it; 1 without one."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(caller := frame.f_locals.get("self"), torch.amp.GradScaler):
-            return float(caller.get_scale())
-        frame = frame.f_back
-    return 1.0
 
 
 # --- losses that are registered and not trained -----------------------------------------------------------------------

@@ -148,8 +148,15 @@ def watch(
 def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int], bool]:
     """(numbers of the returned leaves through which the loss is trained, whether they are the Fisher's outputs).
 
-    Otherwise they are the numbers that forward returns, such as the loss; none if the structure tells nothing.
+    Otherwise they are the numbers that forward returns, such as the loss; none if the structure tells nothing. The
+    joined graph of a divided model has the outputs of its submodules, which do not tell what forward returns.
     """
+    tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    numbers = [n for n, leaf in tensors.items() if leaf.requires_grad and leaf.numel() == 1]
+    if not recorder.whole:
+        if recorder.losses.declared is None:  # Python computes the loss inside
+            return numbers, False
+        return [n for n, leaf in tensors.items() if leaf.is_floating_point()], True
     (end,) = (node for node in recorder.program.graph.nodes if node.op == "output")
     nodes = pytree.leaves(recorder.capture.unflatten(end.args[0]))
     wanted = recorder.program.outputs
@@ -158,8 +165,7 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     place = {node: number for number, node in enumerate(nodes) if isinstance(node, fx.Node)}
     if all(node in place for node in wanted):
         return [place[node] for node in wanted], True
-    tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
-    return [n for n, leaf in tensors.items() if leaf.numel() == 1], False
+    return numbers, False
 
 
 def enough(fisher: Sequence[Tensor]) -> tuple[int | None, float]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.diagnostics.loss_scale import scale_of_caller
+from kfac_fx.diagnostics.callers import scale_of_caller, warn_of_trainer
 from kfac_fx.optim.adaptive import Check, move, revert
 from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.eigen_moments import update_bases
@@ -199,6 +199,7 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
     needed = first or forwards.seen.pending or forwards.seen.observed
     scale = scaler.get_scale() if scaler is not None and needed else 1.0
     if first:
+        warn_of_trainer(state.net, state.net.model)
         state.replicas.check_options(state.options.common())
         told = scaler is not None or state.options.recording_in_training  # the latter must know the scale of each step
         forwards.check_loss(loss, scale if told else scale_of_caller())

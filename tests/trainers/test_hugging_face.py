@@ -157,6 +157,18 @@ def test_a_trainer_of_a_model_that_was_not_compiled_in_place_is_told(tmp_path: P
         trainer.train()
 
 
+def test_a_trainer_of_the_compiled_module_is_told_at_the_first_step_that_it_cannot_be_saved(tmp_path: Path) -> None:
+    model = tied_gpt2()
+    net = kfac_fx.compile(model, (), collated(TEXT[:4]))
+    optimizer = kfac_fx.KFAC(net, lr=0.5, damping=1e-2)
+    settings = arguments(tmp_path, eval_strategy="no", max_steps=2, save_steps=2)
+    trainer = transformers.Trainer(net, settings, train_dataset=TEXT, optimizers=(optimizer, halving(optimizer)))
+    told = pytest.warns(UserWarning, match=r"kfac_fx.compile\(model, ..., in_place=True\), and Trainer\(model, ...\)")
+    with told, pytest.raises(RuntimeError, match="Some tensors share memory"):
+        trainer.train()
+    assert optimizer.counter == 2
+
+
 def test_copies_of_a_model_in_training_are_plain_models() -> None:
     model = tied_gpt2()
     optimizer = optimizer_of(model)

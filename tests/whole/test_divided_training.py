@@ -83,7 +83,8 @@ def test_a_ride_that_recorded_nothing_enters_no_factor() -> None:
     opt = KFAC(net, lr=0.1, damping=0.1, estimation_mode="empirical", cov_update_every=1, invert_every=1)
     factors = opt.estimator.blocks["inner.linear.weight", "inner.linear.bias"].factors
     for size, weight in ((2, 1.0), (2, 1.95), (7, 1.95)):  # the third recording is not compared, so its size is new
-        net([torch.randn(3, 4), torch.randn(size, 4)]).square().mean().backward()
+        outputs = net([torch.randn(3, 4), torch.randn(size, 4)])
+        loss_of(outputs, torch.zeros_like(outputs)).backward()
         opt.step()
         opt.zero_grad()
         assert float(factors["A"].total_weight) == pytest.approx(weight)

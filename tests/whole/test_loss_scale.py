@@ -219,6 +219,39 @@ def test_a_factor_is_told_with_what_to_write(case: dict[str, Any], text: str) ->
     assert warned(**case).partition("\n")[0] == text
 
 
+class Divided(nn.Module):
+    """Two captured layers around Python, which returns as many tensors as they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        hidden = self.first(x)
+        outputs = self.last(hidden.tanh() if hidden.sum() > -1e9 else hidden)
+        return (outputs, outputs.sum(1).detach()) if y is None else (F.cross_entropy(outputs, y), outputs)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_the_loss_of_a_divided_model_is_followed(factor: float, inside: bool) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    inputs = (x, y) if inside else (x,)
+    loss = None if inside else lambda outputs: losses.Categorical(outputs[0])
+    net = kfac_fx.compile(Divided(), inputs, loss=loss)
+    assert net.program.left, "captured whole"
+    optimizer = kfac_fx.KFAC(net, seed=0)
+    outputs = net(*inputs)
+    (factor * (outputs[0] if inside else F.cross_entropy(outputs[0], y))).backward()
+    if factor == 1.0:
+        optimizer.step()
+        assert not optimizer._step_state.unobserved
+    else:
+        with pytest.warns(LossScaleWarning, match="the trained loss is 3 times the mean"):
+            optimizer.step()
+
+
 def test_of_a_large_batch_the_first_cases_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "LIMIT", 20)  # five of eight cases
     assert warned("categorical", CLASSES, ce(reduction="sum")).startswith(times("8", "Categorical"))
