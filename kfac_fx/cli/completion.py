@@ -63,7 +63,9 @@ def bash(commands: Commands) -> str:
 
 
 def zsh(commands: Commands) -> str:
-    return "autoload -U +X bashcompinit && bashcompinit\n" + bash(commands)
+    """The script of bash. A ~/.zshrc without `compinit` has no completion at all, so the script starts it."""
+    start = "autoload -U +X compinit bashcompinit\n(( $+functions[compdef] )) || compinit\nbashcompinit\n"
+    return start + bash(commands)
 
 
 def fish(commands: Commands) -> str:

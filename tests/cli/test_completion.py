@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import select
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +46,59 @@ def test_values_are_choices_or_files() -> None:
     assert completed("completion", "") == ["--help", "bash", "zsh", "fish"]
     assert completed("demo", "--png", "") == []  # -o default completes files
     assert completed("report", "--strict", "--lo") == ["--loss"]  # an option without a value
+
+
+LINES = [
+    ("kfac-fx rep", "kfac-fx report"),
+    ("kfac-fx report mine.py:Net --lo", "kfac-fx report mine.py:Net --loss"),
+    ("kfac-fx report mine.py:Net --format h", "kfac-fx report mine.py:Net --format html"),
+    ("kfac-fx completion f", "kfac-fx completion fish"),
+    ("kfac-fx demo --png a_f", "kfac-fx demo --png a_file"),
+]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+@pytest.mark.parametrize("start", ["", "autoload -U compinit; compinit -u; "], ids=["no compinit before", "compinit"])
+def test_zsh_completes_what_is_typed(start: str, tmp_path: Path) -> None:
+    (tmp_path / "a_file").touch()
+    (tmp_path / "script").write_text(SHELLS["zsh"](parser()[1]))
+    keyboard, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "dumb", "HOME": str(tmp_path)}
+    shell = ["zsh", "-f", "-i"]  # reads no file of the user's
+    process = subprocess.Popen(
+        shell, stdin=terminal, stdout=terminal, stderr=terminal, cwd=tmp_path, env=environment, start_new_session=True
+    )
+
+    def type_and_wait(keys: str, pattern: str) -> str:
+        os.write(keyboard, keys.encode())
+        shown, end = "", time.monotonic() + 60
+        while (match := re.search(pattern, shown, re.MULTILINE)) is None:
+            ready = select.select([keyboard], [], [], max(0.0, end - time.monotonic()))[0]
+            assert ready, f"zsh answers {shown!r}"
+            shown += os.read(keyboard, 4096).decode(errors="replace")
+        return match[1]
+
+    try:
+        type_and_wait(f"bindkey -e; {start}source ./script; print -r -- READ''Y:\n", "^READY(:)")
+        # The line is completed by a tab, and printed by a command that is put before it.
+        after = "\t\x01print -r -- DON''E:\x05:END\n"
+        assert [type_and_wait(line + after, "^DONE:(.*?) ?:END") for line, _ in LINES] == [full for _, full in LINES]
+    finally:
+        process.kill()
+        process.wait()
+        os.close(keyboard)
+        os.close(terminal)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_fish_completes_what_is_typed(tmp_path: Path) -> None:
+    (tmp_path / "a_file").touch()
+    (tmp_path / "script").write_text(SHELLS["fish"](parser()[1]))
+    for line, full in LINES:
+        command = f"source script; complete -C '{line}'"
+        done = subprocess.run(["fish", "--no-config", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        assert full.split()[-1] in done.stdout.split()
 
 
 @pytest.mark.parametrize("shell", SHELLS)
