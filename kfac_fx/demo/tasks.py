@@ -136,12 +136,6 @@ def summed_cross_entropy(logits: Tensor, pixels: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, pixels, reduction="sum") / len(logits)
 
 
-def smoothed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of smoothed labels. With hard labels the digits are separable and the loss has no minimum, so a
-    comparison would measure how fast the weights grow."""
-    return F.cross_entropy(logits, labels, label_smoothing=0.1)
-
-
 def autoencoder() -> nn.Sequential:
     """64-256-128-64-16 and back, sigmoids between the layers but not on the code."""
     widths = (*WIDTHS, *reversed(WIDTHS[:-1]))
@@ -168,29 +162,3 @@ def plain_network() -> nn.Sequential:
         nn.init.zeros_(linear.bias)
         layers += [linear, nn.Tanh()]
     return nn.Sequential(*layers[:-1])
-
-
-class Classifier(nn.Module):
-    """An embedding of intensities, a convolution, a depthwise-separable one, a norm, and a layer with two uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.intensity = nn.Embedding(INTENSITIES, 8)
-        self.stem = nn.Conv2d(8, 16, 3, stride=2, padding=1)
-        self.norm = nn.GroupNorm(4, 16)
-        self.depthwise = nn.Conv2d(16, 16, 3, stride=2, padding=1, groups=16, bias=False)
-        self.pointwise = nn.Conv2d(16, 32, 1)
-        self.project = nn.Linear(128, 32)
-        self.refine = nn.Linear(32, 32)
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, intensities: Tensor) -> Tensor:
-        """[N, 8, 8] whole numbers -> [N, 10] logits."""
-        image = self.intensity(intensities).permute(0, 3, 1, 2)
-        image = image.contiguous()  # group_norm has no forward-mode derivative in another memory order
-        image = F.silu(self.norm(self.stem(image)))
-        image = F.silu(self.pointwise(self.depthwise(image)))
-        features = torch.tanh(self.project(image.flatten(1)))
-        for _ in range(2):
-            features = features + torch.tanh(self.refine(features))
-        return self.head(features)  # type: ignore[no-any-return]

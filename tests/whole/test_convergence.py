@@ -65,7 +65,7 @@ def test_smoothed_labels_have_their_entropy_as_the_lowest_loss() -> None:
     labels = torch.tensor([3])
     smoothed = torch.full((1, 10), tasks.SMOOTHING / 10)
     smoothed[0, 3] += 1 - tasks.SMOOTHING
-    assert tasks.demo.smoothed_cross_entropy(smoothed.log(), labels).item() == pytest.approx(tasks.SMOOTHED)
+    assert tasks.smoothed_cross_entropy(smoothed.log(), labels).item() == pytest.approx(tasks.SMOOTHED)
 
 
 @pytest.mark.parametrize("equation", [Poisson, Burgers])
