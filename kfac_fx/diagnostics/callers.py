@@ -29,8 +29,8 @@ def scale_of_caller() -> float:
 def warn_of_trainer(net: nn.Module, model: nn.Module) -> None:
     """Warn if a Trainer of Hugging Face that called has the compiled module `net` in the place of its `model`.
 
-    Trainer saves by `save_pretrained` only what is a PreTrainedModel. Of anything else it saves the state, which
-    safetensors refuses if weights are tied, after all the steps to the first checkpoint.
+    Trainer calls `save_pretrained` of a PreTrainedModel only. Anything else is saved as a state, which safetensors
+    refuses if weights are tied, after all the steps to the first checkpoint.
     """
     if not hasattr(model, "save_pretrained"):
         return
