@@ -28,6 +28,9 @@ def test_the_site_builds_without_warnings(
     with caplog.at_level(logging.WARNING):
         build(load_config("mkdocs.yml", site_dir=str(tmp_path)))
     assert not [record.getMessage() for record in caplog.records if record.name.startswith("mkdocs")]
+    assert not list(tmp_path.rglob("*.py"))
+    guide = (tmp_path / "contributing" / "index.html").read_text(encoding="utf-8")
+    assert "A new Fisher block" in guide and 'href="../examples/own_layer/"' in guide
     page = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
     assert "cov_update_every" in page and "example_inputs" in page
     assert not re.search(r'(?:src|href)="https?://[^"]+\.(?:js|css)"', page), "the site loads nothing from elsewhere"
