@@ -35,6 +35,10 @@ MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
 DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
 
 
+NOT_LONG = "scalar types: Long"  # torch's words for numbers with a fraction in the place of ids
+WHOLE_NUMBERS = "\nIds are whole numbers: write --input 2,16:int64:1000 for random ones below 1000."
+
+
 class CommandError(Exception):
     """Ends the command with a sentence and an exit status."""
 
@@ -61,7 +65,8 @@ class Problem:
                 self.model, self.args, self.kwargs, loss=self.loss, strict=self.strict, layers=self.layers
             )
         except (ValueError, RuntimeError) as error:
-            raise CommandError(f"{type(error).__name__}: {error}", status=1) from error
+            hint = WHOLE_NUMBERS if NOT_LONG in str(error) else ""
+            raise CommandError(f"{type(error).__name__}: {error}{hint}", status=1) from error
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -237,10 +237,17 @@ def misplaced_classes(watched: Watched) -> list[str]:
         gradient = gradient_behind(loss.inputs, leaves, watched.arrived()) if isinstance(loss, Categorical) else None
         axis = None if gradient is None else axis_of_classes(gradient)
         if axis is not None:
-            name, shape = type(loss).__name__, list(loss.inputs.shape)
+            name, shape, place = type(loss).__name__, list(loss.inputs.shape), "the last"
+            spec = watched.recorder.loss
+            if isinstance(spec, LossSpec) and spec.of_torch is not None:  # its inputs have axis 1 of the outputs last
+                axis, shape, place = axis + 1, list(loss.inputs.movedim(-1, 1).shape), "axis 1"
+            of_last = axis == len(shape) - 1
+            remedy = (
+                '"categorical"' if of_last else f"lambda outputs: kfac_fx.losses.{name}(outputs.movedim({axis}, -1))"
+            )
             lines.append(
-                f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on the last: "
-                f"write loss=lambda outputs: kfac_fx.losses.{name}(outputs.movedim({axis}, -1))."
+                f"the trained loss has its classes on axis {axis} of {shape}, and the registered {name} on {place}: "
+                f"write loss={remedy}."
             )
     return lines
 

@@ -213,10 +213,12 @@ class ModelSpectrum(Spectrum):
             rank: replace the matrix of every block and example by the nearest matrix of this rank, which takes less
                 memory and time.
 
-        Raises ValueError if `rank` is not positive or `measurement` returns something else.
+        Raises ValueError if `rank` is not positive, if `measurement` returns something else, or if an eigenvalue of
+        s F + δ I is zero.
         """
         if rank is not None and rank < 1:
             raise ValueError(f"rank must be positive, got {rank}.")
+        self.refuse_singular()
         found: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def keep(key: Key, cases: Cases) -> None:
@@ -242,9 +244,12 @@ class ModelSpectrum(Spectrum):
 
         Args:
             measurement: in place of the loss, as for `precondition`.
+
+        Raises ValueError if an eigenvalue of s F + δ I is zero.
         """
         if by not in ("sum", "block"):
             raise ValueError(f"self-scores are by 'sum' or 'block', got by={by!r}.")
+        self.refuse_singular()
         weights = {key: 1 / self.shifted(system)[index] for key, (system, index) in self.places().items()}
         scores: dict[Key, list[tuple[int, Tensor]]] = {}
 
@@ -261,6 +266,20 @@ class ModelSpectrum(Spectrum):
             for key in self.keys
         }
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
+
+    def refuse_singular(self) -> None:
+        """Raises ValueError for blocks with eigenvalues that have no reciprocal. Waits for the device."""
+        singular = [
+            ", ".join(key)
+            for key, (system, index) in self.places().items()
+            if not bool((1 / self.shifted(system)[index]).isfinite().all())
+        ]
+        if singular:
+            raise ValueError(
+                f"{len(singular)} of {len(self.keys)} blocks have eigenvalues of zero, and their inverses have no "
+                f"scores: {'; '.join(singular)}.\nAdd a damping, as in "
+                "spectrum.at(damping=kfac_fx.Relative(0.1))."
+            )
 
     def record(self, batch: Any, consume: Consumer, measurement: Measurement | None = None) -> Counts:
         """Hand the gradients of the loss, or of `measurement`, of single examples to `consume`.

@@ -390,3 +390,20 @@ def test_wrong_arguments_are_refused() -> None:
         spectrum.precondition((x, y), rank=0)
     with pytest.raises(ValueError, match=r"one number for every example, \[3\], and this one returned \[\]"):
         spectrum.precondition(x, measurement=lambda logits: logits.sum())
+
+
+def test_scores_without_inverses_are_refused_with_the_blocks() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(2, 3), torch.tensor([0, 1])
+    x[:, 0] = 0.0
+    estimator = FisherEstimator(kfac_fx.compile(model, (x,), loss="categorical"), damping=0.1)
+    estimator.update_covariances(x)
+    spectrum = estimator.spectrum(damping=0.0).correct([(x, y)])
+    text = (
+        r"^2 of 2 blocks have eigenvalues of zero, and their inverses have no scores: 0\.weight, 0\.bias; 2\.weight, "
+        r"2\.bias\.\nAdd a damping, as in spectrum\.at\(damping=kfac_fx\.Relative\(0\.1\)\)\.$"
+    )
+    for scores in (spectrum.precondition, spectrum.self_scores):
+        with pytest.raises(ValueError, match=text):
+            scores((x, y))
+    assert bool(spectrum.at(damping=1e-3).self_scores((x, y)).isfinite().all())

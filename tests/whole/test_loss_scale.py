@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,25 @@ def test_classes_on_another_axis_than_the_last_are_told() -> None:
             F.cross_entropy(net(x), targets, weight=torch.rand(4)).backward()
             optimizer.step()
         assert [str(warning.message).partition(" Categorical")[0] for warning in caught] == texts
+
+
+@pytest.mark.parametrize("outputs", [nn.Linear(3, 5), nn.Sequential(nn.Linear(3, 20), nn.Unflatten(-1, (5, 4)))])
+def test_the_classes_of_a_loss_by_name_are_told_on_the_axes_of_the_outputs(outputs: nn.Module) -> None:
+    """loss="cross_entropy" has them on axis 1, as torch's function; a tagger that is flattened has them on the last."""
+    x = torch.randn(6, 7, 3)
+    net = kfac_fx.compile(outputs, (x,), loss="cross_entropy")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
+    logits = net(x).movedim(2, -1)
+    F.cross_entropy(logits.flatten(0, -2), torch.arange(logits[..., 0].numel()) % 5).backward()
+    shape = [6, 7, 5] if net(x).ndim == 3 else [6, 7, 5, 4]
+    remedy = (
+        '"categorical"' if len(shape) == 3 else "lambda outputs: kfac_fx.losses.Categorical(outputs.movedim(2, -1))"
+    )
+    told = (
+        f"the trained loss has its classes on axis 2 of {shape}, and the registered Categorical on axis 1: write loss="
+    )
+    with pytest.warns(LossScaleWarning, match=re.escape(f"{told}{remedy}.")):
+        optimizer.step()
 
 
 def times(factor: str, name: str, reduction: str = "mean", cases: int = 8) -> str:
