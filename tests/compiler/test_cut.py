@@ -104,6 +104,18 @@ def test_a_bias_put_together_cuts_the_weight() -> None:
     ]
 
 
+def test_a_bias_put_together_cuts_a_weight_whose_outputs_have_two_dimensions() -> None:
+    """As heads have: three outputs are one step along the first dimension."""
+    program = registered(
+        lambda x, w, q, v: F.linear(x, w.reshape(12, 4), torch.cat([q, v])), w=(4, 3, 4), q=(3,), v=(9,)
+    )
+    assert found(program) == [("linear", ("w[0:1]", "q"), 1), ("linear", ("w[1:4]", "v"), 1)]
+    within = registered(
+        lambda x, w, q, v: F.linear(x, w.reshape(12, 4), torch.cat([q, v])), w=(4, 3, 4), q=(2,), v=(10,)
+    )
+    assert {name for _, names, _ in found(within) for name in names} == {"w", "q", "v"}
+
+
 def test_a_bias_put_together_is_registered_apart_from_a_weight_that_cannot_be_cut() -> None:
     program = registered(lambda x, w, q, v: F.linear(x, w, torch.cat([q, v])) + w.exp().sum(), w=(4, 4), q=(2,), v=(2,))
     assert found(program) == [("generic", ("w",), 0), ("linear", ("q",), 1), ("linear", ("v",), 1)]
