@@ -70,6 +70,26 @@ def test_the_mask_goes_where_positions_are_known() -> None:
     ]
 
 
+@pytest.mark.parametrize("positions_first", [False, True])
+def test_merged_rows_are_masked_in_their_order(positions_first: bool) -> None:
+    class Merged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2, bias=False)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            turned = x.transpose(0, 1) if positions_first else x
+            y = torch.tanh(self.linear(turned.reshape(-1, 4))).view(*turned.shape[:2], 2)
+            return y.transpose(0, 1) if positions_first else y
+
+    x = torch.randn(3, 5, 4)
+    net = kfac_fx.compile(Merged(), (x, MASK), loss="normal", padding_mask="mask")
+    statistics = net.record((x, MASK), {}).statistics["linear.weight",]
+    real = x[MASK.bool()]
+    assert statistics["count"] == len(real)
+    torch.testing.assert_close(statistics["A"][0], real.mT @ real)
+
+
 def test_a_mask_that_attention_alone_reads_has_the_sizes_of_the_other_inputs() -> None:
     """torch.export does not tie its number of cases to theirs."""
 
