@@ -115,6 +115,7 @@ def test_what_a_loss_has_beside_its_distribution_is_noted(
         (lambda x, w: (x @ w).mean(0), (7, 5, 3), 1),  # sequences first
         (lambda x, w: (x @ w).reshape(-1, 2), (5, 7, 3), 0),  # merged: the first size of the first input
         (lambda x, w: (x @ w).sum(), (5, 7, 3), 0),
+        (lambda x, w: (x @ w).t(), (5, 3), 0),  # the first size of the output is a number
     ],
 )
 def test_the_size_of_the_cases(function: Callable[..., Any], shape: tuple[int, ...], axis: int) -> None:
