@@ -57,6 +57,27 @@ def test_the_targets_behind_a_gradient_are_those_it_is_of(
     torch.testing.assert_close(loss.targets_behind(gradient), targets)
 
 
+def as_in_torch(name: str, inputs: Tensor) -> torch.distributions.Distribution:
+    if name in ("categorical", "onehot"):
+        return torch.distributions.Categorical(logits=inputs)
+    if name == "normal":
+        return torch.distributions.Normal(inputs, math.sqrt(0.7))
+    return torch.distributions.Bernoulli(logits=inputs)
+
+
+@pytest.mark.parametrize("name", NATURAL)
+def test_divergence_and_entropy_are_those_of_torch(name: str) -> None:
+    """KL(p(other) || p(inputs)), as the change of a loss from `other` to `inputs` has it."""
+    inputs, other = 2 * random(2, 3, 4), random(2, 3, 4, seed=1)
+    loss = NATURAL[name](inputs)
+    expected = torch.distributions.kl_divergence(as_in_torch(name, other), as_in_torch(name, inputs)).sum()
+    torch.testing.assert_close(loss.divergence_from(other), expected)
+    entropy = loss.entropy()
+    assert (entropy is None) == (name == "normal")
+    if entropy is not None:
+        torch.testing.assert_close(entropy, as_in_torch(name, inputs).entropy().sum())
+
+
 def test_golden_categorical() -> None:
     loss = Categorical(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), targets=torch.tensor([0, 1]))
     assert loss.evaluate().item() == pytest.approx(1.6265233, abs=1e-6)

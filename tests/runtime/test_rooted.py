@@ -91,3 +91,13 @@ def test_powers_of_a_block_that_never_decomposed_stand_still(monkeypatch: pytest
     block.update_inverses()
     assert block.failures.decompositions == 1
     assert not any(product.any() for product in block.multiply_matpower(draw_vector(), -0.5).values())
+
+
+def test_a_block_of_low_rank_has_no_negative_eigenvalues() -> None:
+    registration = registered("kron_series_2", 3)
+    block = make_block(registration, parameters=FORM.parameters, damping=0.1, roots=(-1.0,), dtype=torch.float64)
+    block.update(sequence_statistics(*sequences(3, (1, 1, 1), 2, 3), True, (1, 3, 3)), 1, decay=0.0)
+    values, (vectors,) = block.group.eigensystem()
+    assert (values >= 0).all() and (values < 1e-9).any()
+    rebuilt = (vectors * values.view(*vectors.shape[:-2], 1, -1)) @ vectors.mT
+    torch.testing.assert_close(rebuilt.squeeze(), block.group.dense(0).squeeze())
