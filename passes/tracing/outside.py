@@ -103,10 +103,16 @@ class Outside:
 
 @dataclass
 class Observer:
-    """Collects the functions that run while it observes, and puts back afterwards what they changed outside."""
+    """Collects the functions that run while it observes, and puts back afterwards what they changed outside.
 
-    codes: dict[CodeType, dict[str, Any] | None] = field(default_factory=dict)  # None: of a library
-    variables: dict[CodeType, dict[tuple[int, ...], list[Any]]] = field(default_factory=dict)  # the free ones, by ids
+    Attributes:
+        codes: the codes that ran with their globals, and whether they are followed. Copies of a function in two files
+            have equal codes, so all are told apart by their ids.
+        variables: the free ones of the followed codes, by ids.
+    """
+
+    codes: dict[tuple[int, int], tuple[CodeType, dict[str, Any], bool]] = field(default_factory=dict)
+    variables: dict[tuple[int, int], dict[tuple[int, ...], list[Any]]] = field(default_factory=dict)
     effects: dict[str, None] = field(default_factory=dict)
 
     @contextmanager
@@ -128,28 +134,32 @@ class Observer:
 
     def on_call(self, frame: FrameType, event: str, _: Any) -> None:
         """Called by Python before a function runs; returns None, so that its lines are not traced."""
-        code = frame.f_code
-        if code not in self.codes:
-            self.meet(code, frame.f_globals)
-        if code in self.variables:
+        code, key = frame.f_code, (id(frame.f_code), id(frame.f_globals))
+        if key not in self.codes:
+            self.meet(key, code, frame.f_globals)
+        if key in self.variables:
             values = [frame.f_locals.get(name, MISSING) for name in code.co_freevars]
-            self.variables[code].setdefault(tuple(map(id, values)), values)
+            self.variables[key].setdefault(tuple(map(id, values)), values)
 
-    def meet(self, code: CodeType, namespace: dict[str, Any]) -> None:
+    def meet(self, key: tuple[int, int], code: CodeType, namespace: dict[str, Any]) -> None:
         """Note a function that runs for the first time."""
-        self.codes[code] = namespace if followed(code.co_filename, namespace.get("__name__", "")) else None
-        if self.codes[code] is None or in_torch(code.co_filename):
+        is_followed = followed(code.co_filename, namespace.get("__name__", ""))
+        self.codes[key] = code, namespace, is_followed
+        if not is_followed or in_torch(code.co_filename):
             return
         for point in BytecodeNames.of(code).points(code, namespace):
             point.summary(self.before)
         if any(name != "__class__" for name in code.co_freevars):
-            self.variables[code] = {}
+            self.variables[key] = {}
+
+    def follows(self, frame: FrameType) -> bool:
+        return self.codes.get((id(frame.f_code), id(frame.f_globals)), (None, None, False))[2]
 
     def on_print(self, frame: FrameType | None, by_library: bool) -> None:
         """frame: of the function that prints. by_library: whether it counts if that is of a library."""
-        while by_library and frame is not None and self.codes.get(frame.f_code) is None:
+        while by_library and frame is not None and not self.follows(frame):
             frame = frame.f_back
-        if not by_library and (frame is None or self.codes.get(frame.f_code) is None):
+        if not by_library and (frame is None or not self.follows(frame)):
             return
         where = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
         self.effects[f"prints{where}"] = None
@@ -158,8 +168,8 @@ class Observer:
         """The values that the observed functions read."""
         points: dict[tuple[int, str], OutsideName] = {}
         names: set[str] = set()
-        for code, namespace in self.codes.items():
-            if namespace is None:
+        for code, namespace, is_followed in self.codes.values():
+            if not is_followed:
                 continue
             reads = BytecodeNames.of(code)
             if not in_torch(code.co_filename):
@@ -173,13 +183,14 @@ class Observer:
 
     def cells(self) -> Iterator[OutsideName]:
         """The closure cells of the functions that ran. A frame does not know its function, which its code leads to."""
-        for function in gc.get_referrers(*self.variables) if self.variables else ():
+        codes = [self.codes[key][0] for key in self.variables]
+        for function in gc.get_referrers(*codes) if codes else ():
             if not isinstance(function, FunctionType) or not function.__closure__:
                 continue
             code = function.__code__
             cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
             contents = tuple(id(getattr_or_missing(cell, "cell_contents")) for cell in cells.values())
-            if contents in self.variables.get(code, ()):
+            if contents in self.variables.get((id(code), id(function.__globals__)), ()):
                 for name, cell in cells.items():
                     if name != "__class__":
                         where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,17 @@ def inner() -> float:
 def test_globals_are_read_by_every_function_that_runs() -> None:
     assert "the global SCALE of test_outside.py" in labels(lambda: inner())
     assert "the global SCALE of test_outside.py" not in labels(lambda: None)
+
+
+def test_globals_of_one_name_in_several_modules_are_all_read(tmp_path: Path) -> None:
+    functions = []
+    for value in (2.0, 3.0):
+        namespace: dict[str, Any] = {"__name__": f"layers_{value:g}"}
+        source = f"SCALE = {value}\ndef scale():\n    return SCALE"
+        exec(compile(source, str(tmp_path / f"layers_{value:g}.py"), "exec"), namespace)
+        functions.append(namespace["scale"])
+    points = observed(lambda: [inner(), *(function() for function in functions)]).points
+    assert sorted(point.value for point in points if point.name == "SCALE") == [1.0, 2.0, 3.0]
 
 
 def test_values_of_classes_and_modules_are_read() -> None:
