@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,6 +77,19 @@ def test_all_functions_are_those_of_the_gradients(form: str, chunk: int, monkeyp
         for wanted in (queries, few):
             torch.testing.assert_close(query_products(kind, wanted), torch.einsum("ngoi,qgoi->qn", each, wanted))
         torch.testing.assert_close(query_products(kind, low), torch.einsum("ngoi,qgoi->qn", each, low.dense()))
+
+
+@every_form
+def test_chunks_are_all_cases_in_order_with_their_numbers_in_the_batch(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases, gradients = seen(form)
+    monkeypatch.setattr(module, "CHUNK", 2 * gradients[0].numel())
+    for of_batch in (replace(cases, first=7), Cases(cases.matrix, whole=gradients, first=7)):
+        parts = list(of_batch.chunks())
+        assert [(part.first, len(part)) for _, part in parts] == [(7, 2), (9, 2), (11, 1)]
+        assert [(place.start, place.stop) for place, _ in parts] == [(0, 2), (2, 4), (4, 5)]
+        torch.testing.assert_close(torch.cat([part.gradients() for _, part in parts]), gradients)
 
 
 @every_form

@@ -73,6 +73,22 @@ def test_pending_rows_count_positions_and_of_generic_parameters_cases() -> None:
     assert est.pending_rows() == {("each.weight", "each.bias"): 25, ("mean.weight", "mean.bias"): 5, ("shift",): 5}
 
 
+def test_a_block_without_factors_waits_for_them_while_some_of_its_parameters_are_trained() -> None:
+    x = torch.randn(4, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    est = FisherEstimator(compile(model, (x,), loss="normal"))
+    blocks = {("0.weight", "0.bias"), ("2.weight", "2.bias")}
+    assert est.unrecorded() == blocks
+    model[0].bias.requires_grad_(False)
+    assert est.unrecorded() == blocks
+    model[0].weight.requires_grad_(False)
+    assert est.unrecorded() == {("2.weight", "2.bias")}
+    est.update_covariances(x)
+    assert est.unrecorded() == frozenset()
+    model[0].weight.requires_grad_(True)
+    assert est.unrecorded() == {("0.weight", "0.bias")}
+
+
 def test_accumulating_leaves_the_moments_alone() -> None:
     net, est = deep(), FisherEstimator(deep())
     moments = net.record((batch(),), {}, mode="exact")
