@@ -20,12 +20,11 @@ from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions, takes
-from kfac_fx.optim.rules import vectors_divided
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.optim.step_state import StepState
-from kfac_fx.ownership import BlockOwners, OwnersOfShards
+from kfac_fx.ownership import BlockOwners
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.tracing.devices import accelerators
 from kfac_fx.values import one_element, positive
@@ -103,8 +102,9 @@ class KFAC(Optimizer):
             )
         self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))
         if options.strategy is not None:
-            owners = BlockOwners if shards is None else OwnersOfShards
-            self.estimator.owners = owners(replicas, options.strategy)
+            state = options.new_state(torch.empty_like(example, device="meta"))
+            vectors = sum(tensor.shape == example.shape for tensor in state.values()) if shards is None else 0
+            self.estimator.owners = BlockOwners(replicas, options.strategy, vectors)
         self.generator = torch.Generator(example.device).manual_seed(
             torch.initial_seed() if options.seed is None else options.seed
         )
@@ -214,8 +214,7 @@ class KFAC(Optimizer):
             loss = loss if measured is None else measured
         self._follow_registrations()
         try:
-            with vectors_divided(self._step_state.shards):
-                take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
+            take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
         finally:
             self._forwards.forget()
         if self._published is not self.estimator.groups:

@@ -1,15 +1,16 @@
 """The process that keeps a Fisher block: its factors, its inverses, and K-FAC's momentum of its parameters.
 
 With `KFAC(..., placement="owners")` or "round_robin" every block has one owner among the processes of a training. The
-sums of all processes over a batch are added up at the owner alone, who decomposes the factors and multiplies with the
-inverses; one message brings the products of all owners to all processes. Memory and decompositions are divided by the
-number of processes. "replicated" keeps all blocks in all processes, which saves the message of the products.
+sums of all processes over a batch are added up at the owner alone, who decomposes the factors, multiplies with the
+inverses and keeps the momentum; one message brings the moves of all owners to all processes. Memory and decompositions
+are divided by the number of processes. "replicated" keeps everything in all processes, which saves this message.
 
 Every process computes the same placement from the same registrations, without a message.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,10 +26,16 @@ STRATEGIES: Mapping[str, Strategy] = {"owners": longest_processing_time, "round_
 
 @dataclass(frozen=True)
 class BlockOwners:
-    """The owners of the blocks of one optimizer. strategy: a key of `STRATEGIES`."""
+    """The owners of the blocks of one optimizer.
+
+    Args:
+        strategy: a key of `STRATEGIES`.
+        vectors: the number of vectors of the size of the parameters that the owners keep, too: K-FAC's momentum.
+    """
 
     replicas: Replicas
     strategy: str
+    vectors: int = 0
 
     @property
     def rank(self) -> int:
@@ -52,8 +59,8 @@ class BlockOwners:
             for n in members if known else ():
                 result[n] = known[0]
             new += [] if known else [members]
-        elements = [sum(blocks[n].elements for n in members) for members in new]
-        costs = [sum(blocks[n].cost + blocks[n].elements for n in members) for members in new]
+        elements = [sum(self.elements(blocks[n]) for n in members) for members in new]
+        costs = [sum(blocks[n].cost + self.elements(blocks[n]) for n in members) for members in new]
         placed = STRATEGIES[self.strategy](costs, number)
         if self.strategy == "owners" and makespan(elements, placed, number) > most(elements, number):
             placed = longest_processing_time(elements, number)
@@ -62,21 +69,13 @@ class BlockOwners:
                 result[n] = owner
         return result
 
+    def elements(self, block: BlockGroup) -> int:
+        """The elements of a group of one block: its factors, inverses and vectors."""
+        return block.elements + self.vectors * math.prod(block.shape)
+
     def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
         """See `Replicas.gather`."""
         return tensors if self.replicas.number == 1 else self.replicas.gather(tensors, like)
-
-
-class OwnersOfShards(BlockOwners):
-    """Owners among processes that have shards of every parameter: gradients reach the owner alone, and it alone needs
-    the products (`Shards.to_owners`)."""
-
-    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """The tensors of this process between those that stand for the others', which have no memory."""
-        everything = [list(of_process) for of_process in like]
-        if tensors:
-            everything[self.rank] = list(tensors)
-        return [tensor for of_process in everything for tensor in of_process]
 
 
 def most(elements: Sequence[float], ranks: int) -> float:

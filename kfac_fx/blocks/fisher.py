@@ -294,16 +294,27 @@ class BlockDiagonalFisher(Operator):
 
     # --- products ---------------------------------------------------------------------------------------------------
 
+    def multiply_kept(self, vector: Vector) -> dict[str, Tensor]:
+        """`multiply` for the parameters whose blocks this process keeps, and no others; without a message."""
+        return self._multiply(vector, 1.0, kept=True)
+
+    def multiply_inverse_kept(self, vector: Vector) -> dict[str, Tensor]:
+        """`multiply_inverse` for the parameters whose blocks this process keeps, and no others; without a message."""
+        return self._multiply(vector, -1.0, kept=True)
+
     def multiply_matpower(self, exp: float, vector: Vector) -> dict[str, Tensor]:
         """(F + λ I)^exp v; exp must be 1 or among `exps`."""
         return self._multiply(vector, number("exp", exp))
 
     @torch.no_grad()
-    def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
+    def _multiply(self, vector: Vector, root: Root, transpose: bool = False, kept: bool = False) -> dict[str, Tensor]:
         groups, shapes = self.groups, self._shapes
+        if kept and self.owners is not None:
+            groups = self.kept
+            shapes = {name: shapes[name] for group in groups for r in group.registrations for name in r.owners}
         check_kinds(vector, shapes)
         lead = leading(vector, shapes)
-        if (idle := self.idle(vector)) and idle != shapes.keys():
+        if (idle := self.idle(vector) & shapes.keys()) and idle != shapes.keys():
             groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
             shapes = {name: shape for name, shape in shapes.items() if name not in idle}
         check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
@@ -325,15 +336,20 @@ class BlockDiagonalFisher(Operator):
                 name: torch.stack([product[name] for product in each]).view(tensor.shape) if each else tensor.clone()
                 for name, tensor in vector.items()
             }
-        return self.of_groups(groups, lambda group, matrix: group.multiply(matrix, root, transpose), vector)
+        return self.of_groups(groups, lambda group, matrix: group.multiply(matrix, root, transpose), vector, kept=kept)
 
     def of_groups(
-        self, groups: Sequence[BlockGroup], of: Callable[..., Tensor], vector: Vector, *others: Vector
+        self,
+        groups: Sequence[BlockGroup],
+        of: Callable[..., Tensor],
+        vector: Vector,
+        *others: Vector,
+        kept: bool = False,
     ) -> dict[str, Tensor]:
         """`of(group, matrix, ...)` of all groups as one vector, in the shapes and precisions of `vector`.
 
         of: takes the matrices [L, g, o, i] of one group for `vector` and `others`, and returns one. A process computes
-            those of the groups that it keeps.
+            those of the groups that it keeps, and without `kept` one message brings those of the others.
         """
         registrations = [registration for group in groups for registration in group.registrations]
         parts, *of_others = (split(tensors, registrations) for tensors in (vector, *others))
@@ -342,7 +358,7 @@ class BlockDiagonalFisher(Operator):
             if group.here:
                 matrices = (group.pack(tensors) for tensors in (parts, *of_others))
                 product |= group.unpack(of(group, *matrices), parts)
-        if self.owners is not None:
+        if self.owners is not None and not kept:
             product = self._gathered(product, groups, parts)
         return joined(product, registrations, vector)
 

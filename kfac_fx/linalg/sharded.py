@@ -286,27 +286,22 @@ class Shards:
         }
 
     def to_owners(self, parts: Tensors, owners: Mapping[str, int]) -> Tensors:
-        """The whole tensors of shards by name in the process that owns them, in one message; zeros without memory
-        stand for those of the other owners."""
+        """The whole tensors of shards by name, of those that this process owns, in one message."""
         rank, by_owner = dist.get_rank(self.group), self.by_owner(parts, owners)
         filled = [[self.layouts[name].fill(parts[name]) for name in names] for names in by_owner]
         mine = {name: self.layouts[name] for name in by_owner[rank]}
         received = self.exchanged(filled, [list(mine.values())] * len(by_owner), next(iter(parts.values())))
-        wholes = {
+        return {
             name: layout.join(torch.stack([of_process[n] for of_process in received]))
             for n, (name, layout) in enumerate(mine.items())
         }
-        return {
-            name: wholes[name] if name in wholes else part.new_zeros(()).expand(self.layouts[name].shape)
-            for name, part in parts.items()
-        }
 
-    def from_owners(self, wholes: Tensors, owners: Mapping[str, int], like: Tensor) -> Tensors:
+    def from_owners(self, wholes: Tensors, owners: Mapping[str, int], parts: Tensors) -> Tensors:
         """The shards of this process of whole tensors that their owners have, by name, in one message.
 
-        like: a tensor of their dtype and device.
+        parts: other shards of all these names, of the same dtype and device.
         """
-        rank, by_owner = dist.get_rank(self.group), self.by_owner(wholes, owners)
+        rank, by_owner = dist.get_rank(self.group), self.by_owner(parts, owners)
         layouts = [[self.layouts[name] for name in names] for names in by_owner]
         filled = [
             [
@@ -315,7 +310,7 @@ class Shards:
             ]
             for process in range(len(by_owner))
         ]
-        received = self.exchanged(filled, layouts, like)
+        received = self.exchanged(filled, layouts, next(iter(parts.values())))
         return {
             name: layout.unfill(tensor, rank)
             for names, of_owner, tensors in zip(by_owner, layouts, received, strict=True)

@@ -32,7 +32,7 @@ from kfac_fx.linalg.sharded import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
 from kfac_fx.optim.groups import FlatParameters
-from kfac_fx.optim.rules import DampingRule, Product, inner, is_finite
+from kfac_fx.optim.rules import DampingRule, Product
 
 RISE = 0.5
 GROWTH = 1.5
@@ -71,13 +71,10 @@ class Check:
         before = batch.returned(parameters) if repeated else batch.at(parameters)
         return Check(batch, parameters, before, batch.value(before), steps)
 
-    def values_at(self, flat: FlatParameters, vector: Tensor) -> list[Values]:
-        """The values at the parameters in a vector."""
-        there = {
-            name: in_place_of(self.parameters[name], part.to(flat.parameters[name].dtype))
-            for name, part in flat.flat.parts(vector).items()
-        }
-        return self.batch.at({**self.parameters, **there})
+    def values_at(self, there: Tensors) -> list[Values]:
+        """The values at other parameters, or other shards of them, by name."""
+        places = {name: in_place_of(self.parameters[name], tensor) for name, tensor in there.items()}
+        return self.batch.at({**self.parameters, **places})
 
 
 def revert(size: StepSize, damping: Tensor, flat: FlatParameters, check: Check, omega: float, finite: Tensor) -> Tensor:
@@ -85,13 +82,14 @@ def revert(size: StepSize, damping: Tensor, flat: FlatParameters, check: Check, 
 
     finite: whether the gradient is.
     """
-    there = check.values_at(flat, flat.state["checkpoint"])
+    last = {n: part.to(flat.copies[n].dtype) for n, part in flat.everywhere(flat.state["checkpoint"]).items()}
+    there = check.values_at(last)
     rise = -check.batch.change(check.before, there)
     was = check.value - rise
     # Where the batch or the user's loss is not finite, going back is no remedy.
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
     risen = (rise > RISE * was.abs()) | (lost & check.batch.finite(there))
-    go_back(flat, risen)
+    go_back(flat, last, risen)
     flat.state["velocity"].masked_fill_(risen, 0)
     size.weight.masked_fill_(risen, 0)
     size.ratio.mul_(torch.where(risen, 2.0, 1.0))
@@ -115,36 +113,37 @@ def move(
     weight = decay * size.weight + (1 - decay)
     average = velocity / weight
     direction = precondition(average)
-    slope = inner(average, direction).clamp(min=torch.finfo(weight.dtype).tiny)
+    slope = flat.inner(average, direction).clamp(min=torch.finfo(weight.dtype).tiny)
     nothing = torch.full_like(slope, torch.nan)
     if check is None:
         step = (1 / size.ratio).clamp(max=1.0)
         step = step * (GROWTH * (size.norm / (step.square() * slope)).sqrt()).clamp(max=1.0)
         displacement = flat.displacement(step * direction)
-        ok = ok & is_finite(displacement)
+        ok = ok & flat.is_finite(displacement)
         commit(flat, displacement, ok)
         store(size, flat, ok, velocity, {"weight": weight})
         return ok, nothing, nothing
-    fisher, of_outputs, before = check.batch.along(check.parameters, flat.flat.parts(direction))
-    now = (fisher + damping * inner(direction, direction)) / slope
+    fisher, of_outputs, before = check.batch.along(check.parameters, flat.everywhere(direction))
+    now = (fisher + damping * flat.inner(direction, direction)) / slope
     ratio = torch.maximum(now, (size.ratio * now).sqrt())
     step = (1 / ratio).clamp(max=1.0)
     longest = check.value.clamp(min=1.0)
     step = step * (longest / (step.square() * fisher)).sqrt().clamp(max=1.0)
     displacement = flat.displacement(step * direction)
-    ok = ok & is_finite(displacement) & fisher.isfinite()
+    ok = ok & flat.is_finite(displacement) & fisher.isfinite()
     if flat.one_scale:
         curvature, linear = (flat.lr * step).square() * fisher, -flat.lr * step * of_outputs
     else:  # weight decay, or groups with learning rates of their own: the move is no multiple of the direction
-        curvature, linear, _ = check.batch.along(check.parameters, flat.flat.parts(displacement))
-    linear = linear if check.batch.observed else inner(flat.g, displacement)
+        curvature, linear, _ = check.batch.along(check.parameters, flat.everywhere(displacement))
+    linear = linear if check.batch.observed else flat.inner(flat.g, displacement)
     predicted = linear + 0.5 * curvature
     flat.state["checkpoint"].copy_(torch.where(ok, flat.flat.joined(flat.parameters), flat.state["checkpoint"]))
+    here = {name: copy.clone() for name, copy in flat.copies.items()}
     commit(flat, displacement, ok)
-    change = check.batch.change(before, check.values_at(flat, flat.flat.joined(flat.parameters)))
+    change = check.batch.change(before, check.values_at(flat.copies))
     change = change if check.batch.observed else change + linear
     kept = ok & ~(change > RISE * check.value.abs()) & change.isfinite()
-    go_back(flat, ok & ~kept)
+    go_back(flat, here, ok & ~kept)
     rho = change / predicted
     falls = torch.where(predicted < 0, rho > rule.decrease_above, change < 0) & (1 / ratio > LEAST_STEP)
     grows = ~falls & ~(rho >= rule.increase_below) & ~((predicted >= 0) & (change < 0))
@@ -157,14 +156,13 @@ def move(
 
 
 def commit(flat: FlatParameters, displacement: Tensor, ok: Tensor) -> None:
-    flat.flat.add_to(flat.parameters, torch.where(ok, displacement, 0))
+    flat.add(torch.where(ok, displacement, 0))
 
 
-def go_back(flat: FlatParameters, where: Tensor) -> None:
-    """The parameters at the last check, where `where` is true."""
-    for name, part in flat.flat.parts(flat.state["checkpoint"]).items():
-        parameter = flat.parameters[name]
-        parameter.copy_(torch.where(where, part.to(parameter.dtype), parameter))
+def go_back(flat: FlatParameters, there: Tensors, where: Tensor) -> None:
+    """Return to other parameters, by name, where `where` is true."""
+    for name, copy in flat.copies.items():
+        copy.copy_(torch.where(where, there[name], copy))
 
 
 def store(size: StepSize, flat: FlatParameters, ok: Tensor, velocity: Tensor, scalars: Tensors) -> None:

@@ -20,12 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.loss_function import LossFunction, precise
-from kfac_fx.optim.rules import over_processes
 from kfac_fx.passes.errors import fatal, first_line
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
 COTANGENTS = 4  # of a check: one alone fits a wrong backward by chance, for one batch in sixty of a small model
 LossTerms = Sequence[tuple[float, LossFunction]]
+Total = Callable[[Tensor], Tensor]  # a sum over processes
 
 
 def fisher_inner_products(
@@ -74,6 +74,11 @@ def fisher_inner_products(
     return total
 
 
+def local(values: Tensor) -> Tensor:
+    """The sum over one process."""
+    return values
+
+
 def at_least_one(cases: int | Tensor) -> int | Tensor:
     return cases.clamp(min=1) if isinstance(cases, Tensor) else max(1, cases)
 
@@ -86,8 +91,10 @@ class JacobianProducts:
         reason: the operation, in torch's words; None as long as forward mode works.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, total: Total = local) -> None:
+        """total: the sum over processes; they check reverse mode together."""
         self.reason: str | None = None
+        self.total = total
 
     def fallbacks(self) -> list[str]:
         """For the report: what is slower than it should be, and why."""
@@ -115,7 +122,7 @@ class JacobianProducts:
                 if isinstance(error, KeyError):  # of the table of the rules of an operation such as torch.cond
                     reason = f"an operation of higher order has no rule for {reason}"
                 try:
-                    result = in_reverse_mode_twice(function, point, tangents, check=True)
+                    result = in_reverse_mode_twice(function, point, tangents, check=self.total)
                 except RuntimeError as second:
                     if fatal(second):
                         raise
@@ -151,9 +158,9 @@ def in_reverse_mode_twice(
     function: Callable[..., tuple[Tensor, ...]],
     point: tuple[Tensor, ...],
     tangents: tuple[Tensor, ...],
-    check: bool = False,
+    check: Total | None = None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """check: run `check_linear`, for which the host waits."""
+    """check: run `check_linear` with this sum over processes; the host waits for it."""
     with torch.enable_grad():
         leaves = [value.clone().requires_grad_() for value in point]
         values = function(*leaves)
@@ -173,7 +180,7 @@ def in_reverse_mode_twice(
         )
         for n in range(tangents[0].shape[0])
     ]
-    if check:
+    if check is not None:
         for number in range(COTANGENTS):
             cotangents = [normal_like(value, number) for value in values]
             pulled = torch.autograd.grad(
@@ -183,7 +190,7 @@ def in_reverse_mode_twice(
                 retain_graph=True,
                 materialize_grads=True,
             )
-            check_linear(cotangents, pulled, tangents, pushed)
+            check_linear(cotangents, pulled, tangents, pushed, check)
     return tuple(v.detach() for v in values), tuple(torch.stack(products) for products in zip(*pushed, strict=True))
 
 
@@ -197,6 +204,7 @@ def check_linear(
     pulled: Sequence[Tensor],
     tangents: Sequence[Tensor],
     pushed: Sequence[Sequence[Tensor]],
+    total: Total = local,
 ) -> None:
     """Raises RuntimeError if <u, J d> is not <Jᵀ u, d>.
 
@@ -207,12 +215,13 @@ def check_linear(
         pulled: Jᵀ u by the backward itself, in the form of the parameters.
         tangents: the directions d, k in front.
         pushed: J d of every direction, by the derivative of the backward.
+        total: the sum over processes.
     """
     tolerance = max(RELATIVE, *(16 * torch.finfo(tensor.dtype).eps for tensor in (*pulled, *pushed[0])))
     for n, products in enumerate(pushed):
         right = torch.cat([(p * t[n]).double().flatten() for p, t in zip(pulled, tangents, strict=True)])
         left = torch.cat([(u * p).double().flatten() for u, p in zip(cotangents, products, strict=True)])
-        sums = over_processes(torch.stack([left.sum() - right.sum(), left.abs().sum() + right.abs().sum()]))
+        sums = total(torch.stack([left.sum() - right.sum(), left.abs().sum() + right.abs().sum()]))
         if bool(sums[0].abs() > tolerance * sums[1]):
             raise RuntimeError("the backward of an autograd.Function is not linear in the gradient, or hides it")
 

@@ -115,7 +115,7 @@ def adam_in_bases(
     """Q [Qᵀ m̂ / (√v̂ + ε)] by parameter, after the gradient has entered v.
 
     Args:
-        gradient, average: g and m̂, of all parameters in Fisher blocks that are not idle.
+        gradient, average: g and m̂, of all parameters in Fisher blocks of this process that are not idle.
         decay: β₂.
         accept: 0-dim; if it is false, v stays as it is. A block whose squares are not finite keeps its own, too.
         still: the parameters without a gradient. Blocks of these alone keep their v.
@@ -132,5 +132,5 @@ def adam_in_bases(
         squares.update(square, accepted, decay, 1.0)
         return group.from_eigenbasis(averaged / (squares.value.sqrt() + EPSILON), basis)
 
-    groups = [group for group in fisher.groups if group.updated]
-    return fisher.of_groups(groups, adam, average, gradient)
+    groups = [group for group in fisher.kept if group.updated]
+    return fisher.of_groups(groups, adam, average, gradient, kept=True)

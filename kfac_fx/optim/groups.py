@@ -14,8 +14,10 @@ from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard, sharded_like
 from kfac_fx.linalg.vectors import Flat, Tensors
 from kfac_fx.losses.loss_function import precise
+from kfac_fx.optim.division import UNDIVIDED, VectorDivision
 from kfac_fx.optim.options import KFACOptions
-from kfac_fx.optim.rules import FirstOrder, new_adam_state
+from kfac_fx.optim.rules import FirstOrder, inner, is_finite, new_adam_state
+from kfac_fx.passes.torch_private import foreach_add_
 from kfac_fx.values import not_negative, number, one_element
 
 Group = dict[str, Any]
@@ -119,7 +121,9 @@ class FlatParameters:
     """
 
     flat: Flat  # where the parameters lie in the vectors
-    parameters: Tensors  # by name; of sharded ones the shards of this process
+    division: VectorDivision
+    parameters: Tensors  # by name; the parts of this process in vectors
+    copies: Tensors  # by name, the parameters as this process has them: whole, or shards
     g: Tensor  # the gradient, in float32 at least
     state: Tensors  # of the rule, by name; written in place
     lr: Tensor
@@ -141,9 +145,25 @@ class FlatParameters:
 
     def commit(self, proposal: Proposal, ok: Tensor) -> None:
         """Add the move and store the new state; if `ok` is False, everything stays as it was. Overwrites the move."""
-        self.flat.add_to(self.parameters, proposal.move.masked_fill_(~ok, 0))
+        self.add(proposal.move.masked_fill_(~ok, 0))
         for name, new in proposal.state.items():
             torch.where(ok, new, self.state[name], out=self.state[name])
+
+    def add(self, move: Tensor) -> None:
+        """Add a vector to the parameters, in place and in their own precision."""
+        foreach_add_(list(self.copies.values()), list(self.everywhere(move).values()))
+
+    def everywhere(self, vector: Tensor) -> Tensors:
+        """The tensors of a vector by name, of the shapes that the parameters have in this process."""
+        return self.division.to_copies(self.flat.parts(vector), self.copies)
+
+    def inner(self, first: Tensor, second: Tensor) -> Tensor:
+        """<a, b>, 0-dim, in float32 at least."""
+        return self.division.total(inner(first, second))
+
+    def is_finite(self, vector: Tensor) -> Tensor:
+        """A 0-dim bool."""
+        return is_finite(self.division.total(vector.sum()))
 
 
 def rule_state(state: Tensors) -> Tensors:
@@ -155,15 +175,21 @@ def rule_state(state: Tensors) -> Tensors:
 class StateVectors:
     """The state of a rule as vectors [P]; the optimizer's own state tensors are views of them."""
 
+    names: tuple[str, ...]
     g: Tensor  # the buffer of the gradient
     vectors: Tensors  # by name
-    views: Mapping[str, Tensors]  # by vector and parameter
+    views: Mapping[str, Tensors]  # by vector and parameter, of those that have state in this process
 
     @staticmethod
-    def of(new: NewState, flat: Flat, parameters: Tensors, states: MutableMapping[Any, Any]) -> StateVectors:
+    def of(
+        new: NewState, division: VectorDivision, parameters: Tensors, parts: Tensors, states: MutableMapping[Any, Any]
+    ) -> StateVectors:
         """From the optimizer's state by parameter, where missing state is made by `new`, and all is replaced by
-        views."""
-        by_parameter = {name: rule_state(states[parameter]) or new(parameter) for name, parameter in parameters.items()}
+        views. parts: of the parameters in this process."""
+        by_parameter = {
+            name: rule_state(states[parameter]) or new(parameter) if division.keeps(name) else new(parts[name])
+            for name, parameter in parameters.items()
+        }
         vectors: Tensors = {}
         views: dict[str, Tensors] = {}
         for key in next(iter(by_parameter.values())):
@@ -171,19 +197,19 @@ class StateVectors:
             places = Flat({name: tensor.shape for name, tensor in tensors.items()})
             vectors[key] = places.joined(tensors)
             views[key] = {
-                name: sharded_like(by_parameter[name][key], view) for name, view in places.parts(vectors[key]).items()
+                name: sharded_like(by_parameter[name][key], view)
+                for name, view in places.parts(vectors[key]).items()
+                if division.keeps(name)
             }
             for name, view in views[key].items():
                 states[parameters[name]][key] = view
-        shards = {name: shard(parameter) for name, parameter in parameters.items()}
-        return StateVectors(torch.empty_like(precise(flat.joined(shards))), vectors, views)
+        g = torch.empty_like(precise(torch.cat([part.detach().reshape(-1) for part in parts.values()])))
+        return StateVectors(tuple(parameters), g, vectors, views)
 
     def hold(self, parameters: Tensors, states: Mapping[Any, Any]) -> bool:
         """Whether these are the parameters, and the optimizer's state is still made of the views."""
-        return all(
-            views.keys() == parameters.keys()
-            and all(states[parameters[name]].get(key) is views[name] for name in views)
-            for key, views in self.views.items()
+        return self.names == tuple(parameters) and all(
+            states[parameters[name]].get(key) is views[name] for key, views in self.views.items() for name in views
         )
 
 
@@ -193,6 +219,7 @@ class GroupedParameters:
 
     scalars: dict[str, Tensors]  # by the names of `OF_GROUPS` and `FIRST_LR` that the groups have, and by parameter
     new_state: NewState  # of the parameters that K-FAC moves
+    division: VectorDivision
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # by name
     first_order: set[str] = field(default_factory=set)  # names of those that the first-order rule moves
     decaying: set[str] = field(default_factory=set)  # names of those with a weight decay other than 0
@@ -200,11 +227,15 @@ class GroupedParameters:
 
     @staticmethod
     def of(
-        groups: Sequence[Group], names: Mapping[nn.Parameter, str], scalar: Tensor, new: NewState
+        groups: Sequence[Group],
+        names: Mapping[nn.Parameter, str],
+        scalar: Tensor,
+        new: NewState,
+        division: VectorDivision = UNDIVIDED,
     ) -> GroupedParameters:
         """scalar: a tensor with the dtype and the device of all scalars. new: the state of K-FAC's parameters."""
         grouped = GroupedParameters(
-            {key: {} for key in (*OF_GROUPS, FIRST_LR) if all(key in group for group in groups)}, new
+            {key: {} for key in (*OF_GROUPS, FIRST_LR) if all(key in group for group in groups)}, new, division
         )
         for group in groups:
             members = [names[parameter] for parameter in group["params"]]
@@ -245,16 +276,22 @@ class GroupedParameters:
         if not with_gradient:
             return None
         parameters: Tensors = {name: parameter for name, (parameter, _) in with_gradient.items()}
-        here = {name: shard(parameter) for name, parameter in parameters.items()}
+        division = self.division
+        here = {name: division.part(name, parameter) for name, parameter in parameters.items()}
         flat = Flat({name: part.shape for name, part in here.items()})
         if first_order not in self.last or not self.last[first_order].hold(parameters, states):
             new = new_adam_state if first_order else self.new_state
-            self.last[first_order] = StateVectors.of(new, flat, parameters, states)
+            self.last[first_order] = StateVectors.of(new, division, parameters, here, states)
         state, decays = self.last[first_order], not self.decaying.isdisjoint(parameters)
         return FlatParameters(
             flat,
+            division,
             here,
-            flat.joined({name: dense(shard(gradient)) for name, (_, gradient) in with_gradient.items()}, out=state.g),
+            {name: shard(parameter) for name, parameter in parameters.items()},
+            flat.joined(
+                {name: dense(division.part(name, gradient)) for name, (_, gradient) in with_gradient.items()},
+                out=state.g,
+            ),
             state.vectors,
             flat.spread(self.scalars["lr"]),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,

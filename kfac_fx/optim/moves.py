@@ -12,7 +12,6 @@ from kfac_fx.optim.rules import (
     MomentumRule,
     Product,
     StepBound,
-    is_finite,
 )
 
 
@@ -21,7 +20,7 @@ def move_in_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     """A whole update of "regular" or "adam", compiled as one. Returns whether it was made, and κ of the proposal."""
     proposal = propose_by_momentum(rule, flat, precondition, bound)
-    ok = ok & is_finite(proposal.move)
+    ok = ok & flat.is_finite(proposal.move)
     flat.commit(proposal, ok)
     return ok, proposal.kappa
 
@@ -33,7 +32,7 @@ def first_order_update(rule: FirstOrder, flat: FlatParameters) -> tuple[tuple[Te
     """
     update, new = rule(flat.g, flat.state, flat.flat)
     move = flat.displacement(update)
-    finite = torch.stack([is_finite(move), *map(is_finite, new.values())]).all()
+    finite = torch.stack([flat.is_finite(move), *map(flat.is_finite, new.values())]).all()
     return (move, new), finite
 
 
@@ -41,7 +40,7 @@ def propose_by_momentum(
     rule: MomentumRule, flat: FlatParameters, precondition: Product, bound: StepBound | None
 ) -> Proposal:
     assert flat.momentum is not None, f"bug in kfac_fx: groups without a momentum for {rule.kind!r}"
-    velocity, update, kappa = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr)
+    velocity, update, kappa = rule(flat.g, flat.state["velocity"], flat.momentum, precondition, flat.lr, flat.inner)
     if bound is not None:  # the velocity stays as it is: momentum is that of an optimizer without the bound
         assert flat.first_lr is not None, "bug in kfac_fx: a bound on steps, and groups without a first lr"
         update, kappa = bound(update, flat.lr, flat.first_lr)

@@ -34,7 +34,7 @@ def propose(state: StepState, flat: FlatParameters) -> Proposal:
 
 def step_bound(state: StepState, flat: FlatParameters) -> StepBound | None:
     bound = state.options.bound_on("update")
-    return None if bound is None else StepBound(bound, fisher_product(state, flat))
+    return None if bound is None else StepBound(bound, fisher_product(state, flat), flat.inner)
 
 
 def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:
@@ -44,7 +44,7 @@ def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Prod
     """
     v = flat.state["velocity"]
     directions = [precondition(flat.g), -v]
-    model = QuadraticModel.along(directions, flat.g, exact_products(state, flat))
+    model = QuadraticModel.along(directions, flat.g, exact_products(state, flat), flat.inner)
     s = model.best(state.damping)
     if state.options.momentum is not None:  # None exactly for "qmodel"
         s = model.best_with_momentum(state.damping, torch.full_like(s[0], state.options.momentum))
@@ -64,9 +64,11 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
     velocity = momentum * flat.state["velocity"] + (1 - momentum) * flat.g
     step = flat.state["step"] + 1
     steps = flat.flat.spread(dict(zip(flat.flat.shapes, step.unbind(), strict=True)))
-    absent = preconditioner(state, flat, state.estimator.multiply).absent
-    gradient, average = ({**flat.flat.parts(vector), **absent} for vector in (flat.g, velocity / (1 - momentum**steps)))
-    update = adam_in_bases(state.estimator, gradient, average, decay, ok, absent.keys())
+    absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
+    parts, averages = (flat.flat.parts(vector) for vector in (flat.g, velocity / (1 - momentum**steps)))
+    gradient, average = (flat.division.to_blocks(tensors) for tensors in (parts, averages))
+    update = adam_in_bases(state.estimator, {**gradient, **absent}, {**average, **absent}, decay, ok, absent.keys())
+    update = flat.division.from_blocks({name: update[name] for name in average}, averages)
     return Proposal(flat.displacement(flat.flat.joined(update)), {"velocity": velocity, "step": step})
 
 
@@ -77,11 +79,11 @@ def predicted_change(state: StepState, flat: FlatParameters, move: Tensor) -> Te
     """
     if not state.options.quadratic:
         return change_by_blocks(
-            flat.g, move, fisher_product(state, flat), state.estimator.damping - state.options.l2_reg
+            flat.g, move, fisher_product(state, flat), state.estimator.damping - state.options.l2_reg, flat.inner
         )
     if flat.one_scale:
         return state.predicted_change.clone()
-    model = QuadraticModel.along([move], flat.g, exact_products(state, flat))
+    model = QuadraticModel.along([move], flat.g, exact_products(state, flat), flat.inner)
     return model.change(torch.ones_like(model.slopes), state.options.l2_reg)
 
 
@@ -91,16 +93,18 @@ def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[T
     absent = {
         name: state.scalar.new_zeros(parameter.shape)
         for parameter, name in state.names.items()
-        if name in state.registered and name not in flat.parameters and name not in idle
+        if name in state.registered
+        and name not in flat.parameters
+        and name not in idle
+        and flat.division.multiplies(name)
     }
-    owners = None if state.shards is None else state.estimator.owner_of
-    return Preconditioner(multiply, flat.flat, absent, state.shards, owners)
+    return Preconditioner(multiply, flat.flat, absent, flat.division)
 
 
 def fisher_product(state: StepState, flat: FlatParameters) -> Preconditioner:
     """The product with the damped block-diagonal Fisher, with the present damping."""
     set_estimator_damping(state)
-    return preconditioner(state, flat, state.estimator.multiply)
+    return preconditioner(state, flat, state.estimator.multiply_kept)
 
 
 def exact_products(state: StepState, flat: FlatParameters) -> Products:
@@ -115,7 +119,7 @@ def exact_products(state: StepState, flat: FlatParameters) -> Products:
     parameters = {name: parameter.detach() for parameter, name in state.names.items()}
 
     def products(vectors: Sequence[Tensor]) -> Tensor:
-        by_name, total = [flat.flat.parts(vector) for vector in vectors], torch.zeros_like(state.damping)
+        by_name, total = [flat.everywhere(vector) for vector in vectors], torch.zeros_like(state.damping)
         cases: int | Tensor = 0
         for args, kwargs in calls:
             pairs: LossTerms = []

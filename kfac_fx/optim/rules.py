@@ -6,46 +6,59 @@ No function here reads a value back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Flat, Tensors
+from kfac_fx.optim.division import UNDIVIDED, VectorDivision
 from kfac_fx.passes.errors import nearest
 
 Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
 Products = Callable[[Sequence[Tensor]], Tensor]  # <d_i, F d_j> of k vectors [P]: [k, k]
+InnerProduct = Callable[[Tensor, Tensor], Tensor]  # <a, b> of vectors [P] that may be divided among processes
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
-DIVIDED: ContextVar[Shards | None] = ContextVar("DIVIDED", default=None)  # how vectors are divided among processes
 
-# --- momentum -------------------------------------------------------------------------------------------------------
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def inner(first: Tensor, second: Tensor) -> Tensor:
+    """<a, b> of whole vectors, in float32 at least. Not a BLAS product, which adds up millions of terms one after
+    another."""
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return (first.to(dtype) * second.to(dtype)).sum()
+
+
+def inner_products(vectors: Sequence[Tensor], inner: InnerProduct = inner) -> Tensor:
+    """<d_i, d_j>: [k, k]."""
+    return torch.stack([torch.stack([inner(a, b) for b in vectors]) for a in vectors])
+
+
+def is_finite(vector: Tensor) -> Tensor:
+    """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
+    return vector.sum().isfinite()
 
 
 @dataclass(frozen=True)
 class Preconditioner:
     """The product of the Fisher, or its inverse, with a vector over the parameters that have a gradient."""
 
-    multiply: Callable[[Tensors], Tensors]  # of all parameters in a Fisher block, by name
+    multiply: Callable[[Tensors], Tensors]  # of the parameters whose blocks this process keeps, by name
     flat: Flat  # where the parameters that have a gradient lie in the vector
     absent: Tensors  # zeros for those that have none
-    shards: Shards | None = None  # if vectors are those of the shards of this process
-    owners: Mapping[str, int] | None = None  # the processes that multiply, if each of these does a part
+    division: VectorDivision = UNDIVIDED
 
     def __call__(self, vector: Tensor) -> Tensor:
         parts = self.flat.parts(vector)
-        if self.shards is None:
-            return self.flat.joined(self.multiply({**parts, **self.absent}))
-        if self.owners is None:
-            product = self.multiply({**self.shards.gathered(parts), **self.absent})
-            return self.flat.joined(self.shards.parts({name: product[name] for name in parts}))
-        product = self.multiply({**self.shards.to_owners(parts, self.owners), **self.absent})
-        return self.flat.joined(self.shards.from_owners({name: product[name] for name in parts}, self.owners, vector))
+        wholes = self.division.to_blocks(parts)
+        product = self.multiply({**wholes, **self.absent})
+        return self.flat.joined(self.division.from_blocks({name: product[name] for name in wholes}, parts))
+
+
+# --- momentum -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,13 @@ class MomentumRule:
     norm_constraint: float | None  # of the form "gradient"; see `clipped`
 
     def __call__(
-        self, g: Tensor, v: Tensor, momentum: Tensor, precondition: Product, lr: Tensor
+        self,
+        g: Tensor,
+        v: Tensor,
+        momentum: Tensor,
+        precondition: Product,
+        lr: Tensor,
+        inner: InnerProduct = inner,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(the new v, Δ, κ): v <- μ v + κ P g, Δ = v; or v <- μ v + g, Δ = κ P v. κ is None without a constraint.
 
@@ -66,12 +85,14 @@ class MomentumRule:
         """
         if self.kind == "adam":
             v = torch.addcmul(g, v, momentum)
-            return v, *self.clipped(v, precondition(v), lr)
-        clipped, kappa = self.clipped(g, precondition(g), lr)
+            return v, *self.clipped(v, precondition(v), lr, inner)
+        clipped, kappa = self.clipped(g, precondition(g), lr, inner)
         v = clipped.addcmul_(v, momentum)
         return v, v, kappa
 
-    def clipped(self, a: Tensor, preconditioned: Tensor, lr: Tensor) -> tuple[Tensor, Tensor | None]:
+    def clipped(
+        self, a: Tensor, preconditioned: Tensor, lr: Tensor, inner: InnerProduct = inner
+    ) -> tuple[Tensor, Tensor | None]:
         """(κ P a, κ) with κ = min(1, √(norm_constraint / <lr a, lr P a>)).
 
         This bounds the squared Fisher norm of lr P a, without the momentum that "regular" adds to it.
@@ -91,6 +112,7 @@ class StepBound:
 
     norm_constraint: float
     multiply: Product  # with the damped block-diagonal Fisher F
+    inner: InnerProduct = inner
 
     def __call__(self, update: Tensor, lr: Tensor, first_lr: Tensor) -> tuple[Tensor, Tensor]:
         """(κ Δ, κ) with κ = min(1, √(norm_constraint / <l₀ Δ, F l₀ Δ>)).
@@ -99,7 +121,7 @@ class StepBound:
             lr, first_lr: the present learning rate and l₀, 0-dim or [P]. Where l₀ is zero, lr takes its place.
         """
         step = torch.where(first_lr > 0, first_lr, lr) * update
-        kappa = shrinking(self.norm_constraint, inner(step, self.multiply(step)))
+        kappa = shrinking(self.norm_constraint, self.inner(step, self.multiply(step)))
         return kappa * update, kappa
 
 
@@ -182,10 +204,10 @@ class QuadraticModel:
     slopes: Tensor  # c_i = <∇h, d_i>, [k]
 
     @staticmethod
-    def along(directions: Sequence[Tensor], g: Tensor, fisher: Products) -> QuadraticModel:
+    def along(directions: Sequence[Tensor], g: Tensor, fisher: Products, inner: InnerProduct = inner) -> QuadraticModel:
         """The model along directions [P]."""
         slopes = torch.stack([inner(g, direction) for direction in directions])
-        return QuadraticModel(fisher(directions), inner_products(directions), slopes)
+        return QuadraticModel(fisher(directions), inner_products(directions, inner), slopes)
 
     def best(self, damping: Tensor) -> Tensor:
         """The s that minimizes the damped model of two directions: [2].
@@ -215,7 +237,7 @@ class QuadraticModel:
         return self.fisher + damping * self.products
 
 
-def change_by_blocks(g: Tensor, move: Tensor, multiply: Product, excess: Tensor) -> Tensor:
+def change_by_blocks(g: Tensor, move: Tensor, multiply: Product, excess: Tensor, inner: InnerProduct = inner) -> Tensor:
     """<g, δ> + ½ <δ, (F̂ + λ I) δ> - ½ excess |δ|², with F̂ the block-diagonal Fisher.
 
     Args:
@@ -223,40 +245,6 @@ def change_by_blocks(g: Tensor, move: Tensor, multiply: Product, excess: Tensor)
         excess: the part of λ that is no curvature of the loss.
     """
     return inner(g, move) + 0.5 * (inner(move, multiply(move)) - excess * inner(move, move))
-
-
-@contextmanager
-def vectors_divided(shards: Shards | None) -> Iterator[None]:
-    """Vectors inside are those of the shards of this process, and sums over their elements are over all processes."""
-    token = DIVIDED.set(shards)
-    try:
-        yield
-    finally:
-        DIVIDED.reset(token)
-
-
-def over_processes(value: Tensor) -> Tensor:
-    """The sum over the processes among which vectors are divided."""
-    if torch.compiler.is_compiling():  # sharded models are run by "eager" alone
-        return value
-    shards = DIVIDED.get()
-    return value if shards is None else shards.total(value)
-
-
-def inner(first: Tensor, second: Tensor) -> Tensor:
-    """<a, b>, in float32 at least. Not a BLAS product, which adds up millions of terms one after another."""
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    return over_processes((first.to(dtype) * second.to(dtype)).sum())
-
-
-def inner_products(vectors: Sequence[Tensor]) -> Tensor:
-    """<d_i, d_j>: [k, k]."""
-    return torch.stack([torch.stack([inner(a, b) for b in vectors]) for a in vectors])
-
-
-def is_finite(vector: Tensor) -> Tensor:
-    """A 0-dim bool. A sum shows every NaN and infinity, and costs a thirtieth of a maximum norm on a CPU."""
-    return over_processes(vector.sum()).isfinite()
 
 
 # --- the damping ----------------------------------------------------------------------------------------------------

@@ -59,13 +59,15 @@ def publish(state: StepState, groups: Sequence[Group], states: MutableMapping[An
 
     Numbers and random states are copies, as of now. Parameters that were never moved get a new state.
     """
-    parameters = moved(groups)
+    parameters, division = moved(groups), state.division
     by_name = {state.names[parameter]: parameter for parameter, _ in parameters}
     for parameter, first_order in parameters:
-        of_rule = rule_state(states.get(parameter, {}))
-        if parameter.requires_grad and not of_rule:
+        kept = division.keeps(state.names[parameter])
+        of_rule = rule_state(states.get(parameter, {})) if kept else {}
+        if parameter.requires_grad and kept and not of_rule:
             of_rule = (new_adam_state if first_order else state.options.new_state)(parameter)
-        if of_rule or parameter in states:
+        # An empty entry for a parameter of another owner: torch.distributed.checkpoint misses those without any.
+        if of_rule or parameter in states or not kept:
             states[parameter] = of_rule
     first = parameters[0][0]
     for key, block in state.estimator.blocks.items():
@@ -263,6 +265,8 @@ def restore(
     parameters = moved(groups)
     for place, values in checkpoint.rules.items():
         parameter, _ = parameters[place]
+        if not state.division.keeps(state.names[parameter]):
+            continue
         states[parameter] = {key: value.to(parameter.device, copy=True) for key, value in values.items()}
     values = {name.removeprefix(WHOLE): value for name, value in checkpoint.whole.items()}
     for name in ("damping", *SCALARS, "skipped"):

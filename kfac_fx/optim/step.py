@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.diagnostics.callers import scale_of_caller, warn_of_trainer
+from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.adaptive import Check, move, revert
 from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.eigen_moments import update_bases
@@ -32,10 +34,6 @@ from kfac_fx.optim.proposals import (
     propose_eigen,
     set_estimator_damping,
     step_bound,
-)
-from kfac_fx.optim.rules import (
-    inner,
-    is_finite,
 )
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step_state import StepState
@@ -74,11 +72,11 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     """
     schedule, forwards, estimator = state.schedule, state.forwards, state.estimator
     in_blocks, others = vectors = flat_parameters(state, groups, states)
-    gradients = [flat.g for flat in vectors if flat is not None]
+    gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
     if not gradients and not schedule.burning_in:
         return
     if not (forwards.seen.forwards or schedule.counter or estimator.recorded):
-        if any(bool(gradient.any()) for gradient in gradients):
+        if any(bool(dense(shard(gradient)).any()) for gradient in gradients):
             raise FactorNotReady(UNRECORDED)
         return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
     check_losses(schedule, losses)
@@ -98,7 +96,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()
     ok = ok if usable is None else ok & usable
     for flat in vectors:
-        ok = ok if flat is None else ok & is_finite(flat.g)
+        ok = ok if flat is None else ok & flat.is_finite(flat.g)
     check = None
     if schedule.checking and in_blocks is not None:
         with state.phases.measure("update"):
@@ -156,9 +154,11 @@ def flat_parameters(
     state: StepState, groups: Sequence[Group], states: MutableMapping[Any, Any]
 ) -> tuple[FlatParameters | None, FlatParameters | None]:
     """(what K-FAC moves, what the first-order rule moves); None if nothing of it has a gradient."""
-    grouped = state.grouped
-    if grouped is None or len(grouped.parameters) != sum(len(group["params"]) for group in groups):
-        state.grouped = grouped = GroupedParameters.of(groups, state.names, state.scalar, state.options.new_state)
+    grouped, division = state.grouped, state.division
+    number = sum(len(group["params"]) for group in groups)
+    if grouped is None or len(grouped.parameters) != number or grouped.division is not division:
+        new = state.options.new_state
+        state.grouped = grouped = GroupedParameters.of(groups, state.names, state.scalar, new, division)
     grouped.refresh(groups, state.names)
     return grouped.flat(False, states), grouped.flat(True, states)
 
@@ -204,7 +204,7 @@ def first_check(state: StepState, gradients: Sequence[Tensor], loss: Tensor | fl
         told = scaler is not None or state.options.recording_in_training  # the latter must know the scale of each step
         forwards.check_loss(loss, scale if told else scale_of_caller())
         if state.shards is None:  # FSDP2 averages the gradients itself
-            state.replicas.check_gradients(gradients)
+            state.replicas.check_gradients([dense(gradient) for gradient in gradients])
     return scale
 
 
@@ -271,10 +271,10 @@ def update(
             state.rho.copy_(torch.where(may_move, rho, state.rho))
     elif in_blocks is not None and (state.options.quadratic or state.options.eigen_moments):
         proposal = propose(state, in_blocks) if state.options.quadratic else propose_eigen(state, in_blocks, ok)
-        ok = ok & is_finite(proposal.move)
+        ok = ok & in_blocks.is_finite(proposal.move)
         in_blocks.commit(proposal, ok)
     elif in_blocks is not None:
-        precondition = preconditioner(state, in_blocks, state.estimator.multiply_inverse)
+        precondition = preconditioner(state, in_blocks, state.estimator.multiply_inverse_kept)
         ok, kappa = state.move_in_blocks(state.rule, in_blocks, precondition, step_bound(state, in_blocks), ok)
         state.keep_kappa(kappa)
     if others is not None:
@@ -305,10 +305,10 @@ def measured_update(
     if others is not None:
         of_first_order, finite = state.first_order_update(state.options.first_order_rule, others)
         ok, proposal = ok & finite, Proposal(*of_first_order)
-        change = change + inner(others.g, proposal.move)  # no Fisher block: only the slope is known
+        change = change + others.inner(others.g, proposal.move)  # no Fisher block: only the slope is known
         proposals.append((others, proposal))
-    for _, proposal in proposals:
-        ok = ok & is_finite(proposal.move)
+    for flat, proposal in proposals:
+        ok = ok & flat.is_finite(proposal.move)
     for flat, proposal in proposals:
         flat.commit(proposal, ok)
     state.predicted_change.copy_(change)

@@ -11,9 +11,11 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.adaptive import StepSize
 from kfac_fx.optim.curvature import JacobianProducts
+from kfac_fx.optim.division import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.groups import GroupedParameters
 from kfac_fx.optim.moves import first_order_update, move_in_blocks
@@ -63,10 +65,28 @@ class StepState:
         self.size = StepSize.first(self.scalar)
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.scalar.device)
         self.rule = MomentumRule(self.options.kind, self.options.bound_on("gradient"))
-        self.multiply_jacobian = JacobianProducts()
+        self.multiply_jacobian = JacobianProducts(lambda values: self.division.total(values))
         self.move_in_blocks = compiled_function(move_in_blocks, self.net.backend)
         self.first_order_update = compiled_function(first_order_update, self.net.backend)
-        self.multiply_inverse = compiled_function(self.estimator.multiply_inverse, self.net.backend)
+        self.multiply_inverse = compiled_function(self.estimator.multiply_inverse_kept, self.net.backend)
+        self._division: VectorDivision = UNDIVIDED
+        self._divided: list[BlockGroup] | None = None  # the blocks that it belongs to
+
+    @property
+    def division(self) -> VectorDivision:
+        """How vectors are divided at present; the same object as long as the owners are the same."""
+        estimator, shards = self.estimator, self.shards
+        if shards is None and (self.replicas.number == 1 or estimator.owners is None):
+            return UNDIVIDED
+        estimator.follow_registrations()
+        if self._divided is not estimator.groups:
+            self._divided, owners = estimator.groups, estimator.owner_of
+            if shards is not None:
+                self._division = DivisionByShards(shards, owners)
+            else:  # parameters in no block are owned in turn: others may join them, and none moves
+                in_turn = {name: n % self.replicas.number for n, name in enumerate(self.names.values())}
+                self._division = DivisionByOwners(self.replicas, in_turn | dict(owners or {}))
+        return self._division
 
     def keep_kappa(self, kappa: Tensor | None) -> None:
         """Keep κ of a step; None, without a norm constraint, keeps NaN."""

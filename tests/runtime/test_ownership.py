@@ -60,7 +60,9 @@ def test_the_cost_of_a_block_is_that_of_its_decompositions() -> None:
 def blocks_of_sizes(sizes: Sequence[tuple[int, int]]) -> list[Any]:
     """Blocks of the given costs and elements, of one parameter each."""
     return [
-        SimpleNamespace(cost=cost, elements=elements, registrations=[SimpleNamespace(owners=(f"{n}",))])
+        SimpleNamespace(
+            cost=cost, elements=elements, shape=(1, 1, 1), registrations=[SimpleNamespace(owners=(f"{n}",))]
+        )
         for n, (cost, elements) in enumerate(sizes)
     ]
 

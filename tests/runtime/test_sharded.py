@@ -84,7 +84,7 @@ def test_one_message_brings_shards_to_their_owners_and_back(shard: Callable[...,
     parts = {name: parameter.detach().to_local() for name, parameter in net.named_parameters()}  # type: ignore[operator]
     owners = dict.fromkeys(parts, 0)
     wholes = shards.to_owners(parts, owners)
-    back = shards.from_owners(wholes, owners, X)
+    back = shards.from_owners(wholes, owners, parts)
     for name, part in parts.items():
         assert torch.equal(wholes[name], part) and torch.equal(back[name], part)
     assert all(torch.equal(whole, wholes[name]) for name, whole in shards.gathered(parts).items())

@@ -73,10 +73,10 @@ class FakeEstimator:
             raise FactorNotReady("A")
         self.log.append(f"invert at {self.damping.item():g}")
 
-    def multiply(self, vector: Tensors) -> Tensors:
+    def multiply_kept(self, vector: Tensors) -> Tensors:
         return {"w": (H + LAMBDA * torch.eye(2)) @ vector["w"]}
 
-    def multiply_inverse(self, vector: Tensors) -> Tensors:
+    def multiply_inverse_kept(self, vector: Tensors) -> Tensors:
         return {"w": torch.linalg.solve(H + LAMBDA * torch.eye(2), vector["w"])}
 
 
@@ -361,7 +361,7 @@ def test_a_gradscaler_is_asked_only_where_its_scale_is_needed() -> None:
 def test_exact_products_are_means_over_the_cases_of_all_micro_batches() -> None:
     net, x = compile(nn.Linear(3, 2).double(), loss="normal"), torch.randn(8, 3, dtype=torch.float64)
     state = KFAC(net, momentum_type="qmodel", momentum=None, damping=0.1)._step_state
-    flat = SimpleNamespace(flat=Flat({name: parameter.shape for name, parameter in net.named_parameters()}))
+    flat = SimpleNamespace(everywhere=Flat({name: p.shape for name, p in net.named_parameters()}).parts)
     products = []
     for parts in ([x], [x[:2], x[2:]]):
         state.forwards.seen.calls = [((part,), {}) for part in parts]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 import kfac_fx
 from kfac_fx.factors import inverses, stacks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),  # what torch itself loads late
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at all
+]
 
 STEPS, CASES, WORLD = 20, 12, 3
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -79,10 +85,11 @@ class Net(nn.Module):
 class Training:
     """A training by the processes of `group`; None: by this process alone."""
 
-    def __init__(self, options: dict[str, Any], part: slice, group: Any = None) -> None:
+    def __init__(self, options: dict[str, Any], part: slice, group: Any = None, backend: str = "eager") -> None:
         torch.manual_seed(0)
         self.part = part
         self.net = kfac_fx.compile(Net().double(), loss="categorical")
+        self.net.backend = backend  # of the update alone; tests of recordings compile those
         self.opt = kfac_fx.KFAC(self.net, seed=0, process_group=group, **options)
         self.called: nn.Module = self.net
         if group is not None and dist.get_world_size(group) > 1:
@@ -103,6 +110,16 @@ class Training:
 
             self.opt.step(closure)
         return torch.cat([parameter.detach().flatten() for parameter in self.net.parameters()])
+
+    def kept(self) -> dict[tuple[str, str], int]:
+        """The bytes of every tensor that the state of this process has, by parameter and name, without those of no
+        block and the flags of blocks, which all processes have."""
+        return {
+            (name, entry): tensor.nbytes
+            for name, parameter in self.net.named_parameters()
+            for entry, tensor in self.opt.state.get(parameter, {}).items()
+            if not entry.startswith("kfac/") and not entry.endswith("/ready")
+        }
 
     def state(self) -> dict[str, Any]:
         return {
@@ -150,6 +167,7 @@ def train(options: dict[str, Any], part: slice, group: Any = None) -> dict[str, 
         "owners": {key: block.group.owner for key, block in blocks.items()},
         "refused": [read(block) for block in blocks.values() if not block.group.here],
         "counters": training.opt.counters(),
+        "kept": training.kept(),
     }
 
 
@@ -196,7 +214,23 @@ def restarts(rank: int, folder: str, groups: dict[int, Any]) -> dict[str, Any]:
         with pytest.raises(ValueError) as error:
             training.opt.load_state_dict(states[1 - rank])
         after["other"] = str(error.value)
+        after["earlier"] = after_an_earlier_version(training)
     return after
+
+
+def after_an_earlier_version(training: Training) -> bool:
+    """Whether the state is the same after a file in which every process has the momentum of all parameters."""
+    training.steps(0, 2)
+    kept, state = training.kept(), training.opt.state_dict()
+    for number, parameter in enumerate(p for group in training.opt.param_groups for p in group["params"]):
+        state["state"][number].setdefault("velocity", torch.ones_like(parameter))
+    training.opt.load_state_dict(state)
+    return training.kept() == kept
+
+
+def compiled(part: slice, group: Any = None, backend: str = "eager") -> Tensor:
+    options = OPTIONS["adam"] if group is None else {**OPTIONS["adam"], "placement": "owners"}
+    return Training(options, part, group, backend).steps(0, 3)
 
 
 def work(rank: int, folder: str) -> None:
@@ -214,6 +248,8 @@ def work(rank: int, folder: str) -> None:
         if rank < size
     }
     results["restarts"] = restarts(rank, folder, groups)
+    if rank < 2:
+        results["compiled"] = compiled(part_of(rank, 2), groups[2], "aot_eager")
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -275,6 +311,36 @@ def test_the_fullest_process_has_its_part_and_at_most_a_largest_block(results: R
     assert fullest <= sum(everything.values()) / size + max(everything.values())
 
 
+@pytest.mark.parametrize("training", [("regular", 2, "owners"), ("regular", 3, "owners"), ("adaptive", 3, "owners")])
+def test_the_momentum_of_a_block_is_kept_by_its_owner_alone(results: Results, training: tuple[str, int, str]) -> None:
+    name, size, _ = training
+    whole, of_each = alone(name), [result["kept"] for result in of_all(results, training)]
+    assert sum(map(len, of_each)) == len(whole["kept"]) and dict(chain(*(k.items() for k in of_each))) == whole["kept"]
+    vectors = {"velocity", "checkpoint"} if name == "adaptive" else {"velocity"}
+    for rank, kept in enumerate(of_each):
+        owned = {parameter for block, owner in whole_owners(results, training) if owner == rank for parameter in block}
+        assert {parameter for parameter, entry in kept if entry in vectors} == owned
+    blocks = [block for block, _ in whole_owners(results, training)]
+    largest = max(sum(b for (p, entry), b in whole["kept"].items() if belongs(p, entry, block)) for block in blocks)
+    assert max(sum(kept.values()) for kept in of_each) <= sum(whole["kept"].values()) / size + largest
+
+
+def whole_owners(results: Results, training: tuple[str, int, str]) -> list[tuple[tuple[str, ...], int]]:
+    """The whole parameters of every block, and its owner."""
+    owners = of_all(results, training)[0]["owners"]
+    return [(tuple(name.partition("[")[0] for name in block), owner) for block, owner in owners.items()]
+
+
+def belongs(parameter: str, entry: str, block: tuple[str, ...]) -> bool:
+    """Whether an entry of a state is of a block: of one of its parameters, or a tensor of it with the first of them."""
+    return parameter in block and ("/" not in entry or parameter == block[0])
+
+
+def test_a_compiled_update_with_owners_is_that_of_one_process(results: Results) -> None:
+    for of_process in results[:2]:
+        torch.testing.assert_close(of_process["compiled"], compiled(slice(None)), rtol=1e-9, atol=1e-9)
+
+
 def test_all_processes_know_the_owners(results: Results) -> None:
     for training in TRAININGS:
         first, *others = [result["owners"] for result in of_all(results, training)]
@@ -303,6 +369,10 @@ def test_the_same_processes_continue_bit_for_bit_with_the_same_samples(results: 
         after = of_process["restarts"]
         assert torch.equal(after["sampled", 2, "owners"], after["sampled", "saved"])
         assert torch.equal(after["exact", 2, "owners"], after["exact", "saved"])
+
+
+def test_momentum_of_others_in_a_file_of_an_earlier_version_is_left_out(results: Results) -> None:
+    assert [of_process["restarts"]["earlier"] for of_process in results[:2]] == [True, True]
 
 
 def test_samples_of_other_numbers_of_processes_are_others(results: Results) -> None:

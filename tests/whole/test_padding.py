@@ -119,7 +119,7 @@ def test_the_quadratic_model_of_the_optimizer_has_no_padding() -> None:
         state = KFAC(module, momentum_type="qmodel", momentum=None, damping=0.1)._step_state
         state.forwards.seen.calls = calls
         flat = Flat({name: tensor.shape for name, tensor in v.items()})
-        products.append(exact_products(state, SimpleNamespace(flat=flat))([flat.joined(v)]))
+        products.append(exact_products(state, SimpleNamespace(everywhere=flat.parts))([flat.joined(v)]))
         module.detach()
     torch.testing.assert_close(*products, rtol=1e-10, atol=0)
 
