@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kfac_fx.linalg.sharded import Shard
 from kfac_fx.passes.errors import (
     ApproximationError,
     LayerError,
@@ -109,7 +110,7 @@ def refuse_other_parameters(parameters: Any, model: nn.Module) -> None:
             f"parameters is a {type(parameters).__name__}; it must be a dict of tensors by parameter name, as in "
             "dict(net.named_parameters()), or {} for the model's own"
         )
-    if others := [name for name, value in parameters.items() if not isinstance(value, Tensor)]:
+    if others := [name for name, value in parameters.items() if not isinstance(value, Tensor | Shard)]:
         raise TypeError(f"parameters has values that are no tensors: {', '.join(map(repr, others))}")
     names = {name for name, _ in model.named_parameters()}
     if unknown := [name for name in parameters if name not in names]:
