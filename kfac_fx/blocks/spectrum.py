@@ -25,6 +25,7 @@ from torch.func import vmap
 from kfac_fx.blocks.block import check_fits, check_kinds, leading
 from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import Place, dense
+from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
 from kfac_fx.passes.ir import Registration
@@ -280,7 +281,8 @@ class Spectrum:
         check_kinds(vector, self.shapes)
         lead = leading(vector, self.shapes)
         check_fits(vector, {name: (*lead, *shape) for name, shape in self.shapes.items()}, alone=True)
-        many = {name: dense(tensor).reshape(math.prod(lead), *self.shapes[name]) for name, tensor in vector.items()}
+        whole = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
+        many = {name: tensor.reshape(math.prod(lead), *self.shapes[name]) for name, tensor in whole.items()}
         return lead, split(many, self.registrations, 1)
 
     # --- diagonals and samples --------------------------------------------------------------------------------------

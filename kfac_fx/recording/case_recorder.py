@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kfac_fx.blocks.block import vector_form
 from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import split
 from kfac_fx.losses.sources import Cotangents, check_mode, pulled_back
 from kfac_fx.passes.approximations import KRON
@@ -102,7 +103,8 @@ class CaseRecorder:
         refuse_towers(registrations)
         emitted, losses_of = recorder.emitted, recorder.losses
         with emitted.isolated(), full_precision():
-            live = {name: value.detach() for name, value in recorder.live_parameters().items()}
+            # Whole, also where they are sharded: a gradient of this process alone, and backwards without messages.
+            live = {name: unsharded(value.detach()) for name, value in recorder.live_parameters().items()}
             owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
             live |= {name: live[name].requires_grad_() for name in owners}
             like = next(iter(live.values()))

@@ -165,6 +165,7 @@ def work(rank: int, folder: str, port: int) -> None:
                 results[f"{name} {number}"] = parameters, damping, list(opt.net.report.fallbacks())
     results["state"] = states(shard, part)
     results["memory"] = memory(shard, part)
+    results["estimated"] = estimated(part, slice(rank + 1), shard)
     results["checkpoint"] = saved_and_continued(shard, part, f"{folder}/checkpoint")
     dist.destroy_process_group()
     environment = {"RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -200,6 +201,41 @@ def states(shard: Shard, part: slice) -> list[str]:
     _, _, opt = train(EXACT, part, shard, number=2)
     of_rule = [tensor for state in opt.state.values() for name, tensor in state.items() if "/" not in name]
     return sorted({type(tensor).__name__ for tensor in of_rule})
+
+
+def estimated(part: slice, scored: slice, shard: Shard | None = None) -> dict[Any, Any]:
+    """Factors, products and scores of a FisherEstimator, and the products of a KFAC's with owners.
+
+    scored: the cases of a batch that this process scores. Every process has another number of them.
+    """
+    results: dict[Any, Any] = {}
+    net = compiled()
+    if shard is not None:
+        shard(net.model)
+    group = None if shard is None else dist.group.WORLD
+    estimator = kfac_fx.FisherEstimator(net, damping=0.1, estimation_mode="exact", process_group=group)
+    for x, _ in batches(2):
+        estimator.update_covariances(x[part], fold=False)
+    estimator.fold()
+    estimator.update_inverses()
+    for key, block in estimator.blocks.items():
+        results["factors", key] = {name: factor.value for name, factor in block.factors.items()}
+    (x, y), *_ = batches(1)
+    vector = {name: torch.arange(tensor.numel()).view(tensor.shape).double() for name, tensor in net.named_parameters()}
+    F.cross_entropy(net(x), y).backward()
+    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in net.named_parameters()}
+    spectrum = estimator.spectrum(scale=10.0, damping=0.1)
+    results["of a vector"] = estimator.multiply_inverse(vector)
+    results["of gradients"] = estimator.multiply_inverse(gradients)
+    results["of a spectrum"] = spectrum.multiply_inverse(gradients)
+    results["scores"] = spectrum.correct([(x, y)]).self_scores((x[scored], y[scored]))
+    net = compiled()
+    if shard is not None:
+        shard(net.model)
+    opt = kfac_fx.KFAC(net, seed=0, placement="owners", **EXACT)
+    go_on(net, opt, part, slice(2))
+    results["of owners"] = opt.estimator.multiply_inverse(vector)
+    return results
 
 
 def memory(shard: Shard, part: slice) -> dict[str, Any]:
@@ -273,6 +309,16 @@ def test_a_recording_gathers_parameters_where_they_are_read_and_drops_them(resul
     for result in results:
         assert result["memory"]["alive"] <= 4 < result["memory"]["parameters"] < result["memory"]["gathered"]
         assert result["memory"]["whole"] == 8
+
+
+def test_an_estimator_of_sharded_processes_is_that_of_one(results: list[dict[str, Any]]) -> None:
+    whole = estimated(slice(None), slice(None))
+    for rank, result in enumerate(results):
+        of_rank = result["estimated"]
+        assert of_rank.keys() == whole.keys()
+        torch.testing.assert_close(of_rank.pop("scores"), whole["scores"][: rank + 1], rtol=1e-9, atol=1e-9)
+        for name, tensors in of_rank.items():
+            torch.testing.assert_close(tensors, whole[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which is meant
