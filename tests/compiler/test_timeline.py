@@ -57,6 +57,17 @@ def test_uses_are_at_the_newest_position_that_they_depend_on() -> None:
     assert line.steps(uses(program)) == ([0, 1, 2], "")
 
 
+def test_positions_counted_from_the_end_are_those_of_the_sequence() -> None:
+    def from_the_end(x: Tensor, w: Tensor) -> Tensor:
+        assert x.shape[1] == T  # the capture knows the number
+        return loop(x, w, (-3, 1, -1))
+
+    program = matched(from_the_end)
+    line = timeline(program)
+    assert [line.seen[use.input] for use in uses(program)] == [{0}, {0, 1}, {0, 1, 2}]
+    assert line.steps(uses(program)) == ([0, 1, 2], "")
+
+
 def test_backward_in_time_uses_are_at_the_oldest_position() -> None:
     program = matched(taken_apart)
     assert timeline(program).steps(uses(program)) == ([2, 1, 0], "")
