@@ -30,12 +30,12 @@ def test_exact_sources_are_the_columns_of_the_factor() -> None:
     loss = Categorical(logits)
     slots = [torch.arange(3).view(1, 3, 1).expand(2, 3, 1)]
     vectors = torch.stack(
-        [vectors[0] for vectors in source_vectors("exact", [(1.0, loss)], lambda: slots, False, None)]
+        [vectors[0] for vectors in source_vectors("exact", [(0.25, loss)], lambda: slots, False, None)]
     )
     assert len(vectors) == 4 * 3
     p = logits.detach().softmax(-1)
     fisher = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
-    torch.testing.assert_close(torch.einsum("knti,kntj->ntij", vectors, vectors), fisher)
+    torch.testing.assert_close(torch.einsum("knti,kntj->ntij", vectors, vectors), 0.25 * fisher)
 
 
 def test_one_example_is_sent_back_alone() -> None:
