@@ -47,7 +47,9 @@ class KFAC(Optimizer):
        "qmodel": Δ is the step along P g and the previous Δ that minimizes the exact quadratic model of the batch
        (section 7 of the paper);
        "qmodel_fixedmu": the same, with the coefficient of the previous Δ fixed;
-       "eigen_moments": Δ is Adam's in the eigenbasis of the Fisher blocks (see `kfac_fx.optim.eigen_moments`).
+       "eigen_moments": Δ is Adam's in the eigenbasis of the Fisher blocks (see `kfac_fx.optim.eigen_moments`);
+       "grafted": Δ is P m with the averaged gradient m, and in every block as long as Adam's step (see
+       `kfac_fx.optim.grafting`).
     4. If due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
 
     If the gradients, the loss or the update are not finite, nothing changes, and `skipped` counts the step on the
@@ -92,12 +94,13 @@ class KFAC(Optimizer):
             fraction=options.fraction,
             exps=() if options.eigen_moments else (-1,),
         )
+        self.estimator.relative_damping = options.relative_damping
         if options.eigen_moments:
             self.estimator.new_extras = new_moments
         shards = Shards.of(self.net.named_parameters())
-        if options.eigen_moments and shards is not None:
+        if (options.eigen_moments or options.grafted) and shards is not None:
             raise ValueError(
-                "momentum_type='eigen_moments' turns the gradients of whole blocks, and this model's parameters are "
+                f"momentum_type={options.kind!r} needs the gradients of whole blocks, and this model's parameters are "
                 "sharded: write another momentum_type, or train with DistributedDataParallel and placement='owners'"
             )
         self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))

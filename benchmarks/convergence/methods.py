@@ -206,6 +206,19 @@ def kfac_eigen_moments(task: Task, model: nn.Module, lr: float | None, seed: int
     )
 
 
+def kfac_grafted(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    return kfac(
+        task,
+        model,
+        lr,
+        seed,
+        relative_damping=0.1,
+        momentum_type="grafted",
+        estimation_mode="empirical",
+        cov_update_every=10,
+    )
+
+
 def kfac_qmodel(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
     net = compiled(task, model, seed)
     optimizer = kfac_fx.KFAC(net, damping=1.0, momentum=None, momentum_type="qmodel", adapt_damping=True, seed=seed)
@@ -250,6 +263,12 @@ METHODS: dict[str, Method] = {
     "KFAC eigen": Method(
         kfac_eigen_moments,
         "`KFAC(net, lr, momentum=0.95, momentum_type='eigen_moments', estimation_mode='empirical', "
+        "cov_update_every=10)`",
+        start=1e-2,
+    ),
+    "KFAC grafted": Method(
+        kfac_grafted,
+        "`KFAC(net, lr, relative_damping=0.1, momentum_type='grafted', estimation_mode='empirical', "
         "cov_update_every=10)`",
         start=1e-2,
     ),

@@ -63,6 +63,7 @@ class BlockDiagonalFisher(Operator):
         self._damping = damping
         self.factor_dtype: torch.dtype | None = None  # None: that of the parameters, and at least float32
         self.owners: Owners | None = None  # None: this process keeps all blocks
+        self.relative_damping: float | None = None  # of every group
         self.new_extras: Callable[[BlockGroup], dict[str, Tensor]] | None = None  # makes `BlockGroup.extras`
         self._registrations: tuple[Registration, ...] | None = None
         self._never_inverted: set[Key] = set()  # blocks whose decompositions have all failed, as far as the host knows
@@ -172,7 +173,7 @@ class BlockDiagonalFisher(Operator):
             device=None if here else META,
         )
         for group in groups:
-            group.owner, group.here = owner, here
+            group.owner, group.here, group.relative_damping = owner, here, self.relative_damping
             group.extras = {} if self.new_extras is None else self.new_extras(group)
         return groups
 

@@ -83,12 +83,14 @@ class BlockGroup:
         failed: the number of failed decompositions of every block, [L].
         updated, inverted: whether there are factors and roots.
         extras: tensors [L, ...] that an optimizer keeps with the blocks, by name.
+        relative_damping: c of λ_A = c tr A / dim A, and of every other side, in the place of λ; None: λ is split.
         owner: the process that keeps the factors and roots; None: every process.
         here: whether this process keeps them. Otherwise they are on the meta device, without memory.
     """
 
     owner: int | None = None
     here = True
+    relative_damping: float | None = None
 
     def __init__(
         self,
@@ -236,6 +238,11 @@ class BlockGroup:
     def split_damping(self) -> dict[Side, Tensor]:
         """The damping of every matrix of every side, [L, groups] each."""
         damping = self.damping.to(self.device, self.dtype)
+        if self.relative_damping is not None:
+            by_side = {side: self.mean_eigenvalue(side) for side in (self.left, self.right) if side is not None}
+            each = {s: torch.where(mean > 0, self.relative_damping * mean, 1) for s, mean in by_side.items()}
+            inputs_too = {} if self.right is None else dict.fromkeys(self.sides[1:], each[self.right])
+            return {**inputs_too, self.left: each[self.left]}
         if self.right is None:
             return {self.left: damping.expand(len(self), 1)}
         inputs, outputs = (self.mean_eigenvalue(side) for side in (self.right, self.left))

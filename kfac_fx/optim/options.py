@@ -14,7 +14,14 @@ from torch import Tensor
 from kfac_fx.checks.unchanged import refuse_wrapped
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.optim.intervals import StepIntervals
-from kfac_fx.optim.rules import DampingRule, FirstOrder, new_adaptive_state, new_averaging_state, new_velocity
+from kfac_fx.optim.rules import (
+    DampingRule,
+    FirstOrder,
+    new_adam_state,
+    new_adaptive_state,
+    new_averaging_state,
+    new_velocity,
+)
 from kfac_fx.passes.errors import nearest
 from kfac_fx.values import (
     a_flag,
@@ -35,7 +42,7 @@ OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
 
 PLACEMENTS = ("replicated", "owners", "round_robin")
-MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments")
+MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments", "grafted")
 STEPS = "steps"
 
 # --- checks of one option: (name, value) -> None, or a ValueError -----------------------------------------------------
@@ -103,11 +110,15 @@ class KFACOptions:
         damping: λ of F + λ I. It scales with the loss. With "adaptive" and `adapt_damping` this is its first value.
             None means 1 with "adaptive" and 0 with "eigen_moments", which has none; the other types need a number.
         momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
-            schedulers may set. With "adaptive" and "eigen_moments" the weight of the past in the averaged gradient.
-        momentum_type: "adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu" or "eigen_moments"; see KFAC. None
-            means "regular" if both lr and damping are given, as in TF K-FAC, and "adaptive" otherwise.
+            schedulers may set. With "adaptive", "eigen_moments" and "grafted" it is the weight of the past in the
+            averaged gradient.
+        momentum_type: "adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments" or "grafted"; see
+            KFAC. None means "regular" if both lr and damping are given, as in TF K-FAC, and "adaptive" otherwise.
         second_moment_decay: of "eigen_moments", the weight of the past in the second moments of gradients in the
-            eigenbasis (`kfac_fx.optim.eigen_moments`). None means 0.95. 1 weighs all steps alike.
+            eigenbasis (`kfac_fx.optim.eigen_moments`), where 1 weighs all steps alike; of "grafted", β₂ of Adam. None
+            means 0.95, and 0.999 with "grafted".
+        relative_damping: of "regular", "adam" and "grafted", in the place of damping: every side of a block is damped
+            by this part of its mean eigenvalue, λ_A = c tr A / dim A.
         cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
         cov_update_every: the factors are updated every so many steps. None means 1, and with "adaptive", which updates
             them as early as the inverses, what `overhead` allows.
@@ -168,6 +179,7 @@ class KFACOptions:
     momentum: Annotated[float | None, not_negative] = 0.9
     momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES)] = None
     second_moment_decay: Annotated[float | None, a_weight] = None
+    relative_damping: Annotated[float | None, positive] = None
     cov_ema_decay: Annotated[float, a_weight] = 0.95
     cov_update_every: Annotated[int | None, whole_number(1, STEPS)] = None
     invert_every: Annotated[int | None, whole_number(1, STEPS)] = None
@@ -225,11 +237,18 @@ class KFACOptions:
     def check_step_size(self) -> None:
         """Raises ValueError if lr, momentum, norm_constraint or qmodel_update_rescale do not fit the momentum type."""
         kind = self.kind
-        if self.second_moment_decay is not None and not self.eigen_moments:
+        if self.second_moment_decay is not None and not (self.eigen_moments or self.grafted):
             raise ValueError(
                 f"momentum_type={kind!r} has no second moments: leave second_moment_decay out, or write "
                 "momentum_type='eigen_moments'"
             )
+        if self.relative_damping is not None and kind not in ("regular", "adam", "grafted"):
+            raise ValueError(
+                f"momentum_type={kind!r} has no relative damping: leave relative_damping out, or write 'regular', "
+                "'adam' or 'grafted'"
+            )
+        if self.relative_damping is not None and (self.damping is not None or self.adapt_damping):
+            raise ValueError("relative_damping takes the place of damping: leave damping and adapt_damping out")
         if self.adaptive:
             self.check_adaptive()
             return
@@ -241,7 +260,9 @@ class KFACOptions:
         if self.eigen_moments:
             self.check_eigen_moments()
             return
-        if self.damping is None:
+        if self.grafted:
+            self.check_grafted()
+        if self.damping is None and self.relative_damping is None:
             raise ValueError(f"momentum_type={kind!r} needs damping=...; 'adaptive' finds its own")
         if self.quadratic and self.lr is not None:
             raise ValueError(
@@ -304,6 +325,16 @@ class KFACOptions:
         if wrong := [words for words, applies in why.items() if applies]:
             raise ValueError("\n".join(f"momentum_type='eigen_moments' {words}" for words in wrong))
 
+    def check_grafted(self) -> None:
+        """Raises ValueError for options that "grafted" does not have."""
+        why = {
+            "has steps of Adam's length: leave norm_constraint out": self.norm_constraint is not None,
+            "has steps that the damping does not make longer: leave adapt_damping out": self.adapt_damping,
+            "averages gradients: momentum is a number below 1": self.momentum is None or self.momentum >= 1,
+        }
+        if wrong := [words for words, applies in why.items() if applies]:
+            raise ValueError("\n".join(f"momentum_type='grafted' {words}" for words in wrong))
+
     @functools.cached_property
     def kind(self) -> str:
         """The momentum type, in lower case."""
@@ -331,6 +362,11 @@ class KFACOptions:
         return self.kind == "eigen_moments"
 
     @functools.cached_property
+    def grafted(self) -> bool:
+        """Whether steps have the length of Adam's; see `kfac_fx.optim.grafting`."""
+        return self.kind == "grafted"
+
+    @functools.cached_property
     def quadratic(self) -> bool:
         """Whether the quadratic model finds the step size."""
         return self.kind.startswith("qmodel")
@@ -349,14 +385,14 @@ class KFACOptions:
     def of_groups(self) -> dict[str, Any]:
         """The options of parameter groups, with their first values. A quadratic model has one momentum for all."""
         rescale = 1.0 if self.qmodel_update_rescale is None else self.qmodel_update_rescale
-        momentum = {} if self.quadratic or self.adaptive else {"momentum": self.momentum}
+        momentum = {} if self.quadratic or self.adaptive or self.grafted else {"momentum": self.momentum}
         return {"lr": rescale if self.lr is None else self.lr, **momentum, "weight_decay": self.weight_decay}
 
     @property
     def first_damping(self) -> float | Tensor:
         """λ before the first step."""
         if self.damping is None:
-            return 0.0 if self.eigen_moments else 1.0
+            return 1.0 if self.adaptive else 0.0
         damping = self.damping
         return damping.reshape(()) if isinstance(damping, Tensor) else damping
 
@@ -384,8 +420,10 @@ class KFACOptions:
 
     @property
     def decay_of_squares(self) -> float:
-        """β₂ of "eigen_moments"."""
-        return 0.95 if self.second_moment_decay is None else self.second_moment_decay
+        """β₂ of "eigen_moments" and "grafted"."""
+        if self.second_moment_decay is None:
+            return 0.999 if self.grafted else 0.95
+        return self.second_moment_decay
 
     @functools.cached_property
     def damping_rule(self) -> DampingRule:
@@ -400,6 +438,8 @@ class KFACOptions:
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a new parameter in a Fisher block, by name."""
+        if self.grafted:
+            return new_adam_state(parameter)
         if self.eigen_moments:
             return new_averaging_state(parameter)
         return new_adaptive_state(parameter) if self.adaptive else new_velocity(parameter)

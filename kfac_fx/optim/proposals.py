@@ -11,15 +11,18 @@ from torch import Tensor
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.curvature import LossTerms, at_least_one, fisher_inner_products
 from kfac_fx.optim.eigen_moments import adam_in_bases
+from kfac_fx.optim.grafting import grafted
 from kfac_fx.optim.groups import FlatParameters, Proposal
 from kfac_fx.optim.moves import propose_by_momentum
 from kfac_fx.optim.rules import (
+    FirstOrder,
     Preconditioner,
     Product,
     Products,
     QuadraticModel,
     StepBound,
     change_by_blocks,
+    is_finite,
 )
 from kfac_fx.optim.step_state import StepState
 
@@ -27,6 +30,8 @@ from kfac_fx.optim.step_state import StepState
 def propose(state: StepState, flat: FlatParameters) -> Proposal:
     """The move of the parameters in Fisher blocks."""
     precondition = preconditioner(state, flat, state.multiply_inverse)
+    if state.options.grafted:
+        return propose_grafted(state, flat, precondition)
     if not state.options.quadratic:
         return propose_by_momentum(state.rule, flat, precondition, step_bound(state, flat))
     return propose_quadratic(state, flat, precondition)
@@ -70,6 +75,17 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
     update = adam_in_bases(state.estimator, {**gradient, **absent}, {**average, **absent}, decay, ok, absent.keys())
     update = flat.division.from_blocks({name: update[name] for name in average}, averages)
     return Proposal(flat.displacement(flat.flat.joined(update)), {"velocity": velocity, "step": step})
+
+
+def propose_grafted(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:
+    """The direction P m̂ with the norms of Adam's step; NaN where a new average is not finite."""
+    momentum = state.options.momentum
+    assert momentum is not None, "bug in kfac_fx: 'grafted' without a momentum"
+    adam, new = FirstOrder(betas=(momentum, state.options.decay_of_squares))(flat.g, flat.state, flat.flat)
+    blocks = [block.registration.owners for block in state.estimator.blocks.values()]
+    update = grafted(precondition(new["exp_avg"]), adam, flat.flat, blocks)
+    finite = torch.stack([is_finite(average) for average in new.values()]).all()
+    return Proposal(flat.displacement(torch.where(finite, update, torch.nan)), new)
 
 
 def predicted_change(state: StepState, flat: FlatParameters, move: Tensor) -> Tensor:

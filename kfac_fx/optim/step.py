@@ -269,8 +269,9 @@ def update(
         if check is not None:
             state.predicted_change.copy_(change)
             state.rho.copy_(torch.where(may_move, rho, state.rho))
-    elif in_blocks is not None and (state.options.quadratic or state.options.eigen_moments):
-        proposal = propose(state, in_blocks) if state.options.quadratic else propose_eigen(state, in_blocks, ok)
+    elif in_blocks is not None and (state.options.quadratic or state.options.eigen_moments or state.options.grafted):
+        eigen = state.options.eigen_moments
+        proposal = propose_eigen(state, in_blocks, ok) if eigen else propose(state, in_blocks)
         ok = ok & in_blocks.is_finite(proposal.move)
         in_blocks.commit(proposal, ok)
     elif in_blocks is not None:

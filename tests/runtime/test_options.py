@@ -69,6 +69,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r".*leave precon_damping_mult out\n.*leave norm_constraint, .*\n.*momentum is a number below 1\n"
         r".*leave qmodel_update_rescale out\n.*write weight_decay, which is decoupled",
     ),
+    "grafted with all that it does not have": (
+        {"momentum_type": "grafted", "norm_constraint": 0.1, "adapt_damping": True, "momentum": 1.0},
+        r"leave norm_constraint out\n.*leave adapt_damping out\n.*momentum is a number below 1",
+    ),
+    "a relative damping of another type": (
+        {"momentum_type": "adaptive", "relative_damping": 0.1},
+        r"'adaptive' has no relative damping: leave relative_damping out, or write 'regular', 'adam' or 'grafted'",
+    ),
+    "two dampings": ({"relative_damping": 0.1}, r"takes the place of damping: leave damping and adapt_damping out"),
     "second moments of another type": (
         {"second_moment_decay": 0.9},
         r"momentum_type='regular' has no second moments: leave second_moment_decay out, or write momentum_type=",

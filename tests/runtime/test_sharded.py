@@ -69,11 +69,12 @@ def compiled(model: nn.Module | None = None, **options: Any) -> kfac_fx.Compiled
     return kfac_fx.compile(Net() if model is None else model, (X,), loss="categorical", **options)
 
 
-def test_eigen_moments_of_sharded_parameters_are_refused(shard: Callable[..., None]) -> None:
+@pytest.mark.parametrize("options", [{"momentum_type": "eigen_moments"}, {"momentum_type": "grafted", "damping": 0.1}])
+def test_types_that_need_whole_blocks_are_refused(shard: Callable[..., None], options: dict[str, Any]) -> None:
     net = compiled()
     shard(net.model)
     with pytest.raises(ValueError, match=r"sharded: write another momentum_type, .*placement='owners'"):
-        kfac_fx.KFAC(net, lr=0.1, momentum_type="eigen_moments")
+        kfac_fx.KFAC(net, lr=0.1, **options)
 
 
 def test_one_message_brings_shards_to_their_owners_and_back(shard: Callable[..., None]) -> None:
