@@ -1,7 +1,7 @@
 """The momentum type "grafted": the direction of K-FAC with the length of Adam's step, block by block.
 
     m̂, v̂ = the averages of the gradient and of its square, as Adam's;  a = m̂ / (√v̂ + ε)
-    Δ_b = P m̂_b |a_b| / |P m̂_b|        for every Fisher block b, with the norm over all of its parameters
+    Δ_b = P m̂_b |a_b| / |P m̂_b|        for every Fisher block b, with the norms over its parameters that have a gradient
 
 Sources: Agarwal et al. 2020, "Disentangling adaptive gradient methods from learning rates", which names it grafting;
 Anil et al. 2020, "Scalable second order optimization for deep learning", which grafts Shampoo layer by layer. Blocks
