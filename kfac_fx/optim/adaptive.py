@@ -12,7 +12,9 @@ with its exact Fisher F (one product with the Jacobian) and its loss h (`BatchLo
                                                             λ falls only while α > `LEAST_STEP`: from there on less
                                                             damping is only a shorter step
     θ <- θ at the last check                                if h has risen by more than `RISE` of itself since then, on
-                                                            the present batch: m is forgotten, r and λ grow
+                                                            the present batch: m is forgotten, r and λ grow. If it is
+                                                            the same batch again: by more than `RISE` max(1, h), or
+                                                            `RISE_AGAIN` h if that is less
     θ <- θ before the step                                  if h has risen by more than `RISE` of itself in the step
 
 Between two checks the Fisher norm of a step, as the blocks estimate it, is at most `GROWTH` times that of the last
@@ -35,6 +37,8 @@ from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.rules import DampingRule, Product
 
 RISE = 0.5
+RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
+SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
 GROWTH = 1.5
 LEAST_STEP = 0.05
 COARSE = 1e-6  # of a rounding in which what the forward returned may differ from what the graph computes
@@ -46,12 +50,14 @@ class StepSize:
 
     ratio: Tensor  # r; 0 before the first check
     norm: Tensor  # α² <m, d> at the last check; infinity before
+    value: Tensor  # h before the step of the last check, infinity before
     weight: Tensor  # the sum of the weights of the averaged gradients
 
     @staticmethod
     def first(scalar: Tensor) -> StepSize:
         """scalar: a zero."""
-        return StepSize(scalar.clone(), torch.full_like(scalar, torch.inf), scalar.clone())
+        infinity = torch.full_like(scalar, torch.inf)
+        return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone())
 
 
 @dataclass
@@ -88,7 +94,9 @@ def revert(size: StepSize, damping: Tensor, flat: FlatParameters, check: Check, 
     was = check.value - rise
     # Where the batch or the user's loss is not finite, going back is no remedy.
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
-    risen = (rise > RISE * was.abs()) | (lost & check.batch.finite(there))
+    again = (was - size.value).abs() <= SAME * was.abs()
+    of_same = torch.minimum(RISE * was.abs().clamp(min=1.0), RISE_AGAIN * was.abs())
+    risen = (rise > torch.where(again, of_same, RISE * was.abs())) | (lost & check.batch.finite(there))
     go_back(flat, last, risen)
     flat.state["velocity"].masked_fill_(risen, 0)
     size.weight.masked_fill_(risen, 0)
@@ -150,7 +158,12 @@ def move(
     factor = rule.decay**check.steps
     adapted = damping * torch.where(falls, factor, torch.where(grows, 1 / factor, 1.0))
     damping.copy_(torch.where(ok, adapted.clamp(min=rule.min_damping), damping))
-    new = {"weight": weight, "ratio": torch.where(kept, ratio, 2 * ratio), "norm": step.square() * slope}
+    new = {
+        "ratio": torch.where(kept, ratio, 2 * ratio),
+        "norm": step.square() * slope,
+        "value": check.value,
+        "weight": weight,
+    }
     store(size, flat, ok, velocity, new)
     return kept, predicted, rho
 

@@ -161,21 +161,26 @@ class BatchLoss:
         for forward, values in zip(self.forwards, at, strict=True):
             if not forward.gradients:
                 return self.replicas.mean(torch.full_like(value, torch.inf))
-            entropies = [loss.entropy() for _, loss in values.losses]
-            weight, only = values.losses[0]
-            share = values.cases / at_least_one(total)
-            if not forward.at_outputs:
-                value = value + self.slope(forward, values.leaves)
-            elif len(entropies) == 1 and isinstance(only, Normal):
-                # |m - t|² / 2 var, where the gradient is weight (m - t) / (var total)
-                squares = sum(g.square().sum() for g in forward.gradients.values()) / self.loss_scale**2
-                value = value + 0.5 * only.var * total / weight * squares
-            else:
-                value = value + self.slope(forward, values.leaves)
-                for (weight, loss), entropy in zip(values.losses, entropies, strict=True):
-                    known = torch.inf if entropy is None else entropy
-                    value = value + share * weight / at_least_one(loss.cases) * known
+            share, leaves = values.cases / at_least_one(total), list(values.leaves)
+            for weight, loss in values.losses if forward.at_outputs else ():
+                of_case = share * weight / at_least_one(loss.cases)
+                if isinstance(loss, Normal):
+                    number = next((n for n, leaf in enumerate(leaves) if loss.inputs is leaf or len(leaves) == 1), None)
+                    value = value + self.squared_error(forward, number, loss.var / of_case)
+                    if number is not None:
+                        leaves[number] = torch.zeros_like(leaves[number])  # no part of the slope
+                else:
+                    entropy = loss.entropy()
+                    value = value + (torch.inf if entropy is None else of_case * entropy)
+            value = value + self.slope(forward, leaves)
         return self.replicas.mean(value)
+
+    def squared_error(self, forward: ObservedForward, number: int | None, scale: float | Tensor) -> float | Tensor:
+        """|m - t|² / (2 scale) where the gradient of leaf `number` is (m - t) / scale; infinity if it is no leaf."""
+        if number is None:
+            return torch.inf
+        gradient = forward.gradients.get(forward.leaves[number])
+        return 0.0 if gradient is None else 0.5 * scale * (precise(gradient) / self.loss_scale).square().sum()
 
     def finite(self, at: Sequence[Values]) -> Tensor:
         """Whether the inputs of all losses are finite, in all processes; a 0-dim bool."""

@@ -123,6 +123,30 @@ def test_a_loss_that_has_risen_since_the_last_check_is_undone() -> None:
     assert theta(net).isfinite().all() and not torch.equal(theta(net), checkpoint)
 
 
+@pytest.mark.parametrize(("loss_there", "factor", "undone"), [(0.03, 4, 0), (0.03, 12, 1), (0.3, 4, 1), (3.0, 1.6, 1)])
+def test_a_rise_of_the_loss_of_the_same_batch_is_undone_from_a_half_or_ninefold(
+    loss_there: float, factor: float, undone: int
+) -> None:
+    """Without noise a small loss goes up and down on its way."""
+    x, y = torch.eye(3, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)
+    model = nn.Linear(3, 2).double()
+    net = compile(model, loss="normal")
+    opt = KFAC(net, lr=1e-6, damping_adaptation_interval=4)
+    with torch.no_grad():
+        model.weight.copy_(torch.full((2, 3), math.sqrt(loss_there / 2)))
+        model.bias.zero_()
+    for number in range(9):
+        opt.zero_grad()
+        (net(x) - y).square().sum(1).mean().backward()
+        if number == 7:
+            skipped = opt.skipped.item()
+            with torch.no_grad():
+                model.weight.mul_(math.sqrt(factor))
+                model.bias.mul_(math.sqrt(factor))
+        opt.step()  # the ninth is a check
+    assert opt.skipped.item() - skipped == undone
+
+
 def test_parameters_that_are_not_finite_are_undone_at_the_next_check() -> None:
     net, opt = made()
     for number in range(6):

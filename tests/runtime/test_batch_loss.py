@@ -133,6 +133,28 @@ def test_what_the_forward_returned_and_the_primals_of_a_product_are_the_values_a
             torch.testing.assert_close(known.inputs, at.inputs)
 
 
+def test_the_value_of_squared_errors_of_several_outputs_is_known() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(3, 5).double()
+            self.first, self.second = nn.Linear(5, 4).double(), nn.Linear(5, 2).double()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = torch.tanh(self.body(x))
+            return self.first(hidden), self.second(hidden)
+
+    def loss(outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return (outputs[0] - VALUES).square().sum(1).mean() + 0.3 * outputs[1].square().sum(1).mean()
+
+    net = compile(Heads(), (X,), loss=lambda outputs: [losses.Normal(outputs[0]), (0.3, losses.Normal(outputs[1]))])
+    batch, here, there = observed(net, ((X,), loss)), parameters_of(net), parameters_of(net, 0.5)
+    for values in batch.at(here), batch.returned(here):
+        torch.testing.assert_close(batch.value(values), loss(net(X)).detach())
+    expected = loss(torch.func.functional_call(net.model, there, (X,))) - loss(net(X))
+    torch.testing.assert_close(batch.change(batch.at(here), batch.at(there)), expected.detach())
+
+
 def test_a_loss_inside_the_forward_is_that_which_the_user_trains() -> None:
     net = compile(WithLoss(network()), (X, CLASSES))
     batch = observed(net, ((X, CLASSES), lambda outputs: outputs[0]))

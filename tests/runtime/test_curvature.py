@@ -11,7 +11,13 @@ from torch.nn import functional as F
 
 from kfac_fx.losses import Categorical, LossFunction, MultiBernoulli, Normal, NormalMeanVariance
 from kfac_fx.optim import curvature
-from kfac_fx.optim.curvature import JacobianProducts, fisher_inner_products, in_forward_mode, in_reverse_mode_twice
+from kfac_fx.optim.curvature import (
+    JacobianProducts,
+    by_dual_numbers,
+    fisher_inner_products,
+    in_forward_mode,
+    in_reverse_mode_twice,
+)
 from kfac_fx.passes.errors import LossError
 
 Losses = Callable[[tuple[Tensor, ...]], list[tuple[float, LossFunction]]]
@@ -101,9 +107,10 @@ def test_reverse_mode_twice_equals_forward_mode(net: Net, x: Tensor, losses: Los
         outputs = functional_call(net, dict(zip(parameters, values, strict=True)), (x,))
         return tuple(loss.inputs for _, loss in losses((outputs,)))
 
-    torch.testing.assert_close(
-        in_reverse_mode_twice(function, point, stacked), in_forward_mode(function, point, stacked)
-    )
+    forward = in_forward_mode(function, point, stacked)
+    torch.testing.assert_close(in_reverse_mode_twice(function, point, stacked), forward)
+    first = tuple(tangent[:1] for tangent in stacked)
+    torch.testing.assert_close(by_dual_numbers(function, point, first), (forward[0], tuple(t[:1] for t in forward[1])))
 
 
 class Cube(torch.autograd.Function):
@@ -150,11 +157,12 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
-def test_operations_without_forward_mode_are_handled(x: Tensor, odd: Callable[[Tensor], Tensor]) -> None:
+def test_operations_without_forward_mode_are_handled(x: Tensor, odd: Callable[[Tensor], Tensor], count: int) -> None:
     torch.manual_seed(0)
     net = Odd(odd).double()
-    vectors = directions(net, 2)
+    vectors = directions(net, count)
     losses = LOSSES["categorical"]
     products = fisher_inner_products(calling(net, x, losses), dict(net.named_parameters()), vectors)
 
@@ -264,6 +272,40 @@ def test_the_fallback_is_taken_where_it_is_needed_and_forward_mode_is_tried_once
             assert taken == ["forward", "forward"], name
             assert multiply_jacobian.reason is None
         taken.clear()
+
+
+def test_a_model_with_a_forward_derivative_of_its_own_tries_dual_numbers_once(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[None] = []
+
+    def noted(*args: Any) -> Any:
+        tried.append(None)
+        return by_dual_numbers(*args)
+
+    def tangent(y: Tensor) -> Tensor:
+        pushed: Tensor = torch.func.jvp(torch.sin, (y,), (y.cos(),))[1]
+        return pushed
+
+    monkeypatch.setattr(curvature, "by_dual_numbers", noted)
+    torch.manual_seed(0)
+    net, multiply_jacobian = Odd(tangent).double(), JacobianProducts()
+    plain = Odd(lambda y: y.cos().square()).double()
+    plain.load_state_dict(net.state_dict())
+    (vector,) = directions(net, 1)
+    for _ in range(2):
+        nested, expected = (
+            fisher_inner_products(
+                calling(model, x, LOSSES["normal"]),
+                dict(model.named_parameters()),
+                [vector],
+                multiply_jacobian=products,
+            )
+            for model, products in ((net, multiply_jacobian), (plain, None))
+        )
+        torch.testing.assert_close(nested, expected)
+    assert len(tried) == 3  # two of the model without
+    assert multiply_jacobian.reason is None
 
 
 def test_a_model_without_either_mode_is_told_what_to_do(x: Tensor) -> None:
