@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kfac_fx.optim.intervals import StepCosts, StepIntervals
+from kfac_fx.optim.intervals import LONGEST_INTERVALS, StepCosts, StepIntervals
 from kfac_fx.optim.options import KFACOptions
 
 FIRST_CHECKS = 3
@@ -77,7 +77,11 @@ class Schedule:
         )
         if not self.overhead:
             return [f"{text}, until the first step chooses the intervals for an overhead of {options.allowed:.0%}"]
-        return [f"{text}: {self.overhead:.0%} of a training step by the cost model, {options.allowed:.0%} stated"]
+        cost = f"{text}: by the cost model {self.overhead:.0%} of a training step"
+        if self.overhead <= options.allowed:
+            return [f"{cost}, at most the stated {options.allowed:.0%}"]
+        longest = f"statistics every {LONGEST_INTERVALS.statistics} and checks every {LONGEST_INTERVALS.checks} steps"
+        return [f"{cost}, and not the stated {options.allowed:.0%}, because the longest intervals chosen are {longest}"]
 
     @property
     def adapting(self) -> bool:

@@ -123,9 +123,19 @@ def test_the_first_step_chooses_the_intervals_and_the_report_prints_them() -> No
     assert optimizer.estimator.cov_ema_decay == pytest.approx(0.95**chosen.statistics)
     text = (
         f"statistics every {chosen.statistics}, inverses every {chosen.inverses}, checks every {chosen.checks} steps: "
-        f"{schedule.overhead:.0%} of a training step by the cost model, 900% stated"
+        f"by the cost model {schedule.overhead:.0%} of a training step, at most the stated 900%"
     )
     assert text in " ".join(str(net.report).split())
+
+
+def test_the_report_says_why_a_stated_overhead_is_exceeded() -> None:
+    optimizer = after_a_step(overhead=0.01)
+    schedule, report = optimizer._step_state.schedule, " ".join(str(optimizer.net.report).split())
+    assert schedule.overhead > 0.01 and (schedule.intervals.statistics, schedule.intervals.checks) == (10, 5)
+    assert (
+        f"by the cost model {schedule.overhead:.0%} of a training step, and not the stated 1%, because the longest "
+        "intervals chosen are statistics every 10 and checks every 5 steps" in report
+    )
 
 
 def test_intervals_that_are_given_win_over_the_model() -> None:

@@ -87,16 +87,20 @@ def train(
     shard: Shard | None = None,
     number: int = 20,
     evaluated: bool = False,
+    reverse: bool = False,
     **how: Any,
 ) -> tuple[Tensor, float, kfac_fx.KFAC]:
     """All parameters after the steps, the damping, and the optimizer.
 
     evaluated: the step measures its loss with a closure that calls no backward.
+    reverse: products with the Jacobian take reverse mode twice, as behind an operation without forward mode.
     """
     net = compiled(**how)
     if shard is not None:
         shard(net.model)
     opt = kfac_fx.KFAC(net, seed=0, **options)
+    if reverse:
+        opt._step_state.multiply_jacobian.reason = "the test says so"
     called = net.model if net.in_place else net
     for x, y in batches(number):
 
@@ -132,7 +136,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "options": {"lr": 0.1, "damping": 0.1, "momentum_type": "adam", "norm_constraint": 1e-3, **EXACT},
         "number": 4,
     },
-    "in reverse mode": {"options": EXACT, "steps": "full", "number": 4},  # the Jacobian of a full block has no other
+    "full blocks": {"options": EXACT, "steps": "full", "number": 4},
+    "in reverse mode": {"options": EXACT, "steps": "full", "number": 4, "reverse": True},
     "groups": {"options": {"lr": 0.1, "damping": 0.1, "weight_decay": 0.1, **EXACT}, "number": 4},
 }
 
