@@ -23,10 +23,10 @@ This page compares the training loss of K-FAC and of other optimizers on {tasks}
 CPU time.
 
 - Every method starts from the same network and sees the same batches. The seed sets both.
-- The learning rate of every other method is tuned in {trials} runs on seed 0, on a logarithmic grid: the search follows
-  the better side until the best rate has worse ones on both sides, and then tries the middle between the best rate and
-  the better of its neighbors. K-FAC tries the learning rates 1 and 0.3, or has none. The chosen rate is run with three
-  seeds.
+- The learning rate of a method is tuned in {trials} runs on seed 0, on a logarithmic grid: the search follows the
+  better side until the best rate has worse ones on both sides, and then tries the middle between the best rate and the
+  better of its neighbors. KFAC and KFAC empirical try the learning rates 1 and 0.3 instead, and KFAC qmodel has none.
+  The chosen rate is run with three seeds.
 - All learning rates have a warm-up of {warm_up:.0%} of the steps and a linear decay to 0. L-BFGS and the quadratic
   model find their own step size. No method decays weights.
 - The loss is measured on a fixed part of the training set, in eval mode. Losses of smoothed labels are given above
