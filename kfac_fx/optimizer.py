@@ -98,10 +98,10 @@ class KFAC(Optimizer):
         if options.eigen_moments:
             self.estimator.new_extras = new_moments
         shards = Shards.of(self.net.named_parameters())
-        if (options.eigen_moments or options.grafted) and shards is not None:
+        if options.grafted and shards is not None:
             raise ValueError(
-                f"momentum_type={options.kind!r} needs the gradients of whole blocks, and this model's parameters are "
-                "sharded: write another momentum_type, or train with DistributedDataParallel and placement='owners'"
+                "momentum_type='grafted' needs the gradients of whole blocks, and this model's parameters are sharded: "
+                "write another momentum_type, or train with DistributedDataParallel and placement='owners'"
             )
         self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))
         if options.strategy is not None:

@@ -144,18 +144,7 @@ class BlockDiagonalFisher(Operator):
         keys = [registration.parameters for registration in registrations]
         if self.owners is None:
             return dict.fromkeys(keys)
-        blocks = [
-            group
-            for registration in registrations
-            for group in make_groups(
-                [registration],
-                parameters,
-                roots=self.roots,
-                damping=self._damping,
-                dtype=self.factor_dtype,
-                device=META,
-            )
-        ]
+        blocks = [group for r in registrations for group in self._new_groups([r], parameters, META)]
         known = {name: owner for name, owner in owners.items() if owner is not None}
         return dict(zip(keys, self.owners.assign(blocks, known), strict=True))
 
@@ -164,16 +153,24 @@ class BlockDiagonalFisher(Operator):
     ) -> list[BlockGroup]:
         """The groups of registrations with one owner, without memory if that is another process."""
         here = self.owners is None or owner == self.owners.rank
+        groups = self._new_groups(registrations, parameters, None if here else META)
+        for group in groups:
+            group.owner, group.here, group.relative_damping = owner, here, self.relative_damping
+        return groups
+
+    def _new_groups(
+        self, registrations: Sequence[Registration], parameters: Mapping[str, Tensor], device: torch.device | None
+    ) -> list[BlockGroup]:
+        """The groups of registrations with all that they keep. device: None for that of the parameters."""
         groups = make_groups(
             registrations,
             parameters,
             roots=self.roots,
             damping=self._damping,
             dtype=self.factor_dtype,
-            device=None if here else META,
+            device=device,
         )
         for group in groups:
-            group.owner, group.here, group.relative_damping = owner, here, self.relative_damping
             group.extras = {} if self.new_extras is None else self.new_extras(group)
         return groups
 

@@ -123,6 +123,23 @@ def test_a_parameter_keeps_its_owner() -> None:
     assert sorted(owners[2:]) == [0, 1]
 
 
+def test_owners_are_chosen_by_all_that_a_block_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bases and second moments of "eigen_moments", too."""
+    net = kfac_fx.compile(Several(8, 3), (torch.zeros(2, 8),), loss="normal")
+    estimator = kfac_fx.KFAC(net, lr=0.1, momentum_type="eigen_moments", placement="owners").estimator
+    seen: list[int] = []
+    assign = BlockOwners.assign
+
+    def watched(owners: BlockOwners, blocks: Sequence[BlockGroup], known: Any) -> list[int]:
+        seen.extend(block.elements for block in blocks)
+        return assign(owners, blocks, known)
+
+    monkeypatch.setattr(BlockOwners, "assign", watched)
+    estimator.build()
+    assert sum(seen) == sum(group.elements for group in estimator.groups)
+    assert max(seen) == 2 * (9**2 + 8**2) + 8 * 9 + 2  # factors, bases, second moments, their weight, and positions
+
+
 @pytest.mark.parametrize("wrong", ["owner", None])
 def test_an_unknown_placement_is_refused(wrong: str | None) -> None:
     net = kfac_fx.compile(nn.Linear(2, 2), (torch.zeros(3, 2),), loss="normal")

@@ -28,12 +28,17 @@ from tests.whole.test_docs import run_blocks
 pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
-WORLD, CASES = 3, 6
+WORLD, CASES, CLASSES = 3, 12, 4
 EXACT = {"estimation_mode": "exact"}
+EIGEN_MOMENTS = {"momentum_type": "eigen_moments", "lr": 0.01, "cov_update_every": 2, "invert_every": 3, **EXACT}
 ADAPTED = {
     "momentum_type": "qmodel", "momentum": None, "damping": 0.3, "adapt_damping": True,
     "damping_adaptation_interval": 1, "invert_every": 2, **EXACT,
 }  # fmt: skip
+RESTARTED: dict[str, dict[str, Any]] = {
+    "adaptive": {"placement": "owners", **EXACT},
+    "eigen_moments": {"placement": "owners", **EIGEN_MOMENTS},
+}
 
 
 class Block(nn.Module):
@@ -48,21 +53,25 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     """Widths that no number of processes divides, parameters with fewer rows than processes, a generic parameter and a
-    weight with two uses."""
+    weight with two uses.
+
+    Every layer has a function behind it that is not linear, so that its factors have full rank: the eigenvectors of a
+    null space, in which "eigen_moments" takes its steps, depend on rounding.
+    """
 
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.first = nn.Linear(5, 5, bias=False)
         self.blocks = nn.ModuleList(Block(5) for _ in range(2))
-        self.last = nn.Linear(5, 2)
+        self.last = nn.Linear(5, CLASSES)
         self.steps = nn.Parameter(torch.zeros(5))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x) + torch.cumsum(self.steps, 0)
         for block in self.blocks:
             x = recomputation.checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return self.last(self.first(x))
+        return self.last(torch.tanh(self.first(torch.tanh(x))))
 
 
 Shard = Callable[[nn.Module], None]
@@ -71,7 +80,7 @@ Shard = Callable[[nn.Module], None]
 def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(steps, CASES, 5, generator=generator, dtype=torch.float64)
-    return list(zip(x, torch.randint(2, (steps, CASES), generator=generator), strict=True))
+    return list(zip(x, torch.randint(CLASSES, (steps, CASES), generator=generator), strict=True))
 
 
 def compiled(in_place: bool = False, checkpointed: bool = False, steps: str = "generic") -> kfac_fx.CompiledModule:
@@ -123,7 +132,7 @@ def whole_of(tensor: Any) -> Tensor:
     return result
 
 
-OF_TWO = ("adaptive", "qmodel, damping adapted")  # two processes, beside three
+OF_TWO = ("adaptive", "qmodel, damping adapted", "eigen_moments")  # two processes, beside three
 RUNS: dict[str, dict[str, Any]] = {
     "adaptive": {"options": EXACT},
     "owners": {"options": {"placement": "owners", **EXACT}},
@@ -136,6 +145,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "options": {"lr": 0.1, "damping": 0.1, "momentum_type": "adam", "norm_constraint": 1e-3, **EXACT},
         "number": 4,
     },
+    "eigen_moments": {"options": EIGEN_MOMENTS},
+    "eigen_moments, owners": {"options": {**EIGEN_MOMENTS, "weight_decay": 0.1, "placement": "owners"}},
     "full blocks": {"options": EXACT, "steps": "full", "number": 4},
     "in reverse mode": {"options": EXACT, "steps": "full", "number": 4, "reverse": True},
     "groups": {"options": {"lr": 0.1, "damping": 0.1, "weight_decay": 0.1, **EXACT}, "number": 4},
@@ -171,7 +182,7 @@ def work(rank: int, folder: str, port: int) -> None:
     results["state"] = states(shard, part)
     results["memory"] = memory(shard, part)
     results["estimated"] = estimated(part, slice(rank + 1), shard)
-    results["checkpoint"] = saved_and_continued(shard, part, f"{folder}/checkpoint")
+    results["checkpoint"] = {name: saved_and_continued(rank, name, f"{folder}/{name}") for name in RESTARTED}
     dist.destroy_process_group()
     environment = {"RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in environment.items()}
@@ -190,15 +201,40 @@ def state_of(net: kfac_fx.CompiledModule, opt: kfac_fx.KFAC) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(net.model, opt), strict=True))
 
 
-def saved_and_continued(shard: Shard, part: slice, folder: str) -> Tensor:
-    """The parameters after two steps before a checkpoint, and two behind it."""
+def training_of(name: str, shard: Shard | None = None) -> tuple[kfac_fx.CompiledModule, kfac_fx.KFAC]:
     net = compiled()
-    shard(net.model)
-    opt = kfac_fx.KFAC(net, seed=0, placement="owners", **EXACT)
-    go_on(net, opt, part, slice(2))
-    checkpoint.save(state_of(net, opt), checkpoint_id=folder)
+    if shard is not None:
+        shard(net.model)
+    return net, kfac_fx.KFAC(net, seed=0, **RESTARTED[name])
+
+
+def continued(net: kfac_fx.CompiledModule, opt: kfac_fx.KFAC, part: slice, folder: str, **how: Any) -> Tensor:
+    """The parameters after two steps behind a checkpoint, which takes the place of zeros."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    state = state_of(net, opt)
+    checkpoint.load(state, checkpoint_id=folder, **how)
+    set_state_dict(net.model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     go_on(net, opt, part, slice(2, 4))
     return torch.cat([whole_of(parameter).flatten() for parameter in net.parameters()])
+
+
+def saved_and_continued(rank: int, name: str, folder: str) -> list[Tensor]:
+    """The parameters after two steps of two processes before a checkpoint, and two behind it: of these two and of
+    three."""
+    group, results = dist.new_group([0, 1]), []
+    two, three = fully_sharded(range(2)), fully_sharded(range(WORLD))
+    if rank < 2:
+        part = slice(rank * CASES // 2, (rank + 1) * CASES // 2)
+        net, opt = training_of(name, two)
+        go_on(net, opt, part, slice(2))
+        checkpoint.save(state_of(net, opt), checkpoint_id=folder, process_group=group)
+        go_on(net, opt, part, slice(2, 4))
+        results = [torch.cat([whole_of(parameter).flatten() for parameter in net.parameters()])]
+    dist.barrier()
+    part = slice(rank * CASES // WORLD, (rank + 1) * CASES // WORLD)
+    return [*results, continued(*training_of(name, three), part, folder)]
 
 
 def states(shard: Shard, part: slice) -> list[str]:
@@ -327,17 +363,12 @@ def test_an_estimator_of_sharded_processes_is_that_of_one(results: list[dict[str
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which is meant
-def test_a_checkpoint_of_sharded_processes_continues_in_one_process(
-    results: list[dict[str, Any]], folder: Path
+@pytest.mark.parametrize("name", RESTARTED)
+def test_a_checkpoint_of_two_sharded_processes_continues_in_one_and_in_three(
+    results: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
-    net = compiled()
-    opt = kfac_fx.KFAC(net, seed=1, **EXACT)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()
-    state = state_of(net, opt)
-    checkpoint.load(state, checkpoint_id=folder / "checkpoint", no_dist=True)
-    set_state_dict(net.model, opt, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    go_on(net, opt, slice(None), slice(2, 4))
-    continued = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-    torch.testing.assert_close(continued, results[0]["checkpoint"], rtol=1e-9, atol=1e-9)
+    saved, *others = [tensor for result in results for tensor in result["checkpoint"][name]]
+    alone = continued(*training_of(name), slice(None), str(folder / name), no_dist=True)
+    assert len(others) == 4
+    for parameters in (alone, *others):
+        torch.testing.assert_close(parameters, saved, rtol=1e-9, atol=1e-9)
