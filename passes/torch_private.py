@@ -231,7 +231,8 @@ def backward_roots(thread: int) -> tuple[Tensor, ...]:
 
 
 def function_apply() -> Any:
-    """The classmethod behind `torch.autograd.Function.apply`, as it is now. Attribute access would bind it."""
+    """The classmethod behind `torch.autograd.Function.apply`, as it is now. Attribute access would bind it. It is a
+    method of Python up to torch 2.13, and one of C in 2.15."""
     return torch.autograd.Function.__dict__["apply"]
 
 

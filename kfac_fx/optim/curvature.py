@@ -8,7 +8,6 @@ product with the Jacobian for each of a few vectors, and no backward.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -22,6 +21,7 @@ from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.loss_function import LossFunction, precise
 from kfac_fx.passes.errors import fatal, first_line
+from kfac_fx.passes.tracing.derivatives import forward_mode
 
 RELATIVE = 1e-3  # of what the terms of an inner product sum to without their signs
 COTANGENTS = 4  # of a check: one alone fits a wrong backward by chance, for one batch in sixty of a small model
@@ -251,6 +251,5 @@ def check_linear(
 @cache
 def load_forward_mode() -> None:
     """torch loads its forward-mode formulas at the first use, with a function that torch itself has deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with forward_mode():
         torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))

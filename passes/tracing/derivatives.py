@@ -66,7 +66,7 @@ def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
 def forward_mode() -> Iterator[None]:
     """Inside, torch does not warn about its own use of torch.jit.script, which loads the forward-mode formulas."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
         yield
 
 

@@ -11,10 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ClassMethodDescriptorType
 from typing import Any
 
 from torch import fx, nn
 
+CLASS_METHODS = (classmethod, ClassMethodDescriptorType)  # of Python and of C
 CAPTURING = threading.RLock()  # held by the thread that captures a model
 
 
@@ -89,7 +91,7 @@ def replaced_in_thread(owner: Any, name: str, function: Callable[..., Any]) -> I
 
 def dispatcher(entry: Replaced) -> Any:
     """A function, or a classmethod as the original, that calls what this thread has put in its place."""
-    if not isinstance(entry.original, classmethod):
+    if not isinstance(entry.original, CLASS_METHODS):
         return lambda *args, **kwargs: entry.call(entry.original, args, kwargs)
 
     def of_class(cls: type, *args: Any, **kwargs: Any) -> Any:

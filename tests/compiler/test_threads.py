@@ -53,6 +53,21 @@ def test_a_classmethod_knows_its_class() -> None:
     assert vars(Owner)["of_class"] is original
 
 
+def test_a_classmethod_in_c_knows_its_class() -> None:
+    class Keys(dict[str, int]):
+        fromkeys = vars(dict)["fromkeys"]  # torch.autograd.Function.apply is such a method since torch 2.15
+
+    class Heir(Keys):
+        pass
+
+    original = vars(Keys)["fromkeys"]
+    with replaced_in_thread(Keys, "fromkeys", lambda below, cls, keys, value: (cls, below(cls, keys, 2 * value))):
+        kind, keys = Heir.fromkeys("a", 3)
+        assert kind is Heir and type(keys) is Heir and keys == {"a": 6}
+        assert in_thread(lambda: Heir.fromkeys("a", 3)) == {"a": 3}
+    assert vars(Keys)["fromkeys"] is original
+
+
 def test_replacements_of_two_threads_may_end_in_any_order() -> None:
     original = vars(Owner)["method"]
     inside, ended = threading.Event(), threading.Event()

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
+from types import ClassMethodDescriptorType, FrameType
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from torch.utils import checkpoint
 from kfac_fx.passes import torch_private as private
 
 ROOT = Path(__file__).parents[2]
-LOADS = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # what torch itself loads late
+LOADS = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # what torch itself loads late
 
 
 class Called(TorchFunctionMode):
@@ -320,8 +320,12 @@ def test_packed_sequences_are_made_and_undone_by_these_functions() -> None:
 def test_transformed_tensors_are_made_by_these_functions() -> None:
     graph = exported(lambda x: torch.func.vmap(torch.sin)(x), torch.ones(2, 3)).graph
     assert private.ADD_BATCH_DIM in targets(graph)
-    dual = exported(lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], torch.ones(2, 3)).graph
-    assert private.FORWARD_MODE & targets(dual)
+    try:
+        dual = exported(lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], torch.ones(2, 3)).graph
+    except AssertionError:  # torch.export knows no forward mode before 2.12; a capture takes another way after any error
+        assert torch.__version__ < "2.12"
+    else:
+        assert private.FORWARD_MODE & targets(dual)
 
 
 def test_lists_of_tensors_are_added_in_place() -> None:
@@ -384,7 +388,7 @@ def test_the_apply_of_functions_can_be_bound_to_a_class() -> None:
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return 2 * x
 
-    assert isinstance(private.function_apply(), classmethod)
+    assert isinstance(private.function_apply(), (classmethod, ClassMethodDescriptorType))
     assert float(private.function_apply().__get__(None, Twice)(torch.ones(()))) == 2
 
 

@@ -147,7 +147,7 @@ def test_two_dimensions_of_processes_are_refused(shard: Callable[..., None]) -> 
         kfac_fx.KFAC(net)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # what torch itself loads late
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # what torch itself loads late
 def test_compiled_graphs_are_refused(shard: Callable[..., None]) -> None:
     net = compiled(backend="inductor", verify=False)
     shard(net.model)

@@ -132,7 +132,7 @@ def test_all_libraries_that_are_installed_have_a_row() -> None:
     assert all(rows[0][phase].endswith(" MB") for phase in statistics.PHASES)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # what torch loads for jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # what torch loads for jvp
 def test_the_preconditioner_of_one_layer_is_its_matrix() -> None:
     (row,) = conjugate_gradients.iterations(1, scaled=True, dampings=[1e-2])
     assert row["factors"] == row["blocks"] == 1 < row["none"]

@@ -29,7 +29,7 @@ import kfac_fx
 from kfac_fx.factors import inverses, stacks
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),  # what torch itself loads late
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*"),  # what torch itself loads late
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks at all
 ]
 
