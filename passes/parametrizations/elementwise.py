@@ -31,10 +31,20 @@ Derivative = Callable[[NodeValues], Tensor]
 Constant = Callable[[int, int], bool]  # (dimension of the parameter, axis of the matrix): see `Diagonal.sides`
 
 
+def bounds_have_gradients() -> bool:
+    """Whether torch.clamp sends a gradient to an element that equals a bound: up to torch 2.13 it does, in 2.15 not."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros((), device="cpu", requires_grad=True)
+        return bool(torch.autograd.grad(torch.clamp(x, min=0.0), x)[0])
+
+
+ABOVE, BELOW = (torch.ge, torch.le) if bounds_have_gradients() else (torch.gt, torch.lt)
+
+
 def derivative_of_clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
     inside = torch.ones_like(x, dtype=torch.bool)
-    inside = inside if low is None else inside & (x >= low)
-    inside = inside if high is None else inside & (x <= high)
+    inside = inside if low is None else inside & ABOVE(x, low)
+    inside = inside if high is None else inside & BELOW(x, high)
     return inside.to(x)
 
 
