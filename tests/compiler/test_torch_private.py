@@ -322,7 +322,7 @@ def test_transformed_tensors_are_made_by_these_functions() -> None:
     assert private.ADD_BATCH_DIM in targets(graph)
     try:
         dual = exported(lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], torch.ones(2, 3)).graph
-    except AssertionError:  # torch.export knows no forward mode before 2.12; a capture takes another way after any error
+    except AssertionError:  # torch.export knows no forward mode; a capture goes on below autograd
         assert torch.__version__ < "2.12"
     else:
         assert private.FORWARD_MODE & targets(dual)
