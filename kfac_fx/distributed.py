@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfac_fx.passes.errors import fatal, first_line, table
-from kfac_fx.passes.torch_private import stands_in_for_others
 
 NORM_TOLERANCE = 1e-3  # relative difference of the norms of one gradient, as the processes compute it
 
@@ -69,6 +68,16 @@ class Replicas:
                 dist.all_reduce(message, group=self.group)
             totals |= zip(members, parts(message, [tensors[n] for n in members]), strict=True)
         return [totals[n] for n in range(len(tensors))]
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int) -> list[Tensor]:
+        """The tensors of one process, in one message for every dtype and device. All pass tensors of its shapes."""
+        received: dict[int, Tensor] = {}
+        for members in fitting_together(tensors):
+            message = message_of(tensors, members)
+            with self.exchanging("gradients"):
+                dist.broadcast(message, group=self.group, group_src=source)
+            received |= zip(members, parts(message, [tensors[n] for n in members]), strict=True)
+        return [received[n] for n in range(len(tensors))]
 
     def reduce(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Sums over processes, each in one process only: those of tensors[n] in process n, and here of one's own.
@@ -135,15 +144,6 @@ class Replicas:
                 "left a step out: see the first error of all processes. All of them take every step; one without cases "
                 "calls the net with an empty batch. Start all processes again, from the last checkpoint."
             ) from error
-
-    def refuse_join(self) -> None:
-        """Raises ValueError in a forward inside of `join()` of DistributedDataParallel."""
-        if stands_in_for_others():
-            raise ValueError(
-                "inside of join(), processes without batches take part in the messages of DistributedDataParallel and "
-                "not in those of KFAC, which would wait for them. Leave join() out; a process that has no more cases "
-                "calls the net with an empty batch, x[:0], and takes all steps with the others."
-            )
 
     def check_options(self, options: Mapping[str, str]) -> None:
         """Raises ValueError if the processes have different options, with all of them. options: by name, as text."""

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_without_blocks, refuse_without_values
@@ -21,16 +23,24 @@ from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_ot
 from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.options import KFACOptions, takes
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.stand_in import (
+    StandIn,
+    refuse_first,
+    refuse_in_join,
+    refuse_micro_batches,
+    refuse_other_join,
+)
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.optim.step_state import StepState
 from kfac_fx.ownership import BlockOwners
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.devices import accelerators
 from kfac_fx.values import one_element, positive
 
 
-class KFAC(Optimizer):
+class KFAC(Optimizer, Joinable):
     """K-FAC on a compiled module; statistics are recorded inside `net(x)`.
 
     One step, at parameters θ, in the order and with the semantics of TF K-FAC:
@@ -74,6 +84,7 @@ class KFAC(Optimizer):
 
     @takes(KFACOptions)
     def __init__(self, options: KFACOptions) -> None:
+        Joinable.__init__(self)
         self.net: CompiledModule = options.net
         refuse_inference_mode("a KFAC is created")
         refuse_without_values(self.net.model)
@@ -126,6 +137,8 @@ class KFAC(Optimizer):
             scalar=scalar,
             damping=scalar + options.first_damping,
         )
+        self._stand_in: StandIn | None = None  # inside of Join
+        self._joined: object = None  # that of DistributedDataParallel, which keeps it behind the end
         self._published: object = None  # the groups of blocks whose tensors are in `state`
         self.net.attach(self)
 
@@ -216,6 +229,10 @@ class KFAC(Optimizer):
             refuse_other_losses(measured)
             loss = loss if measured is None else measured
         self._follow_registrations()
+        if self._stand_in is not None:
+            refuse_first(Join.notify_join_context(self))
+            refuse_micro_batches(self._forwards.seen.forwards)
+            loss = self._stand_in.share(loss)
         try:
             take_step(self._step_state, self.param_groups, self.state, Losses(evaluate, loss, previous, closure))
         finally:
@@ -239,13 +256,43 @@ class KFAC(Optimizer):
                 "the model was sharded after the optimizer was made, which holds the whole parameters of before.\n"
                 "Write net = kfac_fx.compile(model, (x,)), fully_shard(...), and then optimizer = kfac_fx.KFAC(net)."
             )
-        self._step_state.replicas.refuse_join()
+        join = join_around_forward()
+        if self._stand_in is not None:
+            self._stand_in.on_forward(args, kwargs)
+            self._joined = join or self._joined
+        elif join is not None and join is not self._joined:
+            refuse_other_join()
         with self.phases.measure("record"):
             return self._forwards.on_forward(args, kwargs)
 
     def on_outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         """Called by the net: until the first step, watch the gradients that the backward sends into the outputs."""
         self._forwards.on_outputs(args, kwargs, outputs)
+
+    # --- processes without batches ------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> StandIn:
+        """For `torch.distributed.algorithms.join.Join([wrapped, optimizer])`; see `kfac_fx.optim.stand_in`.
+
+        Raises ValueError for options with which a process without batches cannot take the steps of the others.
+        """
+        state = self._step_state
+        refuse_in_join(self.options, state.shards is not None)
+        self._stand_in = StandIn(self.net, state.replicas, self.param_groups, self.step, self._leave_join)
+        return self._stand_in
+
+    def _leave_join(self) -> None:
+        self._stand_in = None
+
+    @property
+    def join_device(self) -> torch.device:
+        """For `Join`."""
+        return self.damping.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """For `Join`."""
+        return self.options.process_group or dist.group.WORLD
 
     # --- state --------------------------------------------------------------------------------------------------------
 

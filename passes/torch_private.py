@@ -73,11 +73,12 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
         module.__dict__[CALL] = call
 
 
-def stands_in_for_others() -> bool:
-    """Whether the DistributedDataParallel whose forward runs, if any, is in a `join()`, where processes that have no
-    more batches take part in its messages and in no other. No public name tells this inside of a forward."""
+def join_around_forward() -> object | None:
+    """That of the DistributedDataParallel whose forward runs, if any: an object for every `Join` that it is or was in.
+    There processes that have no more batches take part in its messages. No public name tells this inside of a forward.
+    """
     wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
-    return wrapper is not None and bool(wrapper._join_config.enable)
+    return wrapper._join_config if wrapper is not None and wrapper._join_config.enable else None
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

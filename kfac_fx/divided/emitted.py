@@ -214,7 +214,7 @@ class EmittedSubmodules:
             return values
         args, kwargs = values
         total = self.examples(values)
-        wanted = max(1, math.ceil(total * fraction))
+        wanted = math.ceil(total * fraction)
         shortened = {name: first_examples(value, total, wanted) for name, value in kwargs.items()}
         return tuple(first_examples(value, total, wanted) for value in args), shortened
 

@@ -114,7 +114,7 @@ class EmittedModel(Protocol):
         """The number of examples in a batch."""
 
     def part(self, values: Any, fraction: float) -> Any:
-        """The first `fraction` of the examples of every input that has them, at least one."""
+        """The first `fraction` of the examples of every input that has them, rounded up."""
 
     def padding(self, values: Any, fisher: Sequence[Tensor]) -> tuple[Tensor, Sequence[Dims | None]] | None:
         """The padding mask [cases, positions], and where its two dimensions are in each of the Fisher's outputs. None

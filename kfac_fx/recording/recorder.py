@@ -154,6 +154,17 @@ class Recorder:
         for tap in self.sampled:
             tap.phases = phases
 
+    def without_cases(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward with an empty batch in the place of theirs."""
+        values = self.capture.flatten(args, kwargs)
+        empty: Any = self.emitted.part(values, 0.0)
+        if self.emitted.whole:
+            by_tensor = {id(value): part for value, part in zip(values, empty, strict=True) if part is not value}
+            empty = pytree.mapped(lambda leaf: by_tensor.get(id(leaf), leaf), (args, dict(kwargs)))
+        copied: tuple[tuple[Any, ...], dict[str, Any]]
+        copied = pytree.mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, empty)  # a view is all
+        return copied
+
     def part_of_targets(self, targets: Any, values: Any, fraction: float) -> Any:
         """The targets of `emitted.part(values, fraction)`: their cases are on the dimension of the first output's."""
         dim = next(iter(self.emitted.case_dims), 0)

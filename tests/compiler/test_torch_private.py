@@ -129,23 +129,27 @@ def test_fully_shard_sets_attributes_of_these_names_and_a_subclass() -> None:
     assert type(module) is not nn.Sequential
 
 
-def test_a_forward_knows_whether_its_wrapper_stands_in_for_other_processes() -> None:
+def test_a_forward_knows_the_join_that_its_wrapper_is_or_was_in() -> None:
     class Asking(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            answers.append(private.stands_in_for_others())
+            answers.append(private.join_around_forward())
             return super().forward(x)
 
-    answers: list[bool] = []
+    answers: list[object] = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(Asking(2, 2))
         wrapped(torch.ones(1, 2))
-        with wrapped.join():
-            wrapped(torch.ones(1, 2)).sum().backward()
+        for _ in range(2):
+            with wrapped.join():
+                wrapped(torch.ones(1, 2)).sum().backward()
+        wrapped(torch.ones(1, 2))
         wrapped.module(torch.ones(1, 2))
     finally:
         dist.destroy_process_group()
-    assert answers == [False, True, False]
+    before, first, second, behind, alone = answers
+    assert before is None and alone is None
+    assert first is not None and behind is second is not first
 
 
 @LOADS

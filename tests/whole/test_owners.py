@@ -6,6 +6,7 @@ One spawn of three processes serves all tests; the trainings of two processes ru
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -69,6 +71,13 @@ RESTARTED: dict[str, dict[str, Any]] = {
 }
 RESTARTS = [(2, "owners"), (2, "round_robin"), (3, "owners"), (3, "replicated"), (1, "replicated")]
 
+UNEVEN: dict[str, dict[str, Any]] = {
+    "regular": {**OPTIONS["regular"], "adapt_damping": False, "estimation_mode": "exact", "placement": "replicated"},
+    "adaptive": {**OPTIONS["adaptive"], "damping_adaptation_interval": 2, "placement": "owners"},
+    "eigen_moments": {**OPTIONS["eigen_moments"], "estimation_mode": "exact", "placement": "owners"},
+}
+NUMBERS = {2: (3, 6), 3: (4, 6, 2)}  # of the batches of every process, by their number
+
 
 class Net(nn.Module):
     """With blocks of several shapes, a layer of two uses, a generic parameter, and a parameter of two blocks."""
@@ -114,6 +123,25 @@ class Training:
 
             self.opt.step(closure)
         return torch.cat([parameter.detach().flatten() for parameter in self.net.parameters()])
+
+    def uneven_steps(self, numbers: tuple[int, ...], rank: int | None) -> None:
+        """The steps of processes with different numbers of batches, and a schedule that only those with a batch see.
+
+        rank: None for one process with the cases of all.
+        """
+        with nullcontext() if rank is None else Join([self.called, self.opt]):  # type: ignore[list-item]
+            for step in range(max(numbers) if rank is None else numbers[rank]):
+                active = [r for r, number in enumerate(numbers) if step < number]
+                generator = torch.Generator().manual_seed(step)
+                x = torch.randn(len(numbers), CASES, 3, generator=generator, dtype=torch.float64)
+                y = torch.randint(4, (len(numbers), CASES), generator=generator)
+                mine = active if rank is None else [rank]
+                for group in self.opt.param_groups:
+                    group["lr"] *= 0.9
+                self.opt.zero_grad()
+                total = F.cross_entropy(self.called(x[mine].flatten(0, 1)), y[mine].flatten(), reduction="sum")
+                (total / len(active) / CASES * (1 if rank is None else len(numbers))).backward()
+                self.opt.step(loss=None if step % 2 else total.detach())
 
     def kept(self) -> dict[tuple[str, str], int]:
         """The bytes of every tensor that the state of this process has, by parameter and name, without those of no
@@ -191,6 +219,15 @@ def read(block: Any) -> list[str]:
     return said
 
 
+def uneven(name: str, size: int, rank: int | None, group: Any = None) -> Tensor:
+    """All parameters after uneven steps, two common ones, and uneven ones again."""
+    training = Training(UNEVEN[name], slice(None) if rank is None else part_of(rank, size), group)
+    training.uneven_steps(NUMBERS[size], rank)
+    training.steps(0, 2)
+    training.uneven_steps(NUMBERS[size][::-1], rank)
+    return torch.cat([parameter.detach().flatten() for parameter in training.net.parameters()])
+
+
 def part_of(rank: int, size: int) -> slice:
     return slice(rank * CASES // size, (rank + 1) * CASES // size)
 
@@ -251,6 +288,8 @@ def work(rank: int, folder: str) -> None:
         for name, size, placement in TRAININGS
         if rank < size
     }
+    sizes = [size for size in NUMBERS if rank < size]
+    results["uneven"] = {(name, n): uneven(name, n, rank, groups[n]) for name in UNEVEN for n in sizes}
     results["restarts"] = restarts(rank, folder, groups)
     if rank < 2:
         results["compiled"] = compiled(part_of(rank, 2), groups[2], "aot_eager")
@@ -390,3 +429,11 @@ def test_a_state_of_another_process_says_to_use_distributed_checkpoints(results:
         assert message.startswith("the state lacks ")
         assert "tensors of blocks that this process keeps, first " in message
         assert "save and load with torch.distributed.checkpoint" in message
+
+
+@pytest.mark.parametrize("size", NUMBERS)
+@pytest.mark.parametrize("name", UNEVEN)
+def test_processes_without_batches_take_the_steps_of_the_others(results: Results, name: str, size: int) -> None:
+    expected = uneven(name, size, None)
+    for of_process in results[:size]:
+        torch.testing.assert_close(of_process["uneven"][name, size], expected, rtol=1e-9, atol=1e-9)

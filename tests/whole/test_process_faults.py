@@ -176,6 +176,7 @@ def test_a_process_that_ends_ends_the_steps_of_the_others(results: list[dict[str
 def test_a_join_is_refused_in_all_processes(results: list[dict[str, Any]]) -> None:
     for of_process in results:
         assert of_process["joined"].startswith("inside of join(), processes without batches take part in the messages")
+        assert "Write Join([wrapped, optimizer]) in its place" in of_process["joined"]
         assert "calls the net with an empty batch, x[:0], and takes all steps with the others" in of_process["joined"]
 
 
