@@ -77,6 +77,17 @@ def test_what_is_computed_in_a_way_of_its_own_leaves_the_other_role_alone(
     assert largest(function, True, **SQUARE) == expected
 
 
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+def test_a_cast_between_a_product_and_its_shift_keeps_them_apart(exported: bool) -> None:
+    """Its gradient rows are in another precision."""
+    matches = largest(lambda x, w, b: F.linear(x, w).double() + b, exported, **SQUARE)
+    assert [text.partition(":")[0] for text in matches] == ["linear(w)", "scale_and_shift(b)"]
+
+
+def test_a_factor_of_the_weight_is_no_bias_beside_it() -> None:
+    assert not largest(lambda x, w, b: F.linear(x, w * b[:, None], b), True, **SQUARE)
+
+
 def shared(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     for _ in range(3):
         x = torch.tanh(F.linear(x, w, b))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,50 @@ def test_what_the_user_wants_generic_is() -> None:
 def test_what_the_losses_do_not_depend_on_is_unused(function: Callable[..., Any]) -> None:
     program = resolved(function, w=(3, 3), dead=(3, 3))
     assert found(program) == [("linear", ("w",), 1)] and program.unused == ("dead",)
+
+
+class Doubled(torch.autograd.Function):
+    """Has a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+def test_a_function_that_a_parameter_enters_is_named_with_the_number_of_its_other_uses() -> None:
+    """And not for the parameter that is multiplied with its result."""
+
+    def applied(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        doubled: Tensor = Doubled.apply(u)  # type: ignore[no-untyped-call]
+        return F.linear(x, w.cumsum(0) * doubled) + F.linear(x, doubled)
+
+    program = resolve(before("resolve", Toy(applied, w=(4, 3), u=(4, 3)), torch.randn(5, 3)))
+    assert {
+        registration.parameters[0]: re.sub(r"toy\.py:\d+", "HERE", registration.reason or "")
+        for registration in program.registrations
+    } == {
+        "w": "no layer has the form of linear (HERE) through mul",
+        "u": "enters Doubled at HERE, whose backward is its own, and has 1 more use",
+    }
+
+
+def test_a_function_of_a_parameter_that_is_also_used_as_it_is_shares_its_block() -> None:
+    program = resolve(
+        before("resolve", Toy(lambda x, g: x * g.softmax(0) + torch.tanh(x * g), g=(3,)), torch.ones(5, 3))
+    )
+    assert found(program) == [("scale_and_shift", ("g",), 2)]
+
+
+def test_a_scale_and_its_shift_that_is_used_by_itself_too_are_split_by_the_shared_parameter() -> None:
+    program = resolved(lambda x, g, b: torch.tanh(x * g + b) + b, g=(3,), b=(3,))
+    assert found(program) == [("scale_and_shift", ("g",), 1), ("scale_and_shift", ("b",), 2)]
+    assert {registration.reason for registration in program.registrations} == {
+        "b is shared by uses with other parameters"
+    }
 
 
 def test_an_output_that_is_a_parameter_is_generic() -> None:

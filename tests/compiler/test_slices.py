@@ -86,7 +86,15 @@ def test_a_part_of_a_value_is_the_same_part_of_its_slices(part: Callable[[Any], 
     assert torch.equal(shown(slices.seen_part(value, part(unallocated(value.shape)))), part(tensor))
 
 
-@pytest.mark.parametrize("view", [lambda t: t.transpose(1, 2), lambda t: t[:, ::2], lambda t: t.expand(2, 2, 3, 4)])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t.transpose(1, 2),
+        lambda t: t[:, ::2],
+        lambda t: t.expand(2, 2, 3, 4),
+        lambda t: t.as_strided((2, 4, 4), (12, 4, 1)),
+    ],
+)
 def test_a_view_that_is_no_box_of_a_value_is_none(view: Callable[[Any], Any]) -> None:
     assert slices.seen_part(whole("w"), view(unallocated((2, 3, 4)))) is None
 
@@ -142,6 +150,8 @@ def test_a_view_that_repeats_elements_is_no_expression() -> None:
     (part,) = whole("w").slices
     with pytest.raises(ValueError):
         slices.expr_of(unallocated((2, 3, 4)).unsqueeze(0).expand(2, -1, -1, -1), part)
+    once = slices.expr_of(unallocated((2, 3, 4)).expand(1, -1, -1, -1), part)  # a stride of 0, for one place
+    assert torch.equal(shown(once), NUMBERS["w"][None])
     turned = slices.expr_of(unallocated((2, 3, 4)).transpose(0, 2), part)
     assert torch.equal(shown(turned), NUMBERS["w"].transpose(0, 2))
 

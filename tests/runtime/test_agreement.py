@@ -16,6 +16,7 @@ import kfac_fx
 from kfac_fx import (
     ModelChangedError,
 )
+from kfac_fx.blocks.series import LONGEST
 from kfac_fx.recording.agreement import other_masks, other_path, with_generic
 from tests.runtime.compiled import X, mlp, net_of
 
@@ -153,6 +154,44 @@ def test_another_layer_makes_another_block() -> None:
     assert other_path(registered("w"), registered("w", layer="conv2d")) == (
         "linear with 1 use at first, conv2d with 1 use here"
     )
+
+
+def test_a_series_may_be_as_long_as_its_block_is_prepared_for() -> None:
+    series = registered("w", approximation="kron_series_1")
+
+    def of_steps(steps: int) -> Any:
+        return replace(series, uses=tuple(replace(use, steps=steps) for use in series.uses))
+
+    assert other_path(series, of_steps(LONGEST)) == ""
+    assert other_path(series, of_steps(LONGEST + 1)).endswith(f"; kron_series_1 is prepared for {LONGEST} at most")
+
+
+class Either(nn.Module):
+    """Its vector is a linear layer of one output, or a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scaled: bool = False) -> Tensor:
+        return self.head(torch.tanh(x * self.vector if scaled else x + (x @ self.vector).unsqueeze(-1)))
+
+
+def test_another_use_of_a_parameter_is_told_where_its_padding_mask_fits_as_before() -> None:
+    x, mask = torch.randn(3, 5, 4), torch.ones(3, 5)
+    net = kfac_fx.compile(Either(), (x, mask), loss="categorical", padding_mask="mask")
+    net.record((x, mask), {})
+    with pytest.raises(ModelChangedError, match="vector  linear with 1 use at first, scale_and_shift with 1 use here"):
+        net.record((x, mask), {"scaled": True})
+
+
+def test_a_frozen_parameter_that_is_used_in_another_way_has_the_approximation_of_that_use() -> None:
+    net = kfac_fx.compile(Either(), (X,), loss="categorical", approximations={"linear": "kron_both_diag"})
+    net.model.vector.requires_grad_(False)
+    recorder = net.recorder((X,), {"scaled": True})
+    assert {registration.parameters: registration.approximation for registration in recorder.registrations} == {
+        ("vector",): "full", ("head.weight", "head.bias"): "kron_both_diag",
+    }  # fmt: skip
 
 
 def test_what_was_generic_stays_generic_with_its_reason() -> None:

@@ -35,6 +35,7 @@ def test_a_pair_counts_where_both_rows_are_real() -> None:
     other = Rows(rows.x, d, False, (1, 2, 4), torch.tensor([[False], [True], [True]]))
     assert LAGGED["pairs"].compute(rows, other) == LAGGED["pairs"].compute(other, rows) == 1
     assert LAGGED["pairs"].compute(whole, whole) == LAGGED["pairs"].compute(whole, rows) == 3
+    assert LAGGED["pairs"].compute(rows, whole) == 3
 
 
 @pytest.mark.parametrize("in_positions", [False, True])

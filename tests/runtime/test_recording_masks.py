@@ -10,11 +10,19 @@ from torch import Tensor, nn
 
 from kfac_fx.losses import Categorical
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.ir import Options, Program
+from kfac_fx.passes.ir import Note, Options, Program
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.recording.masks import dims_in, mask_of_call, perturbed, program_with_mask, real_losses
+from kfac_fx.recording.masks import (
+    LISTED_USES,
+    dims_in,
+    listed_notes,
+    mask_of_call,
+    perturbed,
+    program_with_mask,
+    real_losses,
+)
 
 X, MASK = torch.randn(5, 7, 3), torch.arange(7) < torch.tensor([7, 3, 5, 2, 6])[:, None]
 
@@ -50,6 +58,22 @@ def test_the_mask_of_a_call_is_its_argument(call: Any) -> None:
     assert mask_of_call("mask", Model(), *call) is MASK
 
 
+def test_a_mask_may_be_one_of_any_keywords() -> None:
+    class Open(Model):
+        def forward(self, x: Tensor, **others: Any) -> Any:
+            return super().forward(x, **others)
+
+    assert mask_of_call("mask", Open(), (X,), {"mask": MASK}) is MASK
+    assert mask_of_call("mask", Open(), (X,), {}) is None
+
+
+@pytest.mark.parametrize(("notes", "more"), [(LISTED_USES, ""), (LISTED_USES + 1, "  and 1 more, in net.report")])
+def test_long_lists_of_uses_are_cut_off_where_they_become_shorter(notes: int, more: str) -> None:
+    lines = listed_notes([Note(f"use {n}", "no rows") for n in range(notes)]).splitlines()
+    assert lines[:LISTED_USES] == [f"  use {n}  no rows" for n in range(LISTED_USES)]
+    assert lines[LISTED_USES:] == ([more] if more else [])
+
+
 @pytest.mark.parametrize(
     ("declared", "reason"),
     [
@@ -69,6 +93,10 @@ def test_both_ways_refuse_what_is_no_mask(declared: Any, reason: str) -> None:
 )
 def test_cases_come_first_in_an_output_of_which_only_sizes_are_known(sizes: Any, dims: Any) -> None:
     assert dims_in(torch.zeros(sizes), MASK) == dims
+
+
+def test_as_many_cases_as_positions_are_two_dimensions() -> None:
+    assert dims_in(torch.zeros(7, 2, 7), torch.ones(7, 7)) == (0, 2)
 
 
 def test_padding_is_no_case_and_sends_nothing_back() -> None:

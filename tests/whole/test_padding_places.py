@@ -25,6 +25,8 @@ FITS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "convolution": (lambda x, w: F.conv1d(x.mT, w, padding=1), (2, 4, 3)),
     "scale": (lambda x, w: x * w, (4,)),
     "gathered": (lambda x, w: x @ w[:, [2, 0, 2]], (4, 3)),
+    "behind a mean of moved ones": (lambda x, w: (x + x.flip(1).mean(1, keepdim=True)).tanh() @ w, (4, 2)),
+    "channels picked": (lambda x, w: F.conv1d(x.mT[:, torch.tensor([2, 0])], w, padding=1), (2, 2, 3)),
     "beams": (lambda x, w: x.unsqueeze(1).expand(-1, 2, -1, -1) @ w, (4, 2)),
 }
 DOES_NOT: dict[str, tuple[Any, tuple[int, ...], str]] = {
@@ -34,6 +36,7 @@ DOES_NOT: dict[str, tuple[Any, tuple[int, ...], str]] = {
     "flipped": (lambda x, w: x.flip(1).tanh() @ w, (4, 2), "positions are moved by flip"),
     "rolled": (lambda x, w: (x + x.roll(1, 1)) @ w, (4, 2), "positions are moved by roll"),
     "picked": (lambda x, w: x[:, torch.arange(x.shape[1]).neg()] @ w, (4, 2), "positions are moved by index"),
+    "rolled where merged": (lambda x, w: x.reshape(-1, 4).roll(1, 0) @ w, (4, 2), "has no rows"),
     "merged in halves": (lambda x, w: x.reshape(-1, 2) @ w, (2, 2), "has no rows"),
 }
 
@@ -66,8 +69,29 @@ def test_the_mask_goes_where_positions_are_known() -> None:
         (0, 2),
         (0, 1),
         (0, 1),
+        (0, 1),
+        (0, 2),
         (0, 2),
     ]
+    padded = {note.subject.partition("(")[2].partition(")")[0] for note in net.program.padded}
+    assert padded == notes.keys() - {"pooled"}  # which has one row a case
+
+
+def test_an_output_with_moved_positions_has_no_mask() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y, y.flip(1)
+
+    def losses(outputs: tuple[Tensor, Tensor]) -> list[Normal]:
+        return [Normal(output) for output in outputs]
+
+    net = kfac_fx.compile(Backwards(), (torch.randn(3, 5, 4), MASK), loss=losses, padding_mask="mask")
+    assert net.program.mask_dims == ((0, 1), None)
 
 
 @pytest.mark.parametrize("positions_first", [False, True])
