@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kfac_fx.blocks.block import make_groups
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors import inverses
 from kfac_fx.factors.inverses import FailureWatch, Inverter
 from kfac_fx.linalg.matrices import rescued_roots
+from kfac_fx.passes.matrix import Layout, MatrixForm
 from tests.runtime.fake_net import batch, deep, exact, noise
+from tests.runtime.fisher_cases import FORMS, register
 
 
 def test_only_the_block_that_fails_keeps_its_last_inverse() -> None:
@@ -89,3 +94,44 @@ def test_matrices_of_one_size_are_one_batch() -> None:
     assert len(members) == len(inverter.batches) > 1
     assert all(set(sizes) == {size} for size, sizes in members.items())
     assert sum(map(len, members.values())) == sum(len(group.decomposed) for group in est.groups)
+
+
+def test_failures_that_have_not_arrived_on_the_host_are_not_waited_for() -> None:
+    """As on CUDA, whose event tells that the copy is complete."""
+    watch = FailureWatch(deferred=True)
+    good, failed = torch.tensor([True, True]), torch.tensor([True, False])
+    watch.known_failures(good)
+    watch.known_failures(failed)
+    watch.copied = SimpleNamespace(query=lambda: False)
+    assert watch.known_failures(good).tolist() == []
+    watch.known_failures(failed)
+    watch.copied = SimpleNamespace(query=lambda: True)
+    assert watch.known_failures(good).tolist() == [1]
+
+
+def test_a_rescue_in_vain_leaves_what_has_succeeded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deferred watch names the failures of the update before."""
+    matrices, damping = torch.eye(2).repeat(2, 1, 1), torch.ones(2)
+    watch = FailureWatch(deferred=True)
+    for flags in ([True, True], [False, True]):
+        watch.known_failures(torch.tensor(flags))
+
+    def failing(side: Tensor, *_: Any) -> Any:
+        return {-1.0: torch.full_like(side, torch.nan)}, torch.zeros(len(side), dtype=torch.bool)
+
+    monkeypatch.setattr(inverses, "rescued_roots", failing)
+    roots, valid = Inverter([], (-1.0,)).decompose(matrices, damping, watch)
+    assert valid.tolist() == [True, True]
+    torch.testing.assert_close(roots[-1.0], matrices / 2)
+
+
+def test_factors_of_two_precisions_are_decomposed_in_their_own() -> None:
+    parameters = {
+        f"{n}.weight": torch.randn(3, 2, dtype=dtype) for n, dtype in enumerate((torch.float32, torch.float64))
+    }
+    linear = register(FORMS["linear"], "kron")
+    registrations = [replace(linear, parameters=(name,)) for name in parameters]
+    form = Layout((3, 2)).reshape((1, 3, 2))
+    registrations = [replace(r, matrix=MatrixForm((r.parameters[0], form), None)) for r in registrations]
+    groups = make_groups(registrations, parameters, roots=(-1.0,), damping=torch.tensor(0.1))
+    assert {dtype for _, dtype, _ in Inverter(groups, (-1.0,)).batches} == dtypes

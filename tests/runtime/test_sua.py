@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import make_block
+from kfac_fx.blocks.block import make_block, make_groups
 from kfac_fx.factors.sua import UncorrelatedGroup, waves
 from tests.runtime.fisher_cases import FORMS, draw, register
 
@@ -59,3 +61,15 @@ def test_waves_are_orthonormal_and_begin_with_the_mean(size: int) -> None:
     basis = waves(size)
     torch.testing.assert_close(basis.mT @ basis, torch.eye(size))
     torch.testing.assert_close(basis[:, 0], torch.full((size,), size**-0.5))
+
+
+def test_blocks_of_other_assumptions_are_other_groups() -> None:
+    parameters = {f"{n}.{name}": tensor for n in range(4) for name, tensor in FORM.parameters.items()}
+    registrations = []
+    for n, approximation in enumerate((*VARIANTS, VARIANTS[0])):
+        plain = register(FORM, approximation)
+        registrations.append(replace(plain, parameters=tuple(f"{n}.{name}" for name in plain.parameters)))
+    groups = make_groups(registrations, parameters, roots=(-1.0,), damping=torch.tensor(0.1))
+    assert [[r.approximation for r in group.registrations] for group in groups] == [
+        ["kron_sua", "kron_sua"], ["kron_sua_zero_mean"], ["kron_sua_centered"],
+    ]  # fmt: skip
