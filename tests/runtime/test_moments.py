@@ -61,6 +61,12 @@ def test_generic_gradients_are_flat_by_piece_and_zero_where_the_backward_did_not
     assert gradient.tolist() == [2] * 4 + [0] * 3
 
 
+def test_the_sparse_gradient_of_a_generic_table_counts_as_a_dense_one() -> None:
+    of = pending()
+    of.generic["w"].grad = torch.ones(4, 2).to_sparse()
+    assert of.moments("sum").statistics[GENERIC.parameters]["gradient"].tolist() == [1] * 4 + [0] * 3
+
+
 def test_without_a_backward_all_sums_are_zero() -> None:
     sums = pending().moments().statistics[REGISTRATION.parameters]
     assert not any(value.any() for value in sums.values())
