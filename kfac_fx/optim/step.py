@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.callers import scale_of_caller, warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
@@ -46,6 +47,16 @@ UNRECORDED = (
     "step(), call the compiled module, net(x) and not the model it was made of, in training mode and with gradients "
     "enabled. Where a trainer calls the model itself, write kfac_fx.compile(model, ..., in_place=True)"
 )
+UNRECORDED_IN_PLACE = (
+    "there are gradients, but no batch was ever recorded, so there is nothing to precondition them with: {model} is "
+    "compiled in place, and was not called itself in training mode and with gradients enabled. Calls of its parts "
+    "record nothing, such as those in the training_step of a LightningModule: compile the module that is called, as in "
+    "kfac_fx.compile(self.model, ..., in_place=True)"
+)
+
+
+def nothing_recorded(net: CompiledModule) -> FactorNotReady:
+    return FactorNotReady(UNRECORDED_IN_PLACE.format(model=type(net.model).__name__) if net.in_place else UNRECORDED)
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         return
     if not (forwards.seen.forwards or schedule.counter or estimator.recorded):
         if any(bool(dense(shard(gradient)).any()) for gradient in gradients):
-            raise FactorNotReady(UNRECORDED)
+            raise nothing_recorded(state.net)
         return  # torch.distributed.checkpoint takes such a step, only to have the state of the optimizer made
     check_losses(schedule, losses)
     usable = estimator.usable()
@@ -218,7 +229,7 @@ def update_inverses(state: StepState, keys: Collection[Key] | None = None) -> No
             else:
                 state.estimator.decompose(keys)
         except FactorNotReady as error:
-            raise FactorNotReady(UNRECORDED) from error
+            raise nothing_recorded(state.net) from error
 
 
 # --- the update -----------------------------------------------------------------------------------------------------

@@ -198,6 +198,18 @@ def test_a_backend_compiles_the_forward_of_the_model() -> None:
         torch.testing.assert_close(in_place[name], value, equal_nan=True)
 
 
+def test_a_model_whose_parts_are_called_is_told_to_compile_what_is_called() -> None:
+    model = mlp()
+    opt = kfac_fx.KFAC(kfac_fx.compile(model, loss="categorical", in_place=True), lr=0.1, damping=0.1)
+    F.cross_entropy(model[1:](model[0](batch(0)[0])), batch(0)[1]).backward()
+    with pytest.raises(kfac_fx.FactorNotReady, match="Sequential is compiled in place, and was not called") as error:
+        opt.step()
+    assert str(error.value).endswith(
+        "Calls of its parts record nothing, such as those in the training_step of a LightningModule: compile the "
+        "module that is called, as in kfac_fx.compile(self.model, ..., in_place=True)"
+    )
+
+
 def test_gradients_of_a_model_that_does_not_record_are_told_what_to_write() -> None:
     model = mlp()
     opt = kfac_fx.KFAC(kfac_fx.compile(model, loss="categorical"), lr=0.1, damping=0.1)

@@ -87,3 +87,19 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     expected, state = plain_loop()
     assert_equal(copies(second), expected)
     assert_equal(state_of(trainer.optimizers[0]), state)
+
+
+class Whole(Module):
+    """The LightningModule is compiled, and Lightning does not call it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.model(x)
+        return result
+
+    def configure_optimizers(self) -> kfac_fx.KFAC:
+        return kfac_fx.KFAC(kfac_fx.compile(self, loss="categorical", in_place=True), lr=0.3, damping=0.1)
+
+
+def test_a_lightning_module_that_is_compiled_is_told_to_compile_its_model() -> None:
+    with pytest.raises(kfac_fx.FactorNotReady, match=r"^there .* Whole is compiled in place.*compile\(self.model, ..."):
+        fitted(Whole())
