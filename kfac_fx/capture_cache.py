@@ -18,6 +18,7 @@ from kfac_fx.divided.emitted import EmittedSubmodules
 from kfac_fx.divided.frames import UncapturedCall
 from kfac_fx.passes.errors import PUBLIC, ModelChangedError, UntraceableError, fatal
 from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.devices import accelerators, same_random
 from kfac_fx.passes.tracing.signature import capture_key
@@ -99,14 +100,7 @@ class CaptureCache:
 
         Raises UntraceableError for captures that cannot.
         """
-        recorders = [recorder for cached in self.recorders.values() for recorder in cached]
-        name = type(self.model).__name__
-        if divided := [recorder.emitted for recorder in recorders if isinstance(recorder.emitted, EmittedSubmodules)]:
-            raise UntraceableError(
-                f"{name} was sharded, and no single graph holds it: it was captured as {len(divided[0].captured)} "
-                "submodules, between which its own Python runs on whole parameters.\nTrain it in "
-                "DistributedDataParallel, or make what print(net.report) says about the division go away."
-            )
+        name = class_of(self.model).__name__
         if self.arguments.backend != "eager":
             raise UntraceableError(
                 f"{name} was sharded, and backend={self.arguments.backend!r} cannot gather its parameters where its "
@@ -152,8 +146,9 @@ class CaptureCache:
                     cached[-1] = agreeing(cached[-1], self.registrations, masked=self.masked)
                 return cached[-1]
         if self.structure.sharded:
+            name = class_of(self.model).__name__
             raise UntraceableError(
-                f"{type(self.model).__name__} is called in a way that was not captured before it was sharded, and it "
+                f"{name} is called in a way that was not captured before it was sharded, and it "
                 "cannot be captured now that no process has its whole parameters.\nCompile it with example inputs of "
                 "the same structure, dtypes and modes, kfac_fx.compile(model, (x,)), and call net.recorder((x,), {}) "
                 "for every further kind of call, before fully_shard."
@@ -256,7 +251,19 @@ class CaptureCache:
     def capture_call(
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any], uncaptured: UncapturedCall
     ) -> None:
-        """Capture, if necessary, and prove the calls that a divided model makes with these inputs."""
+        """Capture, if necessary, and prove the calls that a divided model makes with these inputs.
+
+        Raises UntraceableError if the model is sharded.
+        """
+        if self.structure.sharded:
+            name = class_of(self.model).__name__
+            raise UntraceableError(
+                f"on these inputs {name} calls {uncaptured.path or 'a submodule'} in a way that "
+                "was not captured before it was sharded, and it cannot be captured now that no process has its whole "
+                "parameters.\nCall net.record((x,), {}) with inputs that take every branch of its Python, before "
+                "fully_shard; or leave it whole and train in DistributedDataParallel(net), with "
+                "KFAC(net, placement='owners')."
+            )
         emitted = recorder.emitted
         assert isinstance(emitted, EmittedSubmodules), (
             "bug in kfac_fx: an uncaptured call in a graph of the whole model"

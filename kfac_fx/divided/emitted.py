@@ -2,6 +2,8 @@
 
 Between the submodules the model's own Python runs: branches, loops and random numbers happen as they do without us. It
 works on copies and leaves no trace, as all recordings do; only a file that it writes is written.
+
+Python may read any parameter at any time, so those of a sharded model are all gathered before it runs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch.func import functional_call
 
 from kfac_fx.divided.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.divided.inputs import MaskedInputs, first_examples, number_of_examples
+from kfac_fx.linalg.sharded import averaged_unsharded, is_divided, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.captured import CapturedSubmodule
 from kfac_fx.passes.divided.divide import Division
@@ -28,7 +31,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.attributes import untouched
-from kfac_fx.passes.tracing.calls import Lent, map_tensors
+from kfac_fx.passes.tracing.calls import Lent, map_tensors, without_sharding_hooks
 from kfac_fx.passes.tracing.signature import python_random
 from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.emitted import (
@@ -130,6 +133,10 @@ class EmittedSubmodules:
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
     ) -> RunOutputs:
+        if any(map(is_divided, parameters.values())):
+            whole = {name: unsharded(value) for name, value in parameters.items()}
+            with without_sharding_hooks(self.model):
+                return self.run(whole, buffers, values, probes, compiled)
         written = self.division.written
         parameters = {name: value.clone() if name in written else value for name, value in parameters.items()}
         python = {
@@ -149,9 +156,14 @@ class EmittedSubmodules:
 
         A call that no graph serves runs as it is, and `uncaptured` holds it: then nothing was recorded.
         """
+        if any(map(is_divided, parameters.values())):
+            whole = {name: averaged_unsharded(value) for name, value in parameters.items()}
+            with without_sharding_hooks(self.model):
+                return self.run_in_training(whole, buffers, values, probes)
         python = {name: parameters[name][...] for name in sorted(self.structured) if parameters[name].requires_grad}
         frames = self.frames(parameters, buffers, python, values, probes, tolerant=True)
-        views = {name: value for name, value in parameters.items() if value.grad_fn is not None}
+        models_own = dict(self.model.named_parameters())
+        views = {name: value for name, value in parameters.items() if value is not models_own[name]}
         output, fisher = self.forward(frames, {**views, **python}, values)
         self.uncaptured = frames.uncaptured
         if self.uncaptured is None:

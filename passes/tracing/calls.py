@@ -41,6 +41,27 @@ def hooked_by_user(module: nn.Module) -> bool:
 
 
 @contextmanager
+def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, a forward runs none of the hooks that fully_shard has registered, which put gathered parameters in the
+    place of those that torch.func.functional_call has put there."""
+    every = [module.__dict__[name] for module in model.modules() for name in FORWARD_HOOKS]
+    before = [(hooks, OrderedDict(hooks)) for hooks in every if any(map(is_of_sharding, hooks.values()))]
+    for hooks, all_of_them in before:
+        for key in [key for key, hook in all_of_them.items() if is_of_sharding(hook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, all_of_them in before:
+            hooks.clear()
+            hooks.update(all_of_them)
+
+
+def is_of_sharding(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+@contextmanager
 def without_users_hooks(module: nn.Module) -> Iterator[None]:
     """Inside, a module with a user's forward hooks has none."""
     before = {name: module.__dict__[name] for name in FORWARD_HOOKS}

@@ -130,9 +130,12 @@ def is_setting(module: nn.Module, prefix: str, name: str, without: Collection[st
 
 
 def of_classes(model: nn.Module, without: Collection[str], walk: Walk) -> dict[str, Any]:
-    """The functions and values of the modules' classes; of torch's classes, their `forward`."""
+    """The functions and values of the modules' classes; of torch's classes, their `forward`.
+
+    Not of the subclasses that fully_shard makes: the `__init_subclass__` of a user's class may give them a `forward`.
+    """
     values: dict[str, Any] = {}
-    kinds = dict.fromkeys(type(module) for module in model.modules())
+    kinds = dict.fromkeys(class_of(module) for module in model.modules())
     for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object):
         held = vars(base)
         of_torch = base.__module__.startswith("torch.")

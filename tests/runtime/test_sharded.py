@@ -45,9 +45,13 @@ class Net(nn.Module):
 class Branching(Net):
     """No single graph holds it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.last(y if y.sum() > 0 else -y)
+        y = torch.tanh(self.first(x))
+        return self.last(y if (x - X).abs().sum() == 0 else self.inner(y[:, None]).squeeze(1))
 
 
 @pytest.fixture
@@ -156,12 +160,53 @@ def test_compiled_graphs_are_refused(shard: Callable[..., None]) -> None:
         net(X)
 
 
-def test_divided_models_are_refused(shard: Callable[..., None]) -> None:
-    net = compiled(Branching())
+class Wrapping(Net):
+    """Its subclasses have another forward, as those of a layer of transformers with gradient checkpointing."""
+
+    def __init_subclass__(cls) -> None:
+        forward = cls.forward
+        cls.forward = lambda self, x: forward(self, x)  # type: ignore[method-assign]
+
+
+class Wrapped(Wrapping):
+    pass
+
+
+def test_the_class_that_sharding_makes_is_no_change_of_the_model(shard: Callable[..., None]) -> None:
+    net = compiled(Wrapped())
     shard(net.model)
-    kfac_fx.KFAC(net)
-    with pytest.raises(ValueError, match="sharded, and no single graph holds it: it was captured as 2 submodules"):
-        net(X)
+    assert "forward" in vars(type(net.model)) and net.record((X,), {}).statistics
+
+
+def test_a_branch_that_was_not_captured_before_is_refused(shard: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    net = compiled(Branching())
+    net.record((X,), {}, mode="exact")
+    shard(net.model)
+    net.record((X,), {}, mode="exact")
+    with pytest.raises(
+        ValueError, match="on these inputs Branching calls inner in a way that was not captured"
+    ) as error:
+        net.record((-X,), {}, mode="exact")
+    assert "Call net.record((x,), {}) with inputs that take every branch of its Python, before fully_shard" in str(
+        error.value
+    )
+    assert str(error.value).endswith("DistributedDataParallel(net), with KFAC(net, placement='owners').")
+
+
+@pytest.mark.parametrize("mode", ["gradients", "exact", "empirical"])
+def test_a_divided_model_records_on_shards_what_it_records_whole(shard: Callable[..., None], mode: str) -> None:
+    torch.manual_seed(0)
+    net, generator = compiled(Branching()), torch.Generator()
+    options = {"mode": mode, "targets": Y if mode == "empirical" else None}
+    whole = net.record((X,), {}, generator=generator.manual_seed(0), **options)
+    shard(net.model)
+    hooks = [dict(module._forward_pre_hooks) for module in net.model.modules()]
+    on_shards = net.record((X,), {}, generator=generator.manual_seed(0), **options)
+    assert [dict(module._forward_pre_hooks) for module in net.model.modules()] == hooks and any(hooks)
+    for key, sums in whole.statistics.items():
+        for name, value in sums.items():
+            torch.testing.assert_close(on_shards.statistics[key][name], value)
 
 
 def test_a_closure_without_a_backward_is_told(shard: Callable[..., None]) -> None:

@@ -177,3 +177,31 @@ def test_copies_of_a_model_in_training_are_plain_models() -> None:
     assert not optimizer._forwards.seen.forwards
     model(**collated(TEXT[:4]))
     assert optimizer._forwards.seen.forwards == 1
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch has no gloo")
+def test_a_tied_model_whose_layers_are_sharded_trains_as_whole() -> None:
+    """transformers wraps the forward of every subclass of its layers, also of those that fully_shard makes."""
+    from torch.distributed.fsdp import fully_shard
+
+    weights, batch = [], collated(TEXT[:8])
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        for sharded in (False, True):
+            model: Any = tied_gpt2().double()
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+            net = kfac_fx.compile(model, (), collated(TEXT[:4]), in_place=True)
+            for unit in (*model.transformer.h, model) if sharded else ():
+                fully_shard(unit)
+            optimizer = kfac_fx.KFAC(net, estimation_mode="exact", seed=0)
+            for _ in range(2):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append([p.full_tensor() if sharded else p.detach() for p in model.parameters()])
+    finally:
+        torch.distributed.destroy_process_group()
+    for whole, on_shards in zip(*weights, strict=True):
+        torch.testing.assert_close(on_shards, whole, rtol=1e-9, atol=1e-9)

@@ -74,6 +74,16 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(torch.tanh(x))))
 
 
+class Divided(Net):
+    """No single graph holds it: Python reads numbers between its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) + torch.cumsum(self.steps, 0)
+        for block in self.blocks:
+            x = block(x) if x.abs().max() < 1e6 else x
+        return self.last(torch.tanh(self.first(torch.tanh(x))))
+
+
 Shard = Callable[[nn.Module], None]
 
 
@@ -83,10 +93,12 @@ def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x, torch.randint(CLASSES, (steps, CASES), generator=generator), strict=True))
 
 
-def compiled(in_place: bool = False, checkpointed: bool = False, steps: str = "generic") -> kfac_fx.CompiledModule:
+def compiled(
+    in_place: bool = False, checkpointed: bool = False, steps: str = "generic", divided: bool = False
+) -> kfac_fx.CompiledModule:
     torch.manual_seed(0)
     example, approximations = (torch.randn(4, 5, dtype=torch.float64),), {"steps": steps}
-    model = Net(checkpointed).double()
+    model = (Divided if divided else Net)(checkpointed).double()
     return kfac_fx.compile(model, example, loss="categorical", in_place=in_place, approximations=approximations)
 
 
@@ -147,6 +159,13 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "eigen_moments": {"options": EIGEN_MOMENTS},
     "eigen_moments, owners": {"options": {**EIGEN_MOMENTS, "weight_decay": 0.1, "placement": "owners"}},
+    "divided": {"options": {"placement": "owners", **EXACT}, "divided": True, "number": 6},
+    "divided, eigen_moments": {"options": EIGEN_MOMENTS, "divided": True, "number": 4},
+    "divided, empirical": {
+        "options": {"lr": 0.1, "damping": 0.3, "estimation_mode": "empirical"},
+        "divided": True,
+        "number": 4,
+    },
     "full blocks": {"options": EXACT, "steps": "full", "number": 4},
     "in reverse mode": {"options": EXACT, "steps": "full", "number": 4, "reverse": True},
     "groups": {"options": {"lr": 0.1, "damping": 0.1, "weight_decay": 0.1, **EXACT}, "number": 4},
