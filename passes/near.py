@@ -15,7 +15,7 @@ from torch import fx
 from .graphs.labels import Label, labels_of
 from .graphs.operations import op_name
 from .ir import Program, where
-from .layers import Form
+from .layers import LAYERS, Form
 from .match import Binding, Mismatch, Pattern, held_shapes, lay_over, patterns_by_target
 
 WORDS = {
@@ -37,38 +37,44 @@ class NearMatch:
         output: the node that would compute the layer's output.
         condition: the condition that fails, in words; None if the layer matches.
         fitted: the number of operations that fitted before.
+        declared: whether the user declared the layer.
     """
 
     layer: str
     output: fx.Node
     condition: str | None
     fitted: int
+    declared: bool = False
 
     @property
-    def rank(self) -> tuple[bool, int]:
-        """Matches before near matches, then by the operations that fitted."""
-        return self.condition is None, self.fitted
+    def rank(self) -> tuple[bool, bool, int]:
+        """Matches before near matches, the user's own layers before others, then by the operations that fitted."""
+        return self.condition is None, self.declared, self.fitted
 
 
 def near_matches(program: Program, place: fx.Node) -> list[NearMatch]:
     """The layers with the operation `place` in one of their forms: those that match, then those that nearly do.
 
-    One entry a layer: of its forms and outputs, the one with the most fitting operations. `program` has its
-    expressions, as after the pass `express`.
+    One entry a layer: of its forms and outputs, the one with the most fitting operations. A layer of the user always
+    has an entry. `program` has its expressions, as after the pass `express`.
     """
     label, shapes = labels_of(program), held_shapes(program)
     nearest: dict[str, NearMatch] = {}
     for patterns in patterns_by_target(program.layers).values():
         for pattern in patterns:
+            name = pattern.layer.name
+            declared = LAYERS.get(name) is not pattern.layer
+            if declared:
+                nearest.setdefault(name, NearMatch(name, place, missing_output(pattern, place), 0, declared))
             for root in outputs(pattern, place):
                 binding = Binding(program.parameter_exprs, batch_independent=label[root] is Label.FREE)
                 use = lay_over(pattern, root, label, shapes, program.parameters, binding=binding)
                 if place not in binding.nodes.values():
                     continue
                 words = None if use else condition(binding, pattern.form)
-                near = NearMatch(pattern.layer.name, root, words, len(binding.nodes))
-                if near.layer not in nearest or near.rank > nearest[near.layer].rank:
-                    nearest[near.layer] = near
+                near = NearMatch(name, root, words, len(binding.nodes), declared)
+                if name not in nearest or near.rank > nearest[name].rank:
+                    nearest[name] = near
     return sorted(nearest.values(), key=lambda near: near.rank, reverse=True)
 
 
@@ -83,6 +89,13 @@ def outputs(pattern: Pattern, place: fx.Node) -> Iterator[fx.Node]:
 def operations(root: fx.Node) -> list[fx.Node]:
     """The operations of a pattern."""
     return [node for node in root.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def missing_output(pattern: Pattern, place: fx.Node) -> str:
+    """The condition that a layer fails if no node that `place` leads to computes its output."""
+    if all(node.target != place.target for node in operations(pattern.root)):
+        return f"its form has no operation {op_name(place)}"
+    return f"its form ends with the operation {op_name(pattern.root)}, which does not follow here"
 
 
 def condition(binding: Binding, form: Form) -> str:

@@ -33,7 +33,9 @@ def explain(program: Program, name: str) -> str:
         CommandError: the model has no such trainable parameter.
     """
     if name not in program.aliases:
-        raise CommandError(f"the model has no trainable parameter {name!r}.{nearest(name, program.aliases)}")
+        inside = [other for other in program.aliases if other.startswith(f"{name}.")]
+        hint = f" {name} has the parameters {', '.join(inside)}." if inside else nearest(name, program.aliases)
+        raise CommandError(f"the model has no trainable parameter {name!r}.{hint}")
     parameter = program.aliases[name]
     registrations = [registration for registration in program.registrations if parameter in registration.owners]
     lines = [*heading(program, parameter), ""]

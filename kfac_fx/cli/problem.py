@@ -37,6 +37,7 @@ DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch
 
 NOT_LONG = "scalar types: Long"  # torch's words for numbers with a fraction in the place of ids
 WHOLE_NUMBERS = "\nIds are whole numbers: write --input 2,16:int64:1000 for random ones below 1000."
+ARGUMENTS_HINT = " Write the model's arguments as --arg NAME=VALUE."
 
 
 class CommandError(Exception):
@@ -183,7 +184,8 @@ def named_object(path: str, name: str) -> Any:
     else:
         module = module_of_file(Path(path)) if path.endswith(".py") else module_by_name(path)
     if not hasattr(module, name):
-        raise CommandError(f"module {path!r} has no {name!r}.{nearest(name, dir(module))}")
+        hint = ARGUMENTS_HINT if "(" in name else nearest(name, dir(module))
+        raise CommandError(f"module {path!r} has no {name!r}.{hint}")
     return getattr(module, name)
 
 
@@ -261,7 +263,8 @@ def built(spec: str, make: Any) -> nn.Module:
     try:
         model = make()
     except Exception as error:
-        raise CommandError(f"{spec}() failed: {type(error).__name__}: {error}", status=1) from error
+        hint = f".{ARGUMENTS_HINT}" if isinstance(error, TypeError) else ""
+        raise CommandError(f"{spec}() failed: {type(error).__name__}: {error}{hint}", status=1) from error
     if not isinstance(model, nn.Module):
         raise CommandError(f"{spec}() returned something of type {type(model).__name__}, not an nn.Module")
     return model

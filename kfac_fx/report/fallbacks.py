@@ -20,7 +20,8 @@ def fallbacks(
     """
     sentences = [] if arguments.verify else ["no registration was proved: verify=False"]
     sentences += [
-        f"the layer {name!r} of layers=[...] is nowhere in the graph: no operation has its form"
+        f"the layer {name!r} of layers=[...] is nowhere in the graph: no operation has its form. "
+        "`kfac-fx explain --layer` says which condition fails"
         for name in unmatched(arguments.layers, program)
     ]
     if first is not None and first.loop_reason is not None:

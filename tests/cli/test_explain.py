@@ -55,3 +55,8 @@ def test_approximations_that_do_not_apply_say_why(program: kfac_fx.passes.ir.Pro
 def test_a_wrong_name_has_a_suggestion(program: kfac_fx.passes.ir.Program) -> None:
     with pytest.raises(CommandError, match="no trainable parameter 'head.wieght'. Did you mean 'head.weight'?"):
         explain(program, "head.wieght")
+
+
+def test_the_name_of_a_module_is_answered_with_its_parameters(program: kfac_fx.passes.ir.Program) -> None:
+    with pytest.raises(CommandError, match="'head'. head has the parameters head.weight, head.bias.$"):
+        explain(program, "head")

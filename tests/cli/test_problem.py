@@ -22,6 +22,8 @@ from tests.cli.running import run
         ("cli_nowhere.deeper:linear", 2, "there is no module 'cli_nowhere'"),
         ("torch.nowhere:linear", 2, "there is no module 'torch.nowhere'"),
         ("cli_models:liner", 2, "module 'cli_models' has no 'liner'. Did you mean 'linear'?"),
+        ("cli_models:linear(4)", 2, "has no 'linear(4)'. Write the model's arguments as --arg NAME=VALUE."),
+        ("torch.nn:Linear", 1, "'in_features' and 'out_features'. Write the model's arguments as --arg NAME=VALUE."),
         ("cli_models:number", 2, "cli_models:number is of type int, not a callable that builds a model"),
         ("cli_models.py", 2, "'cli_models.py' is a file: name the model in it, as in cli_models.py:Net"),
         ("nowhere.py:Net", 2, "there is no file 'nowhere.py'"),

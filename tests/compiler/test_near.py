@@ -1,5 +1,8 @@
 """`near_matches` names the layers that nearly match at a place, and the condition that each fails."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -7,19 +10,20 @@ from torch import Tensor, fx, nn
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.layers import LAYERS, Layer, collect, layer
 from kfac_fx.passes.near import NearMatch, near_matches
 from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.trace import trace_model
 
 
-def expressed(model: nn.Module) -> Program:
+def expressed(model: nn.Module, *declared: Layer) -> Program:
     """The program up to the pass `express`."""
-    return run(trace_model(model, layers=LAYERS).program, PIPELINE[: PIPELINE.index(express) + 1])
+    layers = collect(*LAYERS.values(), *declared)
+    return run(trace_model(model, layers=layers).program, PIPELINE[: PIPELINE.index(express) + 1])
 
 
-def at(model: nn.Module, operation: str) -> dict[str, NearMatch]:
-    program = expressed(model)
+def at(model: nn.Module, operation: str, *declared: Layer) -> dict[str, NearMatch]:
+    program = expressed(model, *declared)
     (place,) = (node for node in program.graph.nodes if node.op != "get_attr" and op_name(node) == operation)
     return {near.layer: near for near in near_matches(program, place)}
 
@@ -84,8 +88,40 @@ def test_an_operation_in_no_form_has_no_near_match() -> None:
     assert at(Far(), "logaddexp") == {}
 
 
-@pytest.mark.parametrize("rank", [(False, 3), (True, 1)])
-def test_matches_come_before_near_matches_of_more_operations(rank: tuple[bool, int]) -> None:
-    matches, fitted = rank
-    near = NearMatch("linear", fx.Graph().placeholder("x"), None if matches else "", fitted)
-    assert near.rank == rank and (True, 1) > (False, 3)
+@pytest.mark.parametrize("rank", [(False, False, 3), (False, True, 0), (True, False, 1)])
+def test_matches_come_before_near_matches_of_more_operations_and_declared_layers_before_others(
+    rank: tuple[bool, bool, int],
+) -> None:
+    matches, declared, fitted = rank
+    near = NearMatch("linear", fx.Graph().placeholder("x"), None if matches else "", fitted, declared)
+    assert near.rank == rank and (True, False, 1) > (False, True, 0) > (False, False, 3)
+
+
+class Cut(Weighted):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.logaddexp(x, self.weight)[..., :2]
+
+
+def declared(form: Callable[..., Any]) -> Layer:
+    return layer(rows=lambda x, attrs: x, grad_rows=lambda dy, attrs: dy, example=lambda: (Cut(), X))(form)
+
+
+X = torch.randn(5, 3, 3)
+
+
+def test_a_declared_layer_says_which_operation_its_form_ends_with() -> None:
+    @declared
+    def cut(x, *, weight):  # type: ignore[no-untyped-def]
+        return torch.logaddexp(x, weight).narrow(-1, 0, 2)
+
+    near = next(iter(at(Cut(), "logaddexp", cut).values()))
+    assert near.layer == "cut"
+    assert near.condition == "its form ends with the operation narrow, which does not follow here"
+
+
+def test_a_declared_layer_says_which_operation_its_form_lacks() -> None:
+    @declared
+    def other(x, *, weight):  # type: ignore[no-untyped-def]
+        return torch.logaddexp2(x, weight)
+
+    assert at(Cut(), "logaddexp", other)["other"].condition == "its form has no operation logaddexp"

@@ -25,7 +25,10 @@ def test_a_layer_that_matches_nothing_is_in_the_report() -> None:
     def doubled(x: Tensor, *, weight: Tensor) -> Tensor:
         return nn.functional.linear(2 * x, weight)
 
-    words = "the layer 'doubled' of layers=[...] is nowhere in the graph: no operation has its form"
+    words = (
+        "the layer 'doubled' of layers=[...] is nowhere in the graph: no operation has its form. "
+        "`kfac-fx explain --layer` says which condition fails"
+    )
     plain = kfac_fx.compile(nn.Linear(4, 3, bias=False), loss="normal", layers=[doubled])
     assert words in " ".join(str(plain.report).split())
     assert "nowhere in the graph" not in str(kfac_fx.compile(nn.Linear(4, 3), loss="normal").report)
