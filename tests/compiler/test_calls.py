@@ -122,6 +122,23 @@ def test_a_module_whose_inside_is_called_from_outside_is_opened() -> None:
     assert names(model, calls_of(model, (X,), {})[1]) == ["inner"]
 
 
+def test_a_module_that_only_a_later_forward_opens_is_opened() -> None:
+    class Drawn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.other = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.block(x)
+            return self.other(self.block[0](y)) if torch.rand(()) < 0.5 else y
+
+    model = Drawn()
+    torch.manual_seed(1)  # draws .76 first
+    forwards = watched(model, (torch.randn(2, 3),), {})
+    assert id(model.other) not in forwards.first and id(model.other) in forwards.calls
+    assert forwards.opened == {id(model.block)}
+
+
 def test_a_module_that_is_never_called_itself_is_not_opened() -> None:
     model = Outer(lambda own, x: own.other(own.inner.encode(x)))
     assert calls_of(model, (X,), {})[1] == set()

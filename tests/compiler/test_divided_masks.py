@@ -79,6 +79,12 @@ def test_a_part_has_the_mask_that_fits_it() -> None:
     assert use.mask_dims == (0, 1)
 
 
+def test_one_size_that_may_be_cases_or_positions_is_not_clear() -> None:
+    """Even if no other size of the inputs is as large."""
+    with pytest.raises(RegistrationError, match="5 cases and 5 positions, and no captured submodule has"):
+        with_masks(program(X, FLAT), [(5, 5), (5, 5)])
+
+
 def test_without_a_mask_nothing_changes() -> None:
     before = program(X, FLAT)
     assert with_masks(before, [None, None]) is before

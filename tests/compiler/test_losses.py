@@ -127,3 +127,17 @@ def test_the_size_of_the_cases(function: Callable[..., Any], shape: tuple[int, .
 def test_a_graph_without_sizes_has_no_cases() -> None:
     assert find_losses(before("find_losses", nn.Linear(3, 2))).cases is None
     assert find_losses(before("find_losses", nn.Linear(1, 2), torch.randn(1, 1))).cases is None
+
+
+def test_the_users_dimension_of_the_cases_is_that_of_the_first_input_that_has_it() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, weights: Tensor, x: Tensor) -> Tensor:
+            return self.linear(x) * weights[:2]
+
+    program = before("find_losses", Weighted(), torch.randn(4), torch.randn(7, 5, 3), batch_dim=1)
+    _, x = (node for node in program.graph.nodes if node.op == "placeholder")
+    assert find_losses(program).cases == str(x.meta["val"].shape[1])

@@ -54,6 +54,7 @@ def test_both_captures_speak_one_language() -> None:
         (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (4, 3, 5)),
         (nn.InstanceNorm1d(3, affine=True, track_running_stats=True).eval(), (4, 3, 5)),
         (nn.InstanceNorm2d(3), (4, 3, 2, 2)),
+        (nn.InstanceNorm2d(3).eval(), (4, 3, 2, 2)),
     ],
     ids=str,
 )
@@ -131,6 +132,8 @@ def test_a_mask_of_parameters_gets_a_row_for_every_case() -> None:
     expanded = call.args[3]
     assert [str(size) for size in expanded.meta["val"].shape] == [program.cases, "2", "5", "5"]
     assert expanded.args[0].target == "table"
+    own = before("match", Toy(attention, table=(3, 2, 5, 5)), torch.randn(3, 2, 5, 4))  # has a row for every case
+    assert not any("expand" in line for line in code(own))
     masked = Toy(lambda x, w: F.scaled_dot_product_attention(x, x @ w, x), w=(4, 4))
     program = before("match", masked, torch.randn(3, 5, 4))
     assert not any("expand" in line for line in code(program))

@@ -78,6 +78,15 @@ def test_settings_are_taken_anew_without_what_is_left_out() -> None:
     assert settings.hold()
 
 
+def test_settings_do_without_what_is_left_out_of_those_outside() -> None:
+    namespace = {"SCALE": 1.0}
+    outside = Outside((OutsideName("the global SCALE", namespace, "SCALE"),))
+    settings = ForwardSettings(nn.Linear(2, 2), outside)
+    settings.leave_out(["the global SCALE"])
+    namespace["SCALE"] = 2.0
+    assert settings.hold() and settings.changed() == []
+
+
 def test_a_weight_that_a_hook_of_torch_computes_is_no_setting() -> None:
     model = torch.nn.utils.spectral_norm(nn.Linear(2, 2))
     settings = ForwardSettings(model)

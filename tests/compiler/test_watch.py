@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.tracing.watch import backward_hooks, custom_functions, quiet, untraceable
+from kfac_fx.passes.tracing.watch import backward_hooks, cumulative_averages, custom_functions, quiet, untraceable
 
 
 class Negated(torch.autograd.Function):
@@ -41,6 +41,12 @@ def test_backward_hooks_are_named_by_module() -> None:
     assert backward_hooks(model) == []
     model[1].register_full_backward_hook(lambda module, before, after: None)
     assert backward_hooks(model) == ["calls the backward hooks of 1"]
+
+
+def test_only_norms_that_keep_averages_average_over_all_batches() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3, momentum=None, track_running_stats=False))
+    assert cumulative_averages(model) == ["averages over all batches in 0"]
+    assert [module.momentum for module in model] == [0.0, 0.0]
 
 
 def test_torch_is_quiet_about_a_failure_only(capsys: pytest.CaptureFixture[str]) -> None:

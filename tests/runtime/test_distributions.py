@@ -307,3 +307,13 @@ def test_a_variance_has_no_gauss_newton_factor() -> None:
 def test_an_index_outside_a_case_is_refused(index: int | tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"names no coordinate of a case of shape \[3\]"):
         Categorical(random(2, 3)).multiply_fisher_factor_replicated_one_hot(index)
+
+
+def test_targets_behind_no_gradient_are_the_mean() -> None:
+    """As of a case that the trained loss leaves out."""
+    loss = NormalMeanVariance(random(2, 3), random(2, 3, seed=1).exp())
+    gradient = torch.zeros_like(loss.inputs)
+    gradient[0] = random(6)
+    targets = loss.targets_behind(gradient)
+    assert targets is not None and targets.isfinite().all()
+    assert torch.equal(targets[1], loss.inputs[1, :3])

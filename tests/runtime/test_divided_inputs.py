@@ -39,6 +39,8 @@ def test_the_first_argument_with_examples_counts_them(args: Any, kwargs: Any, nu
 def test_the_first_examples_of_lists_and_of_tensors() -> None:
     images = [torch.zeros(n) for n in (1, 2, 3, 4)]
     assert first_examples(images, 4, 2) == images[:2]
+    others = first_examples(images, 5, 2)  # a list of another length is no list of the examples
+    assert all(image is other for image, other in zip(images, others, strict=True))
     assert torch.equal(first_examples(X, 4, 2), X[:2])
     batch = first_examples({"x": X, "scale": SCALAR, "other": torch.zeros(3), "n": 4}, 4, 2)
     assert torch.equal(batch["x"], X[:2]) and batch["scale"] is SCALAR

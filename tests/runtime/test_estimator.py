@@ -159,6 +159,27 @@ def test_sums_that_are_not_accepted_are_dropped_and_are_no_failure() -> None:
     assert est.blocks["0.weight", "0.bias"].factors["A"].total_weight.item() == pytest.approx(1.95)
 
 
+def test_sums_are_accepted_if_the_caller_and_the_comparison_of_outputs_accept_them() -> None:
+    est = exact(deep(), batch())
+    est.usable = lambda: torch.tensor(True)  # type: ignore[method-assign]
+    before = {name: tensor.clone() for name, tensor in est.state_dict().items()}
+    est.accumulate(est.net.record((batch(),), {}, **EXACT))
+    est.fold(accept=torch.tensor(False))
+    assert_equal(est.state_dict(), before)
+
+
+def test_a_micro_batch_that_is_not_finite_is_left_out_with_its_cases_and_counted() -> None:
+    net, x = FakeNet(nn.Sequential(nn.Linear(3, 2, bias=False)), {"0": "kron"}), batch(6)
+    whole, est = exact(net, x), FisherEstimator(net, estimation_mode="exact")
+    est.update_covariances(x, fold=False)
+    est.update_covariances(torch.full_like(x, torch.inf), fold=False)
+    est.fold()
+    (block,), (expected,) = est.blocks.values(), whole.blocks.values()
+    for name, factor in expected.factors.items():
+        torch.testing.assert_close(block.factors[name].value, factor.value)
+    assert est.failures == (0, 1)
+
+
 def test_a_batch_that_is_not_finite_is_skipped_and_counted_by_block() -> None:
     est = exact(deep(), batch())
     est.update_inverses()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.passes.layers import as_rows
-from kfac_fx.report.fallbacks import fallbacks
+from kfac_fx.report.fallbacks import fallbacks, unmatched
 
 
 def test_a_proved_capture_has_no_fallback() -> None:
@@ -32,3 +34,9 @@ def test_a_layer_that_matches_nothing_is_in_the_report() -> None:
     plain = kfac_fx.compile(nn.Linear(4, 3, bias=False), loss="normal", layers=[doubled])
     assert words in " ".join(str(plain.report).split())
     assert "nowhere in the graph" not in str(kfac_fx.compile(nn.Linear(4, 3), loss="normal").report)
+
+
+def test_a_composite_layer_of_the_users_is_registered_as_its_parts_and_not_missed() -> None:
+    program = kfac_fx.compile(nn.Linear(4, 3), loss="normal").program
+    simple, composite = SimpleNamespace(parts=()), SimpleNamespace(parts=("linear", "scale_and_shift"))
+    assert unmatched({"mine": simple, "joined": composite}, program) == ["mine"]  # type: ignore[dict-item]

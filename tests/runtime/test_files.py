@@ -52,6 +52,16 @@ def test_sides_in_parts_come_back(options: dict[str, object], tmp_path: Path) ->
         assert torch.equal(again.multiply_inverse(v)[name], expected)
 
 
+def test_a_spectrum_of_some_parameters_comes_back_as_that(tmp_path: Path) -> None:
+    model, x, y = classifier(), torch.randn(4, 2, 3, 3), torch.randint(3, (4,))
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    first = net.registrations[0].parameters
+    estimator = kfac_fx.FisherEstimator(net, variables=first, estimation_mode="empirical")
+    estimator.update_covariances(x, targets=y)
+    save_spectrum(estimator.spectrum(), tmp_path)
+    assert load_spectrum(net, tmp_path).keys == [first]
+
+
 def test_all_differences_of_another_model_are_named(tmp_path: Path) -> None:
     saved(tmp_path)
     x = torch.randint(V, (3, T))

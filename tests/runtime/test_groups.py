@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.optim.groups import FlatParameters, GroupedParameters
-from kfac_fx.optim.rules import new_velocity
+from kfac_fx.optim.groups import (
+    FIRST_LR,
+    OF_GROUPS,
+    FlatParameters,
+    Group,
+    GroupedParameters,
+    keep_first_lr,
+    split_group,
+)
+from kfac_fx.optim.rules import FirstOrder, new_velocity
 
 
 def members(
@@ -96,3 +104,21 @@ def test_the_first_order_rule_counts_steps_for_every_parameter() -> None:
     assert flat is not None
     flat.state["step"] += 1
     assert (states[weight]["step"].item(), states[bias]["step"].item()) == (2, 1)
+
+
+def test_the_first_lr_of_a_group_stays_when_its_lr_changes_in_place() -> None:
+    group: Group = {"lr": torch.tensor(0.5)}
+    keep_first_lr(group)
+    group["lr"].mul_(0.1)
+    keep_first_lr(group)
+    assert group[FIRST_LR].item() == 0.5
+    older: Group = {"lr": 0.1, "initial_lr": 0.3}
+    keep_first_lr(older)
+    assert older[FIRST_LR] == 0.3
+
+
+@pytest.mark.parametrize("option", ["lr", "momentum", "weight_decay"])
+def test_the_numbers_of_a_group_must_not_be_negative(option: str) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=f"{option} is -0.1; it must not be negative"):
+        split_group({"params": [weight], option: -0.1}, {weight: "w"}, (), FirstOrder(), OF_GROUPS)

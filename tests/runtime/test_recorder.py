@@ -264,3 +264,14 @@ def test_the_functional_forward_is_pure() -> None:
     assert torch.equal(torch.random.get_rng_state(), stream)
     torch.testing.assert_close((model.state_dict(), x), before, rtol=0, atol=0)
     torch.testing.assert_close(outputs, model(x.clone()))
+
+
+def test_a_part_of_the_targets_is_that_of_tensors_with_all_cases() -> None:
+    x = torch.randn(6, 4)
+    of = recorder(mlp(), x)
+    values = of.capture.flatten((x,), {})
+    targets = {"classes": torch.arange(6), "weights": torch.arange(4.0), "scale": torch.ones(()), "name": "all"}
+    part = of.part_of_targets(targets, values, 0.5)
+    assert part["classes"].tolist() == [0, 1, 2] and part["weights"].tolist() == [0, 1, 2, 3]
+    assert part["scale"] is targets["scale"] and part["name"] == "all"
+    assert of.part_of_targets(targets, values, 1.0) is targets

@@ -165,6 +165,8 @@ def test_a_generic_parameter_has_as_many_uses_as_places_where_it_meets_the_data(
     assert places["temperature"] == 1 and places["head.weight"] == 3
     (generic,) = [registration for registration in program.registrations if registration.generic]
     assert uses_of(generic, places) == 1
+    both = replace(generic, parameters=("temperature", "head.weight"))
+    assert uses_of(both, places) == 3  # not 4: the places of two parameters may be the same
 
 
 def test_uses_in_submodules_count_the_calls_of_the_first_batch(program: Program) -> None:

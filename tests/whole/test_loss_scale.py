@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import LossScaleWarning, losses
 from kfac_fx.diagnostics import watched
+from kfac_fx.diagnostics.loss_scale import check_coverage
 from tests.runtime.collections_of_toys import towers
 
 Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
@@ -556,3 +558,19 @@ def test_losses_that_are_trained_in_one_backward_or_two_are_not_told(kind: str, 
 
 def test_a_trained_loss_with_a_gradient_of_zero_is_not_told() -> None:
     assert of_two("in forward", lambda a, b: [a + b], met=True) == []
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_a_parameter_without_curvature_is_told_if_it_has_a_gradient(gradient: float) -> None:
+    def block(name: str, curvature: float) -> Any:
+        factors = {"G": SimpleNamespace(moment=torch.full((2, 2), curvature))}
+        return SimpleNamespace(
+            group=SimpleNamespace(here=True), factors=factors, registration=SimpleNamespace(owners=(name,))
+        )
+
+    estimator: Any = SimpleNamespace(blocks={("a",): block("a", 1.0), ("b",): block("b", 0.0)})
+    gradients = {"a": torch.ones(2), "b": torch.full((2,), gradient), "in no block": torch.ones(2)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check_coverage(estimator, gradients, whole=False)
+    assert [": b." in str(warning.message) for warning in told] == [True] * bool(gradient)
