@@ -38,9 +38,11 @@ class VectorDivision:
         """The part of this process, in the memory of the parameter."""
         return parameter
 
-    def to_blocks(self, parts: Tensors) -> Tensors:
-        """From parts by name to the whole tensors that the blocks of this process multiply."""
-        return parts
+    def to_blocks(self, *vectors: Tensors) -> list[Tensors]:
+        """From parts by name to the whole tensors that the blocks of this process multiply, in one message.
+
+        vectors: of the same names."""
+        return list(vectors)
 
     def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
         """From the products of the blocks of this process to its parts. parts: others of the same names and shapes."""
@@ -71,8 +73,8 @@ class DivisionByShards(VectorDivision):
     def part(self, name: str, parameter: Tensor) -> Tensor:
         return shard(parameter)
 
-    def to_blocks(self, parts: Tensors) -> Tensors:
-        return self.shards.gathered(parts) if self.owners is None else self.shards.to_owners(parts, self.owners)
+    def to_blocks(self, *vectors: Tensors) -> list[Tensors]:
+        return self.shards.gathered(*vectors) if self.owners is None else self.shards.to_owners(vectors, self.owners)
 
     def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
         if self.owners is None:
@@ -99,8 +101,8 @@ class DivisionByOwners(VectorDivision):
     def part(self, name: str, parameter: Tensor) -> Tensor:
         return parameter if self.keeps(name) else torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
-    def to_blocks(self, parts: Tensors) -> Tensors:
-        return {name: part for name, part in parts.items() if self.keeps(name)}
+    def to_blocks(self, *vectors: Tensors) -> list[Tensors]:
+        return [{name: part for name, part in parts.items() if self.keeps(name)} for parts in vectors]
 
     def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
         return {**parts, **products}

@@ -71,7 +71,7 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
     steps = flat.flat.spread(dict(zip(flat.flat.shapes, step.unbind(), strict=True)))
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
     parts, averages = (flat.flat.parts(vector) for vector in (flat.g, velocity / (1 - momentum**steps)))
-    gradient, average = (flat.division.to_blocks(tensors) for tensors in (parts, averages))
+    gradient, average = flat.division.to_blocks(parts, averages)
     update = adam_in_bases(state.estimator, {**gradient, **absent}, {**average, **absent}, decay, ok, absent.keys())
     update = flat.division.from_blocks({name: update[name] for name in average}, averages)
     return Proposal(flat.displacement(flat.flat.joined(update)), {"velocity": velocity, "step": step})

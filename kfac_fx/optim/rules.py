@@ -53,7 +53,7 @@ class Preconditioner:
 
     def __call__(self, vector: Tensor) -> Tensor:
         parts = self.flat.parts(vector)
-        wholes = self.division.to_blocks(parts)
+        (wholes,) = self.division.to_blocks(parts)
         product = self.multiply({**wholes, **self.absent})
         return self.flat.joined(self.division.from_blocks({name: product[name] for name in wholes}, parts))
 

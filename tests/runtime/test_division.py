@@ -65,7 +65,7 @@ def test_whole_vectors_are_what_they_are() -> None:
     assert all(UNDIVIDED.keeps(name) and UNDIVIDED.multiplies(name) for name in PARAMETERS)
     assert all(UNDIVIDED.part(name, parameter) is parameter for name, parameter in PARAMETERS.items())
     for result in (
-        UNDIVIDED.to_blocks(PARAMETERS),
+        *UNDIVIDED.to_blocks(PARAMETERS, PARAMETERS),
         UNDIVIDED.from_blocks(PARAMETERS, {}),
         UNDIVIDED.to_copies(PARAMETERS, {}),
     ):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import kfac_fx
+from kfac_fx.linalg import sharded as sharding
 from kfac_fx.linalg.sharded import ShardLayout, Shards
 
 pytest.importorskip("torch.distributed.fsdp")
@@ -80,18 +81,27 @@ def test_a_type_that_needs_whole_blocks_is_refused(shard: Callable[..., None]) -
         kfac_fx.KFAC(net, lr=0.1, damping=0.1, momentum_type="grafted")
 
 
-def test_one_message_brings_shards_to_their_owners_and_back(shard: Callable[..., None]) -> None:
+def test_one_message_brings_shards_to_their_owners_and_back(
+    shard: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = compiled()
     shard(net.model)
     shards = Shards.of(net.named_parameters())
     assert shards is not None
     parts = {name: parameter.detach().to_local() for name, parameter in net.named_parameters()}  # type: ignore[operator]
-    owners = dict.fromkeys(parts, 0)
-    wholes = shards.to_owners(parts, owners)
+    twice = {name: 2 * part for name, part in parts.items()}
+    owners, messages = dict.fromkeys(parts, 0), []
+    for module, name in ((dist, "all_to_all_single"), (sharding, "all_gather")):
+        send = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, send=send, **how: (messages.append(send), send(*args, **how)))
+    wholes, doubles = shards.to_owners([parts, twice], owners)
     back = shards.from_owners(wholes, owners, parts)
+    gathered = shards.gathered(parts, twice)
+    assert len(messages) == 3
     for name, part in parts.items():
         assert torch.equal(wholes[name], part) and torch.equal(back[name], part)
-    assert all(torch.equal(whole, wholes[name]) for name, whole in shards.gathered(parts).items())
+        assert torch.equal(doubles[name], twice[name])
+        assert torch.equal(gathered[0][name], part) and torch.equal(gathered[1][name], twice[name])
 
 
 def test_a_sharded_model_is_refused_with_the_order_to_write(shard: Callable[..., None]) -> None:

@@ -158,7 +158,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "number": 4,
     },
     "eigen_moments": {"options": EIGEN_MOMENTS},
-    "eigen_moments, owners": {"options": {**EIGEN_MOMENTS, "weight_decay": 0.1, "placement": "owners"}},
+    "eigen_moments, owners": {"options": {**EIGEN_MOMENTS, "weight_decay": 0.1, "placement": "owners"}, "number": 6},
     "divided": {"options": {"placement": "owners", **EXACT}, "divided": True, "number": 6},
     "divided, eigen_moments": {"options": EIGEN_MOMENTS, "divided": True, "number": 4},
     "divided, empirical": {
