@@ -104,3 +104,11 @@ def test_numbers_that_forward_counts_with_are_found_in_what_holds_them() -> None
     assert counts({"calls": 2, "last": torch.ones(1)}) == (2,)
     assert counts(SimpleNamespace(n=1, name="x")) == (1,)
     assert counts([torch.ones(1)]) == ()
+
+
+def test_a_renamed_key_of_a_dictionary_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    model.options = {"a": (value := torch.zeros(1))}
+    with untouched(model):
+        model.options["b"] = model.options.pop("a")
+    assert model.options == {"a": value}

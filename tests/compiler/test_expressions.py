@@ -268,3 +268,24 @@ def test_normalized_weights_are_followed(exported: bool) -> None:
 def test_other_normalizations_and_functions_are_not(function: Function) -> None:
     program = expressed(function, w=(3, 4))
     assert program.outputs[0].args[1] not in program.parameter_exprs
+
+
+def test_a_copy_whose_first_or_last_elements_were_overwritten_is_one_part() -> None:
+    def first(x: Tensor, b: Tensor) -> Tensor:
+        bias = b.clone()
+        bias[:2].zero_()
+        return x + bias
+
+    def last(x: Tensor, b: Tensor) -> Tensor:
+        bias = b.clone()
+        bias[3:].zero_()
+        return x + bias
+
+    for function, ends in ((first, (2, 4)), (last, (0, 3))):
+        program = expressed(function, b=(4,))
+        (exprs,) = program.parameter_exprs.values()
+        assert parts(program, exprs) == [((ends,), "b", {0: ends})]
+
+
+def test_a_constant_that_repeats_elements_makes_no_expression() -> None:
+    assert expressed(lambda x, g: x[0] * (g + torch.ones(5, 4)), g=(4,)).parameter_exprs == {}

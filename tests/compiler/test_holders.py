@@ -212,3 +212,30 @@ def test_a_key_that_does_not_count_may_come_and_go() -> None:
         assert not holder.same()
         value["forward"] = 3.0
         assert not holder.same()
+
+
+def test_another_key_for_the_same_value_is_a_change() -> None:
+    value = object()
+    mapping = {"a": value}
+    holder = Entries(mapping, mapping, 1)
+    mapping["b"] = mapping.pop("a")
+    assert not holder.same()
+    holder.put_back()
+    assert mapping == {"a": value} and holder.same()
+
+
+def test_an_attribute_that_was_not_there_goes_again() -> None:
+    value = slotted()
+    holder = Attributes(value, ("a", "b"))
+    value.b = 2.0
+    holder.put_back()
+    assert holder.same() and not hasattr(value, "b")
+
+
+def test_a_buffer_that_cannot_be_written_into_is_left_alone() -> None:
+    bytes_ = bytearray(b"abc")
+    holder = BufferBytes(memoryview(bytes_).toreadonly())
+    bytes_[0] = 0
+    assert not holder.same()
+    holder.put_back()
+    assert bytes_[0] == 0

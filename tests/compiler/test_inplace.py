@@ -176,3 +176,34 @@ def test_buffers_stay_updated_in_place() -> None:
 def test_an_input_that_forward_changes_is_read_changed() -> None:
     graph = normalized(lambda x: x.mul_(2) + x)
     assert code(graph) == ["mul_ = mul(x, 2)", "add = add(mul_, mul_)"]
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["symbolic", "exported"])
+def test_what_reads_a_tensor_before_it_is_written_reads_the_old_values(exported: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        h = x * 2
+        before = h.exp()
+        h.relu_()
+        return before + h
+
+    graph = normalized(function, exported)
+    graph.lint()
+    module = fx.GraphModule(nn.Module(), graph)
+    (value,) = pytree.leaves(module(X))
+    torch.testing.assert_close(value, function(X))
+
+
+def test_what_is_written_into_a_buffer_stays_a_write() -> None:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.copy_(x.mean(0)).mul_(2.0)
+            return x + 1
+
+    model = Running()
+    program = normalize(trace_model(model, (X,)).program)
+    fx.GraphModule(program.root, program.graph)(X)
+    torch.testing.assert_close(program.root.get_buffer("mean"), 2 * X.mean(0))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.signature import holds_tensor, python_random
+from kfac_fx.passes.tracing.signature import call_key, capture_key, holds_tensor, layout, python_random
 from tests.whole.training import differences, step
 
 X = torch.randn(5, 3)
@@ -200,3 +200,37 @@ def test_an_output_without_tensors_is_no_output() -> None:
             return iter([self.inner(x)])
 
     assert refusal(Yielding(), torch.ones(4, 3))[0] == "Yielding returns no tensors, but list_iterator."
+
+
+def test_a_call_is_told_by_all_that_a_capture_holds_for() -> None:
+    x = torch.randn(5, 3)
+    key = call_key((x,), {"scale": 2.0})
+    assert key == call_key((torch.randn(7, 4),), {"scale": 2.0})  # sizes are told by the capture
+    assert key != call_key((x[None],), {"scale": 2.0})
+    assert key != call_key((x.double(),), {"scale": 2.0})
+    assert key != call_key((x,), {"scale": 3.0})
+    assert key != call_key((x,), {"other": 2.0})
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert key != call_key((x,), {"scale": 2.0})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert key != call_key((x,), {"scale": 2.0})
+
+
+def test_a_capture_is_of_the_modes_of_all_modules() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout()), torch.randn(5, 3)
+    key = capture_key(model, (x,), {})
+    model[1].eval()
+    assert capture_key(model, (x,), {}) != key
+    model[1].train()
+    assert capture_key(model, (x,), {}) == key
+    assert capture_key(model.double(), (x,), {}) != key
+
+
+def test_dimensions_of_one_place_do_not_say_how_a_tensor_lies_in_memory() -> None:
+    x = torch.randn(3, 1, 4)
+    assert layout(x) == layout(x.as_strided((3, 1, 4), (4, 1, 1))) == layout(x.as_strided((3, 1, 4), (4, 99, 1)))
+    assert layout(x) != layout(torch.randn(4, 1, 3).transpose(0, 2))
+    assert layout(torch.randn(6, 4)[::2]) == (8, 1)  # with gaps

@@ -215,6 +215,15 @@ def test_a_mask_that_fits_in_one_batch_only_is_told() -> None:
     assert other_masks(one, masked) == "the padding mask fits its uses here only"
 
 
+def test_a_block_that_was_absent_is_wanted_when_its_parameters_are_trained_again() -> None:
+    net = kfac_fx.compile(Heads(), (X,), {"second": True}, loss="categorical")
+    net.model.second.requires_grad_(False)
+    net.record((X,), {"second": False})
+    net.model.second.requires_grad_(True)
+    with pytest.raises(ModelChangedError, match="second.weight, second.bias .* no block of its own here"):
+        net.record((X,), {"second": False})
+
+
 @pytest.mark.parametrize(("frozen", "agrees"), [((), False), (("weight",), False), (("weight", "bias"), True)])
 def test_a_block_may_be_absent_only_if_all_its_parameters_are_frozen(frozen: tuple[str, ...], agrees: bool) -> None:
     net = kfac_fx.compile(Heads(), (X,), {"second": True}, loss="categorical")

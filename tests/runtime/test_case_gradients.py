@@ -123,3 +123,11 @@ def test_products_of_large_matrices_keep_the_precision_of_float32() -> None:
     expected = (query * gradient).sum(dtype=torch.float64).float().view(1, 1)
     found = query_products(Cases((1, 4096, 4096), whole=gradient), query)
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_matrices_of_a_low_rank_are_the_nearest_ones(rank: int) -> None:
+    matrices = torch.randn(2, 1, 3, 4, dtype=torch.float64)
+    low = LowRank.of(matrices, rank).dense()
+    error = (low - matrices).flatten(2).norm(dim=-1)
+    torch.testing.assert_close(error, torch.linalg.svdvals(matrices)[..., rank:].norm(dim=-1))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -162,3 +163,16 @@ def test_one_process_keeps_all_its_blocks() -> None:
         assert all(group.here for group in opt.estimator.groups)
         weights.append(torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
     assert torch.equal(*weights)
+
+
+def test_blocks_that_share_a_parameter_go_to_its_owner_together() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(torch.tanh(F.linear(x, self.weight[:3])), self.weight[3:])
+
+    blocks = blocks_of(Halves(), torch.randn(4, 3))
+    assert BlockOwners(Group(4), "owners").assign(blocks, {"weight": 2}) == [2, 2]

@@ -18,6 +18,8 @@ from tests.runtime.fisher_cases import (
     SERIES,
     assumed_lag,
     dense_series,
+    draw,
+    register,
     sequence_statistics,
     sequences,
     use_of,
@@ -203,3 +205,17 @@ def test_what_alternates_makes_the_block_smaller() -> None:
     for approximation in ("kron_series_1", "kron_series_2"):
         assert size["alternating", approximation] < 0.5 * size["alternating", "kron_indep"]
     assert size["alternating", "kron_series_1_abs"] > 2 * size["alternating", "kron_indep"]
+
+
+@pytest.mark.parametrize("approximation", ["kron_series_1", "kron_series_2"])
+def test_a_dense_block_of_tiny_factors_is_as_small_as_they_are(approximation: str) -> None:
+    """Which eigenvalues are zero is told by the largest one."""
+    registration, form = register(FORMS["linear"], approximation), FORMS["linear"]
+    sums = draw(registration, form, 4)
+    tiny = {name: value * 1e-20 if name in ("G", "G1") else value for name, value in sums.items()}
+    blocks = []
+    for moments in (sums, tiny):
+        block = make_block(registration, parameters=form.parameters)
+        block.update(moments, 4, decay=0.9)
+        blocks.append(block.full_fisher_block())
+    torch.testing.assert_close(1e20 * blocks[1], blocks[0])

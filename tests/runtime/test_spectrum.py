@@ -14,7 +14,7 @@ import kfac_fx
 from kfac_fx import ApproximationError, FactorNotReady, FisherEstimator, NotRegisteredError, RegistrationError, Spectrum
 from kfac_fx.blocks import rooted
 from kfac_fx.blocks.block import make_block
-from kfac_fx.blocks.spectrum import System
+from kfac_fx.blocks.spectrum import Relative, System
 from tests.runtime.fake_net import FakeNet, batch, deep, exact, mixed, noise
 from tests.runtime.fisher_cases import FORMS, draw, register
 
@@ -263,3 +263,16 @@ def test_numbers_and_blocks_that_cannot_be_are_refused() -> None:
         est.spectrum().multiply(many)
     with pytest.raises(TypeError, match="a vector is a dict of tensors by parameter name, not a list"):
         est.spectrum().multiply([torch.ones(1)])  # type: ignore[arg-type]
+
+
+def test_a_relative_damping_is_a_part_of_the_mean_eigenvalue_of_each_block() -> None:
+    est = exact(mixed(), batch())
+    plain, damped = est.spectrum(scale=2.0, damping=0.0), est.spectrum(scale=2.0, damping=Relative(0.1))
+    for key, values in plain.eigenvalues().items():
+        torch.testing.assert_close(damped.eigenvalues()[key], values + 0.1 * values.mean())
+
+
+def test_two_dampings_for_one_block_are_refused() -> None:
+    est = exact(deep(), batch())
+    with pytest.raises(RegistrationError, match=r"is one block with the dampings of '\*\.bias' and '\*\.weight'"):
+        est.spectrum(damping={"*.weight": 0.1, "*.bias": 0.2})
