@@ -12,6 +12,7 @@ from torch.func import functional_call, functionalize, grad, jvp, vmap
 
 from kfac_fx.optim.curvature import load_forward_mode
 from kfac_fx.passes.torch_private import transforms
+from kfac_fx.passes.tracing import calls
 from kfac_fx.passes.tracing.calls import Lent, calls_of, map_tensors, watched, without_trace
 
 X = torch.ones(2, 3)
@@ -132,11 +133,29 @@ def test_a_module_that_only_a_later_forward_opens_is_opened() -> None:
             y: Tensor = self.block(x)
             return self.other(self.block[0](y)) if torch.rand(()) < 0.5 else y
 
-    model = Drawn()
+    model, x = Drawn(), torch.randn(2, 3)
     torch.manual_seed(1)  # draws .76 first
-    forwards = watched(model, (torch.randn(2, 3),), {})
+    forwards = watched(model, (x,), {})
     assert id(model.other) not in forwards.first and id(model.other) in forwards.calls
     assert forwards.opened == {id(model.block)}
+
+
+def test_forwards_in_vain_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            drawn = float(torch.rand(()))
+            expert: Tensor = self.experts[0 if drawn < 0.6 else 1 if drawn > 0.7 else 2](x)
+            return expert
+
+    monkeypatch.setattr(calls, "IN_VAIN", 1)
+    model, x = Experts(), torch.randn(2, 3)
+    torch.manual_seed(4)  # draws .56; the next forwards draw .76, .61
+    forwards = watched(model, (x,), {})
+    assert {id(expert) for expert in model.experts} <= forwards.calls.keys()
 
 
 def test_a_module_that_is_never_called_itself_is_not_opened() -> None:

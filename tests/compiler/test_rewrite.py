@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -205,3 +206,15 @@ def test_a_tap_is_made_for_its_registration_and_use() -> None:
 
     rewrite(program, make)
     assert made == [(program.registrations[0], program.registrations[0].uses[0])]
+
+
+def test_links_join_uses_in_the_order_of_the_graph() -> None:
+    """Whichever order they were registered in."""
+    model = Toy(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w) @ w, w=(3, 3))
+    program = run(before("resolve", model, approximations={"w": "kron_series_1"}), (resolve,))
+    (series,) = program.registrations
+    for uses in (series.uses, series.uses[::-1]):
+        turned = program.but(registrations=(replace(series, uses=uses),))
+        module = rewrite(turned, lambda one, use: Seen(), lambda one, use, first, last: Seen())
+        links = [node for node in module.graph.nodes if str(node.target).startswith("links.")]
+        assert [link.args[3] and link.args[3].args[0] for link in links] == [None, *links[:-1]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.passes.graphs.edit import attribute
 from kfac_fx.passes.ir import Options, Program, Registration, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.normalize import normalize
@@ -159,3 +160,16 @@ def test_parameters_in_regions_of_autocast_are_told() -> None:
 
     program = trace_model(Toy(cast, w=(3, 3), v=(3, 3)), (X,)).program
     assert in_autocast(program) == ["w"]
+
+
+def test_constants_of_two_captures_of_one_submodule_stay_apart() -> None:
+    model = pair()
+    parameters, aliases = named_parameters(model)
+    parts = []
+    for number in (1.0, 2.0):
+        model.first.function = lambda x, w, number=number: linear(x, w) + torch.tensor([number] * 3)
+        traced = trace_model(model.first, (X,), options=Options(loss_given=True), layers=LAYERS).program
+        parts.append((Submodule("first", 1), normalize(in_model(traced, "first", parameters, aliases))))
+    program = join(parts[0][1], parts)
+    held = [attribute(program.root, str(node.target)) for node in program.graph.nodes if node.op == "get_attr"]
+    assert sorted(float(value[0]) for value in held if value.shape == (3,)) == [1.0, 2.0]

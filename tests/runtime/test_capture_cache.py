@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kfac_fx import (
     UntraceableError,
+    capture_cache,
 )
 from kfac_fx.capture_cache import MAX_KINDS
 from kfac_fx.compiler import compile
@@ -139,3 +140,12 @@ def test_the_first_training_forward_captures_what_torch_fx_cannot_see() -> None:
     assert count(net) == 0
     assert torch.equal(net(x), net.model(x))
     assert [len(registration.uses) for registration in net.registrations] == [2]
+
+
+def test_of_too_many_captures_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_cache, "MAX_CAPTURES", 1)
+    net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
+    small, large = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 6, 7)
+    first = net.recorder((small,), {})
+    second = net.recorder((large,), {})
+    assert second is not first and net.recorder((large,), {}) is second and count(net) == 1

@@ -336,3 +336,10 @@ def test_an_operation_of_higher_order_without_a_rule_is_named(x: Tensor) -> None
     graph = torch.export.export(net, (x,)).module()
     with pytest.raises(RuntimeError, match=r"in forward mode: an operation of higher order has no rule for .*Jvp"):
         fisher_inner_products(calling(graph, x, LOSSES["normal"]), dict(graph.named_parameters()), directions(graph, 2))
+
+
+def test_constants_of_the_inner_products_leave_no_graph() -> None:
+    x, parameters = torch.randn(5, 3), {"w": nn.Parameter(torch.randn(3, 4)), "b": nn.Parameter(torch.randn(4))}
+    vectors = [{"w": torch.randn(3, 4)}]
+    products = fisher_inner_products(lambda p: [(1.0, Categorical(x @ p["w"] + p["b"]))], parameters, vectors)
+    assert products.shape == (1, 1) and not products.requires_grad

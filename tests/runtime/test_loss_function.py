@@ -123,3 +123,11 @@ def test_cases_are_the_first_axis_without_padding() -> None:
 )
 def test_computations_are_in_float32_at_least(dtype: torch.dtype, wanted: torch.dtype) -> None:
     assert precise(torch.zeros(2, dtype=dtype)).dtype == wanted
+
+
+def test_targets_and_what_is_kept_of_them_move_with_the_cases() -> None:
+    inputs, targets, kept = torch.randn(4, N, 2), torch.randn(4, N, 2), torch.rand(4, N) > 0.5
+    loss = Toy(inputs, targets=targets).keeping(kept).with_cases_at(1)
+    assert torch.equal(loss.inputs, inputs.transpose(0, 1))
+    assert loss.targets is not None and torch.equal(loss.targets, targets.transpose(0, 1))
+    assert loss.kept is not None and torch.equal(loss.kept, kept.T)

@@ -162,3 +162,9 @@ def test_a_function_must_return_losses() -> None:
 def test_a_coefficient_must_be_positive() -> None:
     with pytest.raises(LossError, match=r"returned the coefficient -1; it must be positive"):
         loss_from(lambda outputs: [(-1, Normal(outputs))])(X)
+
+
+def test_targets_in_a_list_of_numbers_are_no_sequence_of_targets() -> None:
+    ((_, loss),) = loss_from("cross_entropy")(torch.randn(3, 4), [0, 1, 2])
+    with pytest.raises(LossError, match=r"targets are a list; write torch\.as_tensor"):
+        loss.evaluate()

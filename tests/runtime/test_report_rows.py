@@ -212,3 +212,9 @@ def test_names_of_one_module_are_folded(names: tuple[str, ...], text: str) -> No
 )  # fmt: skip
 def test_sizes(count: int, text: str) -> None:
     assert memory_text(count) == text
+
+
+def test_the_memory_of_factors_is_that_of_their_precision(program: Program) -> None:
+    double = program.but(parameters={name: nn.Parameter(p.double()) for name, p in program.parameters.items()})
+    single = row(program, head(program))
+    assert single.bytes == 4 * (33 * 33 + 10 * 10) and row(double, head(program)).bytes == 2 * single.bytes

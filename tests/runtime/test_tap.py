@@ -16,7 +16,7 @@ from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.statistics.row_sums import STATISTICS
-from kfac_fx.taps.tap import Tap, is_tapped, make_probes, tap_function
+from kfac_fx.taps.tap import Tap, apart, is_tapped, make_probes, tap_function
 from tests.compiler.toy import Toy
 
 X = torch.randn(5, 7, 3)
@@ -220,3 +220,11 @@ def test_attributes_keep_their_order_whether_tensors_or_sizes() -> None:
     apply(output, torch.randn(3), 1, "count", probe, 5, first, 7, last).sum().backward()  # type: ignore[no-untyped-call]
     assert seen[0] == 5 and seen[2] == 7 and torch.equal(seen[1], first) and torch.equal(seen[3], last)
     assert probe.grad == 3
+
+
+def test_a_tensor_that_comes_twice_comes_once_and_as_a_view() -> None:
+    output, x, y = (torch.randn(2) for _ in range(3))
+    first, second, same, other, nothing = apart(output, x, x, output, y, None)
+    assert first is x and other is y and nothing is None
+    for view, of in ((second, x), (same, output)):
+        assert view is not of and view.data_ptr() == of.data_ptr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import LossScaleWarning, losses
 from kfac_fx.diagnostics import watched
-from kfac_fx.diagnostics.loss_scale import check_coverage
+from kfac_fx.diagnostics.loss_scale import LISTED_PARAMETERS, check_coverage, factor_of_step
+from kfac_fx.diagnostics.watched import LossFactor
 from tests.runtime.collections_of_toys import towers
 
 Loss = Callable[[Tensor, Tensor, nn.Module], Tensor]
@@ -560,17 +562,36 @@ def test_a_trained_loss_with_a_gradient_of_zero_is_not_told() -> None:
     assert of_two("in forward", lambda a, b: [a + b], met=True) == []
 
 
+def block(name: str, curvature: float) -> Any:
+    factors = {"G": SimpleNamespace(moment=torch.full((2, 2), curvature))}
+    return SimpleNamespace(
+        group=SimpleNamespace(here=True), factors=factors, registration=SimpleNamespace(owners=(name,))
+    )
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_long_lists_of_parameters_are_cut_off_where_they_become_shorter(more: int) -> None:
+    names = [f"p{n}" for n in range(LISTED_PARAMETERS + more)]
+    estimator: Any = SimpleNamespace(blocks={(name,): block(name, 0.0) for name in names})
+    with pytest.warns(LossScaleWarning, match="p7 and 1 more" if more else r"p6, p7\."):
+        check_coverage(estimator, {name: torch.ones(2) for name in names}, whole=True)
+
+
 @pytest.mark.parametrize("gradient", [0.0, 1.0])
 def test_a_parameter_without_curvature_is_told_if_it_has_a_gradient(gradient: float) -> None:
-    def block(name: str, curvature: float) -> Any:
-        factors = {"G": SimpleNamespace(moment=torch.full((2, 2), curvature))}
-        return SimpleNamespace(
-            group=SimpleNamespace(here=True), factors=factors, registration=SimpleNamespace(owners=(name,))
-        )
-
     estimator: Any = SimpleNamespace(blocks={("a",): block("a", 1.0), ("b",): block("b", 0.0)})
     gradients = {"a": torch.ones(2), "b": torch.full((2,), gradient), "in no block": torch.ones(2)}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         check_coverage(estimator, gradients, whole=False)
     assert [": b." in str(warning.message) for warning in told] == [True] * bool(gradient)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_forwards_of_a_step_count_by_their_cases(reduction: str) -> None:
+    """A mean over eight cases, two of them in one forward and six in another."""
+    loss = losses.Normal(torch.zeros(1))
+    of_step = [LossFactor(n / 8, loss, 1.0, n, 1.0, None) for n in (2, 6)]
+    assert factor_of_step(of_step, 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
+    assert factor_of_step([of_step[0], of_step[0]], 8, reduction, 1.0) == (1.0 if reduction == "mean" else 1 / 8)
+    assert factor_of_step([of_step[0], replace(of_step[1], multiple=0.25)], 8, reduction, 1.0) is None
