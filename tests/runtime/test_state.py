@@ -67,6 +67,12 @@ def test_all_state_is_tensors_of_parameters_on_their_device() -> None:
         opt.step(loss=1.0)
 
 
+def test_a_parameter_that_was_frozen_from_the_start_has_no_state_of_a_rule() -> None:
+    net, opt = made()
+    net.get_parameter("0.bias").requires_grad_(False)
+    assert ["velocity" in opt.state_dict()["state"].get(place, {}) for place in range(4)] == [True, False, True, True]
+
+
 def earlier_form(opt: KFAC) -> dict[str, Any]:
     """A state_dict as it was when all but the state of the rules lay under "kfac"."""
     state, estimator = opt._step_state, opt.estimator.state_dict()
