@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from kfac_fx.divided.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.divided.inputs import MaskedInputs, first_examples, number_of_examples
-from kfac_fx.linalg.sharded import averaged_unsharded, is_divided, unsharded
+from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.captured import CapturedSubmodule
 from kfac_fx.passes.divided.divide import Division
@@ -133,11 +133,8 @@ class EmittedSubmodules:
     def run(
         self, parameters: Tensors, buffers: Tensors, values: Any, probes: Sequence[Any], compiled: bool = True
     ) -> RunOutputs:
-        if any(map(is_divided, parameters.values())):
-            whole = {name: unsharded(value) for name, value in parameters.items()}
-            with without_sharding_hooks(self.model):
-                return self.run(whole, buffers, values, probes, compiled)
         written = self.division.written
+        parameters = {name: unsharded(value) for name, value in parameters.items()}
         parameters = {name: value.clone() if name in written else value for name, value in parameters.items()}
         python = {
             name: value.detach().requires_grad_()
@@ -156,10 +153,7 @@ class EmittedSubmodules:
 
         A call that no graph serves runs as it is, and `uncaptured` holds it: then nothing was recorded.
         """
-        if any(map(is_divided, parameters.values())):
-            whole = {name: averaged_unsharded(value) for name, value in parameters.items()}
-            with without_sharding_hooks(self.model):
-                return self.run_in_training(whole, buffers, values, probes)
+        parameters = {name: averaged_unsharded(value) for name, value in parameters.items()}
         python = {name: parameters[name][...] for name in sorted(self.structured) if parameters[name].requires_grad}
         frames = self.frames(parameters, buffers, python, values, probes, tolerant=True)
         models_own = dict(self.model.named_parameters())
@@ -202,7 +196,8 @@ class EmittedSubmodules:
         frames.watchers.append(watch)
         seen = {name: named.get(name, parameter) for name, parameter in self.program.parameters.items()}
         reads = ServedReads(frames, seen, self.structured, self.examples(values))
-        with custom_functions(), frames.in_place(), nullcontext() if self.returns_loss else watch, reads.served():
+        losses = nullcontext() if self.returns_loss else watch
+        with without_sharding_hooks(self.model), custom_functions(), frames.in_place(), losses, reads.served():
             output = functional_call(self.model, dict(named), args, kwargs)
         self.loss_sites = watch.losses
         if not self.returns_loss:

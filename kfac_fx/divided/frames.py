@@ -24,7 +24,7 @@ from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
-from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS
+from kfac_fx.passes.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, class_of
 from kfac_fx.passes.tracing.calls import Lent, hooked_by_user, map_tensors
 from kfac_fx.passes.tracing.signature import call_key
 from kfac_fx.recording.emitted import ObservedLoss
@@ -232,7 +232,7 @@ def refuse_read(model: nn.Module, stand_ins: Mapping[str, Tensor], fisher: tuple
     """Raises ModelChangedError for structured parameters that Python read: nothing recorded such a use."""
     if stand_ins and (names := sorted(reached(fisher, stand_ins))):
         raise ModelChangedError(
-            f"on these inputs {type(model).__name__} reads {', '.join(names)} outside of its captured "
+            f"on these inputs {class_of(model).__name__} reads {', '.join(names)} outside of its captured "
             "submodules, as it did not on the first inputs.\n"
             "Compile with inputs on which it does, or make these parameters generic: "
             f'compile(..., approximations={{"{names[0]}": "generic"}}).'

@@ -39,6 +39,7 @@ from kfac_fx.optim.proposals import (
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step_state import StepState
 from kfac_fx.passes.errors import FactorNotReady
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.statistics.moments import Key
 
@@ -56,7 +57,9 @@ UNRECORDED_IN_PLACE = (
 
 
 def nothing_recorded(net: CompiledModule) -> FactorNotReady:
-    return FactorNotReady(UNRECORDED_IN_PLACE.format(model=type(net.model).__name__) if net.in_place else UNRECORDED)
+    return FactorNotReady(
+        UNRECORDED_IN_PLACE.format(model=class_of(net.model).__name__) if net.in_place else UNRECORDED
+    )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from kfac_fx.losses.sources import check_mode, is_exact, one_source
 from kfac_fx.passes.errors import UntraceableError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.recording.backends import lasting
@@ -279,8 +280,9 @@ class Recorder:
         Raises UntraceableError if forward has effects that the emitted model does not have.
         """
         if effects := "\n".join(f"  {effect}" for effect in self.capture.effects):
+            name = class_of(self.model).__name__
             raise UntraceableError(
-                f"statistics cannot be recorded during training, because the forward of {type(self.model).__name__} "
+                f"statistics cannot be recorded during training, because the forward of {name} "
                 f"has side effects that the captured graph does not have:\n{effects}\n"
                 'Record in a separate pass, with estimation_mode="gradients" or net.record(...), or return these '
                 "values from forward."

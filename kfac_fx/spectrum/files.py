@@ -19,6 +19,7 @@ from kfac_fx.blocks.block import make_groups
 from kfac_fx.blocks.spectrum import Damping, System
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.spectrum.manifests import FORMAT, Manifest, read_manifest, refuse_other, write_manifest
 from kfac_fx.spectrum.model_spectrum import CaseNet, ModelSpectrum
 from kfac_fx.statistics.moments import Key
@@ -42,7 +43,7 @@ def manifest_of(net: DescribedNet, registrations: Iterable[Registration], mode: 
     owners = dict.fromkeys(name for registration in registrations for name in registration.owners)
     return {
         "format": FORMAT,
-        "model": type(net.model).__name__,
+        "model": class_of(net.model).__name__,
         "mode": mode,
         "parameters": {name: list(parameters[name].shape) for name in owners},
         "blocks": {

@@ -4,6 +4,7 @@ compile, fully_shard and KFAC. tests/whole/test_fsdp.py trains with several proc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +220,19 @@ def test_a_divided_model_records_on_shards_what_it_records_whole(shard: Callable
             torch.testing.assert_close(on_shards.statistics[key][name], value)
 
 
+def test_a_divided_model_scores_examples_on_shards_as_whole(shard: Callable[..., None]) -> None:
+    scores = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        net = compiled(Branching())
+        if is_sharded:
+            shard(net.model)
+        estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+        estimator.update_covariances(X)
+        scores.append(estimator.spectrum(damping=0.1).self_scores((X, Y)))
+    torch.testing.assert_close(*scores)
+
+
 def test_a_closure_without_a_backward_is_told(shard: Callable[..., None]) -> None:
     net = compiled()
     shard(net.model)
@@ -240,6 +254,22 @@ def test_an_estimator_gathers_the_gradients_that_it_multiplies(shard: Callable[.
         products.append(estimator.multiply_inverse({name: p.grad for name, p in net.named_parameters()}))
     for name, product in products[0].items():
         torch.testing.assert_close(products[1][name], product)
+
+
+def test_a_spectrum_that_a_sharded_model_saved_is_that_of_the_whole_model(
+    shard: Callable[..., None], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net, whole = compiled(), compiled()
+    shard(net.model)
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(X)
+    kfac_fx.save_spectrum(estimator.spectrum(damping=0.1), tmp_path)
+    loaded = kfac_fx.load_spectrum(whole, tmp_path, damping=0.1)
+    vector = {name: torch.ones_like(parameter) for name, parameter in whole.named_parameters()}
+    expected = estimator.spectrum(damping=0.1).multiply_inverse(vector)
+    for name, product in loaded.multiply_inverse(vector).items():
+        torch.testing.assert_close(product, expected[name])
 
 
 def test_metrics_have_the_norms_of_shards(shard: Callable[..., None]) -> None:
