@@ -109,7 +109,9 @@ class Problem:
     def __init__(self, free: bool = False, estimator: dict[str, Any] | None = None, **options: Any) -> None:
         self.log: list[str] = []
         self.w, self.free = nn.Parameter(START.clone()), nn.Parameter(torch.ones(1, dtype=torch.float64))
-        net = cast(Any, SimpleNamespace(backend="eager", attach=None, registrations=(), model=nn.Identity()))
+        net = cast(
+            Any, SimpleNamespace(backend="eager", in_place=False, attach=None, registrations=(), model=nn.Identity())
+        )
         chosen = KFACOptions(net, **{"lr": LR, "damping": LAMBDA, "momentum": 0.0, **options})
         scalar = torch.zeros((), dtype=torch.float64)
         self.forwards = FakeForwards(self.log)
