@@ -127,9 +127,13 @@ class Training:
     def uneven_steps(self, numbers: tuple[int, ...], rank: int | None) -> None:
         """The steps of processes with different numbers of batches, and a schedule that only those with a batch see.
 
-        rank: None for one process with the cases of all.
+        rank: None for one process with the cases of all. Gradients are divided by the number of all processes, or where
+            there are two by the number of those that have a batch.
         """
-        with nullcontext() if rank is None else Join([self.called, self.opt]):  # type: ignore[list-item]
+        by_all, everyone = len(numbers) > 2, len(numbers)
+        parts: Any = [self.called, self.opt]
+        join = nullcontext() if rank is None else Join(parts, divide_by_initial_world_size=by_all)
+        with join:
             for step in range(max(numbers) if rank is None else numbers[rank]):
                 active = [r for r, number in enumerate(numbers) if step < number]
                 generator = torch.Generator().manual_seed(step)
@@ -140,7 +144,9 @@ class Training:
                     group["lr"] *= 0.9
                 self.opt.zero_grad()
                 total = F.cross_entropy(self.called(x[mine].flatten(0, 1)), y[mine].flatten(), reduction="sum")
-                (total / len(active) / CASES * (1 if rank is None else len(numbers))).backward()
+                alone = 1.0 if not by_all else len(active) / everyone
+                means = len(active) if rank is None else alone
+                (total / CASES / means).backward()
                 self.opt.step(loss=None if step % 2 else total.detach())
 
     def kept(self) -> dict[tuple[str, str], int]:
