@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx.passes.graphs.edit import attribute
+from kfac_fx.passes.graphs.operations import LOOKED_UP, op_name
 from kfac_fx.passes.ir import Options, Program, Registration, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import SUBMODULES, run
-from kfac_fx.passes.submodules import find_outputs, graph_of, in_autocast, in_model, join, leave_python
+from kfac_fx.passes.submodules import find_outputs, give_lookups, graph_of, in_autocast, in_model, join, leave_python
 from kfac_fx.passes.trace import named_parameters, trace_model
 from tests.compiler.toy import Toy, code, found
 
@@ -173,3 +174,13 @@ def test_constants_of_two_captures_of_one_submodule_stay_apart() -> None:
     program = join(parts[0][1], parts)
     held = [attribute(program.root, str(node.target)) for node in program.graph.nodes if node.op == "get_attr"]
     assert sorted(float(value[0]) for value in held if value.shape == (3,)) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_returned_lookup_is_an_embedding_unless_its_table_is_read_elsewhere(elsewhere: bool) -> None:
+    def looked_up(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ w if elsewhere else x * 2, nn.functional.embedding(torch.tensor([0, 2]), w)
+
+    program = give_lookups(find_outputs(joined(Pair(Toy(looked_up, w=(3, 3)), Toy(linear, w=(3, 3))))))
+    (lookup,) = (node for node in program.graph.nodes if op_name(node) == "embedding")
+    assert (LOOKED_UP in lookup.meta) is not elsewhere
