@@ -132,10 +132,3 @@ def test_the_dilations_of_a_convolution_have_three_names() -> None:
     with pytest.raises(RegistrationError, match=r"dilations=\[2, 2\], but the graph's .* has \[3, 3\]"):
         lc.register_depthwise_conv2d("d", "x", "conv2d", rate=2)
     lc.register_depthwise_conv2d("d", "x", "conv2d", rate=3)
-
-
-def test_wrong_arguments_are_told_with_the_name_of_the_method() -> None:
-    with pytest.raises(TypeError, match=r"^register_generic\(\) missing a required argument: 'params'"):
-        RegisterMethods().register_generic()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"^register_embedding\(\) got an unexpected keyword argument 'weights'"):
-        RegisterMethods().register_embedding("w", None, None, weights=1)  # type: ignore[call-arg]
