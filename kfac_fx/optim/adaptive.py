@@ -25,84 +25,20 @@ All decisions are made on the device. All state is in `StepState` and in the opt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.sharded import in_place_of
-from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.optim.batch_loss import BatchLoss, Values
+from kfac_fx.optim.checks import RISE, Check, StepSize, go_back, store
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.rules import DampingRule, Product
 
-RISE = 0.5
-RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
-SAME = 1e-5  # of itself, by which h of the same batch may differ, for rounding
 GROWTH = 1.5
 LEAST_STEP = 0.05
-COARSE = 1e-6  # of a rounding in which what the forward returned may differ from what the graph computes
 
 
-@dataclass
-class StepSize:
-    """The state of "adaptive" between steps, 0-dim tensors that are written in place."""
-
-    ratio: Tensor  # r; 0 before the first check
-    norm: Tensor  # α² <m, d> at the last check; infinity before
-    value: Tensor  # h before the step of the last check, infinity before
-    weight: Tensor  # the sum of the weights of the averaged gradients
-
-    @staticmethod
-    def first(scalar: Tensor) -> StepSize:
-        """scalar: a zero."""
-        infinity = torch.full_like(scalar, torch.inf)
-        return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone())
-
-
-@dataclass
-class Check:
-    """A check of one step: the loss of its batch, and its values at the parameters before the step."""
-
-    batch: BatchLoss
-    parameters: Tensors  # of the whole model
-    before: list[Values]  # up to rounding
-    value: Tensor  # of the loss there
-    steps: int  # since the last check
-
-    @staticmethod
-    def of(batch: BatchLoss, parameters: Tensors, steps: int) -> Check:
-        coarse = any(forward.rounding > COARSE for forward in batch.forwards)
-        repeated = not coarse and batch.net.repeats_recordings
-        before = batch.returned(parameters) if repeated else batch.at(parameters)
-        return Check(batch, parameters, before, batch.value(before), steps)
-
-    def values_at(self, there: Tensors) -> list[Values]:
-        """The values at other parameters, or other shards of them, by name."""
-        places = {name: in_place_of(self.parameters[name], tensor) for name, tensor in there.items()}
-        return self.batch.at({**self.parameters, **places})
-
-
-def revert(size: StepSize, damping: Tensor, flat: FlatParameters, check: Check, omega: float, finite: Tensor) -> Tensor:
-    """Go back to the last check if the loss has risen since. Returns whether that happened, 0-dim.
-
-    finite: whether the gradient is.
-    """
-    last = {n: part.to(flat.copies[n].dtype) for n, part in flat.everywhere(flat.state["checkpoint"]).items()}
-    there = check.values_at(last)
-    rise = -check.batch.change(check.before, there)
-    was = check.value - rise
-    # Where the batch or the user's loss is not finite, going back is no remedy.
-    lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
-    again = (was - size.value).abs() <= SAME * was.abs()
-    of_same = torch.minimum(RISE * was.abs().clamp(min=1.0), RISE_AGAIN * was.abs())
-    risen = (rise > torch.where(again, of_same, RISE * was.abs())) | (lost & check.batch.finite(there))
-    go_back(flat, last, risen)
-    flat.state["velocity"].masked_fill_(risen, 0)
-    size.weight.masked_fill_(risen, 0)
-    size.ratio.mul_(torch.where(risen, 2.0, 1.0))
-    damping.mul_(torch.where(risen, omega ** (-2 * check.steps), 1.0))
-    return risen
+def more_damping(damping: Tensor, rule: DampingRule, check: Check, risen: Tensor) -> None:
+    """Raise λ where the steps since the last check were undone."""
+    damping.mul_(torch.where(risen, rule.decay ** (-2 * check.steps), 1.0))
 
 
 def move(
@@ -170,16 +106,3 @@ def move(
 
 def commit(flat: FlatParameters, displacement: Tensor, ok: Tensor) -> None:
     flat.add(torch.where(ok, displacement, 0))
-
-
-def go_back(flat: FlatParameters, there: Tensors, where: Tensor) -> None:
-    """Return to other parameters, by name, where `where` is true."""
-    for name, copy in flat.copies.items():
-        copy.copy_(torch.where(where, there[name], copy))
-
-
-def store(size: StepSize, flat: FlatParameters, ok: Tensor, velocity: Tensor, scalars: Tensors) -> None:
-    torch.where(ok, velocity, flat.state["velocity"], out=flat.state["velocity"])
-    for name, value in scalars.items():
-        old = getattr(size, name)
-        old.copy_(torch.where(ok, value, old))

@@ -18,8 +18,8 @@ from kfac_fx.optim.rules import (
     DampingRule,
     FirstOrder,
     new_adam_state,
-    new_adaptive_state,
-    new_averaging_state,
+    new_checked_state,
+    new_counting_state,
     new_velocity,
 )
 from kfac_fx.passes.errors import nearest
@@ -41,6 +41,7 @@ P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
 
+BOUND = 0.1  # c of "eigen_moments", unless norm_constraint is given
 PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments", "grafted")
 STEPS = "steps"
@@ -104,9 +105,9 @@ class KFACOptions:
 
     Args:
         net: the compiled module, as returned by `kfac_fx.compile`.
-        lr: the learning rate. With "adaptive" a multiplier of its step size; None means 1. The "qmodel" types must have
-            None, and the others need a number. They neither check nor undo a step: without `norm_constraint`, too large
-            an lr for the damping makes the loss diverge.
+        lr: the learning rate. With "eigen_moments" and "adaptive" a multiplier of their step size; None means 1. The
+            "qmodel" types must have None, and the others need a number. They neither check nor undo a step: without
+            `norm_constraint`, too large an lr for the damping makes the loss diverge.
         damping: λ of F + λ I. It scales with the loss. With "adaptive" and `adapt_damping` this is its first value.
             None means 1 with "adaptive" and 0 with "eigen_moments", which has none; the other types need a number.
         momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
@@ -120,17 +121,19 @@ class KFACOptions:
         relative_damping: of "regular", "adam" and "grafted", in the place of damping: every side of a block is damped
             by this part of its mean eigenvalue, λ_A = c tr A / dim A.
         cov_ema_decay: the decay of the factors in one step; `cov_update_every` steps at once decay by its power.
-        cov_update_every: the factors are updated every so many steps. None means 1, and with "adaptive", which updates
-            them as early as the inverses, what `overhead` allows.
+        cov_update_every: the factors are updated every so many steps. None means 1, and with "adaptive" and
+            "eigen_moments", which update them as early as the inverses, what `overhead` allows.
         invert_every: the inverses are updated every so many steps, and also after 1, 2, 5, 10, 20, 50, ... steps while
             that is less: the factors of the first batches alone are no curvature to take many steps with. None means
-            10, and what `overhead` allows with "adaptive".
-        overhead: what statistics, inverses and checks of "adaptive" may cost in a step, as a part of the training step.
+            10, and what `overhead` allows with "adaptive" and "eigen_moments".
+        overhead: what statistics, inverses and checks of "adaptive" and "eigen_moments" may cost in a step, as a part
+            of the training step.
             A cost model of the network chooses their intervals at the first step (`kfac_fx.optim.intervals`), and
             net.report prints them. StepIntervals that are given replace those of the model. None means 0.6.
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
             Kullback-Leibler divergence between the predictions before and after the step. Start with 1e-2 for lr=1.
+            "eigen_moments" bounds the exact Fisher norm by this times max(1, loss); None means 0.1 there.
         norm_constraint_form: "update" bounds lr Δ, momentum included, by norm_constraint (lr / l₀)², so that steps
             follow a schedule; l₀ is the lr of a parameter group when it was added, its "first_lr". The norm is that of
             the damped factors and costs a product with them. Weight decay is not in it. "gradient" is TF K-FAC's form:
@@ -142,8 +145,8 @@ class KFACOptions:
         update_damping_immediately: False measures the loss after such a step at the beginning of the next one, before
             its inverses; that `step` then needs `previous`. The damping of every step is the same either way.
         damping_adaptation_interval, damping_adaptation_decay: λ changes by decay^interval, every `interval` steps. None
-            means an interval of 5 and a decay of 0.95; with "adaptive" the interval of its checks, which `overhead`
-            allows, and a decay of 0.9.
+            means an interval of 5 and a decay of 0.95. With "adaptive" and "eigen_moments" it is the interval of their
+            checks, and None means what `overhead` allows; "adaptive" has a decay of 0.9.
         damping_decrease_rho_threshold, damping_increase_rho_threshold: λ shrinks if ρ is above the one, and grows if
             ρ is below the other.
         min_damping, l2_reg: λ stays above their sum. The training loss must contain the term l2_reg / 2 |θ|².
@@ -218,10 +221,10 @@ class KFACOptions:
             for check in () if may_be_left_out else getattr(annotation, "__metadata__", ()):
                 check(field.name, value)
         self.check_step_size()
-        if self.reduction == "sum" and (self.quadratic or self.adaptive or self.adapt_damping):
+        if self.reduction == "sum" and (self.quadratic or self.checked or self.adapt_damping):
             raise ValueError(
-                "the quadratic model is that of the mean loss: with momentum_type='adaptive' or 'qmodel', or with "
-                "adapt_damping=True, divide the loss by the number of cases and write reduction='mean'"
+                "the quadratic model is that of the mean loss: with momentum_type='eigen_moments', 'adaptive' or "
+                "'qmodel', or with adapt_damping=True, divide the loss by the number of cases and write reduction='mean'"
             )
         if self.recording_in_training and self.fraction != 1.0:
             raise ValueError(
@@ -252,14 +255,14 @@ class KFACOptions:
         if self.adaptive:
             self.check_adaptive()
             return
-        if self.overhead is not None:
-            raise ValueError(
-                f"momentum_type={kind!r} has the intervals cov_update_every and invert_every; overhead chooses those "
-                "of 'adaptive'"
-            )
         if self.eigen_moments:
             self.check_eigen_moments()
             return
+        if self.overhead is not None:
+            raise ValueError(
+                f"momentum_type={kind!r} has the intervals cov_update_every and invert_every; overhead chooses those "
+                "of 'adaptive' and 'eigen_moments'"
+            )
         if self.grafted:
             self.check_grafted()
         if self.damping is None and self.relative_damping is None:
@@ -311,15 +314,12 @@ class KFACOptions:
         """Raises ValueError for options that "eigen_moments" does not have."""
         undamped = "divides by square roots of second moments, without damping"
         why = {
-            "needs lr=..., of the size of Adam's": self.lr is None,
             f"{undamped}: leave damping out": self.damping is not None,
             f"{undamped}: leave adapt_damping out": self.adapt_damping,
             f"{undamped}: leave precon_damping_mult out": self.precon_damping_mult != 1,
-            f"{undamped}: leave norm_constraint, a bound on the norm of the damped Fisher, out": (
-                self.norm_constraint is not None
-            ),
+            "bounds what is applied: leave norm_constraint_form out": self.norm_constraint_form != "update",
             "averages gradients: momentum is a number below 1": self.momentum is None or self.momentum >= 1,
-            "has a given lr: leave qmodel_update_rescale out": self.qmodel_update_rescale is not None,
+            "takes lr in the place of qmodel_update_rescale": self.qmodel_update_rescale is not None,
             "does not know l2_reg: write weight_decay, which is decoupled": self.l2_reg != 0,
         }
         if wrong := [words for words, applies in why.items() if applies]:
@@ -348,13 +348,23 @@ class KFACOptions:
         return None if self.placement.lower() == PLACEMENTS[0] else self.placement.lower()
 
     def bound_on(self, what: str) -> float | None:
-        """`norm_constraint` if it bounds this, "update" or "gradient"."""
-        return self.norm_constraint if self.norm_constraint_form == what else None
+        """`norm_constraint` if it bounds the norm of this in the blocks, "update" or "gradient"."""
+        return self.norm_constraint if self.norm_constraint_form == what and not self.checked else None
+
+    @property
+    def bound(self) -> float:
+        """c of "eigen_moments", see `kfac_fx.optim.bounded`."""
+        return self.norm_constraint or BOUND
 
     @functools.cached_property
     def adaptive(self) -> bool:
         """Whether step size and damping are found by checks now and then; see `kfac_fx.optim.adaptive`."""
         return self.kind == "adaptive"
+
+    @functools.cached_property
+    def checked(self) -> bool:
+        """Whether steps are checked now and then with the loss of their batch; see `kfac_fx.optim.checks`."""
+        return self.adaptive or self.eigen_moments
 
     @functools.cached_property
     def eigen_moments(self) -> bool:
@@ -399,7 +409,7 @@ class KFACOptions:
     @property
     def intervals(self) -> StepIntervals:
         """Those that are given, and the defaults of the others; see `intervals_of`."""
-        return self.intervals_of(StepIntervals(10, 20, 5) if self.adaptive else StepIntervals(1, 10, 5))
+        return self.intervals_of(StepIntervals(10, 20, 5) if self.checked else StepIntervals(1, 10, 5))
 
     def intervals_of(self, chosen: StepIntervals) -> StepIntervals:
         """The intervals that the cost model has chosen, and in place of them those that are given."""
@@ -411,7 +421,7 @@ class KFACOptions:
 
     @property
     def allowed(self) -> float:
-        """The overhead that "adaptive" may have."""
+        """The overhead that "adaptive" and "eigen_moments" may have."""
         return self.overhead or 0.6
 
     def decay(self, intervals: StepIntervals) -> float:
@@ -441,8 +451,8 @@ class KFACOptions:
         if self.grafted:
             return new_adam_state(parameter)
         if self.eigen_moments:
-            return new_averaging_state(parameter)
-        return new_adaptive_state(parameter) if self.adaptive else new_velocity(parameter)
+            return new_counting_state(parameter)
+        return new_checked_state(parameter) if self.adaptive else new_velocity(parameter)
 
     @functools.cached_property
     def first_order_rule(self) -> FirstOrder:

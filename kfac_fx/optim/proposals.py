@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.vectors import Tensors
+from kfac_fx.optim.bounded import RATE
 from kfac_fx.optim.curvature import LossTerms, at_least_one, fisher_inner_products
 from kfac_fx.optim.eigen_moments import adam_in_bases
 from kfac_fx.optim.grafting import grafted
@@ -63,7 +64,7 @@ def propose_quadratic(state: StepState, flat: FlatParameters, precondition: Prod
 
 
 def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposal:
-    """The move of "eigen_moments"; the gradient enters the second moments where `ok` is true."""
+    """Adam's move in the eigenbasis at `RATE`; the gradient enters the second moments where `ok` is true."""
     momentum, decay = flat.momentum, state.options.decay_of_squares
     assert momentum is not None, "bug in kfac_fx: groups without a momentum for 'eigen_moments'"
     velocity = momentum * flat.state["velocity"] + (1 - momentum) * flat.g
@@ -74,7 +75,7 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
     gradient, average = flat.division.to_blocks(parts, averages)
     update = adam_in_bases(state.estimator, {**gradient, **absent}, {**average, **absent}, decay, ok, absent.keys())
     update = flat.division.from_blocks({name: update[name] for name in average}, averages)
-    return Proposal(flat.displacement(flat.flat.joined(update)), {"velocity": velocity, "step": step})
+    return Proposal(RATE * flat.displacement(flat.flat.joined(update)), {"velocity": velocity, "step": step})
 
 
 def propose_grafted(state: StepState, flat: FlatParameters, precondition: Product) -> Proposal:

@@ -135,13 +135,13 @@ def new_velocity(parameter: Tensor) -> Tensors:
     return {"velocity": torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))}
 
 
-def new_averaging_state(parameter: Tensor) -> Tensors:
-    """The averaged gradient, zero, and the number of steps on the device."""
-    state = new_velocity(parameter)
+def new_counting_state(parameter: Tensor) -> Tensors:
+    """`new_checked_state`, and the number of steps on the device."""
+    state = new_checked_state(parameter)
     return {**state, "step": torch.zeros((), dtype=state["velocity"].dtype, device=parameter.device)}
 
 
-def new_adaptive_state(parameter: Tensor) -> Tensors:
+def new_checked_state(parameter: Tensor) -> Tensors:
     """The averaged gradient, zero, and the parameter at the last check; in float32 at least."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return {**new_velocity(parameter), "checkpoint": parameter.detach().to(dtype, copy=True)}

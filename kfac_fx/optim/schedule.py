@@ -22,7 +22,7 @@ class Schedule:
     options: KFACOptions
     counter: int = 0  # steps taken
     burned_in: int = 0  # steps before them that only averaged statistics
-    intervals: StepIntervals = field(init=False)  # those of the options, until "adaptive" chooses
+    intervals: StepIntervals = field(init=False)  # those of the options, until the first step chooses
     overhead: float = 0.0  # what they cost by the cost model; 0 until then
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class Schedule:
 
     @property
     def recording(self) -> bool:
-        return self.burning_in or self.due(self.intervals.statistics, early=self.options.adaptive)
+        return self.burning_in or self.due(self.intervals.statistics, early=self.options.checked)
 
     @property
     def inverting(self) -> bool:
@@ -50,9 +50,9 @@ class Schedule:
 
     @property
     def checking(self) -> bool:
-        """Whether "adaptive" checks its step size and damping in this step: in the first three, and in every
-        `intervals.checks`-th."""
-        return self.options.adaptive and not self.burning_in and self.checks(self.counter)
+        """Whether the step size, and the damping of "adaptive", is checked in this step: in the first three, and in
+        every `intervals.checks`-th."""
+        return self.options.checked and not self.burning_in and self.checks(self.counter)
 
     def checks(self, counter: int) -> bool:
         return counter < FIRST_CHECKS or counter % self.intervals.checks == 0
@@ -68,9 +68,9 @@ class Schedule:
         self.overhead = costs.overhead(self.intervals)
 
     def described(self) -> list[str]:
-        """For the report: the intervals of "adaptive"."""
+        """For the report: the intervals of a type with checks."""
         every, options = self.intervals, self.options
-        if not options.adaptive:
+        if not options.checked:
             return []
         text = (
             f"statistics every {every.statistics}, inverses every {every.inverses}, checks every {every.checks} steps"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.sources import MODES
-from kfac_fx.optim.adaptive import StepSize
+from kfac_fx.optim.checks import StepSize
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
 from kfac_fx.optim.intervals import StepIntervals
 from kfac_fx.optim.options import MOMENTUM_TYPES, KFACOptions
@@ -32,7 +32,7 @@ from kfac_fx.passes.tracing.devices import RandomState
 
 WHOLE = "kfac/"  # begins the names of the tensors that belong to no block
 LATE = f"{WHOLE}late"  # whether there is a late state of the random streams, and those states
-STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of "adaptive"
+STEP_SIZE = tuple(scalar.name for scalar in fields(StepSize))  # of the types with checks
 
 
 CHOICES: Mapping[str, Sequence[Any]] = {  # of an optimizer; a state has the places of its own in these
@@ -90,7 +90,7 @@ def whole(state: StepState) -> Tensors:
     """The tensors that belong to no block."""
     schedule, late = state.schedule, state.late
     values = {name: getattr(state, name) for name in ("damping", *SCALARS, "skipped")}
-    if state.options.adaptive:
+    if state.options.checked:
         values |= {name: getattr(state.size, name) for name in STEP_SIZE}
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
@@ -271,9 +271,9 @@ def restore(
     values = {name.removeprefix(WHOLE): value for name, value in checkpoint.whole.items()}
     for name in ("damping", *SCALARS, "skipped"):
         getattr(state, name).copy_(values[name])
-    for name in STEP_SIZE if state.options.adaptive else ():
+    for name in STEP_SIZE if state.options.checked else ():
         getattr(state.size, name).copy_(values[name])
-    if state.options.adaptive:
+    if state.options.checked:
         state.schedule.intervals = state.options.intervals_of(StepIntervals(*values["intervals"].tolist()))
         state.schedule.overhead = float(values["overhead"])
         state.estimator.cov_ema_decay = state.options.decay(state.schedule.intervals)

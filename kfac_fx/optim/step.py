@@ -22,8 +22,10 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.callers import scale_of_caller, warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
-from kfac_fx.optim.adaptive import Check, move, revert
+from kfac_fx.optim.adaptive import more_damping, move
 from kfac_fx.optim.batch_loss import BatchLoss
+from kfac_fx.optim.bounded import move_bounded
+from kfac_fx.optim.checks import Check, revert
 from kfac_fx.optim.eigen_moments import update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
@@ -99,7 +101,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     with state.phases.measure("statistics"):
         for moments in forwards.seen.moments(state.options.reduction, scale):
             estimator.accumulate(moments)
-    if schedule.counter == 0 and state.options.adaptive and not schedule.burning_in:
+    if schedule.counter == 0 and state.options.checked and not schedule.burning_in:
         choose_intervals(state)
     unrecorded = schedule.recording and schedule.counter > 0 and not forwards.seen.forwards
     if (
@@ -116,8 +118,9 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         with state.phases.measure("update"):
             check = new_check(state, scale)
             if schedule.counter:  # a batch after a step that made the loss rise is in no average
-                finite, omega = ok, state.options.damping_rule.decay
-                ok = ok & ~revert(state.size, state.damping, in_blocks, check, omega, finite)
+                risen = revert(state.size, in_blocks, check, state.options.eigen_moments, ok)
+                more_damping(state.damping, state.options.damping_rule, check, risen)
+                ok = ok & ~risen
     with state.phases.measure("statistics"):
         recorded = estimator.fold(decay=1.0 if schedule.burning_in else None, accept=ok)
     if schedule.burning_in:
@@ -246,8 +249,8 @@ def new_check(state: StepState, loss_scale: float) -> Check:
     seen = state.forwards.seen
     if not seen.observed:
         raise RuntimeError(
-            "momentum_type='adaptive' checks its step size with the step's batch, and net(x) was not called in "
-            "training mode with gradients enabled since the last step"
+            f"momentum_type={state.options.kind!r} checks its step size with the step's batch, and net(x) was not "
+            "called in training mode with gradients enabled since the last step"
         )
     # A forward without a backward measures something else, such as the accuracy.
     trained = [forward for forward in seen.observed if forward.gradients] or seen.observed
@@ -280,12 +283,13 @@ def update(
         ok, change, rho = move(
             state.size, state.damping, state.options.damping_rule, decay, in_blocks, precondition, ok, check
         )
-        if check is not None:
-            state.predicted_change.copy_(change)
-            state.rho.copy_(torch.where(may_move, rho, state.rho))
-    elif in_blocks is not None and (state.options.quadratic or state.options.eigen_moments or state.options.grafted):
-        eigen = state.options.eigen_moments
-        proposal = propose_eigen(state, in_blocks, ok) if eigen else propose(state, in_blocks)
+        keep_check(state, check, change, rho, may_move)
+    elif in_blocks is not None and state.options.eigen_moments:
+        proposal, may_move = propose_eigen(state, in_blocks, ok), ok
+        ok, change, rho = move_bounded(state.size, in_blocks, proposal, state.options.bound, ok, check)
+        keep_check(state, check, change, rho, may_move)
+    elif in_blocks is not None and (state.options.quadratic or state.options.grafted):
+        proposal = propose(state, in_blocks)
         ok = ok & in_blocks.is_finite(proposal.move)
         in_blocks.commit(proposal, ok)
     elif in_blocks is not None:
@@ -295,6 +299,13 @@ def update(
     if others is not None:
         others.commit(Proposal(*of_first_order), ok)
     return ok
+
+
+def keep_check(state: StepState, check: Check | None, change: Tensor, rho: Tensor, may_move: Tensor) -> None:
+    """Keep the predicted change and ρ of a step with a check."""
+    if check is not None:
+        state.predicted_change.copy_(change)
+        state.rho.copy_(torch.where(may_move, rho, state.rho))
 
 
 def measured_update(

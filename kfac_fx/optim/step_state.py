@@ -13,7 +13,7 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.sharded import Shards
-from kfac_fx.optim.adaptive import StepSize
+from kfac_fx.optim.checks import StepSize
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.division import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.optim.forwards import Forwards
@@ -50,7 +50,7 @@ class StepState:
     qmodel_momentum: Tensor = field(init=False)
     loss_before: Tensor = field(init=False)
     kappa: Tensor = field(init=False)  # by which norm_constraint shortened the step; in no checkpoint
-    size: StepSize = field(init=False)  # of "adaptive"
+    size: StepSize = field(init=False)  # of the types with checks
     skipped: Tensor = field(init=False)  # the number of steps that changed nothing
     shards: Shards | None = None  # None if every process has whole parameters
     unobserved: bool = False  # a check did not know the gradient of the outputs

@@ -192,7 +192,14 @@ def made(**options: Any) -> tuple[CompiledModule, KFAC]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     net = compile(model, loss="mse")
-    defaults = {"lr": 0.1, "momentum_type": "eigen_moments", "estimation_mode": "empirical", "invert_every": 3}
+    defaults = {
+        "lr": 5.0,
+        "momentum_type": "eigen_moments",
+        "norm_constraint": 1e30,
+        "cov_update_every": 1,
+        "estimation_mode": "empirical",
+        "invert_every": 3,
+    }
     return net, KFAC(net, **{**defaults, **options})
 
 
@@ -255,7 +262,7 @@ def test_blocks_that_are_unfrozen_leave_the_moments_of_the_others() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().requires_grad_(False)
     model[0].requires_grad_(True)
     net = compile(model, loss="mse")
-    opt = KFAC(net, lr=0.1, momentum_type="eigen_moments", estimation_mode="empirical", invert_every=100)
+    opt = KFAC(net, lr=5.0, momentum_type="eigen_moments", estimation_mode="empirical", invert_every=100)
     for number in range(6):
         step(net, opt, number)
     (first,) = opt.estimator.blocks.values()
