@@ -40,18 +40,20 @@ EPSILON = 1e-8
 HAVE_BASIS = ("stacked",)  # of `Approximation.group`: every side has its own eigenvectors
 
 
+def without_basis(registrations: Iterable[Registration]) -> list[Registration]:
+    """The registrations whose blocks are no products of sides with eigenvectors of their own."""
+    return [registration for registration in registrations if registration.structure.group not in HAVE_BASIS]
+
+
 def refuse_without_basis(registrations: Iterable[Registration]) -> None:
-    """Raises ApproximationError for blocks that are no products of sides with eigenvectors of their own."""
-    wrong = [
-        (str(registration), registration.approximation)
-        for registration in registrations
-        if registration.structure.group not in HAVE_BASIS
-    ]
+    """Raises ApproximationError for blocks without an eigenbasis."""
+    wrong = [(str(registration), registration.approximation) for registration in without_basis(registrations)]
     if wrong:
         raise ApproximationError(
             "momentum_type='eigen_moments' turns gradients with the eigenvectors of A and G, and these blocks are no "
             f"products of A and G:\n{table(wrong)}\n"
-            "Compile with 'kron', 'kron_indep', 'diagonal' or 'full' for them, as in approximations={'name': 'kron'}."
+            "Compile with 'kron', 'kron_indep', 'diagonal' or 'full' for them, as in approximations={'name': 'kron'}, "
+            "or write momentum_type='adaptive'."
         )
 
 

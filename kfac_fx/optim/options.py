@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kfac_fx.checks.unchanged import refuse_wrapped
 from kfac_fx.losses.sources import check_mode
+from kfac_fx.optim.eigen_moments import without_basis
 from kfac_fx.optim.intervals import StepIntervals
 from kfac_fx.optim.rules import (
     DampingRule,
@@ -114,7 +115,8 @@ class KFACOptions:
             schedulers may set. With "adaptive", "eigen_moments" and "grafted" it is the weight of the past in the
             averaged gradient.
         momentum_type: "adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments" or "grafted"; see
-            KFAC. None means "regular" if both lr and damping are given, as in TF K-FAC, and "adaptive" otherwise.
+            KFAC. None means "regular" if both lr and damping are given, as in TF K-FAC; "adaptive" if damping alone
+            is given, and for a net with blocks that have no eigenbasis; and "eigen_moments" otherwise.
         second_moment_decay: of "eigen_moments", the weight of the past in the second moments of gradients in the
             eigenbasis (`kfac_fx.optim.eigen_moments`), where 1 weighs all steps alike; of "grafted", β₂ of Adam. None
             means 0.95, and 0.999 with "grafted".
@@ -224,7 +226,8 @@ class KFACOptions:
         if self.reduction == "sum" and (self.quadratic or self.checked or self.adapt_damping):
             raise ValueError(
                 "the quadratic model is that of the mean loss: with momentum_type='eigen_moments', 'adaptive' or "
-                "'qmodel', or with adapt_damping=True, divide the loss by the number of cases and write reduction='mean'"
+                "'qmodel', or with adapt_damping=True, divide the loss by the number of cases and write "
+                "reduction='mean'"
             )
         if self.recording_in_training and self.fraction != 1.0:
             raise ValueError(
@@ -307,7 +310,7 @@ class KFACOptions:
         if wrong:
             raise ValueError(
                 "\n".join(f"momentum_type='adaptive' {words}" for words in wrong)
-                + ("" if self.momentum_type else "\n'adaptive' is the default unless lr and damping are given")
+                + ("" if self.momentum_type else "\n'adaptive' is the default if damping and no lr is given")
             )
 
     def check_eigen_moments(self) -> None:
@@ -323,7 +326,10 @@ class KFACOptions:
             "does not know l2_reg: write weight_decay, which is decoupled": self.l2_reg != 0,
         }
         if wrong := [words for words, applies in why.items() if applies]:
-            raise ValueError("\n".join(f"momentum_type='eigen_moments' {words}" for words in wrong))
+            raise ValueError(
+                "\n".join(f"momentum_type='eigen_moments' {words}" for words in wrong)
+                + ("" if self.momentum_type else "\n'eigen_moments' is the default if no damping is given")
+            )
 
     def check_grafted(self) -> None:
         """Raises ValueError for options that "grafted" does not have."""
@@ -338,9 +344,11 @@ class KFACOptions:
     @functools.cached_property
     def kind(self) -> str:
         """The momentum type, in lower case."""
-        if self.momentum_type is None:
-            return "adaptive" if self.lr is None or self.damping is None else "regular"
-        return self.momentum_type.lower()
+        if self.momentum_type is not None:
+            return self.momentum_type.lower()
+        if self.damping is not None:
+            return "adaptive" if self.lr is None else "regular"
+        return "adaptive" if without_basis(self.net.registrations) else "eigen_moments"
 
     @functools.cached_property
     def strategy(self) -> str | None:

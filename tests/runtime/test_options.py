@@ -56,17 +56,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "eigen_moments with all that it does not have": (
         {
             "momentum_type": "eigen_moments",
-            "lr": None,
             "damping": 0.1,
             "adapt_damping": True,
             "precon_damping_mult": 2.0,
-            "norm_constraint": 0.1,
+            "norm_constraint_form": "gradient",
             "momentum": 1.0,
             "qmodel_update_rescale": 2.0,
             "l2_reg": 0.1,
         },
-        r"needs lr=\.\.\., of the size of Adam's\n.*leave damping out\n.*leave adapt_damping out\n"
-        r".*leave precon_damping_mult out\n.*leave norm_constraint, .*\n.*momentum is a number below 1\n"
+        r"leave damping out\n.*leave adapt_damping out\n"
+        r".*leave precon_damping_mult out\n.*leave norm_constraint_form out\n.*momentum is a number below 1\n"
         r".*leave qmodel_update_rescale out\n.*write weight_decay, which is decoupled",
     ),
     "grafted with all that it does not have": (
