@@ -49,6 +49,9 @@ class KFAC(Optimizer, Joinable):
     2. The inverses are computed anew, if they are due.
     3. Momentum and the preconditioner P give an update Δ, and θ <- θ - lr (Δ + weight_decay θ). The momentum type says
        what Δ is:
+       "eigen_moments", the default: Δ is Adam's in the eigenbasis of the Fisher blocks, times 0.02 (see
+       `kfac_fx.optim.eigen_moments`). Every few steps the exact Fisher of the batch bounds it, and steps that made the
+       batch's loss rise are undone (see `kfac_fx.optim.bounded`). It needs no number and no closure;
        "adaptive": Δ = α P m, with m the averaged gradient. Every few steps the exact Fisher of the batch gives α, and
        the change of the batch's loss adapts the damping. A step, or the steps since the last check, that made this loss
        rise by more than half of it are undone. It needs no number and no closure (see `kfac_fx.optim.adaptive`);
@@ -57,7 +60,6 @@ class KFAC(Optimizer, Joinable):
        "qmodel": Δ is the step along P g and the previous Δ that minimizes the exact quadratic model of the batch
        (section 7 of the paper);
        "qmodel_fixedmu": the same, with the coefficient of the previous Δ fixed;
-       "eigen_moments": Δ is Adam's in the eigenbasis of the Fisher blocks (see `kfac_fx.optim.eigen_moments`);
        "grafted": Δ is P m with the averaged gradient m, and in every block as long as Adam's step (see
        `kfac_fx.optim.grafting`).
     4. If due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
@@ -380,7 +382,7 @@ class KFAC(Optimizer, Joinable):
         }
 
     def intervals(self) -> list[str]:
-        """For the report: how often statistics, inverses and checks are due, if "adaptive" chooses that."""
+        """For the report: how often statistics, inverses and checks are due, if a cost model chooses that."""
         return self._step_state.schedule.described()
 
     def fallbacks(self) -> list[str]:

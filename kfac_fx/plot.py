@@ -69,7 +69,8 @@ def training(history: History) -> Figure:
     """Damping and ρ over the steps.
 
     ρ is the measured change of the loss over the predicted one. The damping falls while ρ is above 0.75, and rises
-    where ρ is below 0.25. Values before the first measured step are left out.
+    where ρ is below 0.25. Values before the first measured step are left out. The scale of the damping is logarithmic,
+    except for a momentum type without damping, where it is 0.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
@@ -80,7 +81,8 @@ def training(history: History) -> Figure:
     steps = read_steps(history)
     marker = "." if len(steps) <= 50 else ""
     above.plot(steps, history["damping"], BLUE, marker=marker)
-    above.set_yscale("log")
+    if any(damping > 0 for damping in history["damping"]):
+        above.set_yscale("log")
     above.set_ylabel("damping", color=SOFT)
     below.plot(steps, history["rho"], BLUE, marker=marker)
     for bound in (0.25, 0.75):

@@ -28,9 +28,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kfac_fx.optim.checks import RISE, Check, StepSize, go_back, store
 from kfac_fx.optim.groups import FlatParameters
 from kfac_fx.optim.rules import DampingRule, Product
+from kfac_fx.optim.step_checks import RISE, Check, StepSize, go_back, store
 
 GROWTH = 1.5
 LEAST_STEP = 0.05

@@ -9,7 +9,7 @@ with its exact Fisher F (one product with the Jacobian) and its loss h (`BatchLo
                                squared Fisher norm of the step, twice the Kullback-Leibler divergence between the
                                predictions before and after it, is at most c max(1, h); r follows at once where it
                                grows
-    θ <- θ at the last check   if h has risen by more than is tolerated since then (`kfac_fx.optim.checks`), on the
+    θ <- θ at the last check   if h has risen by more than is tolerated since then (`kfac_fx.optim.step_checks`), on the
                                present batch: m is forgotten, and r grows
     θ <- θ before the step     if h has risen by more than is tolerated in the step
 
@@ -24,8 +24,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kfac_fx.optim.checks import Check, StepSize, go_back, tolerated
 from kfac_fx.optim.groups import FlatParameters, Proposal
+from kfac_fx.optim.step_checks import Check, StepSize, go_back, tolerated
 
 RATE = 0.02
 

@@ -111,9 +111,9 @@ class KFACOptions:
             `norm_constraint`, too large an lr for the damping makes the loss diverge.
         damping: λ of F + λ I. It scales with the loss. With "adaptive" and `adapt_damping` this is its first value.
             None means 1 with "adaptive" and 0 with "eigen_moments", which has none; the other types need a number.
-        momentum: None exactly for "qmodel". With "regular" and "adam" it is an option of parameter groups, which
-            schedulers may set. With "adaptive", "eigen_moments" and "grafted" it is the weight of the past in the
-            averaged gradient.
+        momentum: with "adaptive", "eigen_moments" and "grafted" the weight of the past in the averaged gradient. With
+            "regular", "adam" and "eigen_moments" it is an option of parameter groups, which schedulers may set. None
+            means 0.95 with "eigen_moments" and 0.9 otherwise. "qmodel" finds its own and takes none.
         momentum_type: "adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments" or "grafted"; see
             KFAC. None means "regular" if both lr and damping are given, as in TF K-FAC; "adaptive" if damping alone
             is given, and for a net with blocks that have no eigenbasis; and "eigen_moments" otherwise.
@@ -181,7 +181,7 @@ class KFACOptions:
     lr: Annotated[float | Tensor | None, not_negative] = None
     _: KW_ONLY
     damping: Annotated[float | Tensor | None, positive] = None
-    momentum: Annotated[float | None, not_negative] = 0.9
+    momentum: Annotated[float | None, not_negative] = None
     momentum_type: Annotated[str | None, one_of(MOMENTUM_TYPES)] = None
     second_moment_decay: Annotated[float | None, a_weight] = None
     relative_damping: Annotated[float | None, positive] = None
@@ -222,6 +222,8 @@ class KFACOptions:
             )
             for check in () if may_be_left_out else getattr(annotation, "__metadata__", ()):
                 check(field.name, value)
+        if self.momentum is None and self.kind != "qmodel":
+            object.__setattr__(self, "momentum", 0.95 if self.eigen_moments else 0.9)
         self.check_step_size()
         if self.reduction == "sum" and (self.quadratic or self.checked or self.adapt_damping):
             raise ValueError(
@@ -269,7 +271,7 @@ class KFACOptions:
         if self.grafted:
             self.check_grafted()
         if self.damping is None and self.relative_damping is None:
-            raise ValueError(f"momentum_type={kind!r} needs damping=...; 'adaptive' finds its own")
+            raise ValueError(f"momentum_type={kind!r} needs damping=...; 'eigen_moments' needs none")
         if self.quadratic and self.lr is not None:
             raise ValueError(
                 f"momentum_type={kind!r} finds its own step size: leave lr out, or scale the steps with "
@@ -277,29 +279,24 @@ class KFACOptions:
             )
         if kind == "qmodel" and self.momentum is not None:
             raise ValueError(
-                "momentum_type='qmodel' finds its own momentum: write momentum=None, or momentum_type='qmodel_fixedmu' "
-                f"to keep momentum={self.momentum}"
+                "momentum_type='qmodel' finds its own momentum: leave momentum out, or write "
+                f"momentum_type='qmodel_fixedmu' to keep momentum={self.momentum}"
             )
-        if kind == "qmodel_fixedmu" and self.momentum is None:
-            raise ValueError("momentum_type='qmodel_fixedmu' needs momentum=...; 'qmodel' finds its own")
         if self.quadratic and self.norm_constraint is not None:
             raise ValueError(f"norm_constraint bounds a given lr, and momentum_type={kind!r} has none: leave it out")
         if not self.quadratic and self.lr is None:
             raise ValueError(
-                f"momentum_type={kind!r} needs lr=...; 'adaptive', 'qmodel' and 'qmodel_fixedmu' find their own step "
-                "size"
+                f"momentum_type={kind!r} needs lr=...; 'eigen_moments', 'adaptive', 'qmodel' and 'qmodel_fixedmu' find "
+                "their own step size"
             )
         if not self.quadratic and self.qmodel_update_rescale is not None:
             raise ValueError(
                 f"qmodel_update_rescale scales the steps of 'qmodel'; with momentum_type={kind!r} change lr"
             )
-        if not self.quadratic and self.momentum is None:
-            raise ValueError(f"momentum_type={kind!r} needs a number for momentum: write momentum=0.0 for none")
 
     def check_adaptive(self) -> None:
         """Raises ValueError for options that "adaptive" does not have."""
         why = {
-            "momentum": (self.momentum is None, "needs a number for momentum, below 1: write momentum=0.0 for none"),
             "momentum 1": (self.momentum is not None and self.momentum >= 1, "averages gradients: momentum is below 1"),
             "adapt": (self.adapt_damping, "adapts the damping itself, without a closure: leave adapt_damping out"),
             "clip": (self.norm_constraint is not None, "bounds its steps itself: leave norm_constraint out"),
@@ -321,7 +318,7 @@ class KFACOptions:
             f"{undamped}: leave adapt_damping out": self.adapt_damping,
             f"{undamped}: leave precon_damping_mult out": self.precon_damping_mult != 1,
             "bounds what is applied: leave norm_constraint_form out": self.norm_constraint_form != "update",
-            "averages gradients: momentum is a number below 1": self.momentum is None or self.momentum >= 1,
+            "averages gradients: momentum is below 1": self.momentum is not None and self.momentum >= 1,
             "takes lr in the place of qmodel_update_rescale": self.qmodel_update_rescale is not None,
             "does not know l2_reg: write weight_decay, which is decoupled": self.l2_reg != 0,
         }
@@ -336,7 +333,7 @@ class KFACOptions:
         why = {
             "has steps of Adam's length: leave norm_constraint out": self.norm_constraint is not None,
             "has steps that the damping does not make longer: leave adapt_damping out": self.adapt_damping,
-            "averages gradients: momentum is a number below 1": self.momentum is None or self.momentum >= 1,
+            "averages gradients: momentum is below 1": self.momentum is not None and self.momentum >= 1,
         }
         if wrong := [words for words, applies in why.items() if applies]:
             raise ValueError("\n".join(f"momentum_type='grafted' {words}" for words in wrong))
@@ -371,7 +368,7 @@ class KFACOptions:
 
     @functools.cached_property
     def checked(self) -> bool:
-        """Whether steps are checked now and then with the loss of their batch; see `kfac_fx.optim.checks`."""
+        """Whether steps are checked now and then with the loss of their batch; see `kfac_fx.optim.step_checks`."""
         return self.adaptive or self.eigen_moments
 
     @functools.cached_property

@@ -69,9 +69,13 @@ def propose_eigen(state: StepState, flat: FlatParameters, ok: Tensor) -> Proposa
     assert momentum is not None, "bug in kfac_fx: groups without a momentum for 'eigen_moments'"
     velocity = momentum * flat.state["velocity"] + (1 - momentum) * flat.g
     step = flat.state["step"] + 1
-    steps = flat.flat.spread(dict(zip(flat.flat.shapes, step.unbind(), strict=True)))
+    # One momentum for all parameters needs a power a parameter, and not one an element.
+    number = step if momentum.dim() == 0 else flat.flat.spread(dict(zip(flat.flat.shapes, step.unbind(), strict=True)))
+    weight = 1 - momentum**number
+    if momentum.dim() == 0:
+        weight = flat.flat.spread(dict(zip(flat.flat.shapes, weight.unbind(), strict=True)))
     absent = preconditioner(state, flat, state.estimator.multiply_kept).absent
-    parts, averages = (flat.flat.parts(vector) for vector in (flat.g, velocity / (1 - momentum**steps)))
+    parts, averages = (flat.flat.parts(vector) for vector in (flat.g, velocity / weight))
     gradient, average = flat.division.to_blocks(parts, averages)
     update = adam_in_bases(state.estimator, {**gradient, **absent}, {**average, **absent}, decay, ok, absent.keys())
     update = flat.division.from_blocks({name: update[name] for name in average}, averages)

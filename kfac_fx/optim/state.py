@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.sources import MODES
-from kfac_fx.optim.checks import StepSize
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
 from kfac_fx.optim.intervals import StepIntervals
 from kfac_fx.optim.options import MOMENTUM_TYPES, KFACOptions
 from kfac_fx.optim.rules import new_adam_state
+from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.optim.step_state import SCALARS, StepState
 from kfac_fx.passes.errors import table
 from kfac_fx.passes.tracing.devices import RandomState

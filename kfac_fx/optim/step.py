@@ -25,7 +25,6 @@ from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.adaptive import more_damping, move
 from kfac_fx.optim.batch_loss import BatchLoss
 from kfac_fx.optim.bounded import move_bounded
-from kfac_fx.optim.checks import Check, revert
 from kfac_fx.optim.eigen_moments import update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
@@ -39,6 +38,7 @@ from kfac_fx.optim.proposals import (
     step_bound,
 )
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.step_checks import Check, revert
 from kfac_fx.optim.step_state import StepState
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.torch_private import class_of

@@ -13,7 +13,6 @@ from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.sharded import Shards
-from kfac_fx.optim.checks import StepSize
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.division import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.optim.forwards import Forwards
@@ -22,6 +21,7 @@ from kfac_fx.optim.moves import first_order_update, move_in_blocks
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import MomentumRule
 from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.recording.backends import compiled_function
 from kfac_fx.statistics.moments import Key

@@ -24,11 +24,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no lr": (
         {"lr": None, "momentum_type": "regular"},
-        r"momentum_type='regular' needs lr=\.\.\.; 'adaptive', 'qmodel' and 'qmodel_fixedmu' find their own",
+        r"momentum_type='regular' needs lr=\.\.\.; 'eigen_moments', 'adaptive', 'qmodel' and 'qmodel_fixedmu' find",
     ),
     "no damping": (
         {"damping": None, "momentum_type": "regular"},
-        r"momentum_type='regular' needs damping=\.\.\.; 'adaptive' finds its own",
+        r"momentum_type='regular' needs damping=\.\.\.; 'eigen_moments' needs none",
     ),
     "overhead and given intervals": (
         {"overhead": 0.4},
@@ -49,10 +49,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         r"momentum is below 1\n.*leave norm_constraint out\n.*takes lr in the place of .*\n.*does not know l2_reg",
     ),
-    "adaptive without momentum": (
-        {"momentum_type": "adaptive", "momentum": None},
-        r"'adaptive' needs a number for mom",
-    ),
     "eigen_moments with all that it does not have": (
         {
             "momentum_type": "eigen_moments",
@@ -65,12 +61,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             "l2_reg": 0.1,
         },
         r"leave damping out\n.*leave adapt_damping out\n"
-        r".*leave precon_damping_mult out\n.*leave norm_constraint_form out\n.*momentum is a number below 1\n"
-        r".*leave qmodel_update_rescale out\n.*write weight_decay, which is decoupled",
+        r".*leave precon_damping_mult out\n.*leave norm_constraint_form out\n.*momentum is below 1\n"
+        r".*takes lr in the place of qmodel_update_rescale\n.*write weight_decay, which is decoupled",
     ),
     "grafted with all that it does not have": (
         {"momentum_type": "grafted", "norm_constraint": 0.1, "adapt_damping": True, "momentum": 1.0},
-        r"leave norm_constraint out\n.*leave adapt_damping out\n.*momentum is a number below 1",
+        r"leave norm_constraint out\n.*leave adapt_damping out\n.*momentum is below 1",
     ),
     "a relative damping of another type": (
         {"momentum_type": "adaptive", "relative_damping": 0.1},
@@ -82,18 +78,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"momentum_type='regular' has no second moments: leave second_moment_decay out, or write momentum_type=",
     ),
     "adaptive of a sum": ({"momentum_type": "adaptive", "reduction": "sum"}, r"is that of the mean loss"),
-    "no momentum": ({"momentum": None}, r"'regular' needs a number for momentum: write momentum=0\.0 for none"),
     "qmodel with lr": (
         {"momentum_type": "qmodel", "momentum": None},
         r"momentum_type='qmodel' finds its own step size: leave lr out, or .* with qmodel_update_rescale",
     ),
     "qmodel with momentum": (
-        {"momentum_type": "qmodel", "lr": None},
-        r"finds its own momentum: write momentum=None, or momentum_type='qmodel_fixedmu' to keep momentum=0\.9",
-    ),
-    "fixed momentum without one": (
-        {"momentum_type": "qmodel_fixedmu", "lr": None, "momentum": None},
-        r"momentum_type='qmodel_fixedmu' needs momentum=\.\.\.; 'qmodel' finds its own",
+        {"momentum_type": "qmodel", "lr": None, "momentum": 0.9},
+        r"finds its own momentum: leave momentum out, or write momentum_type='qmodel_fixedmu' to keep momentum=0\.9",
     ),
     "qmodel with a norm constraint": (
         {"momentum_type": "qmodel", "lr": None, "momentum": None, "norm_constraint": 0.1},
@@ -328,16 +319,39 @@ def test_every_property_of_the_optimizer_is_documented() -> None:
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ({}, "adaptive"),
-        ({"lr": 0.3}, "adaptive"),
+        ({}, "eigen_moments"),
+        ({"lr": 0.3}, "eigen_moments"),
         ({"damping": 0.3}, "adaptive"),
         ({"lr": 0.1, "damping": 0.1}, "regular"),
         ({"lr": 0.1, "damping": 0.1, "momentum_type": "Adaptive"}, "adaptive"),
     ],
 )
-def test_without_a_number_the_adaptive_type_is_the_default(options: dict[str, Any], kind: str) -> None:
+def test_the_momentum_type_follows_from_the_numbers_that_are_given(options: dict[str, Any], kind: str) -> None:
     chosen = KFACOptions(compile(model(), loss="categorical"), **options)
     assert chosen.kind == kind
     expected = {"lr": options.get("lr", 1.0), "weight_decay": 0.0}
-    assert chosen.of_groups == (expected if chosen.adaptive else {**expected, "momentum": 0.9})
-    assert chosen.intervals == ((10, 20, 5) if chosen.adaptive else (1, 10, 5))
+    momentum = {} if chosen.adaptive else {"momentum": 0.95 if chosen.eigen_moments else 0.9}
+    assert chosen.of_groups == {**expected, **momentum}
+    assert chosen.intervals == ((10, 20, 5) if chosen.checked else (1, 10, 5))
+
+
+def test_a_net_with_blocks_without_an_eigenbasis_takes_the_adaptive_type() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.last = nn.LSTM(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            z: torch.Tensor = self.last(self.lstm(x)[0][-1])
+            return z
+
+    net = compile(Recurrent(), (torch.randn(5, 6, 3),), loss="mse", approximations={"lstm": "kron_series_1"})
+    assert KFACOptions(net).kind == "adaptive"
+
+
+@pytest.mark.parametrize(
+    ("kind", "momentum"), [("eigen_moments", 0.95), ("adaptive", 0.9), ("qmodel_fixedmu", 0.9), ("qmodel", None)]
+)
+def test_every_momentum_type_has_its_own_momentum(kind: str, momentum: float | None) -> None:
+    damping = None if kind == "eigen_moments" else 0.1
+    assert KFACOptions(compile(model(), loss="categorical"), momentum_type=kind, damping=damping).momentum == momentum

@@ -21,7 +21,7 @@ from kfac_fx.passes.errors import FactorNotReady
 def trained() -> tuple[KFAC, plot.History]:
     torch.manual_seed(0)
     net = compile(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3)), loss="categorical")
-    optimizer = KFAC(net, cov_update_every=1, invert_every=1)
+    optimizer = KFAC(net, momentum_type="adaptive", cov_update_every=1, invert_every=1)
     history = plot.History()
     Metrics(optimizer, history, every=2)
     for _ in range(6):
@@ -50,6 +50,14 @@ def test_damping_and_rho_are_drawn_over_the_steps(trained: tuple[KFAC, plot.Hist
     assert list(damping.lines[0].get_xdata()) == history.steps
     assert list(damping.lines[0].get_ydata()) == history["damping"] and damping.get_yscale() == "log"
     assert list(rho.lines[0].get_ydata()) == history["rho"]
+
+
+def test_a_training_without_damping_is_drawn() -> None:
+    history = plot.History()
+    for step in range(1, 4):
+        history({"damping": 0.0, "rho": 1.0}, step)
+    damping, _ = plot.training(history).axes
+    assert list(damping.lines[0].get_ydata()) == [0.0] * 3 and damping.get_yscale() == "linear"
 
 
 def test_one_bad_step_does_not_hide_the_others() -> None:

@@ -1,0 +1,94 @@
+"""The steps of "eigen_moments": the bound by the exact Fisher, and steps that are undone at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kfac_fx.compiler import compile
+from kfac_fx.optim.bounded import RATE
+from kfac_fx.optimizer import KFAC
+from tests.runtime.slow_kfac import batch, mlp
+from tests.runtime.test_adaptive import fisher, step, theta
+
+
+def made(**options: Any) -> tuple[Any, KFAC]:
+    net = compile(mlp(), loss="categorical")
+    intervals = {"damping_adaptation_interval": 4, "cov_update_every": 2, "invert_every": 3}
+    return net, KFAC(net, seed=0, **intervals, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.3}, {"weight_decay": 0.1}], ids=str)
+def test_steps_are_shortened_to_the_bound_on_their_exact_fisher_norm(options: dict[str, Any]) -> None:
+    """Beside an optimizer without a bound, which sees the same gradients at the same parameters."""
+    bound, ratio, shortened = 1e-6, 0.0, 0
+    (net, opt), (other, free) = made(norm_constraint=bound, **options), made(norm_constraint=1e30, **options)
+    for number in range(14):
+        at, (x, y) = theta(net), batch(number)
+        with torch.no_grad():
+            for to, parameter in zip(other.parameters(), net.parameters(), strict=True):
+                to.copy_(parameter)
+            loss = F.cross_entropy(net(x), y).item()
+        step(net, opt, number)
+        step(other, free, number)
+        move = theta(other) - at
+        if number < 3 or number % 4 == 0:
+            norm = move @ fisher(net.model, at, x) @ move
+            now = max(1.0, math.sqrt(norm / (bound * max(1.0, loss))))
+            ratio = max(now, math.sqrt(ratio * now))
+            shortened += ratio > 1
+        torch.testing.assert_close(theta(net) - at, move / ratio)
+    assert opt.skipped == free.skipped == 0 and shortened
+
+
+def test_the_predicted_change_and_rho_are_those_of_the_shortened_step() -> None:
+    net, opt = made(norm_constraint=1e-6)
+    for number in range(2):
+        step(net, opt, number)
+    at, (x, y) = theta(net), batch(2)
+    before = step(net, opt, 2)
+    move = theta(net) - at
+    gradient = torch.cat([p.grad.flatten() for p in net.parameters()])
+    predicted = gradient @ move + 0.5 * move @ fisher(net.model, at, x) @ move
+    torch.testing.assert_close(opt.predicted_change, predicted)
+    with torch.no_grad():
+        torch.testing.assert_close(opt.rho, (F.cross_entropy(net(x), y) - before) / predicted)
+
+
+def test_the_first_step_has_the_rate_of_adam() -> None:
+    """In the eigenbasis the elements of the first step are RATE or -RATE, or 0 where the gradient is."""
+    net, opt = made(norm_constraint=1e30)
+    at = theta(net)
+    step(net, opt, 0)
+    move = theta(net) - at
+    assert move.norm() <= RATE * math.sqrt(len(move)) * (1 + 1e-6)
+    assert move.norm() > 0.5 * RATE * math.sqrt(len(move))
+
+
+class Cliff(nn.Module):
+    """The outputs explode behind the tangent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1, bias=False).double()
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y + 1e9 * F.relu(y - 0.005) ** 3
+
+
+def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
+    net = compile(Cliff(), loss="normal")
+    opt = KFAC(net)
+    x = torch.eye(2, dtype=torch.float64)
+    (net(x) - 10.0).square().sum(1).mean().backward()
+    opt.step()
+    assert not net.model.linear.weight.any()  # type: ignore[union-attr, operator]
+    assert opt.skipped == 1 and opt.rho < 0
+    assert opt._step_state.size.ratio == 2
