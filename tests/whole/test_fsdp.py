@@ -30,13 +30,14 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has 
 
 WORLD, CASES, CLASSES = 3, 12, 4
 EXACT = {"estimation_mode": "exact"}
+ADAPTIVE = {"momentum_type": "adaptive", **EXACT}
 EIGEN_MOMENTS = {"momentum_type": "eigen_moments", "lr": 0.01, "cov_update_every": 2, "invert_every": 3, **EXACT}
 ADAPTED = {
     "momentum_type": "qmodel", "momentum": None, "damping": 0.3, "adapt_damping": True,
     "damping_adaptation_interval": 1, "invert_every": 2, **EXACT,
 }  # fmt: skip
 RESTARTED: dict[str, dict[str, Any]] = {
-    "adaptive": {"placement": "owners", **EXACT},
+    "adaptive": {"placement": "owners", **ADAPTIVE},
     "eigen_moments": {"placement": "owners", **EIGEN_MOMENTS},
 }
 
@@ -146,10 +147,10 @@ def whole_of(tensor: Any) -> Tensor:
 
 OF_TWO = ("adaptive", "qmodel, damping adapted", "eigen_moments")  # two processes, beside three
 RUNS: dict[str, dict[str, Any]] = {
-    "adaptive": {"options": EXACT},
-    "owners": {"options": {"placement": "owners", **EXACT}},
-    "adaptive, in place": {"options": EXACT, "in_place": True, "number": 4},
-    "adaptive, checkpointed": {"options": EXACT, "checkpointed": True, "number": 4},
+    "adaptive": {"options": ADAPTIVE},
+    "owners": {"options": {"placement": "owners", **ADAPTIVE}},
+    "adaptive, in place": {"options": ADAPTIVE, "in_place": True, "number": 4},
+    "adaptive, checkpointed": {"options": ADAPTIVE, "checkpointed": True, "number": 4},
     "empirical": {"options": {"lr": 0.1, "damping": 0.3, "estimation_mode": "empirical"}, "number": 4},
     "qmodel, damping adapted": {"options": ADAPTED},
     "loss evaluated": {"options": ADAPTED, "evaluated": True, "number": 4},
@@ -159,15 +160,15 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "eigen_moments": {"options": EIGEN_MOMENTS},
     "eigen_moments, owners": {"options": {**EIGEN_MOMENTS, "weight_decay": 0.1, "placement": "owners"}, "number": 6},
-    "divided": {"options": {"placement": "owners", **EXACT}, "divided": True, "number": 6},
+    "divided": {"options": {"placement": "owners", **ADAPTIVE}, "divided": True, "number": 6},
     "divided, eigen_moments": {"options": EIGEN_MOMENTS, "divided": True, "number": 4},
     "divided, empirical": {
         "options": {"lr": 0.1, "damping": 0.3, "estimation_mode": "empirical"},
         "divided": True,
         "number": 4,
     },
-    "full blocks": {"options": EXACT, "steps": "full", "number": 4},
-    "in reverse mode": {"options": EXACT, "steps": "full", "number": 4, "reverse": True},
+    "full blocks": {"options": ADAPTIVE, "steps": "full", "number": 4},
+    "in reverse mode": {"options": ADAPTIVE, "steps": "full", "number": 4, "reverse": True},
     "groups": {"options": {"lr": 0.1, "damping": 0.1, "weight_decay": 0.1, **EXACT}, "number": 4},
 }
 
@@ -258,7 +259,7 @@ def saved_and_continued(rank: int, name: str, folder: str) -> list[Tensor]:
 
 def states(shard: Shard, part: slice) -> list[str]:
     """The kinds of the tensors of the rule that moves the parameters, which tools save."""
-    _, _, opt = train(EXACT, part, shard, number=2)
+    _, _, opt = train(ADAPTIVE, part, shard, number=2)
     of_rule = [tensor for state in opt.state.values() for name, tensor in state.items() if "/" not in name]
     return sorted({type(tensor).__name__ for tensor in of_rule})
 
@@ -292,7 +293,7 @@ def estimated(part: slice, scored: slice, shard: Shard | None = None) -> dict[An
     net = compiled()
     if shard is not None:
         shard(net.model)
-    opt = kfac_fx.KFAC(net, seed=0, placement="owners", **EXACT)
+    opt = kfac_fx.KFAC(net, seed=0, placement="owners", **ADAPTIVE)
     go_on(net, opt, part, slice(2))
     results["of owners"] = opt.estimator.multiply_inverse(vector)
     return results

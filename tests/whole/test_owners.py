@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "momentum_type": "qmodel", "momentum": None, "damping": 0.3, "estimation_mode": "exact", "adapt_damping": True,
         "damping_adaptation_interval": 1, "invert_every": 2,
     },
-    "adaptive": {"estimation_mode": "exact"},
+    "adaptive": {"momentum_type": "adaptive", "estimation_mode": "exact"},
     "grafted": {
         "lr": 0.01, "momentum_type": "grafted", "relative_damping": 0.1, "estimation_mode": "empirical",
         "cov_update_every": 2,

@@ -26,7 +26,12 @@ BROKEN = (2, 7)  # the steps of which the last case is not finite
 OPTIONS: dict[str, dict[str, Any]] = {
     "regular": {"lr": 0.05, "damping": 0.3, "estimation_mode": "exact", "placement": "owners"},
     "qmodel": {"momentum_type": "qmodel", "momentum": None, "damping": 0.3, "estimation_mode": "exact"},
-    "adaptive": {"estimation_mode": "exact", "damping_adaptation_interval": 1, "placement": "owners"},
+    "adaptive": {
+        "momentum_type": "adaptive",
+        "estimation_mode": "exact",
+        "damping_adaptation_interval": 1,
+        "placement": "owners",
+    },
 }
 
 
