@@ -25,7 +25,7 @@ CPU time.
 - Every method starts from the same network and sees the same batches. The seed sets both.
 - The learning rate of a method is tuned in {trials} runs on seed 0, on a logarithmic grid: the search follows the
   better side until the best rate has worse ones on both sides, and then tries the middle between the best rate and the
-  better of its neighbors. KFAC and KFAC empirical try the learning rates 1 and 0.3 instead, and KFAC qmodel has none.
+  better of its neighbors. KFAC and KFAC adaptive try the learning rates 1 and 0.3 instead, and KFAC qmodel has none.
   The chosen rate is run with three seeds.
 - All learning rates have a warm-up of {warm_up:.0%} of the steps and a linear decay to 0. L-BFGS and the quadratic
   model find their own step size. No method decays weights.
@@ -34,6 +34,7 @@ CPU time.
 - CPU time is that of the steps on one thread, without compilation and measurements. The machine has two cores and was
   shared with other work, so seconds are noisy; ratios within a task are better than the seconds, and steps are exact.
 - Results are medians over seeds, with their range.
+- Runs of KFAC adaptive whose command says KFAC were made while it was the default.
 
 `benchmarks/results/convergence.jsonl` has a line for each of the {count} runs, with its command and its commit:
 

@@ -178,32 +178,8 @@ def kfac(task: Task, model: nn.Module, lr: float | None, seed: int, **options: A
     return Training(step, (optimizer,))
 
 
-def kfac_empirical(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
-    return kfac(
-        task,
-        model,
-        lr,
-        seed,
-        damping=1e-2,
-        norm_constraint=1e-3,
-        norm_constraint_form="gradient",
-        estimation_mode="empirical",
-        cov_update_every=10,
-        invert_every=100,
-    )
-
-
-def kfac_eigen_moments(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
-    return kfac(
-        task,
-        model,
-        lr,
-        seed,
-        momentum=0.95,
-        momentum_type="eigen_moments",
-        estimation_mode="empirical",
-        cov_update_every=10,
-    )
+def kfac_adaptive(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
+    return kfac(task, model, lr, seed, momentum_type="adaptive")
 
 
 def kfac_grafted(task: Task, model: nn.Module, lr: float | None, seed: int) -> Training:
@@ -254,18 +230,7 @@ METHODS: dict[str, Method] = {
     "Muon": Method(muon, "torch.optim.Muon for hidden matrices, AdamW for the rest", start=3e-3),
     "L-BFGS": Method(lbfgs, "torch.optim.LBFGS, strong Wolfe, history 100", start=1.0, tasks=EQUATIONS),
     "KFAC": Method(kfac, "`KFAC(net, lr)`, the default, which takes lr=1 if none is given", lrs=(1.0, 0.3)),
-    "KFAC empirical": Method(
-        kfac_empirical,
-        "`KFAC(net, lr, damping=1e-2, norm_constraint=1e-3, norm_constraint_form='gradient', "
-        "estimation_mode='empirical', cov_update_every=10, invert_every=100)`",
-        lrs=(1.0, 0.3),
-    ),
-    "KFAC eigen": Method(
-        kfac_eigen_moments,
-        "`KFAC(net, lr, momentum=0.95, momentum_type='eigen_moments', estimation_mode='empirical', "
-        "cov_update_every=10)`",
-        start=1e-2,
-    ),
+    "KFAC adaptive": Method(kfac_adaptive, "`KFAC(net, lr, momentum_type='adaptive')`", lrs=(1.0, 0.3)),
     "KFAC grafted": Method(
         kfac_grafted,
         "`KFAC(net, lr, relative_damping=0.1, momentum_type='grafted', estimation_mode='empirical', "

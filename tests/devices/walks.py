@@ -216,7 +216,7 @@ def draw(waits: Waits) -> None:
 
 
 TRAINED: dict[str, dict[str, Any]] = {
-    "adaptive": {"damping_adaptation_interval": 2},
+    "adaptive": {"momentum_type": "adaptive", "damping_adaptation_interval": 2},
     "regular": {"lr": 0.1, "norm_constraint": 1e-3, "weight_decay": 1e-4},
     "adam": {"lr": 0.1, "momentum_type": "adam", "num_burnin_steps": 1},
     "qmodel": {"momentum": None, "momentum_type": "qmodel", "adapt_damping": True, "damping_adaptation_interval": 2},
