@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH ?= 2.11.0
+WHEELS ?= https://download.pytorch.org/whl/cpu
 TESTS ?= tests/errors tests/compiler
 export OMP_NUM_THREADS ?= 1
 
@@ -39,13 +40,13 @@ trainers: .venv/installed ## the loops of Hugging Face, Accelerate and Lightning
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[trainers]"
 	$(BIN)/pytest -q -n auto tests/trainers
 
-# From PyTorch's own index for the CPU: the torch of PyPI is the CUDA build.
-guards: ## the private names of torch, and every layer, with another torch: make guards TORCH=2.11.0, or TORCH=newest
+# From PyTorch's own index for the CPU. WHEELS=https://pypi.org/simple has the CUDA builds, which run on a CPU, too.
+guards: ## the compiler, with another torch: make guards TORCH=2.11.0, or TORCH=newest
 	$(PYTHON) -m venv --clear .venv-torch
-	.venv-torch/bin/pip install --quiet --disable-pip-version-check --index-url https://download.pytorch.org/whl/cpu \
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check --index-url $(WHEELS) \
 		$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
-	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . numpy pytest hypothesis
-	.venv-torch/bin/python -m pytest -q tests/compiler/test_torch_private.py tests/contract/test_every_layer.py
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . numpy pytest pytest-xdist hypothesis
+	.venv-torch/bin/python -m pytest -q -n auto tests/compiler tests/contract/test_every_layer.py
 
 cuda: ## the CUDA tests and the demo, with the python3 of a GPU machine
 	PYTHON=$(PYTHON) tests/run_cuda.sh
