@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -31,20 +32,22 @@ Derivative = Callable[[NodeValues], Tensor]
 Constant = Callable[[int, int], bool]  # (dimension of the parameter, axis of the matrix): see `Diagonal.sides`
 
 
+@cache
 def bounds_have_gradients() -> bool:
-    """Whether torch.clamp sends a gradient to an element that equals a bound: up to torch 2.13 it does, in 2.15 not."""
+    """Whether torch.clamp sends a gradient to an element that equals a bound: up to torch 2.13 it does, in 2.15 not.
+
+    It runs a backward, before which all backends must be registered, so it must not run at import.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros((), device="cpu", requires_grad=True)
         return bool(torch.autograd.grad(torch.clamp(x, min=0.0), x)[0])
 
 
-ABOVE, BELOW = (torch.ge, torch.le) if bounds_have_gradients() else (torch.gt, torch.lt)
-
-
-def derivative_of_clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
+def derivative_of_clamp(x: Tensor, low: float | None, high: float | None, bounds: bool) -> Tensor:
+    above, below = (torch.ge, torch.le) if bounds else (torch.gt, torch.lt)
     inside = torch.ones_like(x, dtype=torch.bool)
-    inside = inside if low is None else inside & ABOVE(x, low)
-    inside = inside if high is None else inside & BELOW(x, high)
+    inside = inside if low is None else inside & above(x, low)
+    inside = inside if high is None else inside & below(x, high)
     return inside.to(x)
 
 
@@ -65,7 +68,7 @@ DERIVATIVES: Mapping[str, Callable[..., Tensor]] = {
     "sigmoid": lambda x: torch.sigmoid(x) * torch.sigmoid(-x),
     "softplus": torch.sigmoid,
     "relu": lambda x: (x > 0).to(x),
-    "clamp": lambda x, low=None, high=None: derivative_of_clamp(x, low, high),
+    "clamp": derivative_of_clamp,
 }
 
 
@@ -161,6 +164,8 @@ class Elementwise(Diagonal):
 
     def derivative(self) -> Derivative:
         function, settings = DERIVATIVES[self.function], self.settings
+        if self.function == "clamp":
+            settings = (*settings, bounds_have_gradients())
         return lambda tensors: function(tensors["operand"], *settings)
 
     def sides(self, sizes: Sequence[int], constant: Constant) -> set[str]:

@@ -19,9 +19,6 @@ from kfac_fx.passes.tracing.devices import RandomState, accelerators, same_rando
 from tests.devices.walks import QUICK, WALKS, WRONG
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(
-    torch.backends.cuda.is_built(), reason="torch's builds for CUDA have no backward for a backend in Python"
-)
 
 
 @functools.cache
