@@ -1,4 +1,4 @@
-"""Poisson's equation in DeepXDE's own training loop, with K-FAC without settings in the place of Adam.
+"""Poisson's equation in DeepXDE's own training loop, with K-FAC in the place of Adam.
 
     -Δu = 2 π² sin(πx) sin(πy) inside, u = 0 on the border          u = sin(πx) sin(πy)
 
@@ -73,7 +73,7 @@ def train(method: str, steps: int, inside: int, border: int, width: int) -> floa
         net = kfac_fx.compile(Residuals(model), (points,), loss=loss, strict=True)
         print(net.report)
         model.data.losses_train = lambda targets, outputs, loss_fn, x, *_, **__: [r.square().mean() for r in net(x)]
-        model.compile(kfac_fx.KFAC(net), metrics=["l2 relative error"])
+        model.compile(kfac_fx.KFAC(net, momentum_type="adaptive"), metrics=["l2 relative error"])
     else:
         model.compile("adam", lr=5e-3, metrics=["l2 relative error"])
     history, _ = model.train(iterations=steps, display_every=max(1, steps // 5))

@@ -42,7 +42,7 @@ def circulant(x: Tensor, size: Any, *, weight: Tensor) -> Tensor:
     return torch.fft.irfft(torch.mul(torch.fft.rfft(x), torch.fft.rfft(weight)), size)
 
 
-def main(steps: int = 40) -> float:
+def main(steps: int = 60) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(Circulant(16), nn.Tanh(), Circulant(16), nn.Tanh(), nn.Linear(16, 4))
     x = torch.randn(128, 16)
