@@ -2,7 +2,7 @@
 
 python -m examples.gpt
 
-step  300  loss 1.327  damping 1.0e-08
+step  300  loss 1.410  ρ 1.03
 """
 
 from __future__ import annotations
