@@ -2,7 +2,7 @@
 
 python -m examples.gpt
 
-step  300  loss 1.410  ρ 1.03
+step  300  loss 1.410  ρ 1.00
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(steps: int = 300, width: int = 48, layers: int = 2, length: int = 48, b
         schedule.step()
         losses.append(loss.item())
         if step % max(1, steps // 10) == 0:
-            print(f"step {step:4}  loss {losses[-1]:.3f}  damping {optimizer.damping.item():.1e}")
+            print(f"step {step:4}  loss {losses[-1]:.3f}  ρ {optimizer.rho.item():.2f}")
     print("\n" + written(model.eval(), "def ", length, 200))
     return losses
 
