@@ -42,7 +42,7 @@ P = ParamSpec("P")
 OptionsT = TypeVar("OptionsT")
 SelfT = TypeVar("SelfT")
 
-BOUND = 0.1  # c of "eigen_moments", unless norm_constraint is given
+BOUND = 0.03  # c of "eigen_moments", unless norm_constraint is given
 PLACEMENTS = ("replicated", "owners", "round_robin")
 MOMENTUM_TYPES = ("adaptive", "regular", "adam", "qmodel", "qmodel_fixedmu", "eigen_moments", "grafted")
 STEPS = "steps"
@@ -135,7 +135,7 @@ class KFACOptions:
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
             Kullback-Leibler divergence between the predictions before and after the step. Start with 1e-2 for lr=1.
-            "eigen_moments" bounds the exact Fisher norm by this times max(1, loss); None means 0.1 there.
+            "eigen_moments" bounds the exact Fisher norm by this times max(1, loss); None means 0.03 there.
         norm_constraint_form: "update" bounds lr Δ, momentum included, by norm_constraint (lr / l₀)², so that steps
             follow a schedule; l₀ is the lr of a parameter group when it was added, its "first_lr". The norm is that of
             the damped factors and costs a product with them. Weight decay is not in it. "gradient" is TF K-FAC's form:
