@@ -21,7 +21,8 @@ from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
-from kfac_fx.optim.options import KFACOptions, takes
+from kfac_fx.optim.option_signature import takes
+from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.stand_in import (
     StandIn,
