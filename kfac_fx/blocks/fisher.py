@@ -312,7 +312,8 @@ class BlockDiagonalFisher(Operator):
             shapes = {name: shapes[name] for group in groups for r in group.registrations for name in r.owners}
         check_kinds(vector, shapes)
         lead = leading(vector, shapes)
-        if (idle := self.idle(vector) & shapes.keys()) and idle != shapes.keys():
+        idle = self.idle(vector).intersection(shapes)
+        if idle and idle != shapes.keys():
             groups = [group for group in groups if idle.isdisjoint(group.registrations[0].owners)]
             shapes = {name: shape for name, shape in shapes.items() if name not in idle}
         check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
