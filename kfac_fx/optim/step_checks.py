@@ -63,10 +63,13 @@ class Check:
         return self.batch.at({**self.parameters, **places})
 
 
-def tolerated(value: Tensor, again: Tensor | bool = True) -> Tensor:
-    """The rise of a loss of this value that is left alone. again: whether noise between batches is no part of it."""
+def tolerated(value: Tensor, again: Tensor | None = None) -> Tensor:
+    """The rise of a loss of this value that is left alone.
+
+    again: 0-dim, whether noise between batches is no part of the rise; None counts as true.
+    """
     of_same = torch.minimum(RISE * value.abs().clamp(min=1.0), RISE_AGAIN * value.abs())
-    return torch.where(torch.as_tensor(again, device=value.device), of_same, RISE * value.abs())
+    return of_same if again is None else torch.where(again, of_same, RISE * value.abs())
 
 
 def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: Tensor) -> Tensor:
@@ -82,7 +85,7 @@ def has_risen(size: StepSize, last: Tensors, check: Check, noisy: bool, finite: 
     was = check.value - rise
     # Where the batch or the user's loss is not finite, going back is no remedy.
     lost = ~check.batch.finite(check.before) | (finite & ~rise.isfinite())
-    again = noisy | ((was - size.value).abs() <= SAME * was.abs())
+    again = None if noisy else (was - size.value).abs() <= SAME * was.abs()
     return (rise > tolerated(was, again)) | (lost & check.batch.finite(there))
 
 
