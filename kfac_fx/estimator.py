@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -18,12 +17,13 @@ from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_untrained, refuse_without_blocks, refuse_wrapped
 from kfac_fx.compiler import compiled_collection
 from kfac_fx.distributed import Replicas
-from kfac_fx.factors.factor import additive, packed_sums, unpacked_sums
+from kfac_fx.factors.factor import additive
 from kfac_fx.layer_collection import LayerCollection
-from kfac_fx.linalg.matrices import Root, are_finite, full_precision
+from kfac_fx.linalg.matrices import Root, full_precision
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
+from kfac_fx.pending import PendingBatch
 from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
 from kfac_fx.statistics.moments import Key, Moments
@@ -162,13 +162,9 @@ class FisherEstimator(BlockDiagonalFisher):
             damping = torch.full((), float(damping), dtype=precision, device=example.device)
         super().__init__(roots, damping.reshape(()) if damping.dim() else damping)
         self._generator = None if seed is None else torch.Generator(example.device).manual_seed(seed)
-        self._pending: dict[Key, dict[str, Tensor]] = {}
-        self._pending_cases: int | Tensor = 0
-        self._lost_cases: int | Tensor = 0  # among these, of micro-batches that were not finite and left out
+        self._pending = PendingBatch()
         self._options: dict[str, Any] = {"params_stats": True} if compute_params_stats else {}
         self._options |= {} if memory is None else {"memory": memory}
-        self._pending_gradients: dict[str, Tensor] = {}
-        self._paused: set[Key] = set()  # the registrations that were frozen in a pending batch
         self._recorded: set[Key] = set()  # the registrations that have factors
         self.newcomers: frozenset[Key] = frozenset()
         self._followed: tuple[Registration, ...] | None = None  # those of the net when the blocks were compared with it
@@ -232,7 +228,7 @@ class FisherEstimator(BlockDiagonalFisher):
     @property
     def recorded(self) -> bool:
         """Whether any batch was recorded; one that is not folded yet counts."""
-        return bool(self._pending) or any(group.updated for group in self.groups)
+        return bool(self._pending.sums) or any(group.updated for group in self.groups)
 
     @torch.no_grad()
     def accumulate(self, moments: Moments, guarded: bool = False) -> None:
@@ -249,53 +245,31 @@ class FisherEstimator(BlockDiagonalFisher):
         paused = {key for key, block in lacking.items() if moments.frozen.issuperset(block.registration.owners)}
         if missing := [key for key in lacking if key not in paused]:
             raise ValueError(f"moments lack {len(missing)} of {len(self.blocks)} registrations, first {missing[0]}.")
-        self._paused |= paused
-        recorded: dict[Key, dict[str, Tensor]] = {}
-        gradients, self._pending_cases = moments.gradients, self._pending_cases + moments.cases
         with full_precision():
+            recorded: dict[Key, dict[str, Tensor]] = {}
             for key in (key for key in due if key not in lacking):
                 sums = additive(self.blocks[key].registration.structure, moments.statistics[key])
                 dtype = self.factor_dtype
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
-            if guarded and recorded:
-                each = [value for sums in (*recorded.values(), gradients) for value in sums.values()]
-                finite = torch.cat([are_finite(value.unsqueeze(0)).to(self.damping.device) for value in each]).all()
-                recorded = {key: only_where(finite, sums) for key, sums in recorded.items()}
-                gradients = only_where(finite, gradients)
-                self._lost_cases = self._lost_cases + torch.where(finite, 0, moments.cases)
-                for block in (block for key, block in due.items() if key in recorded and block.group.here):
+            finite = self._pending.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
+        if finite is not None:
+            for block in (due[key] for key in recorded):
+                if block.group.here:
                     block.group.skipped[block.member] += ~finite
-            for key, sums in recorded.items():
-                before = self._pending.get(key)
-                self._pending[key] = sums if before is None else {n: before[n] + sums[n] for n in sums}
-            for name, gradient in gradients.items():
-                self._pending_gradients[name] = gradient + self._pending_gradients.get(name, 0)
 
     def pending_rows(self) -> dict[Key, int | Tensor]:
         """The number of rows of every registration in the batches that are not folded yet; of one without rows, that
         of cases."""
-        return {key: sums.get("count", self._pending_cases) for key, sums in self._pending.items()}
+        return {key: sums.get("count", self._pending.cases) for key, sums in self._pending.sums.items()}
 
     @contextmanager
     def forgetting_on_error(self) -> Iterator[None]:
         """Moments that are accumulated inside are forgotten if an exception leaves the block."""
-        before = dict(self._pending), dict(self._pending_gradients), self._pending_cases, set(self._paused)
-        lost = self._lost_cases
+        before = self._pending.copy()
         with ExitStack() as on_error:
-            on_error.callback(self._restore_pending, *before, lost)
+            on_error.callback(setattr, self, "_pending", before)
             yield
             on_error.pop_all()
-
-    def _restore_pending(
-        self,
-        sums: dict[Key, dict[str, Tensor]],
-        gradients: dict[str, Tensor],
-        cases: int | Tensor,
-        paused: set[Key],
-        lost: int | Tensor = 0,
-    ) -> None:
-        self._pending, self._pending_gradients, self._pending_cases, self._paused = sums, gradients, cases, paused
-        self._lost_cases = lost
 
     def follow_registrations(self) -> None:
         """Build the blocks anew if the proof on the first batch changed registrations, and extend them if parameters
@@ -312,14 +286,14 @@ class FisherEstimator(BlockDiagonalFisher):
         )
         if before == after:
             return
-        if not self._pending and not any(group.updated for group in self.groups):
+        if not self._pending.sums and not any(group.updated for group in self.groups):
             self.build()
             return
         owners = [{n for registration in rs for n in registration.owners} for rs in (self._registrations, now)]
         if owners[0] >= owners[1]:
             names = ", ".join(sorted({name for key, _ in before.items() ^ after.items() for name in key}))
             raise ModelChangedError(f"registrations changed after the first batch was recorded: {names}.")
-        self._pending = {key: sums for key, sums in self._pending.items() if before.get(key) == after.get(key)}
+        self._pending.keep(key for key in before if before[key] == after.get(key))
         self.extend()
 
     def unrecorded(self) -> frozenset[Key]:
@@ -345,7 +319,7 @@ class FisherEstimator(BlockDiagonalFisher):
                 differs = total > 0
             return self.outputs.take(model, differs)
         except ModelChangedError:
-            self._restore_pending({}, {}, 0, set())
+            self._pending = PendingBatch()
             raise
 
     @torch.no_grad()
@@ -365,59 +339,35 @@ class FisherEstimator(BlockDiagonalFisher):
         if accept is not None and not (isinstance(accept, Tensor) and accept.dtype == torch.bool and not accept.dim()):
             raise wrong_value("accept", accept, "be a 0-dim tensor of torch.bool")
         usable = self.usable()
-        if not self._pending and not self._paused:
+        if not self._pending.sums and not self._pending.paused:
             return True
         if usable is not None:
             accept = usable if accept is None else accept & usable
-        if self.batch_size is not None and (recorded := int(self._pending_cases)) != self.batch_size:
+        if self.batch_size is not None and (recorded := int(self._pending.cases)) != self.batch_size:
             many = "1 case" if recorded == 1 else f"{recorded} cases"
-            self._restore_pending({}, {}, 0, set())
+            self._pending = PendingBatch()
             raise ValueError(f"a batch of {many} was recorded, but batch_size={self.batch_size}.")
         decay = self.cov_ema_decay if decay is None else decay
-        self._pending = {key: sums for key, sums in self._pending.items() if key not in self._paused}
-        cases = self._total()  # if it is a tensor, an empty batch counts as one that is not finite
+        pending = self._pending
+        pending.keep(pending.sums.keys() - pending.paused)
+        groups = {key: self.blocks[key].group for key in pending.sums}
+        cases = pending.total(self.replicas, groups, self.damping, divided=self.owners is not None)
+        # If it is a tensor, an empty batch counts as one that is not finite.
         empty = isinstance(cases, int) and cases == 0
         if not empty:
             with full_precision():
                 for group in self.groups:
-                    for members in runs([r.parameters in self._pending for r in group.registrations]):
+                    for members in runs([r.parameters in pending.sums for r in group.registrations]):
                         group.updated = True
                         if not group.here:
                             continue
-                        sums = [self._pending[r.parameters] for r in group.registrations[members]]
+                        sums = [pending.sums[r.parameters] for r in group.registrations[members]]
                         group.update(sums, cases, decay=decay, accept=accept, members=members)
-            self.newcomers = frozenset(self._pending.keys() - self._recorded)
+            self.newcomers = frozenset(pending.sums.keys() - self._recorded)
             self._recorded |= self.newcomers
-            self.params_stats = {name: gradient / cases for name, gradient in self._pending_gradients.items()}
-        self._restore_pending({}, {}, 0, set())
+            self.params_stats = {name: gradient / cases for name, gradient in pending.gradients.items()}
+        self._pending = PendingBatch()
         return not empty
-
-    def _total(self) -> int | Tensor:
-        """Add all sums up over the processes, or over those of each owner at the owner. Returns the number of cases."""
-        if self.replicas is None or self.replicas.number == 1:
-            return self._pending_cases - self._lost_cases
-        totals = self.replicas.total(list(self._pending_gradients.values()))
-        self._pending_gradients = dict(zip(self._pending_gradients, totals, strict=True))
-        groups = {key: self.blocks[key].group for key in self._pending}
-        messages = {key: packed_sums(group.structure, self._pending[key]) for key, group in groups.items()}
-        dtypes = [tensor.dtype for sums in messages.values() for tensor in sums.values()]
-        precise = functools.reduce(torch.promote_types, dtypes[:1], self.damping.dtype)
-        cases = torch.as_tensor(self._pending_cases - self._lost_cases, dtype=precise, device=self.damping.device)
-        members = [key for key, group in groups.items() if group.here]
-        if self.owners is None:
-            cases, *totals = self.replicas.total([cases, *(t for key in members for t in messages[key].values())])
-        else:
-            by_owner: list[list[Tensor]] = [[] for _ in range(self.replicas.number)]
-            for key, group in groups.items():
-                assert group.owner is not None, f"bug in kfac_fx: {key} has no owner among blocks that have one"
-                by_owner[group.owner] += messages[key].values()
-            totals = self.replicas.reduce([[cases, *tensors] if tensors else [] for tensors in by_owner])
-            cases, totals = (totals[0], totals[1:]) if totals else (cases, [])
-        total = iter(totals)
-        for key in members:
-            sums = {name: next(total) for name in messages[key]}
-            self._pending[key] = unpacked_sums(groups[key].structure, sums)
-        return cases
 
     @torch.no_grad()
     def spectrum(
@@ -442,7 +392,7 @@ class FisherEstimator(BlockDiagonalFisher):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a `state_dict()` of an estimator with the same blocks. Batches that are not folded yet are forgotten."""
         super().load_state_dict(state)
-        self._restore_pending({}, {}, 0, set())
+        self._pending = PendingBatch()
         self._recorded = {key for key, block in self.blocks.items() if has_factors(block)}
         if self._generator is not None:
             self._generator.set_state(state["generator"])
@@ -459,11 +409,6 @@ def has_factors(block: BlockOperator) -> bool:
     if not block.group.here:
         return block.group.updated
     return any(bool(factor.total_weight) for factor in block.factors.values())
-
-
-def only_where(accepted: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, or zeros if `accepted`, 0-dim, is false."""
-    return {name: torch.where(accepted.to(tensor.device), tensor, 0) for name, tensor in tensors.items()}
 
 
 def runs(flags: Sequence[bool]) -> list[slice]:

@@ -279,7 +279,7 @@ def test_metrics_have_the_norms_of_shards(shard: Callable[..., None]) -> None:
         net = compiled()
         if is_sharded:
             shard(net.model)
-        optimizer = kfac_fx.KFAC(net, estimation_mode="exact")
+        optimizer = kfac_fx.KFAC(net, momentum_type="adaptive", estimation_mode="exact")
         metrics = kfac_fx.Metrics(optimizer, every=1)
         F.cross_entropy(net(X), Y).backward()
         optimizer.step()
