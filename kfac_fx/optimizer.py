@@ -18,7 +18,7 @@ from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.sharded import Shards
-from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis
+from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis, without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.option_signature import takes
@@ -393,6 +393,12 @@ class KFAC(Optimizer, Joinable):
             "steps: no backward was seen to reach the Fisher's outputs, or a loss that forward returns"
         )
         unobserved = [linear] * self._step_state.unobserved
+        without = [str(registration) for registration in without_basis(self._registrations)]
+        if without and self.options.momentum_type is None and self.options.damping is None:
+            unobserved.append(
+                f"momentum_type is 'adaptive', because blocks have no eigenbasis: {', '.join(without[:3])}"
+                + f" and {len(without) - 3} more" * (len(without) > 3)
+            )
         return [*unobserved, *self._step_state.multiply_jacobian.fallbacks(), *self._forwards.fallbacks()]
 
     def state_dict(self) -> dict[str, Any]:

@@ -267,7 +267,11 @@ def test_a_net_with_blocks_without_an_eigenbasis_takes_the_adaptive_type() -> No
             return z
 
     net = compile(Recurrent(), (torch.randn(5, 6, 3),), loss="mse", approximations={"lstm": "kron_series_1"})
-    assert KFACOptions(net).kind == "adaptive"
+    opt = KFAC(net)
+    assert opt.options.kind == "adaptive"
+    (reason,) = opt.fallbacks()
+    assert reason.startswith("momentum_type is 'adaptive', because blocks have no eigenbasis: ") and "lstm" in reason
+    assert KFAC(compile(model(), loss="categorical")).fallbacks() == []
 
 
 @pytest.mark.parametrize(
