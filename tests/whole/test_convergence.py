@@ -165,7 +165,7 @@ def test_the_search_begins_where_the_task_says() -> None:
 
 
 def test_ours_tries_its_two_rates() -> None:
-    ours = METHODS["KFAC empirical"]
+    ours = METHODS["KFAC adaptive"]
     assert ours.next_lr({1.0: 5.0}) == ({1.0: 5.0}, False, 0.3)
     assert ours.next_lr({1.0: 5.0, 0.3: 4.0, 0.1: 1.0}) == ({1.0: 5.0, 0.3: 4.0}, True, None)
 
@@ -248,13 +248,13 @@ RECORDS = [
     *(record("AdamW", lr, 0, 8.0, 8.0, loss) for lr, loss in ((3e-3, 4.0), (9.5e-3, 5.0), (9.5e-4, 6.0), (5.3e-3, 7))),
     *(record("AdamW", 3e-3, seed, 8.0, 8.0, loss) for seed, loss in ((1, 2.0), (2, 3.0))),
     *(record("KFAC qmodel", None, seed, 8.0, 3.0, loss, pace=5.0) for seed, loss in ((0, 1.0), (1, 0.5), (2, 2.0))),
-    record("KFAC empirical", 1.0, 0, 8.0, 9.0, None),
+    record("KFAC adaptive", 1.0, 0, 8.0, 9.0, None),
 ]
 
 
 def test_a_method_is_summarized_by_the_seeds_of_its_best_rate() -> None:
     found = summary.entries(RECORDS, TASKS["poisson"])
-    adamw, ours, failed = found["AdamW"], found["KFAC qmodel"], found["KFAC empirical"]
+    adamw, ours, failed = found["AdamW"], found["KFAC qmodel"], found["KFAC adaptive"]
     assert (adamw.lr, adamw.loss, adamw.range, adamw.finished) == (3e-3, 3.0, (2.0, 4.0), True)
     assert not adamw.at_edge and len(adamw.trials) == 4
     assert (ours.loss, ours.last, ours.reached(adamw.loss)) == (1.0, 1.0, (10, 50.0))
@@ -279,7 +279,7 @@ def test_the_page_has_the_tables_and_says_which_runs_are_missing() -> None:
     assert "| diverged | 0 of 3 | 1 of 1 | 0 of 3 |" in page
     assert "| KFAC qmodel | 1, 0 of 1 |" in page
     assert "| KFAC qmodel |  | 3 | 1 | 0.5 to 2 | 1 | 0.5 | 100.0 | 10 | 50.0 | 8 |" in page
-    assert "- SOAP: all." in page and "- KFAC empirical: no run: autoencoder" in page
+    assert "- SOAP: all." in page and "- KFAC adaptive: no run: autoencoder" in page
     assert "the search is not finished: poisson (1 runs)" in page
     assert "L-BFGS: all." in page
 
