@@ -13,7 +13,7 @@ with its exact Fisher F (one product with the Jacobian) and its loss h (`BatchLo
                                present batch: m is forgotten, and r grows
     θ <- θ before the step     if h has risen by more than is tolerated in the step
 
-Adam's rate alone suits most networks within a factor of three, but not deep ones without skips and norms: there the
+Adam's rate alone suits most networks, or a third of it does, but not deep ones without skips and norms: there the
 steps of all layers add up, the loss is far from its quadratic model, and the bound is what makes training possible. The
 step along d that minimizes the quadratic model is no substitute: it is several times too short, because directions of
 large curvature, along which Adam's steps may oscillate, decide it.
