@@ -80,7 +80,7 @@ class KFACOptions:
             the damped factors and costs a product with them. Weight decay is not in it. "gradient" is TF K-FAC's form:
             it bounds lr P g before momentum ("adam": lr P v), so a step can be 1 / (1 - momentum) times as long, and lr
             does nothing while the bound shortens steps.
-        weight_decay: decoupled from the gradient.
+        weight_decay: decoupled from the gradient. With "eigen_moments" it is multiplied by 0.02, as the whole step is.
         adapt_damping: adapt λ (section 6.5 of the paper). `step` then needs `evaluate` or a closure, at least
             on every `damping_adaptation_interval`-th step.
         update_damping_immediately: False measures the loss after such a step at the beginning of the next one, before
