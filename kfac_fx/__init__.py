@@ -37,10 +37,9 @@ from kfac_fx.passes.errors import (
 from kfac_fx.passes.layers import as_rows, by_group, layer
 from kfac_fx.passes.tracing.functions import plain_backward
 from kfac_fx.report import Report
-from kfac_fx.spectrum.batches import Batch
 from kfac_fx.spectrum.files import load_spectrum, save_spectrum
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
-from kfac_fx.spectrum.queries import Queries
+from kfac_fx.spectrum.queries import Batch, Queries
 from kfac_fx.spectrum.solve import ConvergenceWarning, Solution
 
 __version__ = "0.1.0"

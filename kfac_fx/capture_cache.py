@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from kfac_fx.capturing import Capturing, CompileArguments
-from kfac_fx.checks.trained import Trained
-from kfac_fx.checks.unchanged import Structure, refuse_inference_mode, refuse_unfit, refuse_without_values
+from kfac_fx.checks.unchanged import Structure, Trained, refuse_inference_mode, refuse_unfit, refuse_without_values
 from kfac_fx.divided.emitted import EmittedSubmodules
 from kfac_fx.divided.frames import UncapturedCall
 from kfac_fx.passes.errors import PUBLIC, ModelChangedError, UntraceableError, fatal

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from kfac_fx.checks.proof import prove
-from kfac_fx.divided.emitted import EmittedSubmodules, emitted_division
+from kfac_fx.divided.emitted import EmittedSubmodules, emitted_division, number_of_examples
 from kfac_fx.divided.frames import UncapturedCall
-from kfac_fx.divided.inputs import number_of_examples
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import (

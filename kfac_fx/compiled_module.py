@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kfac_fx.capture_cache import MAX_CAPTURES, CaptureCache
 from kfac_fx.capturing import CompileArguments
-from kfac_fx.checks.arguments import refuse_other_parameters
 from kfac_fx.checks.equivalence import coarsest_rounding
 from kfac_fx.checks.outputs import differs_from_model
 from kfac_fx.checks.unchanged import averages_gradients, unwrapped
@@ -29,8 +28,9 @@ from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
 from kfac_fx.recording.output_losses import replaced
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.report import Report
-from kfac_fx.report.fallbacks import fallbacks
+from kfac_fx.report.rows import fallbacks
 from kfac_fx.statistics.moments import Moments, PendingMoments
+from kfac_fx.values import refuse_other_parameters
 
 
 class CompiledModule(nn.Module):

@@ -8,15 +8,6 @@ from typing import Any
 from torch import nn
 
 from kfac_fx.capturing import CompileArguments
-from kfac_fx.checks.arguments import (
-    refuse_other_approximations,
-    refuse_other_inputs,
-    refuse_other_layers,
-    refuse_other_limit,
-    refuse_other_links,
-    refuse_other_models,
-    refuse_unfit_names,
-)
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_unfit, unwrapped
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.layer_collection import LayerCollection
@@ -27,7 +18,16 @@ from kfac_fx.passes.layers import LAYERS, Layer, collect
 from kfac_fx.recording.backends import COMPILE_BACKENDS
 from kfac_fx.recording.masks import PaddingMask
 from kfac_fx.taps.subsample import read_sampling
-from kfac_fx.values import a_flag
+from kfac_fx.values import (
+    a_flag,
+    refuse_other_approximations,
+    refuse_other_inputs,
+    refuse_other_layers,
+    refuse_other_limit,
+    refuse_other_links,
+    refuse_other_models,
+    refuse_unfit_names,
+)
 
 DENSE_LIMIT = 4096
 

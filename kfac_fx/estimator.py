@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from kfac_fx.blocks.block import BlockOperator
 from kfac_fx.blocks.fisher import BlockDiagonalFisher, check_variables
 from kfac_fx.blocks.spectrum import Damping
-from kfac_fx.checks.arguments import refuse_other_variables
 from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_untrained, refuse_without_blocks, refuse_wrapped
 from kfac_fx.compiler import compiled_collection
@@ -36,6 +35,7 @@ from kfac_fx.values import (
     finite_numbers,
     not_negative,
     optional,
+    refuse_other_variables,
     whole_number,
     wrong_value,
 )

@@ -21,10 +21,10 @@ from kfac_fx.estimator import FisherEstimator
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
-from kfac_fx.spectrum.batches import as_batch
 from kfac_fx.spectrum.files import is_written, manifest_of, read_systems, write_blocks
 from kfac_fx.spectrum.manifests import write_manifest
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
+from kfac_fx.spectrum.queries import as_batch
 
 Parts = int | Sequence[Iterable[str]]
 

@@ -12,8 +12,8 @@ import torch
 import kfac_fx
 from kfac_fx.cli.problem import CommandError, module_by_name, module_of_file, seed
 from kfac_fx.passes.errors import nearest
-from kfac_fx.spectrum.batches import as_batch
 from kfac_fx.spectrum.model_spectrum import CASE_KINDS
+from kfac_fx.spectrum.queries import as_batch
 
 FACTOR_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

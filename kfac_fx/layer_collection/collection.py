@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from kfac_fx.layer_collection import losses, registering
+from kfac_fx.layer_collection import registering
+from kfac_fx.layer_collection import registering as losses
 from kfac_fx.layer_collection.find_use import Finder, Nodes
 from kfac_fx.layer_collection.fisher_blocks import (
     KINDS,

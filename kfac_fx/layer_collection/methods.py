@@ -22,9 +22,15 @@ from torch import Tensor
 from kfac_fx.layer_collection.blocks import FisherBlock
 from kfac_fx.layer_collection.find_use import Collection, Nodes
 from kfac_fx.layer_collection.fisher_blocks import EMBEDDINGS, KINDS, LINEAR
-from kfac_fx.layer_collection.losses import Node, Targets, register_distribution
 from kfac_fx.layer_collection.names import VARIABLE_SCOPE, Reuse
-from kfac_fx.layer_collection.registering import register_generic, register_layer, register_separable
+from kfac_fx.layer_collection.registering import (
+    Node,
+    Targets,
+    register_distribution,
+    register_generic,
+    register_layer,
+    register_separable,
+)
 from kfac_fx.losses.distributions import Categorical, MultiBernoulli, Normal
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.losses.registered import RegisteredLoss

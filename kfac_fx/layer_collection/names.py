@@ -10,12 +10,6 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, fx, nn
 
-from kfac_fx.checks.arguments import (
-    refuse_other_inputs,
-    refuse_other_limit,
-    refuse_other_models,
-    refuse_unfit_names,
-)
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_unfit
 from kfac_fx.linalg.vectors import overlap, piece_of_view, read_piece
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, nearest
@@ -27,6 +21,7 @@ from kfac_fx.passes.pipeline import CAPTURED, run
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.signature import PREFIX
 from kfac_fx.statistics.moments import Key
+from kfac_fx.values import refuse_other_inputs, refuse_other_limit, refuse_other_models, refuse_unfit_names
 
 Entry = TypeVar("Entry")
 Reuse = bool | str | None

@@ -3,7 +3,7 @@
 Ĝ [..., o, o] and Â [..., i, i] are the correlations of whitened sequences of T vectors, with zeros before and behind,
 with themselves one step later. Their norms are therefore at most 1, and all sums are finite (`kfac_fx.blocks.series`).
 
-The last functions take the operands of the square root N of a block F = N Nᵀ (`kfac_fx.blocks.rooted`).
+The last functions take the operands of the square root N of a block F = N Nᵀ (`kfac_fx.blocks.series`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -316,3 +317,31 @@ def without_cudnn() -> Iterator[None]:
         yield
     finally:
         TORCH_BACKENDS.cudnn.enabled = before
+
+
+# --- symmetric matrices in half of their memory -----------------------------------------------------------------------
+
+
+def pack_symmetric(matrices: Tensor) -> Tensor:
+    """A symmetric M [..., d, d] as R [..., ⌈d / 2⌉, d + 1], for messages between processes.
+
+    M is determined by its elements on and above the diagonal, and only these are read. Row i has d - i of them, and row
+    d - 1 - i has i + 1, so the two fill one row of d + 1 elements:
+
+        R[i, j + 1] = M[i, j] for j >= i          R[i, j] = M[d - 1 - i, d - 1 - j] for j <= i
+
+    This needs no indices (rectangular full packed storage; Gustavson et al. 2010, "Rectangular Full Packed Format for
+    Cholesky's Algorithm"). If d is odd, the middle row is there twice.
+    """
+    half = (matrices.shape[-1] + 1) // 2
+    top, bottom = matrices[..., :half, :], matrices.flip(-2, -1)[..., :half, :]
+    return F.pad(top, (1, 0)).triu(1) + F.pad(bottom, (0, 1)).tril()
+
+
+def unpack_symmetric(rows: Tensor) -> Tensor:
+    """The inverse of `pack_symmetric`, for symmetric matrices."""
+    half, width = rows.shape[-2], rows.shape[-1] - 1
+    upper = rows.new_zeros(*rows.shape[:-2], width, width)
+    upper[..., width - half :, :] = rows[..., :-1].tril().flip(-2, -1)
+    upper[..., :half, :] = rows[..., 1:].triu()
+    return upper + upper.triu(1).mT

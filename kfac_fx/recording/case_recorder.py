@@ -24,18 +24,25 @@ from kfac_fx.blocks.block import vector_form
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import split
-from kfac_fx.losses.sources import Cotangents, check_mode, pulled_back
+from kfac_fx.losses.sources import (
+    CaseSource,
+    Cotangents,
+    Measurement,
+    check_mode,
+    measurement_source,
+    pulled_back,
+    source_vectors,
+)
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration, Use
-from kfac_fx.recording.case_sources import CaseSource, Measurement, measurement_source, source_vectors
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.case_gradients import Cases
 from kfac_fx.statistics.moments import Key
 from kfac_fx.statistics.row_sums import Rows
-from kfac_fx.taps.collect import ROWS, CollectingTap
+from kfac_fx.taps.tap import ROWS, CollectingTap
 
 Consumer = Callable[[Key, Cases], None]
 

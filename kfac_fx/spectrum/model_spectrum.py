@@ -20,11 +20,10 @@ from kfac_fx.blocks.spectrum import Relative, Spectrum, System
 from kfac_fx.factors.stacks import Vector
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.vectors import joined
+from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_recorder import Consumer, Counts
-from kfac_fx.recording.case_sources import Measurement
-from kfac_fx.spectrum.batches import as_batch
-from kfac_fx.spectrum.queries import Queries
+from kfac_fx.spectrum.queries import Queries, as_batch
 from kfac_fx.spectrum.solve import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.statistics.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.statistics.moments import Key

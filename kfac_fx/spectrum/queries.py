@@ -3,6 +3,8 @@
 The score of a training example z for a query q is ∇m(q)ᵀ (s F + δ I)⁻¹ ∇ℓ(z) (Grosse et al. 2023, "Studying large
 language model generalization with influence functions"). The product is linear in ∇ℓ(z) = Σ d rᵀ, so the gradients of a
 batch are never held: rows meet the queries in the backward, block by block.
+
+Queries and training examples come as `Batch`es, which are read from what a DataLoader yields.
 """
 
 from __future__ import annotations
@@ -17,14 +19,57 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_recorder import Consumer, Counts
-from kfac_fx.recording.case_sources import Measurement
 from kfac_fx.recording.exact import tracked
 from kfac_fx.spectrum.manifests import FORMAT, write_manifest
 from kfac_fx.statistics import case_gradients
 from kfac_fx.statistics.case_gradients import Cases, LowRank, by_rows, query_products
 from kfac_fx.statistics.moments import Key
+
+
+class Batch:
+    """The arguments of one forward, and the targets of its loss.
+
+    Batch(tokens, attention_mask=mask, targets=labels)
+
+    Attributes:
+        args, kwargs: of forward.
+        targets: one a loss, in a list or tuple, or one for all; None if forward computes the loss.
+    """
+
+    def __init__(self, *args: Any, targets: Any = None, **kwargs: Any) -> None:
+        self.args, self.kwargs, self.targets = args, kwargs, targets
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self.args)} arguments, {list(self.kwargs)}, targets={type(self.targets).__name__})"
+
+
+def as_batch(batch: Any) -> Batch:
+    """Read what a DataLoader yields.
+
+    A tensor, or a tuple or list of one, is the argument of forward. A tuple or list of two is that argument, and the
+    targets. A mapping has the arguments by name. Raises TypeError for anything else.
+    """
+    if isinstance(batch, Batch):
+        return batch
+    if isinstance(batch, Tensor):
+        return Batch(batch)
+    if isinstance(batch, Mapping):
+        return Batch(**batch)
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+        inputs, targets = batch if len(batch) == 2 else (batch[0], None)
+        return Batch(targets=targets, **inputs) if isinstance(inputs, Mapping) else Batch(inputs, targets=targets)
+    what = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+    raise TypeError(
+        f"a batch is a tensor, (inputs, targets), or a mapping of forward's arguments, and this is {what}.\n"
+        "Name the parts: kfac_fx.Batch(tokens, mask, targets=labels)."
+    )
+
+
+# --- queries ----------------------------------------------------------------------------------------------------------
+
 
 BY = ("sum", "block", "position")
 Record = Callable[[Any, Consumer, Measurement | None], Counts]

@@ -23,7 +23,7 @@ from kfac_fx.passes.matrix import Shape
 from kfac_fx.passes.padding import real_rows
 from kfac_fx.statistics.lagged import LAGGED
 from kfac_fx.statistics.moments import TURNED
-from kfac_fx.statistics.row_sums import Matrix, named, whole_statistic
+from kfac_fx.statistics.row_sums import Matrix, Rows, canonical, named, whole_statistic
 from kfac_fx.taps.rows import BothRows, both_rows, moment_and_grad_rows, with_patch_mask
 from kfac_fx.taps.subsample import SAMPLED, SampledShares, sample, sampled_parts
 
@@ -224,3 +224,38 @@ def make_probes(registration: Registration, names: Iterable[str], cases: int, li
         )
 
     return {name: zero.expand(shape(name)).requires_grad_() for name in names}
+
+
+# --- the collecting tap -----------------------------------------------------------------------------------------------
+
+
+ROWS = "rows"  # the name of the probe
+
+
+class CollectingTap(Tap):
+    """A tap that hands its rows to the function `sink` in every backward, in place of sums over them.
+
+    Its probe is a single zero, which makes autograd visit the tap; the "gradient" of the probe is zero. A collecting
+    tap runs without a compiler and without vmap. Before `sink` is set, rows are not made.
+    """
+
+    sink: Callable[[Rows], None] | None = None
+
+    def __init__(self, registration: Registration, use: Use, layer: Layer) -> None:
+        super().__init__(registration, use, layer)
+        self.use = use
+
+    def sums(
+        self, both: BothRows, bias: bool, mask: int | None, real: RealRows | None, axis: int, short: BothRows | None
+    ) -> SumsOf:
+        def collected(names: Sequence[str], output_grad: Tensor, input: Tensor, values: Sequence[Any]) -> StatisticOf:
+            if self.sink is not None:
+                row_mask = None if mask is None else values[mask]
+                row_mask = row_mask if real is None else real(output_grad, row_mask)
+                with torch.autocast(output_grad.device.type, enabled=False):
+                    # Saved tensors are part of the graph, and functions of the rows may be differentiated.
+                    rows, grad_rows = (side.detach() for side in both(output_grad, input, *values))
+                    self.sink(canonical(rows, grad_rows, bias, self.matrix, row_mask))
+            return lambda name: output_grad.new_zeros((), dtype=torch.float32)
+
+        return collected

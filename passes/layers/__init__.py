@@ -2,8 +2,7 @@
 
 from . import conv, elementwise, embedding, experts, linear, norm
 from . import einsum as einsum  # its forms join those of linear
-from .declaration import Form, Layer, collect, composite, layer
-from .rows import as_rows, by_group
+from .declaration import Form, Layer, as_rows, by_group, collect, composite, layer
 
 LAYERS: dict[str, Layer] = collect(
     linear.linear,

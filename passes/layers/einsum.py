@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..ir import Attrs
 from ..matrix import Layout, Shape
+from .declaration import written
 from .linear import linear
-from .rows import written
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..ir import Attrs
 from ..matrix import Shape
-from .declaration import layer
-from .rows import ELEMENTWISE, by_group, elements, written
+from .declaration import ELEMENTWISE, by_group, elements, layer, written
 
 INDEX = torch.tensor([[0, 1, 3], [1, 0, 1], [3, 1, 0]])  # of the examples' tables
 

@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 from ..approximations import EVERY_LAYER
 from ..ir import Attrs
 from ..matrix import Layout
-from .declaration import layer
-from .rows import Written, as_rows, written
+from .declaration import Written, as_rows, layer, written
 
 
 def ids_as_rows(ids: Tensor, attrs: Attrs) -> Tensor:

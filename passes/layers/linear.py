@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ..ir import Attrs
 from ..matrix import Layout, Shape
-from .declaration import layer
-from .rows import as_rows, by_group, written
+from .declaration import as_rows, by_group, layer, written
 
 
 def columns_as_rows(tensor: Tensor, attrs: Attrs) -> Tensor:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ir import Attrs
-from .declaration import Example, Layer, layer
-from .rows import ELEMENTWISE, by_group, elements
+from .declaration import ELEMENTWISE, Example, Layer, by_group, elements, layer
 
 
 def channels(x: Tensor, attrs: Attrs) -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor, fx, nn
 from kfac_fx.passes.computed import Value
 from kfac_fx.passes.ir import Program, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS
-from kfac_fx.passes.layers.declaration import Example, Form
-from kfac_fx.passes.layers.rows import written
+from kfac_fx.passes.layers.declaration import Example, Form, written
 from kfac_fx.passes.losses import find_losses
 from kfac_fx.passes.match import match
 from kfac_fx.passes.matrix import MatrixForm

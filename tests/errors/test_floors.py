@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "data": "passes.errors passes.torch_private passes.torch_losses passes.approximations passes.matrix "
     "passes.computed passes.parametrization passes.pieces passes.registration passes.ir",
-    "graphs": "passes.graphs passes.timeline",
+    "graphs": "passes.graphs",
     "declarations": "passes.layers passes.parametrizations passes.choose passes.claims",
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "

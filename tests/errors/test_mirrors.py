@@ -1,7 +1,7 @@
 """Test files mirror modules: a failure says by its file where to look.
 
 The file of `passes/cut.py` is `test_cut.py`. Modules of one name in several folders have the folder in the name:
-`test_layers_rows.py`. More words name one side of a module, as in `test_proof_memory.py`, or of a folder, as in
+`test_taps_rows.py`. More words name one side of a module, as in `test_proof_memory.py`, or of a folder, as in
 `test_layer_collection_reuse.py`. Files in `tests/whole` test the library as users call it; other names are free there.
 """
 
@@ -19,7 +19,6 @@ FOLDERS = (*OF_MODULES, "errors", "whole")
 
 ELSEWHERE = {
     "kfac_fx.divided.emitted": "test_recording_emitted.py runs both emitted models, which have one protocol",
-    "kfac_fx.recording.on_shards": "test_sharded.py shards a model and runs its graph",
     "kfac_fx.optim.proposals": "test_step.py takes whole steps on one problem, whose parts these are",
     "kfac_fx.optim.moves": "as above",
     "kfac_fx.optim.step_state": "as above",
@@ -87,7 +86,7 @@ def test_a_module_is_found_by_its_own_name(tests: set[str], modules: list[str], 
 
 
 def test_modules_of_one_name_are_told_by_their_folders() -> None:
-    both = ["passes.layers.rows", "kfac_fx.taps.rows"]
+    both = ["kfac_fx.report.rows", "kfac_fx.taps.rows"]
     assert without_test(both, {"test_rows"}) == both and without_module({"test_rows"}, both) == ["test_rows"]
-    assert without_test(both, {"test_layers_rows", "test_taps_rows"}) == []
+    assert without_test(both, {"test_report_rows", "test_taps_rows"}) == []
     assert without_test(["passes.link", "kfac_fx.taps.link"], {"test_link"}) == ["kfac_fx.taps.link"]

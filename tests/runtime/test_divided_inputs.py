@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.divided.inputs import MaskedInputs, first_examples, number_of_examples
+from kfac_fx.divided.emitted import MaskedInputs, first_examples, number_of_examples
 from kfac_fx.passes.errors import ModelChangedError
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are divided among processes: kfac_fx/linalg/sharded.py, kfac_fx/recording/on_shards.py, and the order of
+"""Tensors that are divided among processes: kfac_fx/linalg/sharded.py, kfac_fx/recording/emitted.py, and the order of
 compile, fully_shard and KFAC. tests/whole/test_fsdp.py trains with several processes."""
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch.func import functional_call, jacrev, vmap
 
 import kfac_fx
 from kfac_fx import ApproximationError, FactorNotReady, FisherEstimator, NotRegisteredError, RegistrationError, Spectrum
-from kfac_fx.blocks import rooted
+from kfac_fx.blocks import series
 from kfac_fx.blocks.block import make_block
 from kfac_fx.blocks.spectrum import Relative, System
 from tests.runtime.fake_net import FakeNet, batch, deep, exact, mixed, noise
@@ -227,7 +227,7 @@ def test_series_too_wide_for_a_dense_block_are_refused(monkeypatch: pytest.Monke
     )
     block = make_block(registration, parameters=parameters)
     block.update(draw(registration, FORMS["linear with bias"], 3), 3, decay=0.9)
-    monkeypatch.setattr(rooted, "DENSE_ROWS", 8)
+    monkeypatch.setattr(series, "DENSE_ROWS", 8)
     text = r"layer\(weight, bias\): kron_series_1 has no structured eigenvectors.*3 \* 3 parameters.*\nUse 'kron_indep'"
     with pytest.raises(ApproximationError, match=text):
         System.of(block.group)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kfac_fx.cli.command import parser
-from kfac_fx.cli.completion import SHELLS
+from kfac_fx.cli.command import SHELLS, parser
 from tests.cli.running import run
 
 COMMANDS = ["report", "explain", "passes", "bench", "factors", "demo", "completion"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from kfac_fx.passes.ir import Program, Use
-from kfac_fx.passes.timeline import UNCLEAR, Timeline
+from kfac_fx.passes.padding import UNCLEAR, Timeline
 from tests.compiler.toy import Toy, before
 
 N, T = 4, 3

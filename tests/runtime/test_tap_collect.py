@@ -7,7 +7,7 @@ from torch import nn
 
 import kfac_fx
 from kfac_fx.statistics.row_sums import Rows
-from kfac_fx.taps.collect import ROWS, CollectingTap
+from kfac_fx.taps.tap import ROWS, CollectingTap
 
 
 def collecting() -> tuple[nn.Module, CollectingTap]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.cli.passes import passes
+from kfac_fx.cli.explain import passes
 from kfac_fx.cli.problem import CommandError, Problem
 from kfac_fx.passes.pipeline import PIPELINE
 

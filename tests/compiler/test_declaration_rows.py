@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.passes.layers.rows import Written, as_rows, biases, by_group, elements, weights, written
+from kfac_fx.passes.layers.declaration import Written, as_rows, biases, by_group, elements, weights, written
 from kfac_fx.passes.matrix import Layout, Shape
 
 

@@ -1,9 +1,9 @@
-"""Symmetric matrices in half of their memory: kfac_fx/linalg/packed.py."""
+"""Symmetric matrices in half of their memory: kfac_fx/linalg/matrices.py."""
 
 import pytest
 import torch
 
-from kfac_fx.linalg.packed import pack_symmetric, unpack_symmetric
+from kfac_fx.linalg.matrices import pack_symmetric, unpack_symmetric
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
