@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 import kfac_fx
-from kfac_fx.demo.results import results_of
 from kfac_fx.demo.tasks import METHODS, Settings, Task, method_steps, tasks
-from kfac_fx.demo.training import one_thread, train
+from kfac_fx.demo.training import one_thread, results_of, train
 
 OUT = Path(__file__).parent / "results" / "sweep.json"
 SEED = 1

@@ -105,9 +105,8 @@ class CompiledModule(nn.Module):
     def report(self) -> Report:
         """Every parameter with its Fisher block, the reason and the cost; and the counters and intervals of an attached
         optimizer."""
-        listener = self._listener
-        counters, intervals = getattr(listener, "counters", None), getattr(listener, "intervals", tuple)
-        return Report(self.program, counters, self._fallbacks, intervals)
+        counters = getattr(self._listener, "counters", None)
+        return Report(self.program, counters, self._fallbacks, getattr(self._listener, "intervals", tuple))
 
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]

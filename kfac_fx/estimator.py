@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.blocks.block import BlockOperator
-from kfac_fx.blocks.fisher import BlockDiagonalFisher, check_variables
+from kfac_fx.blocks.fisher import BlockDiagonalFisher
 from kfac_fx.blocks.spectrum import Damping
 from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_untrained, refuse_without_blocks, refuse_wrapped
@@ -23,8 +22,7 @@ from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.pending import PendingBatch
-from kfac_fx.recording.case_recorder import Consumer, Counts
-from kfac_fx.spectrum.model_spectrum import ModelSpectrum
+from kfac_fx.spectrum.model_spectrum import CaseNet, ModelSpectrum
 from kfac_fx.statistics.moments import Key, Moments
 from kfac_fx.values import (
     a_flag,
@@ -32,6 +30,7 @@ from kfac_fx.values import (
     a_seed,
     a_share,
     a_weight,
+    check_variables,
     finite_numbers,
     not_negative,
     optional,
@@ -41,7 +40,7 @@ from kfac_fx.values import (
 )
 
 
-class Net(Protocol):
+class Net(CaseNet, Protocol):
     """The part of a compiled module that an estimator uses."""
 
     @property
@@ -58,9 +57,6 @@ class Net(Protocol):
         generator: torch.Generator | None,
         **options: Any,
     ) -> Moments: ...
-    def record_cases(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], consume: Consumer, **options: Any
-    ) -> Counts: ...
 
 
 class FisherEstimator(BlockDiagonalFisher):
@@ -141,13 +137,9 @@ class FisherEstimator(BlockDiagonalFisher):
         a_weight("cov_ema_decay", cov_ema_decay)
         a_share("fraction", fraction)
         not_negative("damping", damping)  # the host waits for a tensor, once
-        flags = {
-            "compute_cholesky": compute_cholesky,
-            "compute_cholesky_inverse": compute_cholesky_inverse,
-            "compute_params_stats": compute_params_stats,
-        }
-        for name, flag in flags.items():
-            a_flag(name, flag)
+        a_flag("compute_cholesky", compute_cholesky)
+        a_flag("compute_cholesky_inverse", compute_cholesky_inverse)
+        a_flag("compute_params_stats", compute_params_stats)
         optional(whole_number(1, "cases"), "batch_size", batch_size)
         optional(whole_number(1, "bytes"), "memory", memory)
         optional(a_seed, "seed", seed)
@@ -186,9 +178,7 @@ class FisherEstimator(BlockDiagonalFisher):
         registrations, parameters = self.net.registrations, dict(self.net.named_parameters())
         if self.variables is not None:
             check_variables(self.variables, registrations)
-            registrations = tuple(
-                registration for registration in registrations if registration.owners[0] in self.variables
-            )
+            registrations = tuple(r for r in registrations if r.owners[0] in self.variables)
         refuse_without_blocks(registrations, parameters.items())
         return registrations, parameters
 
@@ -393,7 +383,7 @@ class FisherEstimator(BlockDiagonalFisher):
         """Load a `state_dict()` of an estimator with the same blocks. Batches that are not folded yet are forgotten."""
         super().load_state_dict(state)
         self._pending = PendingBatch()
-        self._recorded = {key for key, block in self.blocks.items() if has_factors(block)}
+        self._recorded = {key for key, block in self.blocks.items() if block.has_factors}
         if self._generator is not None:
             self._generator.set_state(state["generator"])
 
@@ -402,13 +392,6 @@ class FisherEstimator(BlockDiagonalFisher):
             "FisherEstimator objects cannot be copied or pickled. Create one for the other net and call "
             "load_state_dict(est.state_dict())."
         )
-
-
-def has_factors(block: BlockOperator) -> bool:
-    """Waits for the device. A block that another process owns is as ready as those that are stacked with it."""
-    if not block.group.here:
-        return block.group.updated
-    return any(bool(factor.total_weight) for factor in block.factors.values())
 
 
 def runs(flags: Sequence[bool]) -> list[slice]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.fisher import check_variables
 from kfac_fx.blocks.spectrum import Damping, System
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.estimator import FisherEstimator
@@ -25,6 +24,7 @@ from kfac_fx.spectrum.files import is_written, manifest_of, read_systems, write_
 from kfac_fx.spectrum.manifests import write_manifest
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
 from kfac_fx.spectrum.queries import as_batch
+from kfac_fx.values import check_variables
 
 Parts = int | Sequence[Iterable[str]]
 

@@ -23,7 +23,9 @@ from kfac_fx.passes.errors import (
     UntraceableError,
     fatal,
     nearest,
+    table,
 )
+from kfac_fx.passes.ir import Registration
 
 SEEDS = range(-(2**63), 2**64)  # those that a torch.Generator takes
 
@@ -226,6 +228,17 @@ def refuse_other_variables(variables: Any, model: Any) -> list[str]:
     if wrong := [variable for variable in names if not isinstance(variable, str)]:
         raise RegistrationError(f"variables takes names of parameters: {in_place(wrong, model)}")
     return names
+
+
+def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
+    """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
+    registered = [name for registration in registrations for name in registration.owners]
+    wrong = [(name, f"is registered nowhere.{nearest(name, registered)}") for name in variables.difference(registered)]
+    for owners in (set(registration.owners) for registration in registrations):
+        if absent := sorted(owners - variables):
+            wrong += [(n, f"shares a registration with {', '.join(absent)}") for n in sorted(owners & variables)]
+    if wrong:
+        raise RegistrationError(f"`variables` does not fit the registrations:\n{table(sorted(wrong))}")
 
 
 def refuse_other_parameters(parameters: Any, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.vectors import Flat, split
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
+from kfac_fx.statistics.moments import Key
 
 GROUPS: Mapping[str, type[BlockGroup]] = {  # by `Approximation.group`
     "stacked": BlockGroup,
@@ -137,6 +138,13 @@ class BlockOperator(Operator):
         """The failures of this block so far; waits for the device."""
         return self.group.failures(self.member)
 
+    @property
+    def has_factors(self) -> bool:
+        """Waits for the device. A block that another process keeps is as ready as those that are stacked with it."""
+        if not self.group.here:
+            return self.group.updated
+        return any(bool(factor.total_weight) for factor in self.factors.values())
+
     def state(self) -> dict[str, Tensor]:
         """All tensors of the block by name, sharing memory; "ready": whether there are factors, and inverses.
 
@@ -157,6 +165,28 @@ class BlockOperator(Operator):
     def full_fisher_block(self) -> Tensor:
         """The undamped block [g·o·i, g·o·i], in the order of the flattened matrix; raises FactorNotReady."""
         return self.group.dense(self.member.start)
+
+
+class Blocks(dict[Key, BlockOperator]):
+    """The blocks by the names of their parameters, in the order of the registrations."""
+
+    def __missing__(self, key: object) -> BlockOperator:
+        """Raises NotRegisteredError, a KeyError, with the keys that may have been meant."""
+        names = {key} if isinstance(key, str) else set(key) if isinstance(key, tuple) else set()
+        meant = [block for block in self if names & {*block, *(name.rpartition(".")[0] for name in block)}]
+        raise NotRegisteredError(
+            f"there is no block {key!r}: a key is the tuple of all parameters of a block, in their order, as in\n"
+            + "\n".join(f"  {block!r}" for block in (meant or list(self))[:8])
+        )
+
+
+class Owners(Protocol):
+    """The processes among which the blocks are divided (`kfac_fx.ownership`)."""
+
+    @property
+    def rank(self) -> int: ...
+    def assign(self, blocks: Sequence[BlockGroup], owners: Mapping[str, int]) -> Sequence[int]: ...
+    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]: ...
 
 
 def check_fits(vector: Vector, shapes: Mapping[str, Sequence[int]], alone: bool = False) -> None:
@@ -264,11 +294,10 @@ def make_block(
     *,
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
     damping: float | Tensor = 0.0,
     roots: Sequence[Root] = (-1.0,),
 ) -> BlockOperator:
     """A single block; see `make_groups`."""
     damping = damping if isinstance(damping, Tensor) else torch.tensor(damping, dtype=torch.float64)
-    (group,) = make_groups([registration], parameters, roots=roots, damping=damping, dtype=dtype, device=device)
+    (group,) = make_groups([registration], parameters, roots=roots, damping=damping, dtype=dtype)
     return BlockOperator(group, 0)

@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import BlockOperator, Operator, check_fits, check_kinds, leading, make_groups
+from kfac_fx.blocks.block import BlockOperator, Blocks, Operator, Owners, check_fits, check_kinds, leading, make_groups
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
-from kfac_fx.factors.factor import Failures, NotRegisteredError
+from kfac_fx.factors.factor import Failures
 from kfac_fx.factors.inverses import Inverter
 from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import joined, split
-from kfac_fx.passes.errors import FactorNotReady, RegistrationError, nearest, table
+from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 from kfac_fx.values import a_device, not_negative, number, one_element, optional, wrong_value
-
-
-class Blocks(dict[Key, BlockOperator]):
-    """The blocks by the names of their parameters, in the order of the registrations."""
-
-    def __missing__(self, key: object) -> BlockOperator:
-        """Raises NotRegisteredError, a KeyError, with the keys that may have been meant."""
-        names = {key} if isinstance(key, str) else set(key) if isinstance(key, tuple) else set()
-        meant = [block for block in self if names & {*block, *(name.rpartition(".")[0] for name in block)}]
-        raise NotRegisteredError(
-            f"there is no block {key!r}: a key is the tuple of all parameters of a block, in their order, as in\n"
-            + "\n".join(f"  {block!r}" for block in (meant or list(self))[:8])
-        )
-
-
-class Owners(Protocol):
-    """The processes among which the blocks are divided (`kfac_fx.ownership`)."""
-
-    @property
-    def rank(self) -> int: ...
-    def assign(self, blocks: Sequence[BlockGroup], owners: Mapping[str, int]) -> Sequence[int]: ...
-    def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]: ...
-
 
 META = torch.device("meta")
 
@@ -422,14 +398,3 @@ class BlockDiagonalFisher(Operator):
 def loadable(entry: object, like: Tensor) -> bool:
     """Whether an entry of a state can be copied into a tensor."""
     return isinstance(entry, Tensor) and entry.shape == like.shape and not entry.is_meta
-
-
-def check_variables(variables: frozenset[str], registrations: Iterable[Registration]) -> None:
-    """Raises RegistrationError for names registered nowhere, or without those that share their registration."""
-    registered = [name for registration in registrations for name in registration.owners]
-    wrong = [(name, f"is registered nowhere.{nearest(name, registered)}") for name in variables.difference(registered)]
-    for owners in (set(registration.owners) for registration in registrations):
-        if absent := sorted(owners - variables):
-            wrong += [(n, f"shares a registration with {', '.join(absent)}") for n in sorted(owners & variables)]
-    if wrong:
-        raise RegistrationError(f"`variables` does not fit the registrations:\n{table(sorted(wrong))}")

@@ -9,6 +9,7 @@ and so does a parameter that is registered as unused and has a gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,16 +19,101 @@ from torch import Tensor
 
 from kfac_fx.checks.cases import refuse_guess
 from kfac_fx.checks.equivalence import check_equivalence, coarsest_rounding, random_cotangents
-from kfac_fx.checks.proof_tap import PROOF_TOLERANCE, ProofTap
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
+from kfac_fx.losses.loss_function import precise
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
 from kfac_fx.passes.choose import requested
-from kfac_fx.passes.errors import RegistrationError, table
-from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
+from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
+from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.padding import without_mask
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key
+from kfac_fx.statistics.row_sums import named
+from kfac_fx.taps.rows import BothRows, check_row_shapes, moment_and_grad_rows
+from kfac_fx.taps.tap import Tap
+
+PROOF_TOLERANCE = 1e-3  # right gradients agree to about 1e-6 in float32, wrong ones differ by about 1
+
+
+# --- its taps, which keep what it compares ----------------------------------------------------------------------------
+
+
+class ProofTap(Tap):
+    """A tap whose rows may be wrong: an error in them is kept, because a backward cannot raise it.
+
+    Attributes:
+        failure: the error that the rows raised.
+        remainders: of every use, the numbers whose gradients the rows leave out.
+        kind: of the rows: whether they are ids, and their numbers of cases and positions.
+        reached: whether the last backward sent a gradient to any case but the first.
+        cases: the numbers of cases of all calls.
+    """
+
+    failure: str | None = None
+    remainders: list[Tensor]
+    kind: tuple[Any, ...] = ()
+    reached: bool = False
+    cases: set[int]
+
+    def both_rows(self, registration: Registration, use: Use, layer: Layer) -> BothRows:
+        assert registration.matrix is not None, "bug in kfac_fx: a proof of a generic registration"
+        both = super().both_rows(registration, use, layer)
+        g, o, i = self.matrix
+        inputs = i - (registration.matrix.bias is not None)
+        self.cases, self.remainders = set(), []
+        matrix, names, bias = registration.matrix, tuple(tensor_attrs(use)), registration.matrix.bias is not None
+        of_user = layer is not LAYERS.get(layer.name)
+        moment = moment_and_grad_rows(registration, use, layer) if of_user else None
+        some = [(number, step) for number, step in enumerate(use.through) if step.left_out]
+
+        def guarded(output_grad: Tensor, input: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            try:
+                rows, grad_rows = both(output_grad, input, *tensors)
+                check_row_shapes(rows, grad_rows, (g, o, inputs))
+                self.cases.add(grad_rows.shape[0])
+                self.reached = self.reached or reaches_others(rows, grad_rows)
+                if some:
+                    summed = named("gradient").compute(rows, grad_rows, bias, self.matrix, None)
+                    (gradient,) = matrix.unpack(summed).values()
+                    attrs = dict(zip(names, tensors, strict=True))
+                    for number, step in some:
+                        remainder = step.remainder(gradient, {key: attrs[f"{number}.{key}"] for key in step.nodes})
+                        self.remainders += [] if remainder is None else [remainder]
+                if moment is not None:
+                    by_rows = named("A").compute(precise(rows), grad_rows, bias, self.matrix, None)
+                    self.failure = self.failure or moments_apart(by_rows, moment(output_grad, input)[0])
+                self.kind = not rows.is_floating_point(), list(grad_rows.shape[:2])
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                if fatal(error):
+                    raise
+                self.failure = f"its rows could not be made: {first_line(error)}"
+                return output_grad.new_zeros(1, 1, g, inputs), output_grad.new_zeros(1, 1, g, o)
+            return rows, grad_rows
+
+        return guarded
+
+
+def moments_apart(by_rows: Tensor, declared: Tensor) -> str | None:
+    """How the declared second moment of a layer and that of its rows differ; None if they agree."""
+    if declared.shape != by_rows.shape:
+        return f"its second_moment has the shape {list(declared.shape)}, and that of its rows {list(by_rows.shape)}"
+    error, size = float((declared - by_rows).norm()), float(by_rows.norm())
+    if error <= PROOF_TOLERANCE * size or not math.isfinite(size):
+        return None
+    return f"its second_moment is not that of its rows ({f'{error / size:.0%} apart' if size else 'theirs is zero'})"
+
+
+def reaches_others(rows: Tensor, grad_rows: Tensor) -> bool:
+    """Whether any case but the first has a gradient. The gradient of a transposed use is in its rows."""
+    sides = [grad_rows] + ([rows] if rows.is_floating_point() and rows.shape[0] == grad_rows.shape[0] else [])
+    both = torch.stack([side.detach()[1:].flatten(1).any(1) for side in sides])
+    return bool(both.all(0).any())
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
 
 ROUNDING = 1e-5  # of the largest sum that the rows could make, for gradients that cancel to nothing
 MISSED = "a gradient reaches it, and no use of it was found; please report the model"

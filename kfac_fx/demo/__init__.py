@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from kfac_fx.demo.results import Runs
     from kfac_fx.demo.tasks import Task
+    from kfac_fx.demo.training import Runs
 
 NEEDED = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 QUICK = 20  # --quick divides the steps by this
@@ -46,9 +46,8 @@ def missing_packages() -> list[str]:
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Runs]:
     """Train, print the results and write the files. Returns the runs by task and method."""
-    from kfac_fx.demo.results import draw, results, results_table, verdict
     from kfac_fx.demo.tasks import tasks
-    from kfac_fx.demo.training import one_thread
+    from kfac_fx.demo.training import draw, one_thread, results, results_table, verdict
 
     by_task: dict[str, Runs] = {}
     for task in tasks(options.device):

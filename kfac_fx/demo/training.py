@@ -1,21 +1,35 @@
-"""One training run: the same initial model, batches and measurements for every method."""
+"""One training run: the same initial model, batches and measurements for every method; and its results.
+
+The results are shown as data, as a table, as a sentence, and as a picture of the training curves.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.demo.tasks import Settings, Task
+from kfac_fx.demo.tasks import METHODS, Settings, Task
+from kfac_fx.plot import INK, SOFT, new_figure, style
 
 TrainingStep = Callable[[Tensor, Tensor], None]  # of inputs and targets
 LossListener = Callable[[int, float], None]  # of step and loss
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {  # of a model, and settings that are their arguments
+    "sgd": lambda model, **settings: torch.optim.SGD(model.parameters(), **settings),
+    "adamw": lambda model, **settings: torch.optim.AdamW(model.parameters(), **settings),
+    "kfac": kfac_fx.KFAC,
+}
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,8 @@ def train(
         net: the compiled `model`, if K-FAC trains it and it is compiled already.
         listener: called after every measurement.
     """
-    if method == "kfac":
-        step = kfac_step(task, net or compile_task(task, model), settings)
-    else:
-        step = first_order_step(method, task, model, settings)
+    trained = model if method != "kfac" else net or compile_task(task, model)
+    step = training_step(task, trained, OPTIMIZERS[method](trained, **settings))
     device = task.inputs.device
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     torch.manual_seed(seed)  # of the targets that K-FAC samples
@@ -97,25 +109,9 @@ def compile_task(task: Task, model: nn.Module) -> kfac_fx.CompiledModule:
     return kfac_fx.compile(model, (task.inputs[: task.batch],), loss=task.distribution)
 
 
-def first_order_step(method: str, task: Task, model: nn.Module, settings: Settings) -> TrainingStep:
-    """A step of SGD or AdamW; `settings` are arguments of torch's optimizer."""
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-    optimizer = kinds[method](model.parameters(), **settings)
-
+def training_step(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingStep:
     def step(inputs: Tensor, targets: Tensor) -> None:
         task.loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def kfac_step(task: Task, net: kfac_fx.CompiledModule, settings: Settings) -> TrainingStep:
-    """A step of K-FAC; `settings` are arguments of `KFAC`, which needs none."""
-    optimizer = kfac_fx.KFAC(net, **settings)
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        task.loss(net(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -137,3 +133,146 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Runs = Mapping[str, Run]  # by method
+NONE = "-"
+
+
+def mark(runs: Runs) -> tuple[str, Point]:
+    """The mark: (the first-order method with the best loss, the point of that loss)."""
+    method = min((name for name in runs if name != "kfac"), key=lambda name: runs[name].best.loss)
+    return method, runs[method].best
+
+
+def results_of(run: Run) -> dict[str, Any]:
+    """The `best_loss`, the `steps` and training `seconds` until then, the `final_loss` and the `settings` of a run."""
+    best = run.best
+    return {
+        "best_loss": best.loss,
+        "steps": best.step,
+        "seconds": best.seconds,
+        "final_loss": run.final.loss,
+        "settings": run.settings,
+    }
+
+
+def results(runs: Runs) -> dict[str, dict[str, Any]]:
+    """`results_of` by method. K-FAC also has `steps_to_adamw_best` and `seconds_to_adamw_best`; None: never reached."""
+    by_method = {method: results_of(run) for method, run in runs.items()}
+    reached = runs["kfac"].reached(runs["adamw"].best.loss)
+    by_method["kfac"]["steps_to_adamw_best"] = reached.step if reached else None
+    by_method["kfac"]["seconds_to_adamw_best"] = reached.seconds if reached else None
+    return by_method
+
+
+def results_table(name: str, runs: Runs) -> Table:
+    """A table with one line a method, and the settings below. It fits in 80 columns."""
+    best_method, best = mark(runs)
+    title = Text(f"{name}: the mark is {METHODS[best_method]}'s best loss, {best.loss:#.4g}")
+    settings = Text("\n".join(f"{METHODS[method]}: {settings_text(run.settings)}" for method, run in runs.items()))
+    shown = Table(title=title, caption=settings, title_justify="left", caption_justify="left", box=box.SIMPLE)
+    shown.title_style, shown.caption_style = "bold", "dim"
+    shown.add_column("method")
+    for column in ("final loss", "best loss", "steps\nto the mark", "seconds\nto the mark", "ms\na step"):
+        shown.add_column(column, justify="right")
+    for method, run in runs.items():
+        reached, final = run.reached(best.loss), run.final
+        shown.add_row(
+            METHODS[method],
+            f"{final.loss:#.4g}",
+            f"{run.best.loss:#.4g}",
+            f"{reached.step:,}" if reached else NONE,
+            f"{reached.seconds:.1f}" if reached else NONE,
+            f"{1000 * final.seconds / final.step:.1f}",
+            style="bold green" if method == "kfac" else "",
+        )
+    return shown
+
+
+def settings_text(settings: Settings) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in settings.items()) or "no settings"
+
+
+def verdict(name: str, runs: Runs) -> str:
+    """When K-FAC reached AdamW's best loss, and its share of AdamW's steps and time; or when AdamW reached K-FAC's."""
+    kfac, adamw = runs["kfac"], runs["adamw"]
+    if reached := kfac.reached(adamw.best.loss):
+        took = f"{name}: K-FAC reached AdamW's best loss in {amount(reached)}; AdamW took {amount(adamw.best)}."
+        if not adamw.best.step:
+            return took
+        steps, seconds = reached.step / adamw.best.step, reached.seconds / adamw.best.seconds
+        return f"{took} These are {steps:.2f} of its steps and {seconds:.2f} of its time."
+    passed = adamw.reached(kfac.best.loss) or adamw.best
+    missed = f"{name}: K-FAC did not reach AdamW's best loss in {amount(kfac.final)}"
+    return f"{missed}; AdamW reached K-FAC's in {amount(passed)}."
+
+
+def amount(point: Point) -> str:
+    return f"{point.step:,} steps and {point.seconds:.1f} s"
+
+
+# --- plot -----------------------------------------------------------------------------------------------------------
+
+COLORS = {"sgd": "#8a8f98", "adamw": "#d9822b", "kfac": "#2f6db3"}
+
+
+def draw(by_task: Mapping[str, Runs], path: Path) -> None:
+    """Write a PNG: a row for every task, with the loss against steps and against seconds. Needs matplotlib."""
+    figure = new_figure(3.6 * len(by_task) + 0.4, width=11)
+    rows = figure.subplots(len(by_task), 2, squeeze=False, sharey="row")
+    for (name, runs), (by_step, by_second) in zip(by_task.items(), rows, strict=True):
+        panel(by_step, runs, lambda point: float(point.step), "steps")
+        panel(by_second, runs, lambda point: point.seconds, "seconds of training")
+        by_step.set_ylabel("loss of the training set", color=SOFT)
+        by_step.set_title(name, loc="left", color=INK, fontweight="bold")
+        method, best = mark(runs)
+        text, above = f"{METHODS[method]}'s best, {best.loss:#.4g}", {"xytext": (2, 4), "textcoords": "offset points"}
+        by_step.annotate(text, (0, best.loss), xycoords=("axes fraction", "data"), color=SOFT, fontsize=8, **above)
+    figure.align_ylabels(rows[:, 0])
+    lines, names = rows[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper right", ncols=len(lines), frameon=False, labelcolor=INK)
+    figure.savefig(path, format="png")
+
+
+def panel(axes: Axes, runs: Runs, along: Callable[[Point], float], label: str) -> None:
+    """A curve for every method, a dashed line at the mark, and points where the methods reach it."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    method, best = mark(runs)
+    for name, run in runs.items():
+        points = [point for point in run.points if point.step and math.isfinite(point.loss)]
+        width = 2.2 if name == "kfac" else 1.4
+        axes.plot([*map(along, points)], [point.loss for point in points], COLORS[name], lw=width, label=METHODS[name])
+    axes.axhline(best.loss, color=SOFT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    for name in (method, "kfac"):
+        reached = runs[name].reached(best.loss)
+        if reached is not None:
+            axes.plot(along(reached), reached.loss, "o", color=COLORS[name], markersize=5, clip_on=False)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(label, color=SOFT)
+    limit(axes, runs, along)
+    style(axes)
+
+
+def limit(axes: Axes, runs: Runs, along: Callable[[Point], float]) -> None:
+    """Show where the methods differ: a logarithmic axis if losses fall far; otherwise, without the first descent."""
+    lows = [run.best.loss for run in runs.values()]
+    starts = [run.points[0].loss for run in runs.values()]
+    if max(starts) > 10 * min(lows) > 0:
+        axes.set_yscale("log")
+        return
+    room = max(lows) - min(lows) or 1.0
+    top = min(max(starts), max(lows) + 2 * room)
+    axes.set_ylim(min(lows) - 0.1 * room, top)
+    entries = [along(point) for run in runs.values() for point in run.points if point.step and point.loss <= top]
+    axes.set_xlim(left=min(entries) / 1.5)

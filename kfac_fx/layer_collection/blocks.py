@@ -6,7 +6,6 @@ estimator was built on its collection, or after `instantiate_factors` on the use
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,21 +14,17 @@ import torch
 from torch import Tensor, fx
 
 from kfac_fx.blocks import block as blocks
-from kfac_fx.checks.proof_tap import check_row_shapes
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.layer_collection.find_use import Collection, Nodes, in_time
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.approximations import APPROXIMATIONS, Approximation
 from kfac_fx.passes.choose import cases_apart
-from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError, fatal, first_line
-from kfac_fx.passes.ir import Registration, Sampling, Use, where
-from kfac_fx.passes.layers import Layer
+from kfac_fx.passes.errors import ApproximationError, FactorNotReady, RegistrationError
+from kfac_fx.passes.ir import Registration, Sampling, Use
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.resolve import align
-from kfac_fx.statistics.lagged import LAGGED, unfolded
 from kfac_fx.statistics.moments import Key
-from kfac_fx.statistics.row_sums import Rows, canonical, named, whole_statistic
-from kfac_fx.taps.rows import both_rows
+from kfac_fx.taps.rows import over_sources, over_uses
 
 REGISTERED_BY = {
     "multiply_inverse": "register_inverse()",
@@ -334,70 +329,3 @@ class FisherBlock:
 
 def listed_tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
-
-
-# --- statistics without a graph -------------------------------------------------------------------------------------
-
-
-def over_uses(
-    registration: Registration, grads: Sequence[Tensor], inputs: Sequence[Tensor], layers: Mapping[str, Layer]
-) -> dict[str, Tensor]:
-    """The statistics of one source over all uses, as taps and links compute them in a backward.
-
-    Gradients of single cases add up within a tower; towers are concatenated.
-    """
-    total: dict[tuple[str, int], Tensor] = {}
-    towers: defaultdict[int, list[Rows]] = defaultdict(list)
-    matrix, bias = registration.rows
-    names = blocks.statistics_of(registration)
-    for use, grad, value in zip(registration.uses, grads, inputs, strict=True):
-        rows, grad_rows = checked_rows(registration, use, layers[use.layer], grad, value)
-        towers[use.tower].append(canonical(rows, grad_rows, bias, matrix))
-        for name in names:
-            if name not in LAGGED:
-                statistic = named(name).compute(rows, grad_rows, bias, matrix)
-                key = name, use.tower if name == "per_case" else 0
-                total[key] = total[key] + statistic if key in total else statistic
-    sums = {
-        name: torch.cat([value for key, value in total.items() if key[0] == name]) if name == "per_case"
-        else total[name, 0]
-        for name in names if name not in LAGGED
-    }  # fmt: skip
-    first = registration.uses[0]
-    pairs = [pair for tower in towers.values() for pair in zip(tower[1:], tower, strict=False)]
-    if first.steps > 1:
-        pairs = [unfolded(rows, first.steps, first.steps_in_positions) for tower in towers.values() for rows in tower]
-    zero = towers[first.tower][0].d.new_zeros(())
-    lagged = {
-        name: sum((LAGGED[name].compute(*pair) for pair in pairs), zero.expand(LAGGED[name].shape(matrix)))
-        for name in names
-        if name in LAGGED
-    }
-    return sums | lagged
-
-
-def checked_rows(registration: Registration, use: Use, layer: Layer, grad: Tensor, value: Tensor) -> list[Tensor]:
-    """Rows and gradient rows. Raises ValueError for tensors that are not those of this use."""
-    (g, o, i), bias = registration.rows
-    try:
-        rows, grad_rows = both_rows(registration, use, layer)(grad, value)
-        if not registration.structure.needs_pixels:  # pixels are not as many as output positions
-            check_row_shapes(rows, grad_rows, (g, o, i - bias))
-    except (RuntimeError, ValueError, IndexError) as error:
-        if fatal(error):
-            raise
-        raise ValueError(
-            f"{registration} at {where(use.output)}: an input of shape {list(value.shape)} and an output's gradient of "
-            f"shape {list(grad.shape)} are not of one {use.layer}: {first_line(error)}"
-        ) from error
-    return [rows, grad_rows]
-
-
-def over_sources(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
-    once, listed = ("count", "A", "A_diag", "A1", "pairs"), ("per_case", "gradient")
-    return {
-        name: first if whole_statistic(name) in once else torch.stack([s[name] for s in sources]) if name in listed
-        else torch.stack([s[name] for s in sources]).sum(0)
-        for name, first in sources[0].items()
-    }  # fmt: skip

@@ -11,7 +11,6 @@ from typing import Any
 from torch import fx
 
 from kfac_fx.layer_collection import registering
-from kfac_fx.layer_collection import registering as losses
 from kfac_fx.layer_collection.find_use import Finder, Nodes
 from kfac_fx.layer_collection.fisher_blocks import (
     KINDS,
@@ -90,7 +89,7 @@ class LayerCollection(RegisterMethods):
         bare = program.but(registrations=(), matches=(), outputs=(), losses=())
         collection = cls(replace(captured, program=bare))
         if loss is None:
-            collection._losses = tuple(losses.loss_of_site(site) for site in program.losses)
+            collection._losses = tuple(registering.loss_of_site(site) for site in program.losses)
         elif loss.named and len(program.outputs) == 1:
             collection._losses = (RegisteredLoss("loss", loss.name, program.outputs, loss.make, None, 1.0, None),)
         for registration in program.registrations:
@@ -246,11 +245,11 @@ class LayerCollection(RegisterMethods):
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
-    register_loss_function = losses.register_loss_function
-    eval_losses = losses.eval_losses
-    eval_losses_on_samples = losses.eval_losses_on_samples
-    total_loss = losses.total_loss
-    total_sampled_loss = losses.total_sampled_loss
+    register_loss_function = registering.register_loss_function
+    eval_losses = registering.eval_losses
+    eval_losses_on_samples = registering.eval_losses_on_samples
+    total_loss = registering.total_loss
+    total_sampled_loss = registering.total_sampled_loss
 
     def file_loss(self, loss: RegisteredLoss) -> RegisteredLoss:
         """Add a loss. Raises RegistrationError if the collection is final."""
@@ -362,9 +361,7 @@ class LayerCollection(RegisterMethods):
         Raises RegistrationError with all culprits, LossError without losses.
         """
         subgraph = self.create_subgraph()
-        names = (
-            None if variables is None else [name if isinstance(name, str) else self.name_of(name) for name in variables]
-        )
+        names = None if variables is None else [n if isinstance(n, str) else self.name_of(n) for n in variables]
         errors = list(misplaced(self, subgraph))
         try:
             check_registration(self.program, names)

@@ -17,7 +17,6 @@ from torch import Tensor
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.pieces import Piece, ranges, unallocated
-from kfac_fx.passes.torch_private import foreach_add_
 
 Tensors = dict[str, Tensor]
 
@@ -43,11 +42,6 @@ class Flat:
         if all(scalar is first for scalar in others):
             return first
         return torch.cat([scalars[name].expand(shape.numel()) for name, shape in self.shapes.items()])
-
-    def add_to(self, tensors: Mapping[str, Tensor], vector: Tensor) -> None:
-        """Add a vector to the tensors, in place and in their own precision."""
-        parts = self.parts(vector)
-        foreach_add_([tensors[name] for name in parts], list(parts.values()))
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.block import check_fits
-from kfac_fx.blocks.fisher import check_variables
 from kfac_fx.blocks.spectrum import Relative, Spectrum, System
 from kfac_fx.factors.stacks import Vector
 from kfac_fx.linalg.matrices import full_precision
@@ -27,6 +26,7 @@ from kfac_fx.spectrum.queries import Queries, as_batch
 from kfac_fx.spectrum.solve import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.statistics.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.statistics.moments import Key
+from kfac_fx.values import check_variables
 
 CASE_KINDS = ("row", "position", "sequence")
 

@@ -1,17 +1,23 @@
-"""The rows of a use: its layer's declaration and the parametrizations that it goes through, in one function."""
+"""The rows of a use: its layer's declaration and the parametrizations that it goes through, in one function; and the
+statistics of given rows, without a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kfac_fx.blocks.block import statistics_of
 from kfac_fx.linalg.matrices import bordered
-from kfac_fx.passes.ir import Registration, Use, literal_attrs, tensor_attrs
+from kfac_fx.passes.errors import fatal, first_line
+from kfac_fx.passes.ir import Registration, Use, literal_attrs, tensor_attrs, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.parametrization import RowPair, RowsStep
+from kfac_fx.statistics.lagged import LAGGED, unfolded
+from kfac_fx.statistics.row_sums import Rows, canonical, named, whole_statistic
 
 BothRows = Callable[..., RowPair]
 UseStep = Callable[[RowPair, Mapping[str, Any]], RowPair]
@@ -120,3 +126,88 @@ def scaled_rows(both: RowPair, by: tuple[float, float]) -> RowPair:
 def without_inputs(rows: Tensor, grad_rows: Tensor) -> RowPair:
     """The rows of a bias alone: [N, S, 0], or [N, S, g, 0]."""
     return (rows if rows.is_floating_point() else grad_rows)[..., :0], grad_rows
+
+
+def check_row_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int]) -> None:
+    """Raises ValueError if these are no rows of a matrix [g, o, i]."""
+    if others := [type(side).__name__ for side in (rows, grad_rows) if not isinstance(side, Tensor)]:
+        raise ValueError(f"rows are a {others[0]}, not a tensor")
+    g, o, i = sizes
+    cases, positions = grad_rows.shape[:2]
+    wanted = [cases, positions, g, o] if grad_rows.dim() == 4 else [cases, positions, o]
+    if list(grad_rows.shape) != wanted or (grad_rows.dim() == 3 and g > 1):
+        raise ValueError(f"gradient rows of shape {list(grad_rows.shape)}, wanted [N, S, {g}, {o}]")
+    if rows.is_floating_point():
+        ends = ([g, i], [i]) if g == 1 else ([g, i],)
+        right = rows.shape[1] == positions and list(rows.shape[2:]) in ends
+    else:
+        right = rows.shape[1:] == grad_rows.shape[1:2] and g == 1
+    if not right or rows.shape[0] not in (1, cases):
+        raise ValueError(f"rows of shape {list(rows.shape)}, wanted [{cases}, {positions}, {g}, {i}]")
+
+
+# --- statistics without a graph -------------------------------------------------------------------------------------
+
+
+def over_uses(
+    registration: Registration, grads: Sequence[Tensor], inputs: Sequence[Tensor], layers: Mapping[str, Layer]
+) -> dict[str, Tensor]:
+    """The statistics of one source over all uses, as taps and links compute them in a backward.
+
+    Gradients of single cases add up within a tower; towers are concatenated.
+    """
+    total: dict[tuple[str, int], Tensor] = {}
+    towers: defaultdict[int, list[Rows]] = defaultdict(list)
+    matrix, bias = registration.rows
+    names = statistics_of(registration)
+    for use, grad, value in zip(registration.uses, grads, inputs, strict=True):
+        rows, grad_rows = checked_rows(registration, use, layers[use.layer], grad, value)
+        towers[use.tower].append(canonical(rows, grad_rows, bias, matrix))
+        for name in names:
+            if name not in LAGGED:
+                statistic = named(name).compute(rows, grad_rows, bias, matrix)
+                key = name, use.tower if name == "per_case" else 0
+                total[key] = total[key] + statistic if key in total else statistic
+    sums = {
+        name: torch.cat([value for key, value in total.items() if key[0] == name]) if name == "per_case"
+        else total[name, 0]
+        for name in names if name not in LAGGED
+    }  # fmt: skip
+    first = registration.uses[0]
+    pairs = [pair for tower in towers.values() for pair in zip(tower[1:], tower, strict=False)]
+    if first.steps > 1:
+        pairs = [unfolded(rows, first.steps, first.steps_in_positions) for tower in towers.values() for rows in tower]
+    zero = towers[first.tower][0].d.new_zeros(())
+    lagged = {
+        name: sum((LAGGED[name].compute(*pair) for pair in pairs), zero.expand(LAGGED[name].shape(matrix)))
+        for name in names
+        if name in LAGGED
+    }
+    return sums | lagged
+
+
+def checked_rows(registration: Registration, use: Use, layer: Layer, grad: Tensor, value: Tensor) -> list[Tensor]:
+    """Rows and gradient rows. Raises ValueError for tensors that are not those of this use."""
+    (g, o, i), bias = registration.rows
+    try:
+        rows, grad_rows = both_rows(registration, use, layer)(grad, value)
+        if not registration.structure.needs_pixels:  # pixels are not as many as output positions
+            check_row_shapes(rows, grad_rows, (g, o, i - bias))
+    except (RuntimeError, ValueError, IndexError) as error:
+        if fatal(error):
+            raise
+        raise ValueError(
+            f"{registration} at {where(use.output)}: an input of shape {list(value.shape)} and an output's gradient of "
+            f"shape {list(grad.shape)} are not of one {use.layer}: {first_line(error)}"
+        ) from error
+    return [rows, grad_rows]
+
+
+def over_sources(sources: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Over sources: inputs count once, second moments of gradients add up, gradients of single cases are listed."""
+    once, listed = ("count", "A", "A_diag", "A1", "pairs"), ("per_case", "gradient")
+    return {
+        name: first if whole_statistic(name) in once else torch.stack([s[name] for s in sources]) if name in listed
+        else torch.stack([s[name] for s in sources]).sum(0)
+        for name, first in sources[0].items()
+    }  # fmt: skip

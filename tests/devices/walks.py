@@ -48,7 +48,7 @@ PROOF = {  # on the first batch; `verify=False` does without
     "proof.py:difference_in_words",
     "proof.py:revealing",
     "proof.py:proof_gradients",
-    "proof_tap.py:reaches_others",
+    "proof.py:reaches_others",
 }
 PADDED = {"masks.py:real_losses"}  # how many cases are real is a number of the batch
 PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them

@@ -5,9 +5,8 @@ import math
 
 from rich.console import Console
 
-from kfac_fx.demo.results import mark, results, results_table, verdict
 from kfac_fx.demo.tasks import METHODS, SETTINGS
-from kfac_fx.demo.training import Point, Run
+from kfac_fx.demo.training import Point, Run, mark, results, results_table, verdict
 
 
 def run_of(method: str, *losses: float) -> Run:

@@ -1,32 +1,11 @@
-"""Shapes of rows, and second moments that a layer declares, in the tap of the proof."""
+"""Second moments that a layer declares, in the tap of the proof."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
-from kfac_fx.checks.proof_tap import check_row_shapes, moments_apart, reaches_others
-
-
-@pytest.mark.parametrize(
-    ("rows", "grads", "sizes"),
-    [((5, 2, 3), (5, 2, 4), (1, 4, 3)), ((1, 2, 3), (5, 2, 1, 4), (1, 4, 3)), ((5, 2, 6, 3), (5, 2, 6, 4), (6, 4, 3))],
-)
-def test_rows_of_the_right_shape(rows: Any, grads: Any, sizes: Any) -> None:
-    check_row_shapes(torch.zeros(rows), torch.zeros(grads), sizes)
-    if sizes[0] == 1:
-        check_row_shapes(torch.zeros(rows[:2], dtype=torch.long), torch.zeros(grads), sizes)
-
-
-@pytest.mark.parametrize(
-    ("rows", "grads", "sizes"),
-    [((5, 3, 3), (5, 2, 4), (1, 4, 3)), ((2, 2, 3), (5, 2, 4), (1, 4, 3)), ((5, 2, 3), (5, 2, 6, 4), (6, 4, 3))],
-)
-def test_rows_of_a_wrong_shape(rows: Any, grads: Any, sizes: Any) -> None:
-    with pytest.raises(ValueError, match="rows of shape .*, wanted"):
-        check_row_shapes(torch.zeros(rows), torch.zeros(grads), sizes)
+from kfac_fx.checks.proof import moments_apart, reaches_others
 
 
 def test_a_declared_second_moment_is_compared_with_that_of_the_rows() -> None:

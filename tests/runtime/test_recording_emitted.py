@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import kfac_fx
 from kfac_fx import LossError
-from kfac_fx.checks.proof_tap import ProofTap
+from kfac_fx.checks.proof import ProofTap
 from kfac_fx.divided.emitted import EmittedSubmodules
 from kfac_fx.recording.emitted import EmittedGraph, EmittedModel, value_of
 from tests.whole.divided import Branching, Normalized

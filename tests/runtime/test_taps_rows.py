@@ -13,7 +13,7 @@ from torch import Tensor
 from kfac_fx.passes.ir import Registration, Use
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.taps import rows
-from kfac_fx.taps.rows import both_rows, moment_and_grad_rows, scales
+from kfac_fx.taps.rows import both_rows, check_row_shapes, moment_and_grad_rows, scales
 from tests.compiler.toy import Toy, before
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -139,3 +139,22 @@ def test_pixels_are_the_rows_of_sua() -> None:
     pixels = replace(registration, approximation="kron_sua")
     r, _ = both_rows(pixels, use, LAYERS["conv1d"])(torch.randn(N, 3, 4), x)
     assert torch.equal(r.flatten(2), x.mT)
+
+
+@pytest.mark.parametrize(
+    ("rows", "grads", "sizes"),
+    [((5, 2, 3), (5, 2, 4), (1, 4, 3)), ((1, 2, 3), (5, 2, 1, 4), (1, 4, 3)), ((5, 2, 6, 3), (5, 2, 6, 4), (6, 4, 3))],
+)
+def test_rows_of_the_right_shape(rows: Any, grads: Any, sizes: Any) -> None:
+    check_row_shapes(torch.zeros(rows), torch.zeros(grads), sizes)
+    if sizes[0] == 1:
+        check_row_shapes(torch.zeros(rows[:2], dtype=torch.long), torch.zeros(grads), sizes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "grads", "sizes"),
+    [((5, 3, 3), (5, 2, 4), (1, 4, 3)), ((2, 2, 3), (5, 2, 4), (1, 4, 3)), ((5, 2, 3), (5, 2, 6, 4), (6, 4, 3))],
+)
+def test_rows_of_a_wrong_shape(rows: Any, grads: Any, sizes: Any) -> None:
+    with pytest.raises(ValueError, match="rows of shape .*, wanted"):
+        check_row_shapes(torch.zeros(rows), torch.zeros(grads), sizes)

@@ -1,6 +1,5 @@
 """Tensors by name as one vector."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -37,14 +36,3 @@ def test_scalars_of_groups_are_spread_over_their_parameters_and_one_for_all_stay
     assert FLAT.spread(dict.fromkeys(FLAT.shapes, one)) is one
     spread = FLAT.spread({"weight": one, "step": other, "bias": one})
     assert torch.equal(spread, torch.tensor([0.1] * 6 + [0.2] + [0.1] * 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_adding_keeps_the_tensors_and_their_precision(dtype: torch.dtype) -> None:
-    image = torch.zeros(2, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
-    bias = torch.ones(2, dtype=dtype)
-    flat = Flat({"image": image.shape, "bias": bias.shape})
-    flat.add_to({"bias": bias, "image": image}, torch.arange(26.0))
-    assert torch.equal(image, torch.arange(24).view(2, 3, 2, 2).to(dtype))
-    assert bias.tolist() == [25, 26]
-    assert bias.dtype is dtype
