@@ -12,9 +12,8 @@ from torch import Tensor, fx
 
 from .errors import RegistrationError
 from .graphs import pytree
-from .graphs.labels import Label, ancestors, has_gradient, labels, symbolic_sizes
+from .graphs.labels import Label, ancestors, has_gradient, labels, sizes_of, symbolic_sizes
 from .graphs.operations import op_name
-from .graphs.sizes import sizes_of
 from .graphs.spelling import order_operands
 from .ir import LossSite, Note, Program, where
 from .torch_losses import BY_NAME

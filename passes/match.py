@@ -19,9 +19,8 @@ from .computed import nodes_of
 from .errors import LayerError, fatal
 from .graphs.edit import attribute
 from .graphs.inplace import functional
-from .graphs.labels import Label, ancestors, labels_of, parameters_behind
+from .graphs.labels import Label, ancestors, labels_of, number_of_cases, parameters_behind, with_batch_dim, with_mask
 from .graphs.operations import CASTS, op_name
-from .graphs.sizes import number_of_cases, with_batch_dim, with_mask
 from .graphs.spelling import order_operands, respell
 from .graphs.views import bound_parameter
 from .ir import CASES, ELEMENTS, Bound, Program, Use

@@ -20,9 +20,8 @@ from torch import Tensor, fx
 
 from .computed import Computed, Value
 from .errors import LayerError, fatal
-from .graphs.labels import everything_behind
+from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
 from .graphs.operations import SHAPE_ONLY, op_name
-from .graphs.sizes import in_example, known_number, shape_of, sizes_of
 from .ir import KEPT, STEP, Dims, Note, Program, Registration, Use, literal_attrs, where
 from .layers import Layer
 

@@ -22,9 +22,8 @@ from torch import fx, nn
 from .computed import with_nodes
 from .graphs import pytree
 from .graphs.edit import attribute, holder
-from .graphs.labels import Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
+from .graphs.labels import NUMBER, Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
-from .graphs.sizes import NUMBER
 from .ir import ELEMENTS, Program, Registration, Submodule, Use
 from .torch_private import AUTOCAST_REGION
 

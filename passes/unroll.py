@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from .graphs.edit import Writer
-from .graphs.labels import Label, labels
+from .graphs.labels import Label, counted, labels
 from .graphs.operations import op_name
-from .graphs.sizes import counted
 from .ir import STEP, UNROLLED, Program
 
 Stepped = Any  # an fx.Proxy, on which operations become nodes; or a tensor

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.passes.errors import RegistrationError, UntraceableError
-from kfac_fx.passes.graphs.labels import symbolic_sizes
-from kfac_fx.passes.graphs.sizes import sizes_of
+from kfac_fx.passes.graphs.labels import sizes_of, symbolic_sizes
 from kfac_fx.passes.losses import ANSWER, CONVENTION, free_sizes
 from kfac_fx.recording.recorder import Recorder
 

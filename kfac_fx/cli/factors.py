@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 import kfac_fx
-from kfac_fx.cli.problem import CommandError, module_by_name, module_of_file, seed
-from kfac_fx.passes.errors import nearest
+from kfac_fx.cli.problem import CommandError, named_object, seed
 from kfac_fx.spectrum.model_spectrum import CASE_KINDS
 from kfac_fx.spectrum.queries import as_batch
 
@@ -70,10 +69,7 @@ def data_of(spec: str) -> Iterable[Any]:
     path, colon, name = spec.rpartition(":")
     if not (colon and path and name):
         raise CommandError(f"{spec!r} names no data: write it as package.module:callable or file.py:callable")
-    module = module_of_file(Path(path)) if path.endswith(".py") else module_by_name(path)
-    if not hasattr(module, name):
-        raise CommandError(f"module {path!r} has no {name!r}.{nearest(name, dir(module))}")
-    data = getattr(module, name)
+    data = named_object(path, name)
     if callable(data):
         try:
             data = data()

@@ -21,8 +21,7 @@ from torch.func import functional_call
 from kfac_fx.divided.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
-from kfac_fx.passes.divided.captured import CapturedSubmodule
-from kfac_fx.passes.divided.divide import Division
+from kfac_fx.passes.divided.divide import CapturedSubmodule, Division
 from kfac_fx.passes.divided.masks import SITES, MaskSizes, Site, masked_part, with_masks
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.graphs import pytree

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from kfac_fx.passes.divided.captured import CapturedSubmodule, key_of_read
+from kfac_fx.passes.divided.divide import CapturedSubmodule, key_of_read
 from kfac_fx.passes.divided.following import NOT_CAPTURED, Reads, differentiable
 from kfac_fx.passes.divided.reads import Operation, Read
 from kfac_fx.passes.errors import ModelChangedError

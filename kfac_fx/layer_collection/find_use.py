@@ -19,8 +19,7 @@ from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.choose import lacking
 from kfac_fx.passes.claims import declared_by_user
 from kfac_fx.passes.errors import ApproximationError, RegistrationError, table
-from kfac_fx.passes.graphs.labels import Label, labels_of, symbolic_sizes
-from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim, with_mask
+from kfac_fx.passes.graphs.labels import Label, in_example, labels_of, symbolic_sizes, with_batch_dim, with_mask
 from kfac_fx.passes.ir import Program, Sampling, Use, where
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.losses import find_losses

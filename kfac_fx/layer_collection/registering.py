@@ -20,7 +20,7 @@ from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.losses.registered import RegisteredLoss, evaluated, likelihood
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.errors import LossError, RegistrationError, ReuseError
-from kfac_fx.passes.graphs.sizes import in_example
+from kfac_fx.passes.graphs.labels import in_example
 from kfac_fx.passes.ir import GENERIC, LossSite, Sampling, Use
 from kfac_fx.passes.layers.conv import disagreement
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION

@@ -14,8 +14,7 @@ from kfac_fx.layer_collection.fisher_blocks import CLASSES, INDEP, KINDS, Fisher
 from kfac_fx.passes.approximations import APPROXIMATIONS
 from kfac_fx.passes.choose import cut_sides
 from kfac_fx.passes.errors import ApproximationError, LinkError, RegistrationError
-from kfac_fx.passes.graphs.labels import ancestors, symbolic_sizes
-from kfac_fx.passes.graphs.sizes import in_example, with_batch_dim
+from kfac_fx.passes.graphs.labels import ancestors, in_example, symbolic_sizes, with_batch_dim
 from kfac_fx.passes.ir import Program, Registration, Use, where
 from kfac_fx.passes.pipeline import after_registrations, run
 from kfac_fx.statistics.moments import Key

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..computed import with_nodes
 from ..errors import RegistrationError
-from ..graphs.sizes import NUMBER, in_example, shape_of
+from ..graphs.labels import NUMBER, in_example, shape_of
 from ..ir import KEPT, Note, Program
 from ..padding import padding, without_mask
 from ..registration import where

@@ -1,4 +1,4 @@
-"""Labels of nodes: which values a node depends on, and which parameter stands behind it.
+"""Labels of nodes: which values a node depends on, and which parameter stands behind it; and the sizes of nodes.
 
     ACT     depends on the values of the model's inputs, or has a row for every case
     FREE    an activation that is free of the batch: computed by a layer, from parameters and constants only
@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from enum import IntEnum
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..ir import Program
+from ..computed import Computed
+from ..ir import CASES, KEPT, Program, Use
+from ..torch_private import size_hint
+from . import pytree
 from .operations import (
     DATA_FIRST,
     EXPANDS,
@@ -218,3 +223,79 @@ def entries(program: Program) -> dict[Edge, set[str]]:
     edges = use_edges(program.graph, label, program.outputs)
     behind = {pure: parameters_behind(pure, label, program.behind) for pure, _ in edges}
     return {(pure, act): behind[pure] for pure, act in edges}
+
+
+# --- sizes: numbers, or symbols where only the batch knows them -------------------------------------------------------
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    """The sizes of the node's tensor; empty if it has no tensor."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def sizes_of(node: fx.Node) -> list[str]:
+    return [str(size) for size in shape_of(node)]
+
+
+def known_number(size: int | torch.SymInt) -> int | None:
+    """The size as a number; None for a symbol that the capture did not find to be a number."""
+    return int(str(size)) if str(size).isdigit() else None
+
+
+def in_example(size: int | torch.SymInt) -> int:
+    """The number that a size was on the inputs of the capture."""
+    # Not `int(size)`, which makes the symbol this number everywhere, so that equal numbers look like the same size.
+    return size if isinstance(size, int) else size_hint(size)
+
+
+# --- where the cases are in the output of a use, and how many there are -----------------------------------------------
+
+
+NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' graphs side by side: which it belongs to
+
+
+def with_batch_dim(use: Use, cases: str) -> Use:
+    """Where the cases are in the use's output; None if no dimension has their size."""
+    sizes = symbolic_sizes(use.output)
+    if use.batch_independent:
+        use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output, cases)})
+    return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use
+
+
+def number_of_cases(output: fx.Node, cases: str | None) -> Computed:
+    """The size of the cases; where it is not known, the first size of the first input, of the same submodule.
+
+    A use that does not depend on the batch has the same Fisher with any number of cases: `count` grows with the number,
+    and G falls.
+    """
+    submodule = output.meta.get(NUMBER)
+    inputs = [node for node in output.graph.find_nodes(op="placeholder") if node.meta.get(NUMBER) == submodule]
+    candidates = [
+        (node, symbolic_sizes(node).index(cases)) for node in inputs if cases in symbolic_sizes(node) and cases
+    ]
+    return Computed(size, candidates[0] if candidates else (inputs[0], 0))
+
+
+def size(value: Any, dim: int) -> int:
+    """The size of an input along `dim`. The input is a tensor, or a container; its first tensor counts."""
+    return next((int(leaf.shape[dim]) for leaf in pytree.leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def counted(output: Tensor, mask: Tensor) -> Tensor:
+    """`output`; of its rows [N, S] only those count where `mask` is true, whatever the others hold.
+
+    It stands behind the output of a use in a graph: `f(linear(x, w, b))` -> `f(counted(linear(x, w, b), mask))`.
+    """
+    return output
+
+
+def with_mask(use: Use) -> Use:
+    """The use with its mask among its attributes, if the graph says one."""
+    readers = list(use.output.users)
+    if len(readers) != 1 or readers[0].target is not counted or readers[0].args[0] is not use.output:
+        return use
+    return replace(use, attrs={**use.attrs, KEPT: readers[0].args[1]})

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..approximations import EVERY_LAYER
+from ..graphs.labels import counted
 from ..graphs.operations import op_name
-from ..graphs.sizes import counted
 from ..ir import Attrs
 from ..torch_private import GROUPED_MM, OpOverload, OpOverloadPacket
 from .declaration import layer

@@ -7,17 +7,13 @@ one comparison of identities for each.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import partial
 from itertools import repeat
 from operator import is_
 from types import FunctionType, MappingProxyType
 from typing import Any, Protocol
-
-from torch import Tensor
-
-from ..torch_private import version
 
 MISSING = object()  # stands for a name that is bound to nothing
 
@@ -116,14 +112,15 @@ class Members:
         self.members.update(self.copy)
 
 
-class Length:
-    """The length of a container whose elements are not compared."""
+class Count:
+    """A number that tells of changes which cannot be undone: the length of a container whose elements are not
+    compared, or how often a tensor was written into."""
 
-    def __init__(self, container: Any) -> None:
-        self.container, self.length = container, len(container)
+    def __init__(self, value: Any, of: Callable[[Any], int]) -> None:
+        self.value, self.of, self.number = value, of, of(value)
 
     def same(self) -> bool:
-        return len(self.container) == self.length
+        return self.of(self.value) == self.number
 
     def put_back(self) -> None:
         pass
@@ -227,19 +224,6 @@ class ObjectClasses:
         for value, kind in zip(self.objects, self.classes, strict=True):
             if type(value) is not kind:
                 value.__class__ = kind
-
-
-class Version:
-    """How often a tensor was written into."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, version(tensor)
-
-    def same(self) -> bool:
-        return version(self.tensor) == self.version
-
-    def put_back(self) -> None:
-        pass
 
 
 def getattr_or_missing(value: Any, name: str) -> Any:

@@ -36,14 +36,13 @@ from .holders import (
     Attributes,
     BufferBytes,
     ContextValue,
+    Count,
     Entries,
     FunctionCode,
     Holder,
-    Length,
     ListElements,
     Members,
     ObjectClasses,
-    Version,
     getattr_or_missing,
 )
 
@@ -115,7 +114,7 @@ class Walk:
         if isinstance(value, Tensor):
             if not named or id(value) in self.live or isinstance(value, nn.Parameter):
                 return Tensor, Same(value)
-            self.holders.append(Version(value))
+            self.holders.append(Count(value, version))
             return Tensor, Same(value), version(value)
         key = id(value), named, max(depth, 0)
         if key in self.seen:
@@ -144,7 +143,7 @@ class Walk:
 
     def of_container(self, value: Any, named: bool, depth: int) -> Any:
         if len(value) > FEW and not named:
-            self.holders.append(Length(value))
+            self.holders.append(Count(value, len))
             return ()
         if isinstance(value, dict):
             self.holders.append(Entries(value, value, len(value)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import kfac_fx
-from kfac_fx.passes.graphs.sizes import counted
+from kfac_fx.passes.graphs.labels import counted
 from kfac_fx.passes.layers.experts import by_expert, grouped_product, route, routed
 
 X = torch.randn(7, 8)

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from kfac_fx.passes.torch_private import version
 from kfac_fx.passes.tracing.holders import (
     ArrayNumbers,
     Attributes,
     BufferBytes,
     ContextValue,
+    Count,
     Entries,
     FunctionCode,
-    Length,
     ListElements,
     Members,
     ObjectClasses,
-    Version,
 )
 
 
@@ -182,8 +182,8 @@ def test_a_holder_sees_a_change_in_place_and_undoes_it(change: str) -> None:
 @pytest.mark.parametrize(
     "make, change",
     [
-        (lambda: of(lambda: [1.0], Length), lambda v: v.append(2.0)),
-        (lambda: of(lambda: torch.zeros(2), Version), lambda v: v.add_(1.0)),
+        (lambda: of(lambda: [1.0], lambda v: Count(v, len)), lambda v: v.append(2.0)),
+        (lambda: of(lambda: torch.zeros(2), lambda v: Count(v, version)), lambda v: v.add_(1.0)),
         (lambda: of(lambda: np.zeros(4, np.int32), ArrayNumbers), lambda v: setattr(v, "dtype", np.float32)),
         (lambda: of(lambda: np.zeros((4, 1)), ArrayNumbers), lambda v: setattr(v, "shape", (2, 2))),
     ],

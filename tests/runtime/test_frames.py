@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx.divided.frames import Frames, LossWatch, UncapturedCall, one_call, reached, refuse_read
-from kfac_fx.passes.divided.captured import CapturedSubmodule
+from kfac_fx.passes.divided.divide import CapturedSubmodule
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Options, Submodule
 from kfac_fx.passes.layers import LAYERS

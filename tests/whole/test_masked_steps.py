@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx import FisherEstimator, LayerCollection, ModelChangedError
 from kfac_fx.passes.errors import RegistrationError
-from kfac_fx.passes.graphs.sizes import in_example, known_number
+from kfac_fx.passes.graphs.labels import in_example, known_number
 from kfac_fx.statistics.lagged import LAGGED
 from tests.runtime.fisher_cases import sequence_statistics
 

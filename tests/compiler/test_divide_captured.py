@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.passes.divided.captured import CapturedSubmodule, captured_reads, left_to_python, under
+from kfac_fx.passes.divided.divide import CapturedSubmodule, captured_reads, left_to_python, under
 from kfac_fx.passes.divided.following import ObservedRead, read_outside
 from kfac_fx.passes.ir import Options, Submodule
 from kfac_fx.passes.layers import LAYERS
@@ -68,7 +68,7 @@ def test_equal_reads_are_captured_once_with_the_names_of_the_model() -> None:
     reads = observed(model, X) + observed(model, torch.randn(7, 4))
     (one,), reasons = captured_reads(reads, dict(model.named_parameters()), Options(loss_given=True), LAYERS, ())
     assert one.is_read and one.names == {"p0": "weight"} and reasons == {}
-    assert one.submodule.calls == 2 and one.submodule.path.startswith("linear of weight (test_captured.py:")
+    assert one.submodule.calls == 2 and one.submodule.path.startswith("linear of weight (test_divide_captured.py:")
 
 
 def test_reads_of_earlier_inputs_are_kept() -> None:

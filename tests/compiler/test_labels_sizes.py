@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from kfac_fx.passes.computed import Computed
-from kfac_fx.passes.graphs.sizes import (
+from kfac_fx.passes.graphs.labels import (
     NUMBER,
     counted,
     in_example,
