@@ -18,6 +18,7 @@ from kfac_fx.layer_collection import (
     set_default_layer_collection,
     variable_scope,
 )
+from kfac_fx.linalg.krylov import ConvergenceWarning, Solution
 from kfac_fx.metrics import Metrics
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
@@ -40,7 +41,6 @@ from kfac_fx.report import Report
 from kfac_fx.spectrum.files import load_spectrum, save_spectrum
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
 from kfac_fx.spectrum.queries import Batch, Queries
-from kfac_fx.spectrum.solve import ConvergenceWarning, Solution
 
 __version__ = "0.1.0"
 

@@ -24,10 +24,10 @@ from itertools import chain, pairwise
 
 from torch import fx
 
-from .computed import nodes_of
 from .graphs.labels import Label, differentiated, labels_of, parameters_behind, use_edges
 from .ir import Note, Program, Use, where
 from .matrix import Shape
+from .parametrization import nodes_of
 from .parametrizations.jacobian import by_jacobian
 from .parametrizations.normalized import BySlice, WithGain
 from .parametrizations.parts import NOTHING, Part, partial, parts_of, taken_apart, whole_uses

@@ -24,8 +24,7 @@ from .errors import fatal
 from .graphs.edit import attribute
 from .graphs.inplace import shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels_of
-from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, op_name
-from .graphs.views import bound_parameter, dims_after
+from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, bound_parameter, dims_after, op_name
 from .ir import ELEMENTS, Program
 from .parametrizations.functions import FUNCTIONS, Functions
 from .parametrizations.jacobian import small_functions

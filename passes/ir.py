@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from .computed import with_nodes
 from .errors import plural
 from .matrix import Shape
+from .parametrization import with_nodes
 from .pieces import ParameterExpr, Piece
 from .registration import (
     CASES,

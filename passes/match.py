@@ -15,17 +15,16 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from .computed import nodes_of
 from .errors import LayerError, fatal
 from .graphs.edit import attribute
 from .graphs.inplace import functional
 from .graphs.labels import Label, ancestors, labels_of, number_of_cases, parameters_behind, with_batch_dim, with_mask
-from .graphs.operations import CASTS, op_name
+from .graphs.operations import CASTS, bound_parameter, op_name
 from .graphs.spelling import order_operands, respell
-from .graphs.views import bound_parameter
 from .ir import CASES, ELEMENTS, Bound, Program, Use
 from .layers import Form, Layer
 from .matrix import Layout, Shape
+from .parametrization import nodes_of
 from .parametrizations.gathered import constant, gathered_weight
 from .parametrizations.jacobian import static_shape
 from .parametrizations.linear_map import LinearMap

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .computed import Computed, Value
 from .errors import LayerError, fatal
 from .graphs.labels import everything_behind, in_example, known_number, shape_of, sizes_of
 from .graphs.operations import SHAPE_ONLY, op_name
 from .ir import KEPT, STEP, Dims, Note, Program, Registration, Use, literal_attrs, where
 from .layers import Layer
+from .parametrization import Computed, Value
 
 STRANGE = -1  # in the place of a position: one of other sequences, or in another order
 ALL = sys.maxsize  # in the place of a position: more than one

@@ -15,9 +15,8 @@ from typing import Any
 from torch import fx
 
 from .approximations import APPROXIMATIONS, Approximation
-from .computed import Value
 from .matrix import Layout, MatrixForm
-from .parametrization import Parametrization, Transposed
+from .parametrization import Parametrization, Transposed, Value
 from .pieces import ParameterExpr, Piece
 
 OWN_FOLDER = str(Path(__file__).parents[1])  # the compiler

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .computed import Computed, Value, nodes_of
 from .graphs.edit import attribute
 from .graphs.inplace import memories
 from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect
 from .ir import KEPT, Program, Registration, Use, tensor_attrs
+from .parametrization import Computed, Value, nodes_of
 
 TapFactory = Callable[[Registration, Use], nn.Module]
 LinkFactory = Callable[[Registration, Use, bool, bool], nn.Module]  # of a use, the first, the last of its tower

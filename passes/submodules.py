@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from .computed import with_nodes
 from .graphs import pytree
 from .graphs.edit import attribute, holder
 from .graphs.labels import NUMBER, Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
 from .ir import ELEMENTS, Program, Registration, Submodule, Use
+from .parametrization import with_nodes
 from .torch_private import AUTOCAST_REGION
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -152,15 +152,7 @@ def changes_outside(
         return []
     changed, again = settings.changed(), settings.anew()
     copied_args, copied_kwargs = copies(args, kwargs)
-    with (
-        recorder.emitted.isolated(),
-        objects_kept({"": (args, kwargs)}),
-        untouched(model),
-        buffers_kept(model),
-        parameters_kept(model),
-        custom_functions(),
-        as_unrolled(recorder.program),
-    ):
+    with objects_kept({"": (args, kwargs)}), model_kept(recorder):
         others = detached(pytree.leaves(model(*copied_args, **copied_kwargs)))
     repeated = again.changed()
     settings.put_back()
@@ -189,8 +181,9 @@ def inputs_written(
     return [f"writes into its input {name}" for name, leaf, copy in leaves if not equal_up_to_rounding(leaf, copy)]
 
 
-def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
-    """args, kwargs: copies, into which forward may write."""
+@contextmanager
+def model_kept(recorder: Recorder) -> Iterator[Mapping[str, Any]]:
+    """Inside, the model itself runs as it is recorded, and keeps what it was. Yields the parameters it writes into."""
     model = recorder.model
     # Reentrant checkpoints have no autograd.grad, and some devices' own kernels other random numbers.
     with (
@@ -201,6 +194,13 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
         custom_functions(),
         as_unrolled(recorder.program),
     ):
+        yield written
+
+
+def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
+    """args, kwargs: copies, into which forward may write."""
+    model = recorder.model
+    with model_kept(recorder) as written:
         outputs = pytree.leaves(model(*args, **kwargs))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         gradients = gradients_by_name(outputs, recorder.program.parameters)

@@ -20,15 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.checks.equivalence import as_unrolled, coarsest_rounding, copies, detached
+from kfac_fx.checks.equivalence import as_unrolled, coarsest_rounding, copies, detached, model_kept
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.graphs import pytree
-from kfac_fx.passes.tracing.attributes import untouched
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import objects_kept
-from kfac_fx.passes.tracing.substitutes import buffers_kept, parameters_kept
-from kfac_fx.passes.tracing.watch import custom_functions
 from kfac_fx.recording.recorder import Recorder
 
 COMPARISON_INTERVAL = 1000  # recordings between two comparisons, after those with numbers 1, 2, 4, 8, ...
@@ -82,18 +79,11 @@ def differs_from_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mappin
 
     values: the inputs, as `capture.flatten` returns them.
     """
-    model, emitted = recorder.model, recorder.emitted
+    model = recorder.model
     copied_args, copied_kwargs = copies(args, kwargs)
     outside = ForwardSettings(model, recorder.capture.outside)
     with full_precision(everything=True), as_unrolled(recorder.program):
-        with (
-            objects_kept({"": (args, kwargs)}),
-            emitted.isolated(),
-            untouched(model),
-            buffers_kept(model),
-            parameters_kept(model),
-            custom_functions(),
-        ):
+        with objects_kept({"": (args, kwargs)}), model_kept(recorder):
             of_model = sampled_elements(detached(pytree.leaves(model(*copied_args, **copied_kwargs))))
         outside.put_back()
         output, _ = recorder.outputs({}, values)

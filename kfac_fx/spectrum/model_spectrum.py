@@ -17,13 +17,13 @@ from torch import Tensor
 from kfac_fx.blocks.block import check_fits
 from kfac_fx.blocks.spectrum import Relative, Spectrum, System
 from kfac_fx.factors.stacks import Vector
+from kfac_fx.linalg.krylov import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.linalg.matrices import full_precision
 from kfac_fx.linalg.vectors import joined
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.spectrum.queries import Queries, as_batch
-from kfac_fx.spectrum.solve import NamedProduct, Solution, conjugate_gradients
 from kfac_fx.statistics.case_gradients import Cases, LowRank, sum_of_squares, weighted_squares
 from kfac_fx.statistics.moments import Key
 from kfac_fx.values import check_variables
@@ -175,9 +175,7 @@ class ModelSpectrum(Spectrum):
         Raises NotRegisteredError if a vector does not fit, ValueError if H + δ I is not positive definite.
         """
         lead, parts = self.many(vector)
-        like = {name: tensor.reshape(-1, *self.shapes[name]) for name, tensor in vector.items()}
-        read = joined(parts, self.registrations, like, 1)  # zero in elements that nothing reads
-        right = {name: read[name].reshape(tensor.shape) for name, tensor in vector.items()}
+        right = self.joined(parts, vector)  # zero in elements that nothing reads
 
         def damped(vector: dict[str, Tensor]) -> dict[str, Tensor]:
             curved, shift = product(vector), self.shift(vector)
@@ -197,9 +195,13 @@ class ModelSpectrum(Spectrum):
             for system, index in self.places().values()
             for name in system.group.registrations[index].parameters
         }
-        like = {name: tensor.reshape(-1, *self.shapes[name]) for name, tensor in vector.items()}
-        whole = joined(shifted, self.registrations, like, 1)
-        return {name: whole[name].reshape(tensor.shape) for name, tensor in vector.items()}
+        return self.joined(shifted, vector)
+
+    def joined(self, parts: Vector, like: Vector) -> dict[str, Tensor]:
+        """The inverse of `many`, with the dimensions of `like`."""
+        flat = {name: tensor.reshape(-1, *self.shapes[name]) for name, tensor in like.items()}
+        whole = joined(parts, self.registrations, flat, 1)
+        return {name: whole[name].reshape(tensor.shape) for name, tensor in like.items()}
 
     # --- scores -------------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..computed import with_nodes
 from ..errors import RegistrationError
 from ..graphs.labels import NUMBER, in_example, shape_of
 from ..ir import KEPT, Note, Program
 from ..padding import padding, without_mask
+from ..parametrization import with_nodes
 from ..registration import where
 from ..submodules import graph_of
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..computed import Computed
 from ..ir import CASES, KEPT, Program, Use
+from ..parametrization import Computed
 from ..torch_private import size_hint
 from . import pytree
 from .operations import (

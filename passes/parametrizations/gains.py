@@ -19,10 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..computed import Value
 from ..graphs.labels import has_gradient
 from ..matrix import Layout, Shape
-from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, WeightExample, apply_views, view_steps
+from ..parametrization import (
+    NodeValues,
+    Parametrization,
+    RowPair,
+    RowsStep,
+    Value,
+    WeightExample,
+    apply_views,
+    view_steps,
+)
 from ..registration import Bound, Use
 from .elementwise import INPUTS, OUTPUTS, Constant, Diagonal, placed
 from .normalized import WithGain

@@ -24,14 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..computed import Computed, Value
 from ..errors import fatal
 from ..graphs.edit import attribute
 from ..graphs.labels import Label, has_gradient, labels
 from ..graphs.operations import CASTS, EXPANDS, PARTS, VIEWS, changes_memory, computed, is_random, op_name
 from ..ir import ELEMENTS
 from ..matrix import Layout, Shape
-from ..parametrization import Parametrization, RowPair, RowsStep, Views, WeightExample, apply_views, view_steps
+from ..parametrization import (
+    Computed,
+    Parametrization,
+    RowPair,
+    RowsStep,
+    Value,
+    Views,
+    WeightExample,
+    apply_views,
+    view_steps,
+)
 from .linear_map import LinearMap, LinearMaps
 
 SELECTS = (VIEWS - CASTS) | PARTS | EXPANDS

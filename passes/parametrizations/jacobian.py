@@ -23,13 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..computed import Computed, Value
 from ..graphs.inplace import memory_owner
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import KEPT, Program
 from ..matrix import Layout, Shape
-from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, Transposed, WeightExample, view_steps
+from ..parametrization import (
+    Computed,
+    NodeValues,
+    Parametrization,
+    RowPair,
+    RowsStep,
+    Transposed,
+    Value,
+    WeightExample,
+    view_steps,
+)
 from ..pieces import ParameterExpr, slice_of, unallocated
 from ..pieces import viewed as view_through
 from ..registration import Bound, Use

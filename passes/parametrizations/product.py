@@ -28,13 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ..computed import Value
 from ..graphs.edit import attribute
 from ..graphs.labels import differentiated
-from ..graphs.operations import PERMUTES, op_name
-from ..graphs.views import dims_after
+from ..graphs.operations import PERMUTES, dims_after, op_name
 from ..matrix import Layout, Shape
-from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, WeightExample
+from ..parametrization import NodeValues, Parametrization, RowPair, RowsStep, Value, WeightExample
 from ..pieces import ParameterExpr, Partner, Piece, ProductTerm, layout_in, unallocated, view_of, viewed
 from ..registration import Bound, Use
 from .slices import applied_to, multiple_of, without_data

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kfac_fx.passes.computed import Computed
 from kfac_fx.passes.graphs.labels import (
     NUMBER,
     counted,
@@ -24,6 +23,7 @@ from kfac_fx.passes.graphs.labels import (
     with_mask,
 )
 from kfac_fx.passes.ir import CASES, KEPT, Program, Use
+from kfac_fx.passes.parametrization import Computed
 from tests.compiler.toy import Toy, before, node
 
 N, T = 4, 7

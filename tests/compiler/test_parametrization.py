@@ -7,9 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.passes.computed import Computed, Value
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.parametrization import Parametrization, RowsStep, Transposed, apply_views, view_steps
+from kfac_fx.passes.parametrization import (
+    Computed,
+    Parametrization,
+    RowsStep,
+    Transposed,
+    Value,
+    apply_views,
+    view_steps,
+)
 
 GRAPH = fx.Graph()
 X, Y = (GRAPH.placeholder(name) for name in "xy")

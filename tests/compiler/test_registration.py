@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from kfac_fx.passes.computed import Computed
 from kfac_fx.passes.ir import Bound, Registration, Sampling, Use, literal_attrs, source_line, tensor_attrs, where
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.parametrization import Transposed
+from kfac_fx.passes.parametrization import Computed, Transposed
 from kfac_fx.passes.parametrizations.gathered import Gathered
 from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.registration import OWN_FOLDER

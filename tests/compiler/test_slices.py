@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from kfac_fx.passes.graphs.views import dims_after
+from kfac_fx.passes.graphs.operations import dims_after
 from kfac_fx.passes.parametrizations import slices
 from kfac_fx.passes.parametrizations.slices import Sliced, in_region
 from kfac_fx.passes.pieces import ParameterExpr, slice_of, unallocated

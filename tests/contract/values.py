@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from kfac_fx.passes.computed import Value
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.parametrization import Value
 
 
 class Values(fx.Interpreter):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. A row names folders and modules; a module may import from its own row and from the rows above it.
 FLOORS = {
     "data": "passes.errors passes.torch_private passes.torch_losses passes.approximations passes.matrix "
-    "passes.computed passes.parametrization passes.pieces passes.registration passes.ir",
+    "passes.parametrization passes.pieces passes.registration passes.ir",
     "graphs": "passes.graphs",
     "declarations": "passes.layers passes.parametrizations passes.choose passes.claims",
     "tracing": "passes.tracing",

@@ -17,7 +17,7 @@ from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
 from kfac_fx.passes.expressions import Expressions
 from kfac_fx.passes.graphs.labels import labels
-from kfac_fx.passes.graphs.views import bound_parameter
+from kfac_fx.passes.graphs.operations import bound_parameter
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.match import form_graph
 from kfac_fx.passes.padding import LENGTH

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from kfac_fx.passes.computed import Computed, nodes_of, with_nodes
 from kfac_fx.passes.matrix import Layout
+from kfac_fx.passes.parametrization import Computed, nodes_of, with_nodes
 
 GRAPH, COPY = fx.Graph(), fx.Graph()
 X, Y = (GRAPH.placeholder(name) for name in "xy")

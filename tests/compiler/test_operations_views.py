@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.graphs.views import bound_parameter
+from kfac_fx.passes.graphs.operations import bound_parameter, op_name
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, node
 
