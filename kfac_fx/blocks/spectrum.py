@@ -160,9 +160,11 @@ class Spectrum:
                 wrong.append((repr(key), "is not a block." + nearest(", ".join(key), keys)))
         for names in self.keys:
             found = {pattern_of(name, damping) for name in names} if names not in damping else {None}
-            if len(found) > 1:
-                patterns = " and ".join(repr(pattern) for pattern in sorted(map(str, found)))
-                wrong.append((repr(names), f"is one block with the dampings of {patterns}"))
+            patterns = [repr(pattern) for pattern in sorted(filter(None, found))]
+            if len(patterns) > 1:
+                wrong.append((repr(names), f"is one block with the dampings of {' and '.join(patterns)}"))
+            elif len(found) > 1:
+                wrong.append((repr(names), f"is one block, of which {patterns[0]} matches a part"))
             elif found == {None} and names not in damping:
                 wrong.append((repr(names), "is missing"))
         if wrong:

@@ -44,6 +44,19 @@ def test_a_guard_that_fails_captures_again() -> None:
         assert count(net) == captures
 
 
+@pytest.mark.parametrize(
+    "option", [{"batch_dim": 1}, {"padding_mask": lambda x: x[..., 0] != 0}], ids=lambda x: next(iter(x))
+)
+def test_an_option_that_needs_sizes_waits_for_a_batch(option: dict[str, Any]) -> None:
+    net = compile(nn.Linear(4, 3), loss="normal", **option)
+    with pytest.raises(
+        UntraceableError, match=rf"captured at its first training forward(?s:.*){next(iter(option))} needs the sizes"
+    ):
+        net.program  # noqa: B018
+    net(torch.randn(6, 5, 4))
+    assert [registration.layer for registration in net.program.registrations] == ["linear"]
+
+
 def test_images_of_another_size_are_captured_once_more_and_then_at_every_size() -> None:
     net = compile(nn.Conv2d(3, 2, 3), (torch.randn(2, 3, 5, 5),), loss="normal")
     for (batch, height, width), captures in (((4, 5, 5), 1), ((4, 6, 7), 2), ((3, 8, 4), 2), ((2, 5, 5), 2)):

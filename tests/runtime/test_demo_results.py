@@ -28,6 +28,12 @@ def test_the_mark_is_the_best_first_order_loss_and_kfac_is_compared_with_adamw()
     assert verdict("toy", runs).endswith(expected)
 
 
+def test_an_adamw_that_was_best_before_its_first_step_is_no_measure() -> None:
+    runs = {"adamw": run_of("adamw", 1, 2), "kfac": run_of("kfac", 3, 1)}
+    sentence = "K-FAC reached AdamW's best loss in 10 steps and 1.0 s; AdamW took 0 steps and 0.0 s."
+    assert verdict("toy", runs) == f"toy: {sentence}"
+
+
 def test_a_mark_that_kfac_missed_is_none_and_said() -> None:
     runs = {"sgd": run_of("sgd", 9, 4), "adamw": run_of("adamw", 9, 2), "kfac": run_of("kfac", 9, math.nan)}
     found = results(runs)["kfac"]

@@ -105,6 +105,15 @@ def test_without_gradients_nothing_is_served() -> None:
     assert one.ran == set()
 
 
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_users_hook_runs_once_a_call(serves: bool) -> None:
+    net, calls = model(), []
+    net[0].register_forward_hook(lambda module, inputs, output: calls.append(output))
+    with frames(net).in_place(), torch.set_grad_enabled(serves):
+        net(X)
+    assert len(calls) == 1
+
+
 def test_an_uncaptured_call_passes_the_models_own_handlers() -> None:
     assert not issubclass(UncapturedCall, Exception)
 

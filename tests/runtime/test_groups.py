@@ -73,6 +73,17 @@ def test_a_parameter_without_a_gradient_keeps_its_state_until_it_has_one() -> No
     assert grouped.flat(False, states) is None and grouped.flat(True, states) is None
 
 
+def test_all_parameters_of_a_group_decay_also_if_the_first_has_no_gradient() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    group: Group = {"params": [first, second], "lr": 0.1, "momentum": 0.9, "weight_decay": 0.3, "first_order": False}
+    names = {first: "first", second: "second"}
+    grouped = GroupedParameters.of([group], names, torch.zeros(()), new_velocity)
+    grouped.refresh([group], names)
+    second.grad = torch.ones(3)
+    decay = flat_of(grouped, {first: {}, second: {}}).weight_decay
+    torch.testing.assert_close(decay, torch.tensor(0.3))
+
+
 def test_groups_have_their_own_learning_rates_in_one_vector() -> None:
     grouped, _, states = members()
     flat = flat_of(grouped, states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from kfac_fx.optim.intervals import (
     PER_RECORDING,
     PER_USE,
     PRODUCT,
+    LayerFlops,
     StepCosts,
     StepIntervals,
 )
@@ -64,6 +66,16 @@ def test_the_costs_are_those_of_the_layers_and_of_the_operations(fraction: float
     assert costs.inverses == pytest.approx(inverses + 2 * OPERATION * PER_INVERSE)
     check = 5 * products + OPERATION * (3 * (2 + PRODUCT) + PER_CHECK)
     assert costs.check == pytest.approx(check)
+
+
+def test_layers_in_one_group_cost_what_they_cost_apart() -> None:
+    alike = [nn.Linear(5, 5, bias=False) for _ in range(3)]
+    estimator = after_a_step(nn.Sequential(nn.Linear(4, 5, bias=False), *alike)).estimator
+    rows = dict.fromkeys(estimator.blocks, float(CASES))
+    apart = [LayerFlops.of(estimator.groups, {key: n}) for key, n in rows.items()]
+    together = LayerFlops.of(estimator.groups, rows)
+    assert len(estimator.groups) == 2 and astuple(together) == tuple(map(sum, zip(*map(astuple, apart), strict=True)))
+    assert astuple(apart[-1]) == (2 * CASES * 5**2, 2 * CASES * 2 * 5**2, 2 * 2 * 5**3, 2 * 5**3)
 
 
 @pytest.mark.parametrize("overhead", [0.2, 0.4, 2.0, 500.0])

@@ -276,3 +276,7 @@ def test_two_dampings_for_one_block_are_refused() -> None:
     est = exact(deep(), batch())
     with pytest.raises(RegistrationError, match=r"is one block with the dampings of '\*\.bias' and '\*\.weight'"):
         est.spectrum(damping={"*.weight": 0.1, "*.bias": 0.2})
+    for part in ("*.weight", "*.bias"):
+        with pytest.raises(RegistrationError, match=r"is one block, of which .* matches a part") as failure:
+            est.spectrum(damping={part: 0.1})
+        assert "matches no parameter" not in str(failure.value)

@@ -199,6 +199,7 @@ def test_classes_are_on_the_axis_that_the_gradient_sums_to_zero_over() -> None:
     assert scores.grad is not None
     assert axis_of_classes(scores.grad) == 1
     assert axis_of_classes(scores.grad.mT) is None  # on the last, where they belong
+    assert axis_of_classes(scores.grad.transpose(0, 1)) is None  # on the first, where the cases are
     assert axis_of_classes(torch.zeros(2, 3, 5)) is None and axis_of_classes(torch.ones(2, 3)) is None
 
 
