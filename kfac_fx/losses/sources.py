@@ -73,8 +73,9 @@ def check_targets(losses: Sequence[LossFunction]) -> None:
         raise TargetsMissing(
             f"estimation_mode='empirical' needs the true targets, and {len(missing)} of {len(losses)} losses have "
             f"none:\n{table(rows)}\n"
-            "Pass them, as a tuple if there are several losses, as in estimator.update_covariances(x, targets=y) or "
-            "net.record((x,), {}, mode='empirical', targets=y); or sample them with estimation_mode='gradients'."
+            "Pass them, as a tuple if there are several losses, as in estimator.update_covariances(x, targets=y), "
+            "net.record((x,), {}, mode='empirical', targets=y) or spectrum.precondition((x, y)); or sample them with "
+            "estimation_mode='gradients'."
         )
 
 

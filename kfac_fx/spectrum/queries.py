@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
@@ -128,12 +129,19 @@ class Queries:
         """The scores of all examples of a DataLoader, [Q, N], with a progress bar on a terminal.
 
         Args:
-            batches: in the same order whenever they are iterated, if there is a folder.
+            batches: in the order of the examples; a DataLoader that shuffles is refused.
             folder: where the scores of every batch are written; those that are there are not computed again.
             measurement: see `scores`.
 
-        Raises ValueError if the folder holds the scores of other queries, or there are no batches.
+        Raises ValueError if the folder holds the scores of other queries, a DataLoader shuffles, or there are no
+        batches.
         """
+        sampler = getattr(batches, "sampler", None)
+        if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+            raise ValueError(
+                f"the DataLoader has a {type(sampler).__name__}, and its scores would have no order: "
+                "pass one with shuffle=False."
+            )
         path = None if folder is None else Path(folder)
         if path is not None:
             norms = {",".join(key): float(self.like(key).double().norm()) for key in self.matrices}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import kfac_fx
 from kfac_fx import Queries
@@ -161,6 +161,9 @@ def test_scores_of_a_loader_are_written_and_resumed(
         other.scores_of_all(loader, folder=tmp_path)
     with pytest.raises(ValueError, match=r"`batches` has no batches"):
         other.scores_of_all([])
+    for shuffled in (DataLoader(loader.dataset, shuffle=True), DataLoader(loader.dataset, sampler=RandomSampler(x))):
+        with pytest.raises(ValueError, match=r"a RandomSampler, and its scores would have no order: .* shuffle=False"):
+            other.scores_of_all(shuffled)
 
 
 def test_scores_come_in_the_order_of_the_examples() -> None:
