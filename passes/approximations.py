@@ -138,6 +138,7 @@ TIME: Needs = {
     "own rows": "its rows at {place} depend on more than its input",
     "alike": "its uses at {first} and {place} are not alike",
 }
+ORDER_UNKNOWN = "the order of its uses is known at run time only"
 ALL_KINDS = ("generic", *LINEAR_KINDS, *CONVOLUTION_KINDS, "depthwise_conv2d", *EMBEDDING_KINDS, "scale_and_shift")
 
 KRON = Approximation(

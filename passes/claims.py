@@ -139,7 +139,8 @@ def drop_contained(program: Program, matches: Sequence[Use], notes: list[Note]) 
                 remaining.append(replace(use, part_of=str(whole)))
                 continue
         if larger:
-            notes.append(Note(str(use), f"part of {larger[0]}"))
+            container = "a larger match of this layer" if str(use) == str(larger[0]) else str(larger[0])
+            notes.append(Note(str(use), f"part of {container}"))
         else:
             remaining.append(use)
     return remaining

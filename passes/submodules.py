@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from .approximations import ORDER_UNKNOWN
 from .graphs import pytree
 from .graphs.edit import attribute, holder
 from .graphs.labels import NUMBER, Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
@@ -229,7 +230,7 @@ def with_calls(program: Program, registration: Registration) -> Registration:
     uses = tuple(replace(use, calls=program.submodules[use.output.meta[NUMBER]].calls) for use in registration.uses)
     repeated = len(uses) > 1 or any(use.calls and use.calls > 1 for use in uses)
     if registration.structure.series:
-        why = f"the order of its uses is known at run time only, so not {registration.approximation!r}"
+        why = f"{ORDER_UNKNOWN}, so not {registration.approximation!r}"
         reason = f"{registration.reason}; {why}" if registration.reason else why
         return replace(registration, uses=uses, called=True, approximation="kron_indep", reason=reason)
     indep = registration.approximation == "kron" and repeated

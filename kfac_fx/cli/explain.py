@@ -11,17 +11,19 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from kfac_fx.cli.problem import CommandError, Problem
-from kfac_fx.passes.approximations import APPROXIMATIONS
+from kfac_fx.cli.problem import CommandError, Problem, failure
+from kfac_fx.divided.emitted import number_of_examples
+from kfac_fx.passes.approximations import APPROXIMATIONS, ORDER_UNKNOWN
 from kfac_fx.passes.choose import lacking
-from kfac_fx.passes.errors import UntraceableError, first_line, nearest, plural
+from kfac_fx.passes.divided.divide import divide
+from kfac_fx.passes.errors import UntraceableError, nearest, plural
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.labels import entries
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.ir import Options, Program, Registration, where
-from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.ir import Options, Pass, Program, Registration, Use, where
+from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.near import NearMatch, near_matches
-from kfac_fx.passes.pipeline import PIPELINE, run
+from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, run
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.report.report import Report
 from kfac_fx.report.rows import factor_text
@@ -99,7 +101,7 @@ def place_lines(program: Program, parameter: str, registrations: list[Registrati
     yield f"{plural(len(places), 'place')} where it meets the data:"
     for place in places:
         layers = [
-            f"{use.layer}, as {role}"
+            f"{use.layer}, as {role}{calls(use)}"
             for registration in registrations
             for use in registration.uses
             if place in use.nodes
@@ -109,6 +111,11 @@ def place_lines(program: Program, parameter: str, registrations: list[Registrati
         yield f"  {node_words(place)}: {', '.join(layers) or 'no layer'}"
         if not layers:
             yield from map(near_line, near_matches(expressed, place)[:NEAR])
+
+
+def calls(use: Use) -> str:
+    """How often the example inputs reach a use in a submodule that is captured on its own."""
+    return "" if use.calls in (None, 1) else f", {use.calls} calls"
 
 
 def near_line(near: NearMatch) -> str:
@@ -128,10 +135,13 @@ def ways_to_change(program: Program, parameter: str, registrations: list[Registr
         layer = program.layers[registration.layer]
         others = [name for name in layer.approximations if name != registration.approximation]
         lacks = {name: lacking(APPROXIMATIONS[name], program.layers, registration.uses) for name in others}
+        if registration.called:
+            lacks |= {name: ORDER_UNKNOWN for name in others if APPROXIMATIONS[name].series}
         if possible := [name for name, lack in lacks.items() if lack is None]:
             yield f"for another block write approximations={{{parameter!r}: {possible[0]!r}}}, or one of "
             yield f"  {', '.join(possible)}"
-        yield from (f"  not {name!r}: {lack}" for name, lack in lacks.items() if lack is not None)
+        for lack in dict.fromkeys(lack for lack in lacks.values() if lack is not None):
+            yield f"  not {', '.join(name for name, reason in lacks.items() if reason == lack)}: {lack}"
     if registrations and not structured:
         yield "for a structured block, write the operation as a layer that nearly matches, or declare its form:"
         yield "  kfac_fx.compile(model, layers=[...]), see kfac_fx.layer and the page on layers of your own"
@@ -151,27 +161,24 @@ CONTEXT = 2  # unchanged lines around a change
 def passes(problem: Problem, only: str | None = None) -> Iterator[str]:
     """The program after the capture, and the difference that each pass makes, as text.
 
+    The program of a model that is captured in parts holds the graphs of all of them.
+
     Args:
         only: the name of a pass, to print the whole programs before and after it; None: all passes, as differences.
 
     Raises:
-        CommandError: torch.export cannot capture the whole model, or no pass has this name.
+        CommandError: the model cannot be captured, or no pass has this name.
     """
-    names = [step.__name__ for step in PIPELINE]
+    program, steps = captured(problem)
+    names = [step.__name__ for step in steps]
     if only is not None and only not in names:
         raise CommandError(f"there is no pass {only!r}, only {', '.join(names)}.{nearest(only, names)}")
-    options = Options(loss_given=problem.loss is not None, strict=problem.strict)
-    try:
-        program = trace_model(problem.model, problem.args, problem.kwargs, options=options, layers=LAYERS).program
-    except UntraceableError as error:
-        text = f"the model cannot be captured whole, and the parts have passes of their own: {first_line(error)}"
-        raise CommandError(text, status=1) from error
     if only is None:
         yield titled(CAPTURE, program)
-    for number, step in enumerate(PIPELINE):
+    for step in steps:
         before = program
         try:
-            program = run(program, PIPELINE[number : number + 1])
+            program = run(program, (step,))
         except ValueError as error:
             raise CommandError(f"{step.__name__}: {type(error).__name__}: {error}", status=1) from error
         if step.__name__ == only:
@@ -179,6 +186,21 @@ def passes(problem: Problem, only: str | None = None) -> Iterator[str]:
             yield titled(f"after {only}", program)
         elif only is None:
             yield f"{header(step.__name__)}{program.history[-1].summary}\n{changes(before, program)}"
+
+
+def captured(problem: Problem) -> tuple[Program, tuple[Pass, ...]]:
+    """The program before its passes, and these. Raises CommandError."""
+    model, args, kwargs = problem.model, problem.args, problem.kwargs
+    options = Options(loss_given=problem.loss is not None, strict=problem.strict)
+    layers = collect(*LAYERS.values(), *problem.layers)
+    try:
+        return trace_model(model, args, kwargs, options=options, layers=layers).program, PIPELINE
+    except UntraceableError as error:
+        try:
+            cases = number_of_examples(args, kwargs)
+            return divide(model, args, kwargs, options, layers, error, cases=cases).program, SUBMODULES
+        except (ValueError, RuntimeError) as failed:
+            raise failure(failed) from failed
 
 
 def header(title: str) -> str:

@@ -306,13 +306,10 @@ def shorten(text: str, width: int = NAME_WIDTH) -> str:
 
 
 def told_apart(names: Sequence[str]) -> list[str]:
-    """The names, shortened unless two of them would then be equal."""
-    short = [shorten(name) for name in names]
-    counts = Counter(short)
-    return [
-        name if counts[shortened_name] > 1 else shortened_name
-        for name, shortened_name in zip(names, short, strict=True)
-    ]
+    """The names, shortened to the width of those that shortening would make equal."""
+    counts = Counter(map(shorten, names))
+    width = max((len(name) for name in names if counts[shorten(name)] > 1), default=NAME_WIDTH)
+    return [shorten(name, width) for name in names]
 
 
 def percent(part: int, whole: int) -> str:

@@ -158,7 +158,7 @@ def block_words(registration: Registration, program: Program) -> str:
         words = "kronecker"
         if groups > 1:
             words += " per channel" if outputs == 1 else " per group"
-        if len(registration.uses) > 1 and not approximation.series:
+        if uses_of(registration, Counter()) > 1 and not approximation.series:
             words += ", independent"
         if approximation.words:
             words += f", {approximation.words}"

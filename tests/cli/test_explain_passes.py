@@ -1,12 +1,15 @@
 """`passes`: the graph and the changes of every pass."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from kfac_fx.cli.explain import passes
+import kfac_fx
+from kfac_fx.cli.explain import explain, passes
 from kfac_fx.cli.problem import CommandError, Problem
-from kfac_fx.passes.pipeline import PIPELINE
+from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES
 
 
 def problem(model: nn.Module, **options: object) -> Problem:
@@ -42,10 +45,50 @@ def test_the_error_of_a_pass_names_the_pass() -> None:
         list(passes(problem(Far(), strict=True)))
 
 
-def test_a_model_in_parts_is_refused_with_the_reason() -> None:
-    class Branches(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) if x.sum().item() > 0 else x
+class Branches(nn.Module):
+    """Captured in parts. Its first layer is called twice."""
 
-    with pytest.raises(CommandError, match="the model cannot be captured whole"):
-        next(passes(problem(Branches(5, 2))))
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.mix(self.mix(x))
+        return self.head(h if h.sum().item() > 0 else -h)
+
+
+def test_the_passes_of_a_model_in_parts_are_those_of_its_joined_graphs() -> None:
+    sections = list(passes(problem(Branches())))
+    assert [section.split()[1] for section in sections] == ["capture", *(step.__name__ for step in SUBMODULES)]
+    assert "+registration  linear(mix.weight, mix.bias)" in "".join(sections)
+
+
+def test_a_model_that_does_not_run_has_no_passes() -> None:
+    with pytest.raises(CommandError, match="mat1 and mat2 shapes"):
+        next(passes(problem(nn.Sequential(nn.Linear(4, 3)))))
+
+
+def test_calls_of_a_part_are_uses() -> None:
+    net = kfac_fx.compile(Branches(), (torch.randn(4, 5),), loss="normal")
+    assert [(row.uses, row.block) for row in net.report.rows] == [(2, "kronecker, independent"), (1, "kronecker")]
+    text = explain(net.program, "mix.weight")
+    assert "linear, as weight, 2 calls" in text
+    lacking = "not kron_series_1, kron_series_1_abs, kron_series_2: the order of its uses is known at run time only"
+    assert lacking in " ".join(text.split())
+
+
+def test_the_users_layers_are_those_of_the_passes() -> None:
+    @kfac_fx.layer(
+        rows=lambda x, attrs: kfac_fx.as_rows(x.sin(), attrs),
+        grad_rows=kfac_fx.as_rows,
+        example=lambda: (nn.Linear(3, 2), torch.randn(4, 3)),
+    )
+    def of_sine(x: torch.Tensor, *, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.sin(), weight)
+
+    class Sine(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x.sin(), self.weight)
+
+    mine = replace(problem(Sine(5, 2, bias=False)), layers=(of_sine,))
+    assert "match         of_sine(weight)" in list(passes(mine, "match"))[1]

@@ -190,8 +190,9 @@ def test_long_lines_are_wrapped_and_long_names_keep_both_ends(program: Program) 
 def test_names_that_would_look_alike_are_written_out() -> None:
     """Names of adapters, say, whose layer is in the middle of their names."""
     names = [f"base_model.model.layers.{n}.self_attn.q_proj.lora_A.default.weight" for n in range(2)]
-    other = "decoder.layers.11.self_attn.projections.query.lora_B.default.weight"
-    assert told_apart([*names, other, "head"]) == [*names, shorten(other), "head"]
+    longer, shorter = f"decoder.{names[0]}", "decoder.layers.11.self_attn.projections.query.weight"
+    assert told_apart([*names, longer, shorter]) == [*names, shorten(longer, len(names[0])), shorter]
+    assert told_apart([longer, shorter]) == [shorten(longer), shorten(shorter)]
 
 
 def test_the_text_is_ascii_whatever_the_names_are(program: Program) -> None:
