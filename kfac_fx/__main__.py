@@ -1,4 +1,4 @@
-"""`python -m kfac_fx.cli`."""
+"""`python -m kfac_fx`."""
 
 import sys
 

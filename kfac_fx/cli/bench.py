@@ -18,16 +18,23 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import kfac_fx
-from kfac_fx.cli.problem import CommandError, Problem
+from kfac_fx.cli.problem import CommandError, Problem, failure
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.report.rows import memory_text
 
 NEVER = 1_000_000  # steps
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # steps
-WARM = 2  # steps before the first round, which make factors, inverses and states
+WARM = 4  # steps before the first round: they make factors, inverses and states, and the first three are checked
+CHECKED_EVERY = 5  # steps: the longest interval of checks that the default chooses
 LEARNING_RATE = 1e-6  # the learning rate: the models hardly change
 PLAIN, STATISTICS, INVERSES = "K-FAC, plain", "K-FAC, with statistics", "K-FAC, with inverses"
-PHASE_INTERVALS = {PLAIN: (NEVER, NEVER), STATISTICS: (1, NEVER), INVERSES: (NEVER, 1)}
+CHECKS = "K-FAC, with a check"
+PHASE_INTERVALS = {
+    PLAIN: (NEVER, NEVER, NEVER),
+    STATISTICS: (1, NEVER, NEVER),
+    INVERSES: (NEVER, 1, NEVER),
+    CHECKS: (NEVER, NEVER, 1),
+}
 
 
 @dataclass
@@ -76,29 +83,31 @@ def bench(problem: Problem, rounds: int) -> dict[str, Contestant]:
     """Time `rounds` steps of every method, one of each in a round, in random order. CPU seconds of this process.
 
     Raises:
-        CommandError: the model cannot be compiled, or no output has a gradient.
+        CommandError: the model cannot be compiled or trained, or no output has a gradient.
     """
     if not any(parameter.requires_grad for parameter in problem.model.parameters()):
         raise CommandError("the model has no trained parameters")
     problem.model.train()
     contestants = {"SGD": plain_contestant(problem, SGD), "AdamW": plain_contestant(problem, AdamW)}
-    for name, (statistics_every, inverses_every) in PHASE_INTERVALS.items():
+    for name, (statistics_every, inverses_every, checks_every) in PHASE_INTERVALS.items():
         net = dataclasses.replace(problem, model=copy.deepcopy(problem.model)).compiled()
         optimizer = kfac_fx.KFAC(
             net,
             lr=LEARNING_RATE,
-            damping=1.0,
-            momentum_type="regular",
             cov_update_every=statistics_every,
             invert_every=inverses_every,
+            damping_adaptation_interval=checks_every,
         )
         contestants[name] = Contestant(net, optimizer, problem)
     order, shuffle = list(contestants.values()), random.Random(0).shuffle
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", kfac_fx.LossScaleWarning)  # the loss here is not the one that is trained
-        for contestant in order:
-            for _ in range(WARM):
-                contestant.step()
+        try:
+            for contestant in order:
+                for _ in range(WARM):
+                    contestant.step()
+        except (ValueError, RuntimeError) as error:
+            raise failure(error) from error
         for _ in range(rounds):
             shuffle(order)
             for contestant in order:
@@ -123,18 +132,19 @@ class Intervals:
     ratio: float
 
     def __str__(self) -> str:
-        return f"KFAC(net, ..., cov_update_every={self.statistics}, invert_every={self.inverses})"
+        intervals = f"cov_update_every={self.statistics}, invert_every={self.inverses}"
+        return f"KFAC(net, {intervals}, damping_adaptation_interval={CHECKED_EVERY})"
 
 
 def schedule(seconds: Mapping[str, float], overhead: float) -> Intervals | None:
     """The shortest intervals whose mean step takes at most 1 + overhead steps of AdamW; None if no interval does.
 
-    The mean step takes P + (S - P) / s + (I - P) / i: P is a plain step, S one with statistics and I one with inverses,
-    and s and i are the intervals. Inverses are at most as frequent as statistics. The pair that
+    The mean step takes B + (S - P) / s + (I - P) / i: P is a plain step, S one with statistics and I one with inverses,
+    s and i are the intervals, and B is `checked_step`. Inverses are at most as frequent as statistics. The pair that
     fits and has the smallest product s i is taken.
     """
-    base = seconds[PLAIN]
-    more = {kind: max(seconds[kind] - base, 0.0) for kind in (STATISTICS, INVERSES)}
+    base = checked_step(seconds)
+    more = {kind: max(seconds[kind] - seconds[PLAIN], 0.0) for kind in (STATISTICS, INVERSES)}
     fitting = [
         Intervals(s, i, ratio)
         for s in INTERVALS
@@ -142,6 +152,11 @@ def schedule(seconds: Mapping[str, float], overhead: float) -> Intervals | None:
         if i >= s and (ratio := (base + more[STATISTICS] / s + more[INVERSES] / i) / seconds["AdamW"]) <= 1 + overhead
     ]
     return min(fitting, key=lambda each: (each.statistics * each.inverses, each.inverses), default=None)
+
+
+def checked_step(seconds: Mapping[str, float]) -> float:
+    """The mean step without statistics and inverses: P + (C - P) / 5 for a plain step P and one with a check C."""
+    return seconds[PLAIN] + max(seconds[CHECKS] - seconds[PLAIN], 0.0) / CHECKED_EVERY
 
 
 def table_of_times(contestants: Mapping[str, Contestant]) -> Table:
@@ -161,6 +176,9 @@ def fitting_schedule(contestants: Mapping[str, Contestant], overhead: float) -> 
     seconds = {name: contestant.median for name, contestant in contestants.items()}
     fitting = schedule(seconds, overhead)
     if fitting is None:
-        least = seconds[PLAIN] / seconds["AdamW"] - 1
-        return f"no schedule stays within {overhead:.0%} of AdamW's step: a plain step of K-FAC takes {least:.0%} more"
+        least = checked_step(seconds) / seconds["AdamW"] - 1
+        return (
+            f"no schedule stays within {overhead:.0%} of AdamW's step: without statistics and inverses, and with a "
+            f"check every {CHECKED_EVERY} steps, K-FAC takes {least:.0%} more"
+        )
     return f"within {overhead:.0%} of AdamW's step: {fitting}, whose mean step takes {fitting.ratio:.2f} of AdamW's"

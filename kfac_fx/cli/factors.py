@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import kfac_fx
-from kfac_fx.cli.problem import CommandError, named_object, seed
+from kfac_fx.cli.problem import CommandError, failure, named_object, seed
 from kfac_fx.spectrum.model_spectrum import CASE_KINDS
 from kfac_fx.spectrum.queries import as_batch
 
@@ -59,7 +59,7 @@ def write_factors(model: torch.nn.Module, options: argparse.Namespace) -> str:
             dtype=FACTOR_DTYPES.get(options.decompositions),
         )
     except (ValueError, RuntimeError, TypeError) as error:
-        raise CommandError(f"{type(error).__name__}: {error}", status=1) from error
+        raise failure(error) from error
     numbers = sum(shape.numel() for shape in spectrum.shapes.values())
     return f"{options.out}: {len(spectrum.keys)} blocks of {numbers:,} parameters"
 

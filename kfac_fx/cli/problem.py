@@ -32,11 +32,15 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.values import a_seed
 
 MODEL_LIBRARIES = ("timm", "torchvision", "transformers")
+MODEL_FORMS = (
+    "package.module:Net, path/to/file.py:Net, timm/NAME, torchvision/NAME, transformers/CLASS or transformers/FOLDER"
+)
 DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
 
 
 NOT_LONG = "scalar types: Long"  # torch's words for numbers with a fraction in the place of ids
 WHOLE_NUMBERS = "\nIds are whole numbers: write --input 2,16:int64:1000 for random ones below 1000."
+LOSS_HINT = "\nHere: --loss categorical, or, if forward computes its loss from labels, --input labels=2,16:int64:1000."
 ARGUMENTS_HINT = " Write the model's arguments as --arg NAME=VALUE."
 
 
@@ -66,8 +70,13 @@ class Problem:
                 self.model, self.args, self.kwargs, loss=self.loss, strict=self.strict, layers=self.layers
             )
         except (ValueError, RuntimeError) as error:
-            hint = WHOLE_NUMBERS if NOT_LONG in str(error) else ""
-            raise CommandError(f"{type(error).__name__}: {error}{hint}", status=1) from error
+            raise failure(error) from error
+
+
+def failure(error: Exception) -> CommandError:
+    """The error as one of the command, with what to write on the command line."""
+    hint = WHOLE_NUMBERS if NOT_LONG in str(error) else LOSS_HINT if isinstance(error, kfac_fx.LossError) else ""
+    return CommandError(f"{type(error).__name__}: {error}{hint}", status=1)
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -75,8 +84,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "model",
         metavar="MODEL",
-        help="package.module:Net, path/to/file.py:Net, timm/NAME, torchvision/NAME, transformers/CLASS or "
-        "transformers/FOLDER",
+        help=MODEL_FORMS,
     )
     command.add_argument(
         "--arg",
@@ -127,7 +135,9 @@ def read(options: argparse.Namespace) -> Problem:
     if options.inputs and options.file:
         raise CommandError("give the inputs with --input or in the file of --inputs, not both")
     if not options.inputs and not options.file:
-        raise CommandError("there are no inputs: write --input 2,3,224,224 for every input, or --inputs FILE")
+        raise CommandError(
+            "there are no inputs: write --input 2,3,224,224 for every input, 2,16:int64:1000 for ids, or --inputs FILE"
+        )
     model = load(options.model, dict(options.arguments))
     if options.training is not None:
         model.train(options.training)
@@ -149,12 +159,9 @@ def load(spec: str, arguments: Mapping[str, Any]) -> nn.Module:
         return model_of_library(library, name, arguments)
     path, colon, name = spec.rpartition(":")
     if not (colon and path and name):
-        forms = ", ".join(
-            ["package.module:callable", "file.py:callable", *(f"{library}/NAME" for library in MODEL_LIBRARIES)]
-        )
         if spec.endswith(".py"):
             raise CommandError(f"{spec!r} is a file: name the model in it, as in {spec}:Net")
-        raise CommandError(f"{spec!r} does not name a model: write it as {forms}")
+        raise CommandError(f"{spec!r} does not name a model: write it as {MODEL_FORMS}")
     make = named_object(path, name)
     if isinstance(make, nn.Module):
         if arguments:
@@ -197,7 +204,8 @@ def module_by_name(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise CommandError(f"importing {name} failed: {error}", status=1) from error
-        raise CommandError(f"there is no module {error.name!r}") from error
+        hint = f": pip install {error.name}" if error.name in MODEL_LIBRARIES else ""
+        raise CommandError(f"there is no module {error.name!r}{hint}") from error
     except Exception as error:
         raise CommandError(f"importing {name} failed: {type(error).__name__}: {error}", status=1) from error
     finally:
@@ -245,6 +253,7 @@ def model_of_transformers(transformers: Any, name: str, arguments: Mapping[str, 
         make = getattr(transformers, name)
         if not hasattr(make, "config_class"):
             raise CommandError(f"transformers.{name} is no model")
+        refuse_ignored(make.config_class, arguments)
         return built(f"transformers/{name}", lambda: make(make.config_class(**arguments)))
     if not Path(name).is_dir():
         raise CommandError(
@@ -256,6 +265,15 @@ def model_of_transformers(transformers: Any, name: str, arguments: Mapping[str, 
         raise CommandError(f"the configuration in {name!r} names no class under 'architectures'")
     make = getattr(transformers, config.architectures[0])
     return built(f"transformers/{name}", lambda: make(config))
+
+
+def refuse_ignored(config_class: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises CommandError for arguments that no attribute of the configuration has. It would take and ignore them."""
+    known = dir(config_class()) + list(config_class.attribute_map)
+    wrong = [name for name in arguments if not {name, f"_{name}"} & set(known)]
+    if wrong:
+        near = "".join(nearest(name, known) for name in wrong)
+        raise CommandError(f"{config_class.__name__} has no {', '.join(map(repr, wrong))}.{near}")
 
 
 def built(spec: str, make: Any) -> nn.Module:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.cli.bench import INVERSES, PLAIN, STATISTICS, bench, scalar_loss, schedule
+from kfac_fx.cli.bench import CHECKS, INVERSES, PLAIN, STATISTICS, bench, scalar_loss, schedule
 from kfac_fx.cli.problem import CommandError, Problem
 
-SECONDS = {"AdamW": 1.0, PLAIN: 1.2, STATISTICS: 2.2, INVERSES: 11.2}
+SECONDS = {"AdamW": 1.0, PLAIN: 1.0, STATISTICS: 2.0, INVERSES: 11.0, CHECKS: 2.0}  # a fifth of the steps is checked
 
 
 def test_the_schedule_is_the_most_frequent_that_fits() -> None:
@@ -39,3 +39,15 @@ def test_contestants_train_copies_and_count_their_state() -> None:
     assert contestants["AdamW"].state == 4 * (2 * 12 + 2)  # two moments of 12 elements, and two counters of steps
     factors = 4 * 2 * (6 * 6 + 2 * 2)  # and their inverses
     assert contestants[PLAIN].state >= factors
+
+
+def test_the_steps_are_those_of_the_default_and_each_kind_does_its_own_work() -> None:
+    problem = Problem(nn.Linear(5, 2), (torch.randn(4, 5),), {}, "normal", strict=False)
+    contestants = bench(problem, rounds=1)
+    options = [contestant.optimizer.options for name, contestant in contestants.items() if name.startswith("K-FAC")]
+    assert [option.kind for option in options] == ["eigen_moments"] * 4
+
+
+def test_a_model_without_a_loss_is_told_the_option() -> None:
+    with pytest.raises(CommandError, match=r"no loss is known: .*\n.*\nHere: --loss categorical, or, if forward"):
+        bench(Problem(nn.Linear(5, 2), (torch.randn(4, 5),), {}, None, strict=False), rounds=1)

@@ -46,7 +46,7 @@ def test_a_model_that_refuses_its_input_is_no_traceback(capsys: pytest.CaptureFi
 
 def test_the_command_runs_as_a_program_and_finds_models_in_the_working_folder() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    words = [sys.executable, "-m", "kfac_fx.cli", "report", "cli_models:linear", "--input", "4,5"]
+    words = [sys.executable, "-m", "kfac_fx", "report", "cli_models:linear", "--input", "4,5"]
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "12 of 12" in done.stdout

@@ -2,20 +2,21 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from kfac_fx.cli.problem import CommandError, example_input, inputs_of, load, named_value
+from kfac_fx.cli.problem import CommandError, example_input, inputs_of, load, named_value, refuse_ignored
 from tests.cli.running import run
 
 
 @pytest.mark.parametrize(
     ("model", "status", "text"),
     [
-        ("cli_models", 2, "'cli_models' does not name a model: write it as package.module:callable"),
+        ("cli_models", 2, "'cli_models' does not name a model: write it as package.module:Net"),
         (":linear", 2, "does not name a model"),
         ("./mods:ok", 2, "'./mods' is no name of a module: write ./mods.py:ok for a file"),
         ("cli_nowhere:linear", 2, "there is no module 'cli_nowhere'"),
@@ -28,7 +29,7 @@ from tests.cli.running import run
         ("cli_models.py", 2, "'cli_models.py' is a file: name the model in it, as in cli_models.py:Net"),
         ("nowhere.py:Net", 2, "there is no file 'nowhere.py'"),
         ("cli_broken.py:Net", 1, "running cli_broken.py failed: ZeroDivisionError: division by zero"),
-        ("transformers/Nothing", 2, "there is no module 'transformers'"),
+        ("transformers/Nothing", 2, "there is no module 'transformers': pip install transformers"),
         ("cli_models:text", 2, "cli_models:text() returned something of type str, not an nn.Module"),
         ("cli_models:broken", 1, "cli_models:broken() failed: OSError: no such checkpoint"),
         ("cli_broken:linear", 1, "importing cli_broken failed: ZeroDivisionError: division by zero"),
@@ -182,7 +183,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "there are no inputs: write --input 2,3,224,224 for every input, or --inputs FILE"),
+        ((), "write --input 2,3,224,224 for every input, 2,16:int64:1000 for ids, or --inputs FILE"),
         (("--inputs", "nowhere.pt"), "there is no file 'nowhere.pt'"),
         (("--input", "4,5", "--inputs", "nowhere.pt"), "with --input or in the file of --inputs, not both"),
         (("--input", "x=4,5", "--input", "x=4,5"), "--input names x twice"),
@@ -193,6 +194,18 @@ def test_inputs_that_contradict_each_other_are_refused(
 ) -> None:
     status, _, err = run(capsys, "report", "cli_models:linear", *arguments)
     assert status == 2 and text in err
+
+
+def test_an_argument_that_a_configuration_would_ignore_is_refused() -> None:
+    class Config:
+        attribute_map: ClassVar = {"hidden_size": "n_embd"}
+
+        def __init__(self) -> None:
+            self.n_embd, self._attn_implementation = 8, "eager"
+
+    refuse_ignored(Config, {"n_embd": 4, "hidden_size": 4, "attn_implementation": "sdpa"})
+    with pytest.raises(CommandError, match=r"^Config has no 'n_embed', 'width'\. Did you mean 'n_embd'\?$"):
+        refuse_ignored(Config, {"n_embed": 4, "width": 2})
 
 
 def test_models_of_libraries_are_found_by_name() -> None:
