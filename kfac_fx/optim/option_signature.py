@@ -26,7 +26,7 @@ def compiled(name: str, value: Any) -> None:
     if not hasattr(value, "attach") or not hasattr(value, "registrations"):
         raise ValueError(
             f"KFAC needs a compiled module and got a {type(value).__name__}: "
-            "net = kfac_fx.compile(model, ...), or of a LayerCollection, KFAC(net, ...), and call net instead of model"
+            "write net = kfac_fx.compile(model, ...) and KFAC(net), and call net in the place of model"
         )
 
 
@@ -81,6 +81,11 @@ def takes(
     def decorated(init: Callable[[SelfT, OptionsT], None]) -> Callable[Concatenate[SelfT, P], None]:
         @functools.wraps(init)
         def __init__(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            unknown = [name for name in kwargs if name not in written.parameters]
+            if unknown:
+                near = "".join(nearest(name, written.parameters) for name in unknown)
+                names = ", ".join(map(repr, unknown))
+                raise TypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {names}.{near}")
             init(self, options(*args, **kwargs))
 
         written, types, public = inspect.signature(options), get_type_hints(options), cast(Any, __init__)

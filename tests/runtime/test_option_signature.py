@@ -50,8 +50,17 @@ def test_a_missing_or_unknown_option_is_told_of_kfac() -> None:
     net = compile(nn.Linear(3, 2), loss="categorical")
     with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) missing 1 required positional argument: 'net'"):
         KFAC(lr=0.1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"^KFAC\.__init__\(\) got an unexpected keyword argument 'dampening'"):
-        KFAC(net, lr=0.1, damping=0.1, dampening=0.5)  # type: ignore[call-arg]
+    unknown = r"^KFAC\.__init__\(\) got an unexpected keyword argument 'dampening', 'betas'\. Did you mean 'damping'\?$"
+    with pytest.raises(TypeError, match=unknown):
+        KFAC(net, lr=0.1, dampening=0.5, betas=(0.9, 0.99))  # type: ignore[call-arg]
+
+
+def test_a_model_that_is_not_compiled_is_told_what_to_write() -> None:
+    text = (
+        r"got a Linear: write net = kfac_fx.compile\(model, ...\) and KFAC\(net\), and call net in the place of model$"
+    )
+    with pytest.raises(ValueError, match=text):
+        KFAC(nn.Linear(3, 2))  # type: ignore[arg-type]
 
 
 CALLS = """
