@@ -55,14 +55,6 @@ def test_a_missing_or_unknown_option_is_told_of_kfac() -> None:
         KFAC(net, lr=0.1, dampening=0.5, betas=(0.9, 0.99))  # type: ignore[call-arg]
 
 
-def test_a_model_that_is_not_compiled_is_told_what_to_write() -> None:
-    text = (
-        r"got a Linear: write net = kfac_fx.compile\(model, ...\) and KFAC\(net\), and call net in the place of model$"
-    )
-    with pytest.raises(ValueError, match=text):
-        KFAC(nn.Linear(3, 2))  # type: ignore[arg-type]
-
-
 CALLS = """
 import torch
 from torch import nn

@@ -190,7 +190,9 @@ def test_wrong_options_say_what_to_write(options: dict[str, Any], text: str) -> 
 
 
 def test_a_model_that_is_not_compiled_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"KFAC needs a compiled module and got a Linear: net = kfac_fx\.compile"):
+    with pytest.raises(
+        ValueError, match=r"KFAC needs a compiled module and got a Linear: write net = kfac_fx\.compile\(model, "
+    ):
         KFAC(model(), lr=0.1, damping=0.1)
 
 
