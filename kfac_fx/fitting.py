@@ -17,6 +17,7 @@ from torch import Tensor
 from kfac_fx.blocks.spectrum import Damping, System
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.linalg.vectors import connected
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
@@ -163,16 +164,8 @@ def chosen_parts(
 
 def joint(registrations: Sequence[Registration]) -> list[tuple[frozenset[str], list[Registration]]]:
     """Registrations that have parameters in common, as pieces of one have, and the names of these parameters."""
-    units: list[tuple[frozenset[str], list[Registration]]] = []
-    for registration in registrations:
-        names, blocks = frozenset(registration.owners), [registration]
-        meeting = [unit for unit in units if unit[0] & names]
-        for unit in meeting:
-            names, blocks = names | unit[0], unit[1] + blocks
-        place = units.index(meeting[0]) if meeting else len(units)
-        units = [unit for unit in units if unit not in meeting]
-        units.insert(place, (names, blocks))
-    return units
+    units = [[registrations[n] for n in places] for places in connected([block.owners for block in registrations])]
+    return [(frozenset(name for block in unit for name in block.owners), unit) for unit in units]
 
 
 def pack_units(units: Sequence[tuple[frozenset[str], int]], bound: int) -> list[frozenset[str]]:

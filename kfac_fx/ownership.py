@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.linalg.vectors import connected
 from kfac_fx.placement import longest_processing_time, makespan, round_robin
 
 Strategy = Callable[[Sequence[float], int], tuple[int, ...]]
@@ -54,7 +55,7 @@ class BlockOwners:
         """
         number, result = self.replicas.number, [0] * len(blocks)
         new: list[list[int]] = []
-        for members in connected(blocks):
+        for members in connected([named_in(block) for block in blocks]):
             known = [owners[name] for n in members for name in named_in(blocks[n]) if name in owners]
             for n in members if known else ():
                 result[n] = known[0]
@@ -86,13 +87,3 @@ def most(elements: Sequence[float], ranks: int) -> float:
 def named_in(block: BlockGroup) -> tuple[str, ...]:
     """The parameters of a group of one block."""
     return block.registrations[0].owners
-
-
-def connected(blocks: Sequence[BlockGroup]) -> list[list[int]]:
-    """The places of the blocks in sets; blocks with a parameter in common are in one set."""
-    set_of: dict[str, list[int]] = {}
-    for n, block in enumerate(blocks):
-        merged = {id(members): members for name in named_in(block) if (members := set_of.get(name)) is not None}
-        members = sorted([n, *(m for some in merged.values() for m in some)])
-        set_of |= dict.fromkeys((name for m in members for name in named_in(blocks[m])), members)
-    return sorted({id(members): members for members in set_of.values()}.values())

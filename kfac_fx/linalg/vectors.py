@@ -8,7 +8,7 @@ them takes a handful of operations.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,3 +109,14 @@ def overlap(first: Piece, second: Piece) -> bool:
     """Whether two pieces have elements in common; pieces along different dimensions of a parameter always have."""
     apart = first.dim == second.dim and (first.stop <= second.start or second.stop <= first.start)
     return first.parameter == second.parameter and not apart
+
+
+def connected(groups: Sequence[Iterable[str]]) -> list[list[int]]:
+    """The places of groups of names in sets, in order; groups with a name in common are in one set."""
+    set_of: dict[str, list[int]] = {}
+    named = [tuple(names) for names in groups]
+    for n, names in enumerate(named):
+        met = {id(members): members for name in names if (members := set_of.get(name)) is not None}
+        members = sorted([n, *(m for some in met.values() for m in some)])
+        set_of |= dict.fromkeys((name for m in members for name in named[m]), members)
+    return sorted({id(members): members for members in set_of.values()}.values())

@@ -17,7 +17,7 @@ import kfac_fx
 from kfac_fx.blocks.block import make_groups
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.ownership import BlockOwners, connected, most
+from kfac_fx.ownership import BlockOwners, most
 from kfac_fx.placement import loads_of, longest_processing_time, makespan
 
 
@@ -108,13 +108,6 @@ def test_blocks_with_a_parameter_in_common_have_one_owner() -> None:
     for strategy in ("owners", "round_robin"):
         first, second, last = BlockOwners(Group(2), strategy).assign(blocks, {})
         assert first == second != last
-
-
-def test_blocks_that_only_a_third_block_connects_have_one_owner() -> None:
-    owners = [("p", "s"), ("q",), ("p", "q"), ("t",), ("s", "u")]
-    blocks: list[Any] = [SimpleNamespace(registrations=[SimpleNamespace(owners=names)]) for names in owners]
-    assert connected(blocks) == [[0, 1, 2, 4], [3]]
-    assert connected(blocks[:4]) == [[0, 1, 2], [3]]
 
 
 def test_a_parameter_keeps_its_owner() -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.vectors import Flat
+from kfac_fx.linalg.vectors import Flat, connected
 
 FLAT = Flat({"weight": torch.Size([2, 3]), "step": torch.Size([]), "bias": torch.Size([2])})
 
@@ -36,3 +36,10 @@ def test_scalars_of_groups_are_spread_over_their_parameters_and_one_for_all_stay
     assert FLAT.spread(dict.fromkeys(FLAT.shapes, one)) is one
     spread = FLAT.spread({"weight": one, "step": other, "bias": one})
     assert torch.equal(spread, torch.tensor([0.1] * 6 + [0.2] + [0.1] * 2))
+
+
+def test_groups_that_only_a_third_group_connects_are_in_one_set() -> None:
+    groups = [("p", "s"), ("q",), ("p", "q"), ("t",), ("s", "u")]
+    assert connected(groups) == [[0, 1, 2, 4], [3]]
+    assert connected(groups[:4]) == [[0, 1, 2], [3]]
+    assert connected([]) == []
