@@ -122,8 +122,8 @@ def lay_over(
     """The use whose output is `root`, or None. A frozen weight or bias fills its role and is not registered; neither is
     one that is computed in another way. Which parameters of an expression are registered, `cut` decides."""
     form, usable = pattern.form, {} if pattern.layer.parts else expressions or {}
-    binding = binding or Binding(expressions=usable, batch_independent=label[root] is Label.FREE)
-    if not fits(pattern.root, root, form, binding, label, shapes):
+    binding = binding or Binding(form, label, shapes, usable, label[root] is Label.FREE)
+    if not binding.fits(pattern.root, root):
         return None
     inside = set(binding.nodes.values())
     if read := [node for node in inside - {root} if any(user not in inside for user in node.users)]:
@@ -147,7 +147,7 @@ def lay_over(
     if not form.where(attrs):
         binding.refuse(Mismatch.WHERE, root)
         return None
-    if reads_itself(binding, label):
+    if binding.reads_itself():
         binding.refuse(Mismatch.ITSELF, root)
         return None
     if binding.batch_independent:
@@ -178,9 +178,8 @@ def lay_over_gathered(
     pattern: Pattern, root: fx.Node, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape], program: Program
 ) -> Use | None:
     """The use of a weight alone whose outputs or inputs were gathered from a parameter's; None if it is no such one."""
-    binding = Binding(
-        expressions=program.parameter_exprs, batch_independent=label[root] is Label.FREE, gathers=program.root
-    )
+    independent = label[root] is Label.FREE
+    binding = Binding(pattern.form, label, shapes, program.parameter_exprs, independent, gathers=program.root)
     use = lay_over(pattern, root, label, shapes, program.parameters, None, binding)
     if use is None or binding.numbers is None:
         return None
@@ -196,10 +195,23 @@ def lay_over_gathered(
 # --- what the names of a form stand for -------------------------------------------------------------------------------
 
 
+class Mismatch(Enum):
+    """A condition of a match that fails. `passes.near` has the words."""
+
+    FORM = auto()
+    READ = auto()
+    INPUT = auto()
+    LEARNED = auto()
+    WHERE = auto()
+    ITSELF = auto()
+    SHAPE = auto()
+
+
 @dataclass
 class Binding:
     """The values that the names of a form stand for while it is laid over the graph.
 
+    form, label, shapes: the form; the graph's labels, and the shapes that it holds.
     expressions: what may fill a role beside a parameter.
     batch_independent: what is computed from parameters alone may be the input.
     gathers: the model, if the weight must be gathered from one of its parameters, and no other role has one.
@@ -213,6 +225,9 @@ class Binding:
         pattern that should lie over it.
     """
 
+    form: Form
+    label: Mapping[fx.Node, Label]
+    shapes: Mapping[str, Shape]
     expressions: Mapping[fx.Node, ParameterExpr] = field(default_factory=dict)
     batch_independent: bool = False
     gathers: nn.Module | None = None
@@ -229,127 +244,96 @@ class Binding:
         if self.mismatch is None:
             self.mismatch = mismatch, place, wanted
 
+    def fits(self, wanted: Any, actual: Any) -> bool:
+        """Lay the pattern's `wanted` over the graph's `actual`."""
+        fitted = self.lies_over(wanted, actual)
+        if not fitted:
+            self.refuse(Mismatch.FORM, actual, wanted)
+        return fitted
 
-class Mismatch(Enum):
-    """A condition of a match that fails. `passes.near` has the words."""
-
-    FORM = auto()
-    READ = auto()
-    INPUT = auto()
-    LEARNED = auto()
-    WHERE = auto()
-    ITSELF = auto()
-    SHAPE = auto()
-
-
-def fits(
-    wanted: Any, actual: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
-) -> bool:
-    """Lay the pattern's `wanted` over the graph's `given`, extending `binding`."""
-    fitted = lies_over(wanted, actual, form, binding, label, shapes)
-    if not fitted:
-        binding.refuse(Mismatch.FORM, actual, wanted)
-    return fitted
-
-
-def lies_over(
-    wanted: Any, actual: Any, form: Form, binding: Binding, label: Mapping[fx.Node, Label], shapes: Mapping[str, Shape]
-) -> bool:
-    if isinstance(wanted, (list, tuple)):
-        return (
-            isinstance(actual, (list, tuple))
-            and len(wanted) == len(actual)
-            and all(fits(w, g, form, binding, label, shapes) for w, g in zip(wanted, actual, strict=True))
-        )
-    if not isinstance(wanted, fx.Node):
-        return not isinstance(actual, fx.Node) and wanted == actual
-    if wanted.op == "placeholder":
-        return binds(wanted, actual, form, binding, label, shapes)
-    actual = uncast(actual, binding, label)
-    if not isinstance(actual, fx.Node) or (wanted.op, wanted.target) != (actual.op, actual.target):
-        return False
-    if binding.nodes.setdefault(wanted, actual) is not actual or set(wanted.kwargs) != set(actual.kwargs):
-        return False
-    pairs = [(wanted.args, actual.args), *((value, actual.kwargs[key]) for key, value in wanted.kwargs.items())]
-    return all(fits(w, g, form, binding, label, shapes) for w, g in pairs)
-
-
-def uncast(actual: Any, binding: Binding, label: Mapping[fx.Node, Label]) -> Any:
-    """Skip casts and copies of what is computed from parameters alone, such as position embeddings: same rows."""
-    while isinstance(actual, fx.Node) and label[actual] is Label.PURE and op_name(actual) in CASTS:
-        binding.nodes[actual] = actual
-        actual = actual.args[0]
-    return actual
-
-
-def binds(
-    wanted: fx.Node,
-    actual: Any,
-    form: Form,
-    binding: Binding,
-    label: Mapping[fx.Node, Label],
-    shapes: Mapping[str, Shape],
-) -> bool:
-    """Bind a placeholder of the form: a role to a parameter or to None, another name to a node or a literal."""
-    name = str(wanted.target)
-    if name in binding.names:
-        return bool(binding.names[name] is actual)
-    binding.names[name] = actual
-    if name not in form.roles:
-        return not isinstance(actual, fx.Node) or label[actual] is not Label.PURE or binding.batch_independent
-    if actual is None:
-        return bool(wanted.args)  # optional: the form gives it a default
-    if not isinstance(actual, fx.Node) or label[actual].activation:
-        return False
-    if binding.gathers is not None:
-        return binds_gathered(name, actual, binding, label)
-    parameter = bound_parameter(actual, shapes)
-    if name == "weight" and "value" in form.inputs:
-        binding.names["value"] = actual
-    if parameter is None and actual in binding.expressions:
-        binding.exprs[name] = binding.expressions[actual]
-        return True
-    if parameter is None and "elements" in form.inputs and ELEMENTS in actual.meta:
-        elements = actual.meta[ELEMENTS]
-        binding.names["elements"], binding.map = elements.numbers, elements.map
-        parameter = elements.parameter, Layout(shapes[elements.parameter])
-    if parameter is None and len(form.roles) > 1 and static_shape(actual) is not None:
-        binding.foreign[name] = actual  # the rows of the other roles do not depend on its values
-        return True
-    if parameter is None or any(parameter[0] == other for other, _ in binding.parameters.values()):
-        return False
-    binding.parameters[name] = parameter
-    return True
-
-
-def binds_gathered(name: str, actual: fx.Node, binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
-    """Bind a role where one weight was gathered: as a parameter of its own shape, for now."""
-    if name != "weight":
-        binding.foreign[name] = actual
-        return static_shape(actual) is not None
-    if ELEMENTS not in actual.meta or actual in binding.expressions:
-        return False
-    elements = actual.meta[ELEMENTS]
-    if elements.map is not None:
-        return False
-    shape = static_shape(actual)
-    if shape is None:
-        value = constant(elements.numbers, binding.gathers, label)
-        if value is None:
+    def lies_over(self, wanted: Any, actual: Any) -> bool:
+        if isinstance(wanted, (list, tuple)):
+            return (
+                isinstance(actual, (list, tuple)) and len(wanted) == len(actual) and all(map(self.fits, wanted, actual))
+            )
+        if not isinstance(wanted, fx.Node):
+            return not isinstance(actual, fx.Node) and wanted == actual
+        if wanted.op == "placeholder":
+            return self.binds(wanted, actual)
+        actual = self.uncast(actual)
+        if not isinstance(actual, fx.Node) or (wanted.op, wanted.target) != (actual.op, actual.target):
             return False
-        shape = tuple(value.shape)
-    binding.parameters[name], binding.numbers = (elements.parameter, Layout(shape)), elements.numbers
-    return True
+        if self.nodes.setdefault(wanted, actual) is not actual or set(wanted.kwargs) != set(actual.kwargs):
+            return False
+        pairs = [(wanted.args, actual.args), *((value, actual.kwargs[key]) for key, value in wanted.kwargs.items())]
+        return all(self.fits(inner, its) for inner, its in pairs)
 
+    def uncast(self, actual: Any) -> Any:
+        """Skip casts and copies of what is computed from parameters alone, such as position embeddings: same rows."""
+        while isinstance(actual, fx.Node) and self.label[actual] is Label.PURE and op_name(actual) in CASTS:
+            self.nodes[actual] = actual
+            actual = actual.args[0]
+        return actual
 
-def reads_itself(binding: Binding, label: Mapping[fx.Node, Label]) -> bool:
-    """Whether a parameter of one role is also behind what fills another: the match would hide this use of it."""
-    exprs = list(binding.exprs.values())
-    in_roles = [{name} for name, _ in binding.parameters.values()]
-    in_roles += [{slice_.parameter for slice_ in expr.slices} for expr in exprs]
-    names = set[str]().union(*in_roles, {product.parameter for expr in exprs for product in expr.products})
-    if any(expr.function is not None for expr in exprs) and sum(map(len, in_roles)) > len(names):
+    def binds(self, wanted: fx.Node, actual: Any) -> bool:
+        """Bind a placeholder of the form: a role to a parameter or to None, another name to a node or a literal."""
+        name = str(wanted.target)
+        if name in self.names:
+            return bool(self.names[name] is actual)
+        self.names[name] = actual
+        if name not in self.form.roles:
+            return not isinstance(actual, fx.Node) or self.label[actual] is not Label.PURE or self.batch_independent
+        if actual is None:
+            return bool(wanted.args)  # optional: the form gives it a default
+        if not isinstance(actual, fx.Node) or self.label[actual].activation:
+            return False
+        if self.gathers is not None:
+            return self.binds_gathered(name, actual)
+        parameter = bound_parameter(actual, self.shapes)
+        if name == "weight" and "value" in self.form.inputs:
+            self.names["value"] = actual
+        if parameter is None and actual in self.expressions:
+            self.exprs[name] = self.expressions[actual]
+            return True
+        if parameter is None and "elements" in self.form.inputs and ELEMENTS in actual.meta:
+            elements = actual.meta[ELEMENTS]
+            self.names["elements"], self.map = elements.numbers, elements.map
+            parameter = elements.parameter, Layout(self.shapes[elements.parameter])
+        if parameter is None and len(self.form.roles) > 1 and static_shape(actual) is not None:
+            self.foreign[name] = actual  # the rows of the other roles do not depend on its values
+            return True
+        if parameter is None or any(parameter[0] == other for other, _ in self.parameters.values()):
+            return False
+        self.parameters[name] = parameter
         return True
-    steps = [step.nodes for expr in exprs for slice_ in expr.slices for step in slice_.through]
-    factors = [node for nodes in steps if "factor" in nodes for node in nodes_of(nodes["factor"])]
-    return any(names & parameters_behind(node, label) for node in (*binding.foreign.values(), *factors))
+
+    def binds_gathered(self, name: str, actual: fx.Node) -> bool:
+        """Bind a role where one weight was gathered: as a parameter of its own shape, for now."""
+        if name != "weight":
+            self.foreign[name] = actual
+            return static_shape(actual) is not None
+        if ELEMENTS not in actual.meta or actual in self.expressions:
+            return False
+        elements = actual.meta[ELEMENTS]
+        if elements.map is not None:
+            return False
+        shape = static_shape(actual)
+        if shape is None:
+            value = constant(elements.numbers, self.gathers, self.label)
+            if value is None:
+                return False
+            shape = tuple(value.shape)
+        self.parameters[name], self.numbers = (elements.parameter, Layout(shape)), elements.numbers
+        return True
+
+    def reads_itself(self) -> bool:
+        """Whether a parameter of one role is also behind what fills another: the match would hide this use of it."""
+        exprs = list(self.exprs.values())
+        in_roles = [{name} for name, _ in self.parameters.values()]
+        in_roles += [{slice_.parameter for slice_ in expr.slices} for expr in exprs]
+        names = set[str]().union(*in_roles, {product.parameter for expr in exprs for product in expr.products})
+        if any(expr.function is not None for expr in exprs) and sum(map(len, in_roles)) > len(names):
+            return True
+        steps = [step.nodes for expr in exprs for slice_ in expr.slices for step in slice_.through]
+        factors = [node for nodes in steps if "factor" in nodes for node in nodes_of(nodes["factor"])]
+        return any(names & parameters_behind(node, self.label) for node in (*self.foreign.values(), *factors))

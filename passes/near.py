@@ -67,7 +67,8 @@ def near_matches(program: Program, place: fx.Node) -> list[NearMatch]:
             if declared:
                 nearest.setdefault(name, NearMatch(name, place, missing_output(pattern, place), 0, declared))
             for root in outputs(pattern, place):
-                binding = Binding(program.parameter_exprs, batch_independent=label[root] is Label.FREE)
+                free = label[root] is Label.FREE
+                binding = Binding(pattern.form, label, shapes, program.parameter_exprs, free)
                 use = lay_over(pattern, root, label, shapes, program.parameters, binding=binding)
                 if place not in binding.nodes.values():
                     continue
