@@ -66,11 +66,10 @@ class History:
 
 
 def training(history: History) -> Figure:
-    """Damping and ρ over the steps.
+    """Damping and ρ over the steps; for the default, which has no damping, the norm of the update and ρ.
 
     ρ is the measured change of the loss over the predicted one. The damping falls while ρ is above 0.75, and rises
-    where ρ is below 0.25. Values before the first measured step are left out. The scale of the damping is logarithmic,
-    except for a momentum type without damping, where it is 0.
+    where ρ is below 0.25. Values before the first measured step are left out.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
@@ -80,12 +79,12 @@ def training(history: History) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True)
     steps = read_steps(history)
     marker = "." if len(steps) <= 50 else ""
-    above.plot(steps, history["damping"], BLUE, marker=marker)
-    if any(damping > 0 for damping in history["damping"]):
-        above.set_yscale("log")
-    above.set_ylabel("damping", color=SOFT)
+    damped = any(damping > 0 for damping in history["damping"])
+    above.plot(steps, history["damping" if damped else "norm/update"], BLUE, marker=marker)
+    above.set_yscale("log")
+    above.set_ylabel("damping" if damped else "norm of the update", color=SOFT)
     below.plot(steps, history["rho"], BLUE, marker=marker)
-    for bound in (0.25, 0.75):
+    for bound in (0.25, 0.75) if damped else (1.0,):
         below.axhline(bound, color=SOFT, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     rho = torch.tensor(history["rho"], dtype=torch.float64)
     rho = rho[rho.isfinite()]
