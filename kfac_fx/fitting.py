@@ -64,9 +64,15 @@ def fit_spectrum(
 
     Raises:
         RegistrationError: the parts do not fit the registrations, or a block is larger than `memory`.
+        TypeError: the module is not compiled.
         ValueError: there are no batches, they are an iterator, which ends after the first part, or the folder holds
             another spectrum.
     """
+    if not isinstance(net, CompiledModule):
+        raise TypeError(
+            f"fit_spectrum takes a compiled module, and got a {type(net).__name__}: write "
+            "net = kfac_fx.compile(model, ...) and fit_spectrum(net, ...)"
+        )
     if iter(batches) is batches:
         raise ValueError("`batches` is an iterator, which cannot be repeated: pass a list or a DataLoader.")
     first = next(iter(batches), None)

@@ -194,3 +194,7 @@ def test_wrong_parts_and_batches_are_refused() -> None:
         fit_spectrum(net, iter(batches))
     with pytest.raises(ValueError, match=r"`batches` has no batches"):
         fit_spectrum(net, [])
+    with pytest.raises(
+        TypeError, match=r"fit_spectrum takes a compiled module, and got a [A-Z]\w+: write net = kfac_fx"
+    ):
+        fit_spectrum(net.model, batches)  # type: ignore[arg-type]
