@@ -4,14 +4,6 @@
     def linear(x, *, weight, bias=None):
         return F.linear(x, weight, bias)
 
-The positional arguments of the form are the input and then attributes. The keyword-only arguments are the parameters,
-`weight` and `bias`, with the default None if the layer also exists without them.
-
-Rows are [N, S, i] or, for a layer with g groups, [N, S, g, i]: N cases, S weight-sharing positions, i inputs without
-the bias column. Integer rows [N, S] are one-hot, and -1 stands for a row of zeros. Gradient rows are [N, S, o] or
-[N, S, g, o]. Rows with N = 1 belong to an input that all cases share. The declaration is right if
-`sum over n, s of grad_rows[n, s] rows[n, s]ᵀ` is the gradient of the weight's matrix [g, o, i].
-
 The compiler and the blocks know matrices and rows, and read layers off their declarations. Two other places name
 layers: the kinds of TF K-FAC, which a LayerCollection registers by hand, and tables of torch's operations
 (`graphs/operations.py`, `graphs/spelling.py`), which bear the same names as the layers that are made of them.
@@ -147,13 +139,21 @@ def layer(
     second_moment: MomentFn | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], Layer]:
-    """Declare a layer; the module's docstring describes forms and rows.
+    """Declare a layer. It decorates the form, the computation that the layer is.
+
+    The positional arguments of the form are the input and then attributes. The keyword-only arguments are the
+    parameters, `weight` and `bias`, with the default None if the layer also exists without them.
+
+    Rows are [N, S, i] or, for a layer with g groups, [N, S, g, i]: N cases, S weight-sharing positions, i inputs
+    without the bias column. Integer rows [N, S] are one-hot, and -1 stands for a row of zeros. Gradient rows are
+    [N, S, o] or [N, S, g, o]. Rows with N = 1 belong to an input that all cases share. The declaration is right if
+    `sum over n, s of grad_rows[n, s] rows[n, s]ᵀ` is the gradient of the weight's matrix [g, o, i].
 
     Args:
         rows, grad_rows: functions of (input, attrs) and (gradient of the output, attrs) to rows and gradient rows.
-            `attrs` holds the values of the form's other positional arguments, except those whose name begins with `_`,
-            and under "weight" and "bias" the shapes of the parameters. The value of an argument named `value` is the
-            weight itself.
+            `attrs` holds the values of the form's other positional arguments, also tensors, except those whose name
+            begins with `_`, and under "weight" and "bias" the shapes of the parameters. The value of an argument named
+            `value` is the weight itself.
         example: (a module that contains the layer once, an input for it), made by a function; or several of these.
         layouts: views in named axes from a parameter to its matrix, if they are not "o i -> o i" and "o -> o".
         sizes: from the attributes to the sizes of named axes that the shape alone does not give.

@@ -301,3 +301,31 @@ def test_what_is_recorded_is_of_the_model(build: Callable[[], nn.Module], batche
             largest = float(wanted[name].abs().max())
             torch.testing.assert_close(gradient, wanted[name], rtol=coarse, atol=coarse * largest, msg=name)
         assert seeded(partial(prove, net.recorder(args, kwargs), args, kwargs)).failed == {}
+
+
+class OfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 2)
+        self.weight = nn.Parameter(torch.randn(3, 2, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,bj,ijk->bk", self.first(x), self.second(x), self.weight)
+
+
+def test_the_second_input_of_a_declared_layer_is_an_attribute() -> None:
+    @kfac_fx.layer(
+        rows=lambda x, attrs: (x[:, :, None] * attrs["z"][:, None]).reshape(len(x), 1, -1),
+        grad_rows=lambda dy, attrs: dy.unsqueeze(1),
+        layouts={"weight": "i j k -> k (i j)"},
+        example=lambda: (OfTwo(), torch.randn(7, 4)),
+    )
+    def of_two(x: Tensor, z: Tensor, *, weight: Tensor) -> Tensor:
+        return torch.einsum("bi,bj,ijk->bk", x, z, weight)
+
+    model, x = OfTwo(), torch.randn(7, 4)
+    net = kfac_fx.compile(model, (x,), loss="normal", layers=[of_two], strict=True)
+    estimator = kfac_fx.FisherEstimator(net, estimation_mode="exact")
+    estimator.update_covariances(x)
+    pairs = torch.einsum("bi,bj->bij", model.first(x), model.second(x)).flatten(1)
+    torch.testing.assert_close(estimator.blocks["weight",].factors["A"].value[0], pairs.T @ pairs / len(x))
