@@ -175,10 +175,10 @@ def passes(problem: Problem, only: str | None = None) -> Iterator[str]:
         raise CommandError(f"there is no pass {only!r}, only {', '.join(names)}.{nearest(only, names)}")
     if only is None:
         yield titled(CAPTURE, program)
-    for step in steps:
+    for number, step in enumerate(steps):
         before = program
         try:
-            program = run(program, (step,))
+            program = run(program, steps[number : number + 1])
         except ValueError as error:
             raise CommandError(f"{step.__name__}: {type(error).__name__}: {error}", status=1) from error
         if step.__name__ == only:
