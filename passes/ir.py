@@ -7,6 +7,7 @@ registrations, have modules of their own and are read from here, too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -254,8 +255,9 @@ class Program:
         return self.on(graph, nodes)
 
     def __str__(self) -> str:
-        """The graph as Python, then what the passes have found in it."""
-        lines = [self.graph.python_code("self").src.strip(), ""]
+        """The graph as Python, without torch's deletions of names, then what the passes have found in it."""
+        source = self.graph.python_code("self").src.strip()
+        lines = [re.sub(r";  [\w = ]+ = None$", "", source, flags=re.MULTILINE), ""]
         lines += [f"{len(self.graph.nodes)} nodes, {len(self.parameters)} parameters"]
         lines += [f"match         {use} at {where(use.output)}" for use in self.matches]
         lines += [f"registration  {r} {r.approximation}, {plural(len(r.uses), 'use')}" for r in self.registrations]

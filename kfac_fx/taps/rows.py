@@ -136,14 +136,16 @@ def check_row_shapes(rows: Tensor, grad_rows: Tensor, sizes: tuple[int, int, int
     cases, positions = grad_rows.shape[:2]
     wanted = [cases, positions, g, o] if grad_rows.dim() == 4 else [cases, positions, o]
     if list(grad_rows.shape) != wanted or (grad_rows.dim() == 3 and g > 1):
-        raise ValueError(f"gradient rows of shape {list(grad_rows.shape)}, wanted [N, S, {g}, {o}]")
+        of_group = "" if g == 1 else f"{g}, "
+        raise ValueError(f"gradient rows of shape {list(grad_rows.shape)}, wanted [N, S, {of_group}{o}]")
     if rows.is_floating_point():
         ends = ([g, i], [i]) if g == 1 else ([g, i],)
         right = rows.shape[1] == positions and list(rows.shape[2:]) in ends
     else:
         right = rows.shape[1:] == grad_rows.shape[1:2] and g == 1
     if not right or rows.shape[0] not in (1, cases):
-        raise ValueError(f"rows of shape {list(rows.shape)}, wanted [{cases}, {positions}, {g}, {i}]")
+        axes, of_group = ("[N, S, i]", "") if g == 1 else ("[N, S, g, i]", f"{g}, ")
+        raise ValueError(f"rows of shape {list(rows.shape)}, wanted {axes} = [{cases}, {positions}, {of_group}{i}]")
 
 
 # --- statistics without a graph -------------------------------------------------------------------------------------

@@ -97,3 +97,4 @@ def test_a_program_prints_what_the_passes_found() -> None:
     lines = str(program(dropped=(Note("linear(w)", "a reason"),), unused=("b",))).splitlines()
     assert any(line.startswith("match         linear(w") for line in lines)
     assert lines[-2:] == ["dropped       linear(w): a reason", "unused        b"]
+    assert "def forward(self, x):" in lines and not any(line.endswith("= None") for line in lines)

@@ -73,10 +73,13 @@ def raises(x: Tensor, attrs: Any) -> Tensor:
         ),
         (wrong(grad_rows=lambda x, attrs: as_rows(x, attrs).flip(-1)), r"rows give another .* \(\d+% apart\)"),
         (wrong(rows=raises), "its rows could not be made: no such axis$"),
-        (wrong(rows=lambda x, attrs: x), r"its rows could not be made: rows of shape \[5, 3\], wanted \[5, 1, 1, 3\]"),
+        (
+            wrong(rows=lambda x, attrs: x),
+            r"its rows could not be made: rows of shape \[5, 3\], wanted \[N, S, i\] = \[5, 1, 3\]",
+        ),
         (
             wrong(grad_rows=lambda x, attrs: as_rows(x, attrs)[..., :1]),
-            r"its rows could not be made: gradient rows of shape \[5, 1, 1\], wanted \[N, S, 1, 2\]",
+            r"its rows could not be made: gradient rows of shape \[5, 1, 1\], wanted \[N, S, 2\]",
         ),
         (wrong(rows=lambda x, attrs: 3), "its rows could not be made: rows are a int, not a tensor"),  # type: ignore[arg-type,return-value]
         (wrong(second_moment=lambda x, attrs: moments(0 * x)), r"second_moment is not that of its rows \(\d+% apart\)"),
