@@ -25,6 +25,7 @@ from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_autocast
 from kfac_fx.passes.trace import Capture, trace_model
+from kfac_fx.passes.tracing.watch import SEE_THAT_IT_RUNS
 from kfac_fx.recording.agreement import with_generic
 from kfac_fx.recording.emitted import EmittedGraph
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
@@ -158,7 +159,8 @@ class Capturing:
                 raise UntraceableError(
                     f"{type(self.model).__name__} does not run on these inputs: "
                     f"{type(failure).__name__}: {first_line(failure)}\n"
-                    f"Correct the inputs or the model. The error of torch.export is:\n{error}"
+                    "Correct the inputs or the model. The error of torch.export is:\n"
+                    + str(error).removesuffix(SEE_THAT_IT_RUNS).rstrip()
                 ) from failure
             try:
                 return division, run(division.program, SUBMODULES)

@@ -18,9 +18,9 @@ from kfac_fx.passes.choose import lacking
 from kfac_fx.passes.divided.divide import divide
 from kfac_fx.passes.errors import UntraceableError, nearest, plural
 from kfac_fx.passes.expressions import express
-from kfac_fx.passes.graphs.labels import entries
+from kfac_fx.passes.graphs.labels import NUMBER, entries
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.ir import Options, Pass, Program, Registration, Use, where
+from kfac_fx.passes.ir import Options, Pass, Program, Registration, Use, source_line, where
 from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.near import NearMatch, near_matches
 from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, run
@@ -108,7 +108,7 @@ def place_lines(program: Program, parameter: str, registrations: list[Registrati
             for role, bound in use.parameters.items()
             if bound.parameter in parts
         ]
-        yield f"  {node_words(place)}: {', '.join(layers) or 'no layer'}"
+        yield f"  {node_words(program, place)}: {', '.join(layers) or 'no layer'}"
         if not layers:
             yield from map(near_line, near_matches(expressed, place)[:NEAR])
 
@@ -124,8 +124,11 @@ def near_line(near: NearMatch) -> str:
     return f"    not {near.layer}: {near.condition}"
 
 
-def node_words(place: fx.Node) -> str:
-    return f"{op_name(place) if place.op != 'output' else 'the output'} at {where(place)}"
+def node_words(program: Program, place: fx.Node) -> str:
+    """`"linear at linear_1 (model.py:33)"`, or the submodule if that was captured on its own, without a line."""
+    inside = f" in {program.submodules[place.meta[NUMBER]].path}" if NUMBER in place.meta else ""
+    at = where(place) if source_line(place) else f"{place.name}{inside}"
+    return f"{op_name(place) if place.op != 'output' else 'the output'} at {at}"
 
 
 def ways_to_change(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:

@@ -140,6 +140,12 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+SEE_THAT_IT_RUNS = (
+    "See that the model runs on these inputs. If it does, write this line with other tensor operations, or compile the "
+    "parts of the model that torch.export accepts."
+)
+
+
 def untraceable(model: nn.Module, error: Exception) -> str:
     """The text of an error: what failed, the innermost module, and the innermost line that is not torch's own."""
     line, source = "", ""
@@ -161,10 +167,7 @@ def untraceable(model: nn.Module, error: Exception) -> str:
             "torch.where."
         )
     else:
-        advice = (
-            "See that the model runs on these inputs. If it does, write this line with other tensor operations, or "
-            "compile the parts of the model that torch.export accepts."
-        )
+        advice = SEE_THAT_IT_RUNS
     return f"{type(model).__name__} could not be captured as a graph{place}:\n{shown}{advice}"
 
 

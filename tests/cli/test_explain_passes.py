@@ -72,7 +72,7 @@ def test_calls_of_a_part_are_uses() -> None:
     net = kfac_fx.compile(Branches(), (torch.randn(4, 5),), loss="normal")
     assert [(row.uses, row.block) for row in net.report.rows] == [(2, "kronecker, independent"), (1, "kronecker")]
     text = explain(net.program, "mix.weight")
-    assert "linear, as weight, 2 calls" in text
+    assert "linear at linear in mix: linear, as weight, 2 calls" in text
     lacking = "not kron_series_1, kron_series_1_abs, kron_series_2: the order of its uses is known at run time only"
     assert lacking in " ".join(text.split())
 

@@ -104,3 +104,4 @@ def test_a_model_that_does_not_run_is_told_so() -> None:
     assert lines[0].startswith("Sequential does not run on these inputs: RuntimeError: ")
     assert "mat1 and mat2 shapes" in lines[0]
     assert lines[1] == "Correct the inputs or the model. The error of torch.export is:"
+    assert lines[-1].startswith("  RuntimeError: "), "and no advice to see that it runs"
