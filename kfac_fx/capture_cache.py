@@ -86,8 +86,9 @@ class CaptureCache:
     def program(self) -> Program:
         if self.first is None:
             raise UntraceableError(
-                f"{type(self.model).__name__} is captured at its first training forward, because torch.fx alone cannot "
-                "trace all of it. Give kfac_fx.compile example inputs to capture it now. The error of torch.fx is:\n"
+                f"{class_of(self.model).__name__} is captured at its first training forward, because torch.fx alone "
+                "cannot trace all of it. Give kfac_fx.compile example inputs to capture it now. The error of torch.fx "
+                "is:\n"
                 f"{self.refusal}"
             )
         return self.first.program

@@ -21,7 +21,7 @@ from kfac_fx.linalg.matrices import products_are_full
 from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import AlreadyAttachedError, UntraceableError
 from kfac_fx.passes.ir import Program, Registration
-from kfac_fx.passes.torch_private import own_call, replace_call, replaced_call, share_state
+from kfac_fx.passes.torch_private import class_of, own_call, replace_call, replaced_call, share_state
 from kfac_fx.passes.trace import Capture
 from kfac_fx.recording.backends import compiled_model
 from kfac_fx.recording.case_recorder import CaseRecorder, Consumer, Counts
@@ -220,7 +220,7 @@ class CompiledModule(nn.Module):
         """
         if averages_gradients(self._wrapper):
             raise UntraceableError(
-                f"statistics cannot be recorded during training with {type(self.model).__name__} in "
+                f"statistics cannot be recorded during training with {class_of(self.model).__name__} in "
                 "DistributedDataParallel inside of the compiled module: the recorded forward leaves it out, and no "
                 "gradient would be averaged.\nWrap the compiled module instead of the model: "
                 "net = kfac_fx.compile(model), and train with DistributedDataParallel(net)."
@@ -318,8 +318,9 @@ class CompiledModule(nn.Module):
             replaced = replaced_call(self._wrapper)
             if isinstance(getattr(replaced, "__self__", None), CompiledModule):
                 raise AlreadyAttachedError(
-                    f"this {type(self.model).__name__} was compiled in place before, and records for the optimizer of "
-                    "that module.\nCall detach() of that module first: it gives the model its own call back."
+                    f"this {class_of(self.model).__name__} was compiled in place before, and records for the "
+                    "optimizer of that module.\nCall detach() of that module first: it gives the model its own call "
+                    "back."
                 )
             self._replaced = replaced
             replace_call(self._wrapper, self.call_in_place)

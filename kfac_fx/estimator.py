@@ -21,6 +21,7 @@ from kfac_fx.linalg.matrices import Root, full_precision
 from kfac_fx.losses.sources import check_mode
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.pending import PendingBatch
 from kfac_fx.spectrum.model_spectrum import CaseNet, ModelSpectrum
 from kfac_fx.statistics.moments import Key, Moments
@@ -299,7 +300,7 @@ class FisherEstimator(BlockDiagonalFisher):
 
         Raises ModelChangedError, and drops the moments, if the host knows without waiting that they are not.
         """
-        differs, model = self.outputs.pending, type(getattr(self.net, "model", self.net)).__name__
+        differs, model = self.outputs.pending, class_of(getattr(self.net, "model", self.net)).__name__
         try:
             self.outputs.check(model)
             if differs is None:

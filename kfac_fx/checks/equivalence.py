@@ -20,6 +20,7 @@ from kfac_fx.linalg.matrices import dense, without_cudnn
 from kfac_fx.passes.errors import UntraceableError, fatal, first_line
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.signature import (
@@ -42,7 +43,7 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
 
     Raises UntraceableError if outputs or gradients differ.
     """
-    name = type(recorder.model).__name__
+    name = class_of(recorder.model).__name__
     if recorder.capture.assigned:
         refuse_state(recorder, args, kwargs)
     copied = copies(args, kwargs)
@@ -101,7 +102,7 @@ def check_equivalence(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping
 
 def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises UntraceableError if a second forward differs from the first, which a graph would repeat."""
-    model, name, assigned = recorder.model, type(recorder.model).__name__, recorder.capture.assigned
+    model, name, assigned = recorder.model, class_of(recorder.model).__name__, recorder.capture.assigned
     outputs, numbers = [], []
     kept = objects_kept({"": (args, kwargs)})
     with kept, untouched(model), parameters_kept(model), custom_functions(), as_unrolled(recorder.program):
@@ -130,7 +131,7 @@ def refuse_attribute_of_parameter(recorder: Recorder, error: AttributeError) -> 
     parameters = recorder.model.named_parameters()
     if names := [name for name, parameter in parameters if error.name in vars(parameter)]:
         raise UntraceableError(
-            f"{type(recorder.model).__name__} reads the attribute {error.name!r} of a parameter in forward or in a "
+            f"{class_of(recorder.model).__name__} reads the attribute {error.name!r} of a parameter in forward or in a "
             f"backward of its own ({', '.join(names)} {'has' if len(names) == 1 else 'have'} it). A recording runs on "
             "other tensors than the parameters, which have no attributes of the user's.\n"
             "Keep the value in a buffer or an attribute of the module, and let autograd accumulate gradients in .grad."
@@ -160,9 +161,9 @@ def changes_outside(
     pairs = zip(outputs, others, strict=True)
     if repeated and any(isinstance(value, Tensor) and not equal_up_to_rounding(value, other) for value, other in pairs):
         raise UntraceableError(
-            f"{type(model).__name__} changes {', '.join(repeated)} in every forward pass, and its outputs depend on "
-            "it. A captured graph would repeat the first forward pass.\nPass this state as an input, or keep it in a "
-            "buffer."
+            f"{class_of(model).__name__} changes {', '.join(repeated)} in every forward pass, and its outputs depend "
+            "on it. A captured graph would repeat the first forward pass.\nPass this state as an input, or keep it "
+            "in a buffer."
         )
     return [f"changes {name}" for name in repeated]
 
@@ -206,8 +207,8 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
         gradients = gradients_by_name(outputs, recorder.program.parameters)
     if written and recorder.whole:
         raise UntraceableError(
-            f"{type(model).__name__} writes into its parameters {', '.join(written)} in forward, which a graph would "
-            "repeat in every recording.\n"
+            f"{class_of(model).__name__} writes into its parameters {', '.join(written)} in forward, which a graph "
+            "would repeat in every recording.\n"
             "Write into them after optimizer.step(), or use buffers for values that follow the parameters."
         )
     return detached(outputs), gradients, buffers

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kfac_fx.passes.errors import warn_user
+from kfac_fx.passes.torch_private import class_of
 
 
 def callers() -> Iterator[Any]:
@@ -39,7 +40,7 @@ def warn_of_trainer(net: nn.Module, model: nn.Module) -> None:
             f"{kind.__module__}.{kind.__name__}" == "transformers.trainer.Trainer" for kind in type(caller).__mro__
         )
         if is_trainer and getattr(caller, "model", None) is net:
-            name = type(model).__name__
+            name = class_of(model).__name__
             warn_user(
                 UserWarning(
                     f"Trainer has the compiled module in the place of {name}. Checkpoints of it have no configuration, "

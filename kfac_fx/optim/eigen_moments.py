@@ -58,18 +58,19 @@ def refuse_without_basis(registrations: Iterable[Registration]) -> None:
 
 
 def new_moments(group: BlockGroup) -> Tensors:
-    """The extras of a new group: zero bases, and second moments before the first update."""
+    """The extras of a new group: zero bases of the dense sides, and second moments before the first update."""
     bases = {
         f"basis/{side}": torch.zeros_like(group.as_operator(side, group.factors[side.factor].moment))
-        for side in group.sides
+        for side in group.decomposed
     }
     squares = Stack.zeros(len(group), group.shape, group.dtype, group.device)
     return {**bases, "squares/moment": squares.moment, "squares/total_weight": squares.total_weight}
 
 
 def basis_of(group: BlockGroup) -> list[Tensor]:
-    """The operators that Q consists of; zero for blocks without a decomposition."""
-    return [group.extras[f"basis/{side}"] for side in group.sides]
+    """The operators that Q consists of; those of dense sides are zero for blocks without a decomposition."""
+    unit = torch.ones(1, dtype=group.dtype, device=group.device)  # a diagonal side turns nothing
+    return [unit if side.diagonal else group.extras[f"basis/{side}"] for side in group.sides]
 
 
 def squares_of(group: BlockGroup) -> Stack:
@@ -91,17 +92,20 @@ def update_bases(fisher: BlockDiagonalFisher, keys: Collection[Key] | None = Non
 
 
 def turn(group: BlockGroup) -> None:
+    """Diagonal sides turn nothing, and need no decomposition."""
+    if not group.decomposed:
+        return
     values, new = group.eigensystem()
     good = values.flatten(1).isfinite().all(1)
     old = basis_of(group)
     with full_precision():
         squared = [
-            torch.ones_like(to) if side.diagonal else (to.mT @ of).square()
-            for side, to, of in zip(group.sides, new, old, strict=True)
+            of if side.diagonal else (to.mT @ of).square() for side, to, of in zip(group.sides, new, old, strict=True)
         ]
         moment = squares_of(group).moment
         turned = group.applied(moment, squared)
-    for last, tensor in ((moment, turned), *zip(old, new, strict=True)):
+    bases = [(of, to) for side, of, to in zip(group.sides, old, new, strict=True) if not side.diagonal]
+    for last, tensor in ((moment, turned), *bases):
         torch.where(unsqueeze_like(good, tensor), tensor, last, out=last)
 
 

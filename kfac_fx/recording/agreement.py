@@ -9,6 +9,7 @@ from kfac_fx.blocks.block import statistics_of
 from kfac_fx.blocks.series import longest
 from kfac_fx.passes.errors import ModelChangedError, table
 from kfac_fx.passes.ir import Program, Registration
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key
 
@@ -47,7 +48,7 @@ def agreeing(recorder: Recorder, known: Sequence[Registration], masked: bool = F
         rows |= {key: rows[key] or other_masks(before[key], now[key]) for key in before if key in now}
     owners = {key: set((before.get(key) or now[key]).owners) for key in rows}
     if differing := [(", ".join(key), text) for key, text in rows.items() if text and not owners[key] <= frozen]:
-        name = type(recorder.model).__name__
+        name = class_of(recorder.model).__name__
         raise ModelChangedError(
             f"with these inputs {name} uses its parameters differently than with the first inputs:\n"
             f"{table(differing)}\nCompile the model once per control-flow path."

@@ -20,6 +20,7 @@ from kfac_fx.passes.errors import RegistrationError, fatal, first_line, nearest,
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import KEPT, Dims, Note, Program
 from kfac_fx.passes.padding import padding, spread
+from kfac_fx.passes.torch_private import class_of
 
 PaddingMask = str | Callable[..., Tensor]
 LISTED_USES = 8  # uses in a message
@@ -99,7 +100,7 @@ def refuse_unknown(name: str, model: nn.Module) -> None:
     takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
     if name not in arguments and not takes_any:
         raise RegistrationError(
-            f"padding_mask={name!r} is no argument of {type(model).__name__}.forward.{nearest(name, arguments)}"
+            f"padding_mask={name!r} is no argument of {class_of(model).__name__}.forward.{nearest(name, arguments)}"
         )
 
 

@@ -15,6 +15,7 @@ from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import LossSite
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION, BY_NAME
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.emitted import EmittedModel, ObservedLoss
 from kfac_fx.recording.masks import perturbed, real_losses
 
@@ -57,7 +58,7 @@ class OutputLosses:
             return pairs
         if self.declared is not None:
             if not fisher and not self.emitted.whole:
-                name = type(self.emitted.model).__name__
+                name = class_of(self.emitted.model).__name__
                 raise LossError(f"{name} returns no tensor in tuples, lists and dictionaries to build a loss on")
             pairs = self.declared(output, targets, next(iter(dims), 0))
             for number, (_, loss) in enumerate(pairs if dims and not self.declared.places_cases else ()):

@@ -44,6 +44,17 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
+class Scaled(Net):
+    """Depends on a file, which nothing watches."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.file.read_text())
+
+
 class Branching(Net):
     """No single graph holds it."""
 
@@ -117,6 +128,24 @@ def test_a_sharded_model_is_refused_with_the_order_to_write(shard: Callable[...,
         "Compile first, with example inputs, and shard then: net = kfac_fx.compile(model, (x,)), "
         "torch.distributed.fsdp.fully_shard on the units and on the model, and optimizer = kfac_fx.KFAC(net)."
     )
+
+
+def test_errors_name_the_class_of_the_user_and_not_the_one_that_fsdp_made(
+    shard: Callable[..., None], tmp_path: Path
+) -> None:
+    scale = tmp_path / "scale"
+    scale.write_text("1")
+    net = compiled(Scaled(scale), in_place=True)
+    other = compiled(net.model, in_place=True)
+    shard(net.model)
+    assert type(net.model).__name__ == "FSDPScaled"
+    optimizer = kfac_fx.KFAC(net)
+    with pytest.raises(kfac_fx.AlreadyAttachedError, match="this Scaled was compiled in place before"):
+        kfac_fx.KFAC(other)
+    scale.write_text("2")
+    F.cross_entropy(net.model(X), Y).backward()
+    with pytest.raises(kfac_fx.ModelChangedError, match="^Scaled computes other outputs"):
+        optimizer.step()
 
 
 def test_an_optimizer_of_whole_parameters_is_refused(shard: Callable[..., None]) -> None:
