@@ -121,7 +121,7 @@ class KFAC(Optimizer, Joinable):
         if options.strategy is not None:
             state = options.new_state(torch.empty_like(example, device="meta"))
             vectors = sum(tensor.shape == example.shape for tensor in state.values()) if shards is None else 0
-            self.estimator.owners = BlockOwners(replicas, options.strategy, vectors)
+            self.estimator.owners = BlockOwners(replicas, options.strategy, vectors, shards)
         self.generator = torch.Generator(example.device).manual_seed(
             torch.initial_seed() if options.seed is None else options.seed
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import connected
 from kfac_fx.placement import longest_processing_time, makespan, round_robin
 
@@ -32,11 +33,14 @@ class BlockOwners:
     Args:
         strategy: a key of `STRATEGIES`.
         vectors: the number of vectors of the size of the parameters that the owners keep, too: K-FAC's momentum.
+        shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
+            (`kfac_fx.factors.divided`).
     """
 
     replicas: Replicas
     strategy: str
     vectors: int = 0
+    shards: Shards | None = None
 
     @property
     def rank(self) -> int:

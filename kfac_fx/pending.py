@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from kfac_fx.distributed import Replicas
+from kfac_fx.factors.divided import DividedGroup
 from kfac_fx.factors.factor import packed_sums, unpacked_sums
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import are_finite
+from kfac_fx.linalg.sharded import scattered
 from kfac_fx.statistics.moments import Key
 
 
@@ -101,15 +103,32 @@ class PendingBatch:
         else:
             by_owner: list[list[Tensor]] = [[] for _ in range(replicas.number)]
             for key, group in groups.items():
-                assert group.owner is not None, f"bug in kfac_fx: {key} has no owner among blocks that have one"
-                by_owner[group.owner] += messages[key].values()
+                if group.owner is not None:
+                    by_owner[group.owner] += messages[key].values()
+            divided = {key: group for key, group in groups.items() if isinstance(group, DividedGroup)}
+            members = [key for key in members if key not in divided]
             totals = replicas.reduce([[cases, *tensors] if tensors else [] for tensors in by_owner])
+            here = cases
             cases, totals = (totals[0], totals[1:]) if totals else (cases, [])
+            if divided:
+                with replicas.exchanging("statistics"):
+                    cases = self.scatter(divided, here)
         total = iter(totals)
         for key in members:
             sums = {name: next(total) for name in messages[key]}
             self.sums[key] = unpacked_sums(groups[key].structure, sums)
         return cases
+
+    def scatter(self, groups: Mapping[Key, DividedGroup], cases: Tensor) -> Tensor:
+        """Add the sums of divided blocks up, each entry in the process that keeps it, in one message. Returns the
+        number of cases."""
+        layouts = [group.layout for group in groups.values()]
+        wholes = [self.sums[key]["square"].view(group.whole_shape) for key, group in groups.items()]
+        layouts.append(replace(layouts[0], shape=torch.Size([layouts[0].ranks]), dim=0))
+        *parts, total = scattered([*wholes, cases.expand(layouts[0].ranks)], layouts)
+        for key, part in zip(groups, parts, strict=True):
+            self.sums[key] = {"square": part}
+        return total.squeeze(0)
 
 
 def only_where(accepted: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

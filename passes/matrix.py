@@ -99,6 +99,22 @@ class Layout:
         ordered = split.permute(tuple(before.index(name) for name in after))
         return ordered.reshape(tuple(math.prod(size[name] for name in axis) for axis in right))
 
+    def cut(self, dim: int, rows: int) -> tuple[Layout, int] | None:
+        """The layout of `rows` of the parameter along `dim`, and the dimension of the result in which they are; None if
+        a step merges or splits that dimension."""
+        part = Layout((*self.shape[:dim], rows, *self.shape[dim + 1 :]))
+        for step in self.steps:
+            if step.order is not None:
+                part, dim = part.permute(step.order), step.order.index(dim)
+                continue
+            whole = math.prod(step.before[:dim]), step.before[dim]
+            same = [d for d, size in enumerate(step.after) if (math.prod(step.after[:d]), size) == whole]
+            if not same:
+                return None
+            dim = same[0]
+            part = part.reshape((*step.after[:dim], rows, *step.after[dim + 1 :]))
+        return part, dim
+
 
 @lru_cache(maxsize=1000)
 def named_axes(side: str) -> tuple[tuple[str, ...], ...]:

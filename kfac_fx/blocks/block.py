@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kfac_fx.blocks.series import SeriesGroup
+from kfac_fx.factors.divided import DividedForm, DividedGroup
 from kfac_fx.factors.factor import Factor, Failures, NotRegisteredError, additive
 from kfac_fx.factors.inverses import Inverter
 from kfac_fx.factors.stacks import BlockGroup, Vector, VectorForm
 from kfac_fx.factors.sua import UncorrelatedGroup
 from kfac_fx.factors.wide import WideGroup, in_blocks
 from kfac_fx.linalg.matrices import Root, dense
+from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Flat, split
 from kfac_fx.passes.errors import nearest
 from kfac_fx.passes.ir import Registration
@@ -45,7 +48,9 @@ class ColumnForm(Flat):
         return self.parts(matrix.flatten())
 
 
-def vector_form(registration: Registration, parameters: Vector) -> VectorForm:
+def vector_form(registration: Registration, parameters: Vector, divided: Mapping[Key, DividedForm]) -> VectorForm:
+    if registration.parameters in divided:
+        return divided[registration.parameters]
     if registration.matrix is not None:
         return registration.matrix
     return ColumnForm({name: parameters[name].shape for name in registration.parameters})
@@ -128,6 +133,7 @@ class BlockOperator(Operator):
 
     @torch.no_grad()
     def _multiply(self, vector: Vector, root: Root, transpose: bool = False) -> dict[str, Tensor]:
+        self.group.check_whole()
         check_fits(vector, self.group.forms[self.member.start].shapes)
         vector = {name: dense(vector[name]) for name in self.parameters}
         product = self.group.multiply(self.group.pack(vector, self.member), root, transpose, self.member)
@@ -155,15 +161,16 @@ class BlockOperator(Operator):
         if not group.here:
             return state
         state |= {name: getattr(group, name)[index] for name in ("skipped", "failed")}
-        state |= {name: tensor[index] for name, tensor in group.extras.items()}
+        tensors = dict(group.extras)
         for name, stack in group.factors.items():
-            state |= {f"{name}/moment": stack.moment[index], f"{name}/total_weight": stack.total_weight[index]}
+            tensors |= {f"{name}/moment": stack.moment, f"{name}/total_weight": stack.total_weight}
         for root, operators in group.roots.items():
-            state |= {f"{name}/{root}": op[index] for name, op in zip(group.operands(root), operators, strict=True)}
-        return state
+            tensors |= {f"{name}/{root}": op for name, op in zip(group.operands(root), operators, strict=True)}
+        return state | {name: group.in_state(tensor[index]) for name, tensor in tensors.items()}
 
     def full_fisher_block(self) -> Tensor:
         """The undamped block [g·o·i, g·o·i], in the order of the flattened matrix; raises FactorNotReady."""
+        self.group.check_whole()
         return self.group.dense(self.member.start)
 
 
@@ -185,6 +192,8 @@ class Owners(Protocol):
 
     @property
     def rank(self) -> int: ...
+    @property
+    def shards(self) -> Shards | None: ...
     def assign(self, blocks: Sequence[BlockGroup], owners: Mapping[str, int]) -> Sequence[int]: ...
     def gather(self, tensors: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]: ...
 
@@ -257,25 +266,28 @@ def make_groups(
     damping: Tensor,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    divided: Mapping[Key, DividedForm] = MappingProxyType({}),
 ) -> list[BlockGroup]:
     """Groups of registrations with one approximation and equal matrices, in the order of their first members.
 
     roots: the exponents to keep besides 1, "cholesky" and "cholesky_inverse". damping: λ, 0-d, which the groups share.
     dtype, device: of the factors; None: those of the parameters, but at least float32.
+    divided: the forms of the blocks of which this process keeps a part.
     """
     parameters = split(parameters, registrations := list(registrations))
     members: dict[tuple[Any, ...], list[Registration]] = {}
     for registration in registrations:
         example, approximation = parameters[registration.parameters[0]], registration.structure
         factor_dtype = dtype or torch.promote_types(example.dtype, torch.float32)
-        group, sides = group_class(registration), (approximation.left, approximation.right)
-        shape = vector_form(registration, parameters).shape
-        alike = group.alike_in(registration), sides, registration.generic, shape
+        form, sides = vector_form(registration, parameters, divided), (approximation.left, approximation.right)
+        layout = form.layout if isinstance(form, DividedForm) else None
+        group = group_class(registration) if layout is None else DividedGroup
+        alike = group.alike_in(registration), sides, registration.generic, form.shape, layout
         members.setdefault((group, factor_dtype, device or example.device, alike), []).append(registration)
     return [
         group(
             registrations,
-            [vector_form(registration, parameters) for registration in registrations],
+            [vector_form(registration, parameters, divided) for registration in registrations],
             roots=roots,
             damping=damping,
             dtype=factor_dtype,

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from kfac_fx.blocks.block import BlockOperator, Blocks, Operator, Owners, check_fits, check_kinds, leading, make_groups
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
+from kfac_fx.factors.divided import divided_forms
 from kfac_fx.factors.factor import Failures
 from kfac_fx.factors.inverses import Inverter
 from kfac_fx.factors.stacks import BlockGroup, Vector
 from kfac_fx.linalg.matrices import Root, dense
-from kfac_fx.linalg.sharded import unsharded
+from kfac_fx.linalg.sharded import Shards, unsharded
 from kfac_fx.linalg.vectors import joined, split
 from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
@@ -93,6 +94,7 @@ class BlockDiagonalFisher(Operator):
             owners: of parameters that have one already; what is computed for them stays where it is.
         """
         self._cohorts = [[registration.parameters for registration in cohort] for cohort in cohorts]
+        self._divided = divided_forms(registrations, self.shards)
         owner_of = self._owners_of(registrations, parameters, owners)
         self._groups = []
         for cohort in cohorts:
@@ -117,18 +119,20 @@ class BlockDiagonalFisher(Operator):
         owners: Mapping[str, int | None],
     ) -> Mapping[Key, int | None]:
         """The owner of every registration; None: every process. owners: those that parameters have already."""
-        keys = [registration.parameters for registration in registrations]
+        everywhere = dict.fromkeys(registration.parameters for registration in registrations)
         if self.owners is None:
-            return dict.fromkeys(keys)
-        blocks = [group for r in registrations for group in self._new_groups([r], parameters, META)]
+            return everywhere
+        owned = [registration for registration in registrations if registration.parameters not in self._divided]
+        blocks = [group for r in owned for group in self._new_groups([r], parameters, META)]
         known = {name: owner for name, owner in owners.items() if owner is not None}
-        return dict(zip(keys, self.owners.assign(blocks, known), strict=True))
+        assigned = self.owners.assign(blocks, known)
+        return everywhere | {r.parameters: owner for r, owner in zip(owned, assigned, strict=True)}
 
     def _make_groups(
         self, registrations: Sequence[Registration], parameters: Mapping[str, Tensor], owner: int | None
     ) -> list[BlockGroup]:
         """The groups of registrations with one owner, without memory if that is another process."""
-        here = self.owners is None or owner == self.owners.rank
+        here = self.owners is None or owner in (None, self.owners.rank)
         groups = self._new_groups(registrations, parameters, None if here else META)
         for group in groups:
             group.owner, group.here, group.relative_damping = owner, here, self.relative_damping
@@ -145,6 +149,7 @@ class BlockDiagonalFisher(Operator):
             damping=self._damping,
             dtype=self.factor_dtype,
             device=device,
+            divided=self._divided,
         )
         for group in groups:
             group.extras = {} if self.new_extras is None else self.new_extras(group)
@@ -163,8 +168,14 @@ class BlockDiagonalFisher(Operator):
         return [group for group in self.groups if group.here]
 
     @property
+    def shards(self) -> Shards | None:
+        """The sharded parameters, among whose processes blocks are divided."""
+        return None if self.owners is None else self.owners.shards
+
+    @property
     def owner_of(self) -> Mapping[str, int] | None:
-        """The process that keeps the blocks of each parameter; None if every process keeps all."""
+        """The process that keeps the blocks of each parameter, without those whose blocks are divided as they are; None
+        if every process keeps all."""
         if self.owners is None:
             return None
         by_key = {r.parameters: group.owner for group in self.groups for r in group.registrations}
@@ -286,6 +297,7 @@ class BlockDiagonalFisher(Operator):
         if kept and self.owners is not None:
             groups = self.kept
             shapes = {name: shapes[name] for group in groups for r in group.registrations for name in r.owners}
+            shapes |= {name: shape for form in self._divided.values() for name, shape in form.shapes.items()}
         check_kinds(vector, shapes)
         lead = leading(vector, shapes)
         idle = self.idle(vector).intersection(shapes)
@@ -328,13 +340,19 @@ class BlockDiagonalFisher(Operator):
         """
         registrations = [registration for group in groups for registration in group.registrations]
         parts, *of_others = (split(tensors, registrations) for tensors in (vector, *others))
+        divided = [] if kept else [n for r in registrations if r.parameters in self._divided for n in r.parameters]
+        if self.shards is not None and divided:
+            parts |= self.shards.parts({name: parts[name] for name in divided})
         product: dict[str, Tensor] = {}
         for group in groups:
             if group.here:
                 matrices = (group.pack(tensors) for tensors in (parts, *of_others))
                 product |= group.unpack(of(group, *matrices), parts)
         if self.owners is not None and not kept:
+            shards = {name: product.pop(name) for name in divided}
             product = self._gathered(product, groups, parts)
+            if self.shards is not None and divided:
+                product |= self.shards.gathered(shards)[0]
         return joined(product, registrations, vector)
 
     def _gathered(
@@ -344,8 +362,10 @@ class BlockDiagonalFisher(Operator):
         assert self.owners is not None, "bug in kfac_fx: products of several processes, and no owners"
         names: dict[int, list[str]] = {}
         for group in groups:
-            assert group.owner is not None, "bug in kfac_fx: a block without an owner among those that have one"
-            names.setdefault(group.owner, []).extend(n for r in group.registrations for n in r.parameters)
+            if group.owner is not None:
+                names.setdefault(group.owner, []).extend(n for r in group.registrations for n in r.parameters)
+        if not names:
+            return {}
         of_process = [names.get(n, []) for n in range(max(names) + 1)]
         mine = [product[name] for name in names.get(self.owners.rank, [])]
         everything = self.owners.gather(mine, [[like[name] for name in of_owner] for of_owner in of_process])
@@ -370,7 +390,7 @@ class BlockDiagonalFisher(Operator):
         self.check_state(state)
         self._never_inverted.clear()
         for name, tensor in BlockDiagonalFisher.state_dict(self).items():
-            tensor.copy_(state[name])
+            tensor.copy_(state[name] if state[name].shape == tensor.shape else state[name].view(tensor.shape))
         for key, block in self.blocks.items():
             block.group.updated, block.group.inverted = state[f"{','.join(key)}/ready"].tolist()
 
@@ -396,5 +416,6 @@ class BlockDiagonalFisher(Operator):
 
 
 def loadable(entry: object, like: Tensor) -> bool:
-    """Whether an entry of a state can be copied into a tensor."""
-    return isinstance(entry, Tensor) and entry.shape == like.shape and not entry.is_meta
+    """Whether an entry of a state can be copied into a tensor. Earlier versions flattened the inverses of diagonals."""
+    shapes = (like.shape, (1, like.numel()))
+    return isinstance(entry, Tensor) and entry.shape in shapes and not entry.is_meta

@@ -62,6 +62,7 @@ class System:
         """Decompose a group. dtype, device: of the decompositions, see `BlockDiagonalFisher.spectrum`.
 
         Raises FactorNotReady if its factors are missing or not finite; waits for the device."""
+        group.check_whole()
         values, operators = group.eigensystem(Place(dtype, device))
         finite = values.flatten(1).isfinite().all(1).tolist()
         if failed := [str(block) for block, fine in zip(group.registrations, finite, strict=True) if not fine]:

@@ -280,7 +280,8 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
     """
     curved: dict[str, Tensor] = {}
     for block in (block for block in estimator.blocks.values() if block.group.here):
-        curvature = block.factors["G" if "G" in block.factors else "F"].moment.any()
+        flat = ~block.factors["G" if "G" in block.factors else "F"].moment.any()
+        curvature = ~block.group.agreed(flat)
         for name in block.registration.owners:
             curved[name] = curved[name] | curvature if name in curved else curvature
     names = [name for name in gradients if name in curved]

@@ -86,10 +86,12 @@ class BlockGroup:
         relative_damping: c of λ_A = c tr A / dim A, and of every other side, in the place of λ; None: λ is split.
         owner: the process that keeps the factors and roots; None: every process.
         here: whether this process keeps them. Otherwise they are on the meta device, without memory.
+        whole: whether a process that keeps them has all entries (`kfac_fx.factors.divided`).
     """
 
     owner: int | None = None
     here = True
+    whole = True
     relative_damping: float | None = None
 
     def __init__(
@@ -142,6 +144,25 @@ class BlockGroup:
     def operands(self, root: Root) -> list[str]:
         """The names of the operators of a root."""
         return [str(side) for side in self.sides]
+
+    # --- blocks of which other processes keep parts (`kfac_fx.factors.divided`) -------------------------------------
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """[g, o, i] of whole blocks."""
+        return self.shape
+
+    def check_whole(self) -> None:
+        """Raises NotRegisteredError if this process keeps a part."""
+
+    def agreed(self, flags: Tensor) -> Tensor:
+        """Whether flags of blocks are true of all their parts."""
+        return flags
+
+    def in_state(self, entry: Tensor) -> Tensor:
+        """A tensor of one block as the state has it, sharing memory: a diagonal F in the shape of the matrix."""
+        diagonal = self.right is None and self.left.diagonal and entry.dim()
+        return entry.view(self.shape) if diagonal else entry
 
     # --- sides ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +220,7 @@ class BlockGroup:
         """
         total = {name: stacked([block[name] for block in sums]).to(self.dtype) for name in sums[0]}
         batch = self.batch_values(total, cases)
-        finite = torch.stack([are_finite(value) for value in batch.values()]).all(0)
+        finite = self.agreed(torch.stack([are_finite(value) for value in batch.values()]).all(0))
         accepted = finite if accept is None else finite & accept
         averaged, anew = accepted, None
         if "count" in total:  # a batch without rows has no mean over rows; before the first rows the mean is zero
@@ -287,7 +308,7 @@ class BlockGroup:
     def applied(self, matrix: Tensor, operators: Sequence[Tensor], transpose: bool = False) -> Tensor:
         """X_G W X_Aᵀ, or X_Gᵀ W X_A, of one W [L, g, o, i] or of B of them, [B, L, g, o, i]."""
         left, *right = operators
-        rows = matrix if right else matrix.reshape(*matrix.shape[:-3], 1, -1, 1)
+        rows = matrix if right else matrix.flatten(-3).unsqueeze(-1).unsqueeze(-3)
         rows = self.turn_outputs(rows, left.mT if transpose and not self.left.diagonal else left)
         if right:
             as_is = [transpose or side.diagonal for side in self.sides[1:]]
@@ -431,7 +452,7 @@ class BlockGroup:
             ]  # fmt: skip
             new[root] = self.scaled(operators, root)
             valid += [are_finite(operator) for operator in new[root]]
-        good = torch.stack(valid).all(0)
+        good = self.agreed(torch.stack(valid).all(0))
         for root, operators in new.items():
             for last_operator, operator in zip(self.roots[root], operators, strict=True):
                 torch.where(unsqueeze_like(good, operator), operator, last_operator, out=last_operator)

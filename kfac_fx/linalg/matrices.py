@@ -170,7 +170,7 @@ def dense_roots(side: Tensor, damping: Tensor, roots: Sequence[Root]) -> tuple[d
 
 def are_finite(stack: Tensor) -> Tensor:
     """Whether all entries of each element are finite: [m, ...] -> [m]. A sum is finite only if all its terms are."""
-    return stack.reshape(stack.shape[0], -1).sum(1).isfinite()
+    return stack.unsqueeze(-1).flatten(1).sum(1).isfinite()
 
 
 def cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,12 +57,13 @@ class ShardLayout:
     dim: int
     ranks: int
     group: Any
+    mesh: Any = None
 
     @staticmethod
     def of(tensor: Tensor) -> ShardLayout:
         """The layout of a DTensor for which `problem` returns nothing."""
         mesh, placements = cast(Any, tensor).device_mesh, cast(Any, tensor).placements
-        return ShardLayout(tensor.shape, placements[0].dim, mesh.size(), mesh.get_group())
+        return ShardLayout(tensor.shape, placements[0].dim, mesh.size(), mesh.get_group(), mesh)
 
     @property
     def rows(self) -> int:
@@ -100,19 +101,36 @@ class ShardLayout:
         all_gather(everything, filled, group=self.group)
         return self.join(everything.unflatten(0, (self.ranks, -1)))
 
-    def reduce(self, whole: Tensor) -> Tensor:
-        """The shard of the sum of all processes' tensors."""
-        rows = whole.movedim(self.dim, 0)
-        full = rows.new_zeros((self.ranks * self.rows, *rows.shape[1:]))
-        full[: rows.shape[0]] = rows
-        filled = full.new_empty(self.filled)
-        reduce_scatter(filled, full, group=self.group)
-        return self.unfill(filled, dist.get_rank(self.group))
+    def dtensor(self, local: Tensor) -> Tensor:
+        """A DTensor of this layout, in the memory of the shard `local`."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        stride = torch.empty(self.shape, device="meta").stride()
+        placements = [Shard(self.dim)]
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=self.shape, stride=stride)
 
     def unfill(self, filled: Tensor, rank: int) -> Tensor:
         """The inverse of `fill` for the shard of a process."""
         rows = self.shape[self.dim]
         return filled[: max(0, min(self.rows, rows - rank * self.rows))].movedim(0, self.dim)
+
+
+def scattered(wholes: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> list[Tensor]:
+    """The shards of the sums of all processes' whole tensors, in one message."""
+    group, ranks = layouts[0].group, layouts[0].ranks
+    filled = []
+    for whole, layout in zip(wholes, layouts, strict=True):
+        rows = whole.movedim(layout.dim, 0)
+        full = rows.new_zeros((ranks * layout.rows, *rows.shape[1:]))
+        full[: rows.shape[0]] = rows
+        filled.append(full.view(ranks, -1))
+    message = torch.cat(filled, 1)
+    mine = message.new_empty(message.shape[1])
+    reduce_scatter(mine, message.flatten(), group=group)
+    return [
+        layout.unfill(part.view(layout.filled), dist.get_rank(group)).to(whole.dtype)
+        for part, whole, layout in zip(mine.split([tensor.shape[1] for tensor in filled]), wholes, layouts, strict=True)
+    ]
 
 
 class Whole(torch.autograd.Function):
@@ -152,7 +170,7 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, layout: ShardLayout) -> Tensor:
         ctx.layout = layout
-        return layout.reduce(whole)
+        return scattered([whole], [layout])[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -175,14 +193,7 @@ def in_place_of(parameter: Tensor, local: Tensor) -> Tensor:
 
 def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
     """A tensor that is divided as `parameter` is, in the memory of the shard `local`."""
-    if not is_sharded(parameter):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    like = cast(Any, parameter)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return ShardLayout.of(parameter).dtensor(local) if is_sharded(parameter) else local
 
 
 def is_divided(value: Any) -> bool:

@@ -34,12 +34,16 @@ class VectorDivision:
         """Whether this process keeps the Fisher blocks of the parameter."""
         return True
 
+    def in_blocks(self, name: str, parameter: Tensor) -> torch.Size:
+        """The shape of a vector that the blocks of this process multiply."""
+        return parameter.shape
+
     def part(self, name: str, parameter: Tensor) -> Tensor:
         """The part of this process, in the memory of the parameter."""
         return parameter
 
     def to_blocks(self, *vectors: Tensors) -> list[Tensors]:
-        """From parts by name to the whole tensors that the blocks of this process multiply, in one message.
+        """From parts by name to the tensors that the blocks of this process multiply, in one message.
 
         vectors: of the same names."""
         return list(vectors)
@@ -59,7 +63,8 @@ UNDIVIDED = VectorDivision()
 
 @dataclass(frozen=True, eq=False)
 class DivisionByShards(VectorDivision):
-    """owners: the processes that multiply, by parameter; None: every process multiplies all."""
+    """owners: the processes that multiply whole tensors, by parameter; None: every process multiplies all. Blocks of
+    parameters without an owner are divided as these are."""
 
     shards: Shards
     owners: Mapping[str, int] | None
@@ -68,18 +73,34 @@ class DivisionByShards(VectorDivision):
         return self.shards.total(values)
 
     def multiplies(self, name: str) -> bool:
-        return self.owners is None or self.owners[name] == dist.get_rank(self.shards.group)
+        rank = dist.get_rank(self.shards.group)
+        return self.owners is None or self.owners.get(name, rank) == rank
+
+    def in_blocks(self, name: str, parameter: Tensor) -> torch.Size:
+        return parameter.shape if self.owners is None or name in self.owners else shard(parameter).shape
 
     def part(self, name: str, parameter: Tensor) -> Tensor:
         return shard(parameter)
 
     def to_blocks(self, *vectors: Tensors) -> list[Tensors]:
-        return self.shards.gathered(*vectors) if self.owners is None else self.shards.to_owners(vectors, self.owners)
+        if self.owners is None:
+            return self.shards.gathered(*vectors)
+        here, owned = zip(*(self.by_owner(parts) for parts in vectors), strict=True)
+        wholes = self.shards.to_owners(owned, self.owners) if owned[0] else owned
+        return [{**parts, **of_owner} for parts, of_owner in zip(here, wholes, strict=True)]
 
     def from_blocks(self, products: Tensors, parts: Tensors) -> Tensors:
         if self.owners is None:
             return self.shards.parts({name: products[name] for name in parts})
-        return self.shards.from_owners(products, self.owners, parts)
+        here, owned = self.by_owner(parts)
+        back = self.shards.from_owners(products, self.owners, owned) if owned else {}
+        return {name: products[name] for name in here} | back
+
+    def by_owner(self, parts: Tensors) -> tuple[Tensors, Tensors]:
+        """The parts of parameters whose blocks are divided as they are, and of those whose blocks have an owner."""
+        assert self.owners is not None, "bug in kfac_fx: no owners among processes that multiply all"
+        here = {name: part for name, part in parts.items() if name not in self.owners}
+        return here, {name: part for name, part in parts.items() if name in self.owners}
 
 
 @dataclass(frozen=True, eq=False)

@@ -131,7 +131,7 @@ def adam_in_bases(
         basis, squares = basis_of(group), squares_of(group)
         averaged, turned = (group.to_eigenbasis(matrix, basis) for matrix in (m, g))  # a stack takes longer
         square = turned.square()
-        accepted = are_finite(square) & accept
+        accepted = group.agreed(are_finite(square)) & accept
         moving = [not set(registration.owners).issubset(still) for registration in group.registrations]
         if not all(moving):
             accepted = accepted & torch.tensor(moving, device=accepted.device)

@@ -70,10 +70,10 @@ class LayerFlops:
         forward = statistics = preconditioning = inverses = 0.0
         for group in groups:
             members = [r.parameters for r in group.registrations if r.parameters in rows]
-            n, elements = sum(rows[key] for key in members), math.prod(group.shape)
+            n, elements = sum(rows[key] for key in members), math.prod(group.whole_shape)
             forward += 2 * n * elements
             for side in group.sides:
-                dense, width = math.prod(side.shape(group.shape)), group.size(side)
+                dense, width = math.prod(side.shape(group.whole_shape)), group.size(side)
                 statistics += 2 * n * dense
                 preconditioning += 2 * len(members) * elements * (1 if side.diagonal else width)
                 inverses += len(members) * dense * (0 if side.diagonal else width)

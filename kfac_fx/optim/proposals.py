@@ -112,7 +112,7 @@ def preconditioner(state: StepState, flat: FlatParameters, multiply: Callable[[T
     """`multiply` as a product with vectors: the parameters in Fisher blocks that have no gradient count as zero."""
     idle = state.estimator.idle(flat.parameters)
     absent = {
-        name: state.scalar.new_zeros(parameter.shape)
+        name: state.scalar.new_zeros(flat.division.in_blocks(name, parameter))
         for parameter, name in state.names.items()
         if name in state.registered
         and name not in flat.parameters

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -36,6 +37,8 @@ ADAPTED = {
     "momentum_type": "qmodel", "momentum": None, "damping": 0.3, "adapt_damping": True,
     "damping_adaptation_interval": 1, "invert_every": 2, **EXACT,
 }  # fmt: skip
+# A norm, a linear layer with more rows than processes, and one of which the last of three processes has no rows.
+DIAGONALS = {"blocks.*.norm": "diagonal", "blocks.0.down": "diagonal", "last": "diagonal"}
 RESTARTED: dict[str, dict[str, Any]] = {
     "adaptive": {"placement": "owners", **ADAPTIVE},
     "eigen_moments": {"placement": "owners", **EIGEN_MOMENTS},
@@ -95,10 +98,15 @@ def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def compiled(
-    in_place: bool = False, checkpointed: bool = False, steps: str = "generic", divided: bool = False
+    in_place: bool = False,
+    checkpointed: bool = False,
+    steps: str = "generic",
+    divided: bool = False,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> kfac_fx.CompiledModule:
+    """others: approximations of layers other than `Net.steps`."""
     torch.manual_seed(0)
-    example, approximations = (torch.randn(4, 5, dtype=torch.float64),), {"steps": steps}
+    example, approximations = (torch.randn(4, 5, dtype=torch.float64),), {"steps": steps, **others}
     model = (Divided if divided else Net)(checkpointed).double()
     return kfac_fx.compile(model, example, loss="categorical", in_place=in_place, approximations=approximations)
 
@@ -145,7 +153,10 @@ def whole_of(tensor: Any) -> Tensor:
     return result
 
 
-OF_TWO = ("adaptive", "qmodel, damping adapted", "eigen_moments")  # two processes, beside three
+OF_TWO = (  # two processes, beside three
+    *("adaptive", "qmodel, damping adapted", "eigen_moments"),
+    *(f"diagonals, {kind}" for kind in ("adaptive", "regular", "adapted", "eigen_moments")),
+)
 RUNS: dict[str, dict[str, Any]] = {
     "adaptive": {"options": ADAPTIVE},
     "owners": {"options": {"placement": "owners", **ADAPTIVE}},
@@ -170,6 +181,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "full blocks": {"options": ADAPTIVE, "steps": "full", "number": 4},
     "in reverse mode": {"options": ADAPTIVE, "steps": "full", "number": 4, "reverse": True},
     "groups": {"options": {"lr": 0.1, "damping": 0.1, "weight_decay": 0.1, **EXACT}, "number": 4},
+    "diagonals, adaptive": {"options": {"placement": "owners", **ADAPTIVE}, "others": DIAGONALS},
+    "diagonals, regular": {
+        "options": {"lr": 0.1, "damping": 0.1, "norm_constraint": 1e-3, "placement": "owners", **EXACT},
+        "others": DIAGONALS,
+    },
+    "diagonals, adapted": {"options": {"placement": "owners", **ADAPTED}, "others": DIAGONALS},
+    "diagonals, eigen_moments": {"options": {"placement": "owners", **EIGEN_MOMENTS}, "others": DIAGONALS},
 }
 
 
