@@ -183,7 +183,7 @@ class Metrics:
         values["memory/inverses"] = sum(tensor.nbytes for tensor in (*roots, *extras))
         kept = [tensor for state in optimizer.state.values() for tensor in rule_state(state).values()]
         values["memory/update"] = sum(shard(tensor).nbytes for tensor in kept)
-        whole = [group for group in groups if group.whole]
+        whole = [group for group in groups if not group.divided]
         return values if self.condition is None else values | self._conditions(whole)
 
     def _conditions(self, groups: Iterable[BlockGroup]) -> dict[str, Tensor | float]:

@@ -399,6 +399,13 @@ class KFAC(Optimizer, Joinable):
                 f"momentum_type is 'adaptive', because blocks have no eigenbasis: {', '.join(without[:3])}"
                 + f" and {len(without) - 3} more" * (len(without) > 3)
             )
+        owners = self.estimator.owner_of if self._step_state.shards is not None else None
+        diagonal = [registration for registration in self._registrations if registration.structure.diagonal]
+        if owned := [str(registration) for registration in diagonal if registration.owners[0] in (owners or ())]:
+            unobserved.append(
+                "gradients of these diagonal blocks travel to an owner, because the diagonals are not divided as the "
+                f"parameters are: {', '.join(owned[:3])}" + f" and {len(owned) - 3} more" * (len(owned) > 3)
+            )
         return [*unobserved, *self._step_state.multiply_jacobian.fallbacks(), *self._forwards.fallbacks()]
 
     def state_dict(self) -> dict[str, Any]:

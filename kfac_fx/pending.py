@@ -105,14 +105,14 @@ class PendingBatch:
             for key, group in groups.items():
                 if group.owner is not None:
                     by_owner[group.owner] += messages[key].values()
-            divided = {key: group for key, group in groups.items() if isinstance(group, DividedGroup)}
-            members = [key for key in members if key not in divided]
+            parts = {key: group for key, group in groups.items() if isinstance(group, DividedGroup)}
+            members = [key for key in members if key not in parts]
             totals = replicas.reduce([[cases, *tensors] if tensors else [] for tensors in by_owner])
             here = cases
             cases, totals = (totals[0], totals[1:]) if totals else (cases, [])
-            if divided:
+            if parts:
                 with replicas.exchanging("statistics"):
-                    cases = self.scatter(divided, here)
+                    cases = self.scatter(parts, here)
         total = iter(totals)
         for key in members:
             sums = {name: next(total) for name in messages[key]}

@@ -93,6 +93,11 @@ class Approximation:
         return self.right is not None
 
     @property
+    def diagonal(self) -> bool:
+        """Whether all sides are diagonal."""
+        return all(side.diagonal for side in (self.left, self.right) if side is not None)
+
+    @property
     def diagonal_inputs(self) -> bool:
         """Whether the input factor of the product is diagonal."""
         return self.right is not None and self.right.diagonal

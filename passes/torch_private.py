@@ -91,7 +91,7 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
 SHARDING = ("__composable_api_state_key_", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
-def class_of(module: nn.Module) -> type:
+def class_of(module: object) -> type:
     """The class that a module was made of. fully_shard gives it a subclass, of FSDPModule and of its own class."""
     fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     kind = type(module)

@@ -48,7 +48,9 @@ class ColumnForm(Flat):
         return self.parts(matrix.flatten())
 
 
-def vector_form(registration: Registration, parameters: Vector, divided: Mapping[Key, DividedForm]) -> VectorForm:
+def vector_form(
+    registration: Registration, parameters: Vector, divided: Mapping[Key, DividedForm] = MappingProxyType({})
+) -> VectorForm:
     if registration.parameters in divided:
         return divided[registration.parameters]
     if registration.matrix is not None:

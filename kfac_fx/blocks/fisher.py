@@ -297,7 +297,7 @@ class BlockDiagonalFisher(Operator):
         if kept and self.owners is not None:
             groups = self.kept
             shapes = {name: shapes[name] for group in groups for r in group.registrations for name in r.owners}
-            shapes |= {name: shape for form in self._divided.values() for name, shape in form.shapes.items()}
+            shapes |= {n: torch.Size(s) for form in self._divided.values() for n, s in form.shapes.items()}
         check_kinds(vector, shapes)
         lead = leading(vector, shapes)
         idle = self.idle(vector).intersection(shapes)

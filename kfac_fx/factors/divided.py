@@ -35,7 +35,9 @@ class DividedForm(MatrixForm):
     def of(registration: Registration, shards: Shards) -> DividedForm | None:
         """None for a block whose F is not diagonal, or whose matrix is not divided as its parameters are."""
         matrix, structure = registration.matrix, registration.structure
-        if matrix is None or registration.pieces or structure.right is not None or not structure.left.diagonal:
+        if matrix is None or structure.kronecker or not structure.diagonal:
+            return None
+        if not shards.layouts.keys() >= set(registration.parameters):  # slices, or parameters that are not trained
             return None
         cuts = {}
         for name, layout in (entry for entry in (matrix.weight, matrix.bias) if entry is not None):
@@ -58,7 +60,7 @@ def divided_forms(registrations: Iterable[Registration], shards: Shards | None) 
 class DividedGroup(BlockGroup):
     """Blocks with a diagonal F of which this process keeps the entries of its shards, possibly none."""
 
-    whole = False
+    divided = True
 
     @property
     def layout(self) -> ShardLayout:
@@ -68,8 +70,9 @@ class DividedGroup(BlockGroup):
         return form.layout
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
-        return tuple(self.layout.shape)
+    def whole_shape(self) -> tuple[int, int, int]:
+        g, o, i = self.layout.shape
+        return g, o, i
 
     def total(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self.layout.group)

@@ -86,12 +86,12 @@ class BlockGroup:
         relative_damping: c of λ_A = c tr A / dim A, and of every other side, in the place of λ; None: λ is split.
         owner: the process that keeps the factors and roots; None: every process.
         here: whether this process keeps them. Otherwise they are on the meta device, without memory.
-        whole: whether a process that keeps them has all entries (`kfac_fx.factors.divided`).
+        divided: whether a process that keeps them has a part of the entries (`kfac_fx.factors.divided`).
     """
 
     owner: int | None = None
     here = True
-    whole = True
+    divided = False
     relative_damping: float | None = None
 
     def __init__(
@@ -148,7 +148,7 @@ class BlockGroup:
     # --- blocks of which other processes keep parts (`kfac_fx.factors.divided`) -------------------------------------
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
+    def whole_shape(self) -> tuple[int, int, int]:
         """[g, o, i] of whole blocks."""
         return self.shape
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +25,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils import checkpoint as recomputation
 
 import kfac_fx
+from kfac_fx.diagnostics.loss_scale import check_coverage
+from kfac_fx.factors.inverses import Inverter
+from kfac_fx.linalg import sharded
 from kfac_fx.linalg.sharded import ShardLayout, is_sharded
+from kfac_fx.linalg.sharded import shard as shard_of
+from kfac_fx.optim.intervals import LayerFlops
 from tests.errors.test_floors import ROOT
 from tests.whole.test_docs import run_blocks
 
@@ -42,7 +50,13 @@ DIAGONALS = {"blocks.*.norm": "diagonal", "blocks.0.down": "diagonal", "last": "
 RESTARTED: dict[str, dict[str, Any]] = {
     "adaptive": {"placement": "owners", **ADAPTIVE},
     "eigen_moments": {"placement": "owners", **EIGEN_MOMENTS},
+    "diagonals, adaptive": {"placement": "owners", **ADAPTIVE},
+    "diagonals, eigen_moments": {"placement": "owners", **EIGEN_MOMENTS},
 }
+OWNED = (
+    "gradients of these diagonal blocks travel to an owner, because the diagonals are not divided as the parameters "
+    "are: generic(steps)"
+)
 
 
 class Block(nn.Module):
@@ -188,6 +202,11 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "diagonals, adapted": {"options": {"placement": "owners", **ADAPTED}, "others": DIAGONALS},
     "diagonals, eigen_moments": {"options": {"placement": "owners", **EIGEN_MOMENTS}, "others": DIAGONALS},
+    "diagonals, relative damping": {
+        "options": {"lr": 0.1, "relative_damping": 0.5, "momentum_type": "adam", "placement": "owners", **EXACT},
+        "others": DIAGONALS,
+        "number": 4,
+    },
 }
 
 
@@ -220,6 +239,8 @@ def work(rank: int, folder: str, port: int) -> None:
     results["state"] = states(shard, part)
     results["memory"] = memory(shard, part)
     results["estimated"] = estimated(part, slice(rank + 1), shard)
+    results["messages"] = messages(shard, part)
+    results["parts"] = parts_together(shard, part, rank)
     results["checkpoint"] = {name: saved_and_continued(rank, name, f"{folder}/{name}") for name in RESTARTED}
     dist.destroy_process_group()
     environment = {"RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -240,7 +261,7 @@ def state_of(net: kfac_fx.CompiledModule, opt: kfac_fx.KFAC) -> dict[str, Any]:
 
 
 def training_of(name: str, shard: Shard | None = None) -> tuple[kfac_fx.CompiledModule, kfac_fx.KFAC]:
-    net = compiled()
+    net = compiled(others=DIAGONALS if "diagonals" in name else {})
     if shard is not None:
         shard(net.model)
     return net, kfac_fx.KFAC(net, seed=0, **RESTARTED[name])
@@ -308,13 +329,72 @@ def estimated(part: slice, scored: slice, shard: Shard | None = None) -> dict[An
     results["of gradients"] = estimator.multiply_inverse(gradients)
     results["of a spectrum"] = spectrum.multiply_inverse(gradients)
     results["scores"] = spectrum.correct([(x, y)]).self_scores((x[scored], y[scored]))
-    net = compiled()
-    if shard is not None:
-        shard(net.model)
-    opt = kfac_fx.KFAC(net, seed=0, placement="owners", **ADAPTIVE)
-    go_on(net, opt, part, slice(2))
-    results["of owners"] = opt.estimator.multiply_inverse(vector)
+    for name, others in (("of owners", {}), ("of divided blocks", DIAGONALS)):
+        net = compiled(others=others)
+        if shard is not None:
+            shard(net.model)
+        opt = kfac_fx.KFAC(net, seed=0, placement="owners", **ADAPTIVE)
+        go_on(net, opt, part, slice(2))
+        results[name] = opt.estimator.multiply_inverse(vector)
+        rows = dict.fromkeys(opt.estimator.blocks, 6.0)
+        results[f"flops {name}"] = torch.tensor(astuple(LayerFlops.of(opt.estimator.groups, rows)))
     return results
+
+
+def counted(send: Callable[..., Any], kind: str, sent: dict[str, list[int]], *args: Any, **how: Any) -> Any:
+    sent.setdefault(kind, []).append(args[0 if kind in ("all_reduce", "reduce", "broadcast") else 1].numel())
+    return send(*args, **how)
+
+
+def messages(shard: Shard, part: slice) -> dict[str, dict[str, list[int]]]:
+    """The numbers of elements that this process sends in a step with statistics and in one without, by the kind of the
+    message, where all blocks that are trained are diagonal."""
+    net = compiled(others={"first": "diagonal", "blocks": "diagonal", "last": "diagonal"})
+    net.model.steps.requires_grad_(False)
+    shard(net.model)
+    opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1, placement="owners", seed=0, cov_update_every=2, **EXACT)
+    go_on(net, opt, part, slice(2))
+    kinds = ("all_reduce", "reduce", "all_gather", "all_to_all_single", "broadcast")
+    senders: list[tuple[Any, str]] = [(dist, kind) for kind in kinds]
+    senders += [(sharded, "all_gather"), (sharded, "reduce_scatter")]
+    results: dict[str, dict[str, list[int]]] = {}
+    for step, name in ((2, "due"), (3, "not due")):
+        x, y = batches(4)[step]
+        opt.zero_grad()
+        F.cross_entropy(net(x[part]), y[part]).backward()
+        results[name] = {}
+        with pytest.MonkeyPatch.context() as patched:
+            for module, kind in senders:
+                patched.setattr(module, kind, partial(counted, getattr(module, kind), kind, results[name]))
+            opt.step()
+    return results
+
+
+def parts_together(shard: Shard, part: slice, rank: int) -> dict[str, Any]:
+    """Of blocks whose parts this process does not find finite, or curved, while others do."""
+    net = compiled(others=DIAGONALS)
+    shard(net.model)
+    opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1, placement="owners", seed=0, **EXACT)
+    go_on(net, opt, part, slice(1))
+    blocks = [block for block in opt.estimator.blocks.values() if block.group.divided]
+    before = [block.factors["F"].moment.clone() for block in blocks]
+    for block in blocks:
+        own = torch.full_like(block.factors["F"].moment, torch.nan if rank == 1 else 1.0)
+        block.group.update([{"square": own}], 6, decay=0.5, members=block.member)
+    kept = all(torch.equal(block.factors["F"].moment, moment) for block, moment in zip(blocks, before, strict=True))
+    opt.estimator.damping = 0.0  # a part without curvature has no inverse
+    for block in blocks:
+        if rank == 1:
+            block.factors["F"].moment.zero_()
+    gradients = {name: torch.ones_like(shard_of(parameter)) for name, parameter in net.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_coverage(opt.estimator, gradients, True)
+    inverses = [block.group.roots[-1.0][0].clone() for block in blocks]
+    for group in dict.fromkeys(block.group for block in blocks):
+        Inverter([group], (-1.0,)).update()
+    same = all(torch.equal(block.group.roots[-1.0][0], old) for block, old in zip(blocks, inverses, strict=True))
+    return {"kept": kept, "same": same, "failures": [tuple(block.failures) for block in blocks]}
 
 
 def memory(shard: Shard, part: slice) -> dict[str, Any]:
@@ -373,9 +453,26 @@ def test_sharded_processes_take_the_steps_of_one(results: list[dict[str, Any]], 
     for number in (2, WORLD) if name in OF_TWO else (WORLD,):
         for result in results[:number]:
             parameters, of_rank, fallbacks = result[f"{name} {number}"]
-            assert fallbacks == list(alone.net.report.fallbacks()) and bool(fallbacks) == (name == "in reverse mode")
+            owned = [OWNED] if RUNS[name]["options"].get("placement") and RUNS[name].get("steps") != "full" else []
+            expected_fallbacks = list(alone.net.report.fallbacks())
+            assert fallbacks == [*owned, *expected_fallbacks] and bool(expected_fallbacks) == (
+                name == "in reverse mode"
+            )
             torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
             assert of_rank == pytest.approx(damping, rel=1e-9)
+
+
+def test_a_gradient_of_a_diagonal_block_does_not_leave_its_process(results: list[dict[str, Any]]) -> None:
+    """Flags of 7 blocks and single numbers travel; where statistics are due, one message has their sums."""
+    for result in results:
+        due, others = (result["messages"][name] for name in ("due", "not due"))
+        assert set(due) == {"all_reduce", "reduce_scatter"} and set(others) == {"all_reduce"}
+        assert max(due["all_reduce"] + others["all_reduce"]) <= 7 and len(due["reduce_scatter"]) == 1
+
+
+def test_the_parts_of_a_block_are_judged_together(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["parts"] == {"kept": True, "same": True, "failures": [(1, 1)] * 4}
 
 
 def test_the_state_of_sharded_parameters_is_sharded(results: list[dict[str, Any]]) -> None:
