@@ -64,7 +64,7 @@ class DividedGroup(BlockGroup):
 
     @property
     def layout(self) -> ShardLayout:
-        """Of every matrix."""
+        """The division of every matrix."""
         form = self.forms[0]
         assert isinstance(form, DividedForm), "bug in kfac_fx: a divided block with the form of a whole one"
         return form.layout
