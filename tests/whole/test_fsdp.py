@@ -371,7 +371,7 @@ def messages(shard: Shard, part: slice) -> dict[str, dict[str, list[int]]]:
 
 
 def parts_together(shard: Shard, part: slice, rank: int) -> dict[str, Any]:
-    """Of blocks whose parts this process does not find finite, or curved, while others do."""
+    """The judgment of blocks of which only the part of one process is not finite, or without curvature."""
     net = compiled(others=DIAGONALS)
     shard(net.model)
     opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1, placement="owners", seed=0, **EXACT)
