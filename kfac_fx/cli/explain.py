@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from torch import fx
 
@@ -93,24 +95,34 @@ def block_lines(program: Program, registration: Registration) -> Iterator[str]:
 
 
 def place_lines(program: Program, parameter: str, registrations: list[Registration]) -> Iterator[str]:
-    """Every place where the parameter meets the data: its layer, or the layers that nearly match."""
+    """Every place where the parameter meets the data: its layer, or the layers that nearly match.
+
+    Places that follow each other and have the same layers, as the steps of a recurrent module, are one line.
+    """
     parts = set(program.parts(parameter))
     edges = [act for (_, act), names in entries(program).items() if names & parts]
     places = list(dict.fromkeys(edges))
     expressed = program if program.submodules else express(program)  # `cut` has removed the expressions
     yield f"{plural(len(places), 'place')} where it meets the data:"
-    for place in places:
-        layers = [
-            f"{use.layer}, as {role}{calls(use)}"
-            for registration in registrations
-            for use in registration.uses
-            if place in use.nodes
-            for role, bound in use.parameters.items()
-            if bound.parameter in parts
-        ]
-        yield f"  {node_words(program, place)}: {', '.join(layers) or 'no layer'}"
-        if not layers:
-            yield from map(near_line, near_matches(expressed, place)[:NEAR])
+    layers = {place: layers_at(place, parts, registrations) for place in places}
+    alike = [(layers[place], op_name(place), source_line(place)) if layers[place] else place for place in places]
+    for _, group in groupby(zip(alike, places, strict=True), key=itemgetter(0)):
+        (_, first), *others = group
+        last = f" to {where(others[-1][1])}" if others else ""
+        yield f"  {node_words(program, first)}{last}: {layers[first] or 'no layer'}"
+        if not layers[first]:
+            yield from map(near_line, near_matches(expressed, first)[:NEAR])
+
+
+def layers_at(place: fx.Node, parts: set[str], registrations: list[Registration]) -> str:
+    return ", ".join(
+        f"{use.layer}, as {role}{calls(use)}"
+        for registration in registrations
+        for use in registration.uses
+        if place in use.nodes
+        for role, bound in use.parameters.items()
+        if bound.parameter in parts
+    )
 
 
 def calls(use: Use) -> str:

@@ -53,6 +53,15 @@ def test_approximations_that_do_not_apply_say_why(program: kfac_fx.passes.ir.Pro
     assert "  not kron_series_1, kron_series_1_abs, kron_series_2: it has one use\n" in text
 
 
+def test_the_steps_of_a_recurrent_module_are_one_line() -> None:
+    net = kfac_fx.compile(
+        nn.RNN(3, 4, batch_first=True), (torch.randn(2, 9, 3),), loss=lambda out: kfac_fx.losses.Normal(out[0])
+    )
+    text = explain(net.program, "weight_hh_l0")
+    assert "9 places where it meets the data:\n  linear at " in text
+    assert text.count("linear, as weight") == 1
+
+
 def test_a_wrong_name_has_a_suggestion(program: kfac_fx.passes.ir.Program) -> None:
     with pytest.raises(CommandError, match="no trainable parameter 'head.wieght'. Did you mean 'head.weight'?"):
         explain(program, "head.wieght")
