@@ -112,11 +112,6 @@ class KFAC(Optimizer, Joinable):
         if options.eigen_moments:
             self.estimator.new_extras = new_moments
         shards = Shards.of(self.net.named_parameters())
-        if options.grafted and shards is not None:
-            raise ValueError(
-                "momentum_type='grafted' needs the gradients of whole blocks, and this model's parameters are sharded: "
-                "write another momentum_type, or train with DistributedDataParallel and placement='owners'"
-            )
         self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))
         if options.strategy is not None:
             state = options.new_state(torch.empty_like(example, device="meta"))

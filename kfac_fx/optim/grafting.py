@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.vectors import Flat
+from kfac_fx.optim.division import UNDIVIDED, VectorDivision
 
 
 def joined_blocks(names: Iterable[str], blocks: Iterable[Sequence[str]]) -> list[int]:
@@ -27,21 +28,25 @@ def joined_blocks(names: Iterable[str], blocks: Iterable[Sequence[str]]) -> list
     return list(number.values())
 
 
-def grafted(direction: Tensor, length: Tensor, flat: Flat, blocks: Iterable[Sequence[str]]) -> Tensor:
+def grafted(
+    direction: Tensor, length: Tensor, flat: Flat, blocks: Iterable[Sequence[str]], division: VectorDivision = UNDIVIDED
+) -> Tensor:
     """The direction, scaled block by block to the norm of `length`; zero where the direction is.
 
     Args:
         direction, length: [P].
         flat: where the parameters lie in the vectors.
         blocks: the names of the parameters of every Fisher block.
+        division: of the vectors among processes.
     """
     numbers = joined_blocks(flat.shapes, blocks)
 
-    def squares(vector: Tensor) -> list[Tensor]:
-        of_names = [part.square().sum() for part in flat.parts(vector).values()]
-        sums = {n: sum(square for square, m in zip(of_names, numbers, strict=True) if m == n) for n in set(numbers)}
-        return [torch.as_tensor(sums[n]) for n in numbers]
-
-    tiny = torch.finfo(direction.dtype).tiny
-    scales = [(a / d.clamp(min=tiny)).sqrt() for a, d in zip(squares(length), squares(direction), strict=True)]
-    return flat.spread(dict(zip(flat.shapes, scales, strict=True))) * direction
+    of_names = [[part.square().sum() for part in flat.parts(vector).values()] for vector in (length, direction)]
+    squares = division.total(torch.stack(list(map(torch.stack, of_names)))).unbind(1)
+    scales: dict[int, Tensor] = {}
+    for number in set(numbers):
+        of_length, of_direction = torch.stack(
+            [pair for pair, n in zip(squares, numbers, strict=True) if n == number]
+        ).sum(0)
+        scales[number] = (of_length / of_direction.clamp(min=torch.finfo(direction.dtype).tiny)).sqrt()
+    return flat.spread({name: scales[n] for name, n in zip(flat.shapes, numbers, strict=True)}) * direction

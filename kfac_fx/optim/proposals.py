@@ -88,7 +88,7 @@ def propose_grafted(state: StepState, flat: FlatParameters, precondition: Produc
     assert momentum is not None, "bug in kfac_fx: 'grafted' without a momentum"
     adam, new = FirstOrder(betas=(momentum, state.options.decay_of_squares))(flat.g, flat.state, flat.flat)
     blocks = [block.registration.owners for block in state.estimator.blocks.values()]
-    update = grafted(precondition(new["exp_avg"]), adam, flat.flat, blocks)
+    update = grafted(precondition(new["exp_avg"]), adam, flat.flat, blocks, flat.division)
     finite = torch.stack([is_finite(average) for average in new.values()]).all()
     return Proposal(flat.displacement(torch.where(finite, update, torch.nan)), new)
 

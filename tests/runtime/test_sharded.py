@@ -86,13 +86,6 @@ def compiled(model: nn.Module | None = None, **options: Any) -> kfac_fx.Compiled
     return kfac_fx.compile(Net() if model is None else model, (X,), loss="categorical", **options)
 
 
-def test_a_type_that_needs_whole_blocks_is_refused(shard: Callable[..., None]) -> None:
-    net = compiled()
-    shard(net.model)
-    with pytest.raises(ValueError, match=r"sharded: write another momentum_type, .*placement='owners'"):
-        kfac_fx.KFAC(net, lr=0.1, damping=0.1, momentum_type="grafted")
-
-
 def test_one_message_brings_shards_to_their_owners_and_back(
     shard: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
