@@ -59,6 +59,14 @@ def of_first_order(name: str, value: Any) -> None:
         raise ValueError(f"{name}['betas'] is {rule.betas!r}; it must be two numbers, from 0 and below 1")
 
 
+def a_rate(name: str, value: Any) -> None:
+    if isinstance(value, (list, tuple, Mapping)):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}; groups of parameters are an argument, KFAC(net, params=...)"
+        )
+    not_negative(name, value)
+
+
 def a_mode(name: str, value: Any) -> None:
     check_mode(value)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfac_fx.optim.eigen_moments import without_basis
 from kfac_fx.optim.intervals import StepIntervals
-from kfac_fx.optim.option_signature import a_grad_scaler, a_mode, compiled, either, of_first_order, one_of
+from kfac_fx.optim.option_signature import a_grad_scaler, a_mode, a_rate, compiled, either, of_first_order, one_of
 from kfac_fx.optim.rules import (
     DampingRule,
     FirstOrder,
@@ -117,7 +117,7 @@ class KFACOptions:
     """
 
     net: Annotated[Any, compiled]
-    lr: Annotated[float | Tensor | None, not_negative] = None
+    lr: Annotated[float | Tensor | None, a_rate] = None
     _: KW_ONLY
     damping: Annotated[float | Tensor | None, positive] = None
     momentum: Annotated[float | None, not_negative] = None

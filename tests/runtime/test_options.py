@@ -213,6 +213,13 @@ def test_parameters_of_another_model_are_refused() -> None:
         opt.add_param_group({"params": other.parameters()})
 
 
+def test_groups_of_parameters_in_the_place_of_lr_are_told_their_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"^lr is a list; groups of parameters are an argument, KFAC\(net, params=...\)$"
+    ):
+        KFAC(compile(model(), loss="categorical"), [{"params": []}])  # type: ignore[arg-type]
+
+
 def test_numbers_may_be_tensors() -> None:
     opt = KFAC(compile(model(), loss="categorical"), lr=torch.tensor(0.1), damping=torch.tensor(0.2))
     assert opt.damping.item() == pytest.approx(0.2)
