@@ -34,10 +34,10 @@ from kfac_fx.optim.stand_in import (
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.optim.step_state import StepState
-from kfac_fx.ownership import BlockOwners
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.devices import accelerators
+from kfac_fx.placement import BlockOwners
 from kfac_fx.values import one_element, positive
 
 

@@ -190,7 +190,7 @@ class Blocks(dict[Key, BlockOperator]):
 
 
 class Owners(Protocol):
-    """The processes among which the blocks are divided (`kfac_fx.ownership`)."""
+    """The processes among which the blocks are divided (`kfac_fx.placement`)."""
 
     @property
     def rank(self) -> int: ...
@@ -243,6 +243,37 @@ def leading(vector: Vector, shapes: Mapping[str, Sequence[int]]) -> tuple[int, .
     if name is None:
         return ()
     return tuple(vector[name].shape[: max(0, vector[name].dim() - len(shapes[name]))])
+
+
+def refuse_other_state(
+    state: Mapping[str, Tensor], mine: Mapping[str, Tensor], elsewhere: tuple[str, ...], divided: bool
+) -> None:
+    """Raises ValueError if the names or shapes of a state are not those of `mine`.
+
+    Args:
+        elsewhere: the prefixes of the names of blocks that other processes keep, which may be in the state, too.
+        divided: whether every process has the state of its own blocks only.
+    """
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        raise ValueError(f"a state is a dict of tensors by name, and not a {kind}: write estimator.state_dict()")
+    if divided and (absent := mine.keys() - state.keys()):
+        raise ValueError(
+            f"the state lacks {len(absent)} tensors of blocks that this process keeps, first {min(absent)!r}. Each "
+            "process has the state of its own blocks only: save and load with torch.distributed.checkpoint, which "
+            "brings those of all processes together, or load on every process what that same process saved."
+        )
+    given = state.keys() - {name for name in state.keys() - mine.keys() if name.startswith(elsewhere)}
+    if wrong := sorted(mine.keys() ^ given) or sorted(n for n in mine if not loadable(state[n], mine[n])):
+        raise ValueError(
+            f"the state is of another estimator: {len(wrong)} names or shapes differ, the first is {wrong[0]!r}."
+        )
+
+
+def loadable(entry: object, like: Tensor) -> bool:
+    """Whether an entry of a state can be copied into a tensor. Earlier versions flattened the inverses of diagonals."""
+    shapes = (like.shape, (1, like.numel()))
+    return isinstance(entry, Tensor) and entry.shape in shapes and not entry.is_meta
 
 
 def statistics_of(registration: Registration) -> tuple[str, ...]:

@@ -9,7 +9,17 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import BlockOperator, Blocks, Operator, Owners, check_fits, check_kinds, leading, make_groups
+from kfac_fx.blocks.block import (
+    BlockOperator,
+    Blocks,
+    Operator,
+    Owners,
+    check_fits,
+    check_kinds,
+    leading,
+    make_groups,
+    refuse_other_state,
+)
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.divided import divided_forms
 from kfac_fx.factors.factor import Failures
@@ -103,20 +113,14 @@ class BlockDiagonalFisher(Operator):
                 self._groups += self._make_groups(members, parameters, owner)
         blocks = [BlockOperator(group, index) for group in self._groups for index in range(len(group))]
         by_key = {block.parameters: block for block in blocks}
-        self._blocks = Blocks(
-            (registration.parameters, by_key[registration.parameters]) for registration in registrations
-        )
-        names = dict.fromkeys(name for registration in registrations for name in registration.owners)
-        self._shapes = {name: parameters[name].shape for name in names}
+        self._blocks = Blocks({r.parameters: by_key[r.parameters] for r in registrations})
+        self._shapes = {name: parameters[name].shape for r in registrations for name in r.owners}
         self._registrations = registrations
         self._never_inverted.clear()
         self._inverter = Inverter(self.kept, self.roots)
 
     def _owners_of(
-        self,
-        registrations: Sequence[Registration],
-        parameters: Mapping[str, Tensor],
-        owners: Mapping[str, int | None],
+        self, registrations: Sequence[Registration], parameters: Mapping[str, Tensor], owners: Mapping[str, int | None]
     ) -> Mapping[Key, int | None]:
         """The owner of every registration; None: every process. owners: those that parameters have already."""
         everywhere = dict.fromkeys(registration.parameters for registration in registrations)
@@ -396,26 +400,5 @@ class BlockDiagonalFisher(Operator):
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if the names or shapes of a state are not those of this estimator."""
-        if not isinstance(state, Mapping):
-            kind = type(state).__name__
-            raise ValueError(f"a state is a dict of tensors by name, and not a {kind}: write estimator.state_dict()")
-        mine = self.state_dict()
         elsewhere = tuple(f"{','.join(key)}/" for key, block in self.blocks.items() if not block.group.here)
-        others = {name for name in state.keys() - mine.keys() if name.startswith(elsewhere)}
-        if self.owners is not None and (absent := mine.keys() - state.keys()):
-            raise ValueError(
-                f"the state lacks {len(absent)} tensors of blocks that this process keeps, first {min(absent)!r}. Each "
-                "process has the state of its own blocks only: save and load with torch.distributed.checkpoint, which "
-                "brings those of all processes together, or load on every process what that same process saved."
-            )
-        given = state.keys() - others
-        if wrong := sorted(mine.keys() ^ given) or sorted(n for n in mine if not loadable(state[n], mine[n])):
-            raise ValueError(
-                f"the state is of another estimator: {len(wrong)} names or shapes differ, the first is {wrong[0]!r}."
-            )
-
-
-def loadable(entry: object, like: Tensor) -> bool:
-    """Whether an entry of a state can be copied into a tensor. Earlier versions flattened the inverses of diagonals."""
-    shapes = (like.shape, (1, like.numel()))
-    return isinstance(entry, Tensor) and entry.shape in shapes and not entry.is_meta
+        refuse_other_state(state, self.state_dict(), elsewhere, divided=self.owners is not None)

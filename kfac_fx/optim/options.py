@@ -288,7 +288,7 @@ class KFACOptions:
 
     @functools.cached_property
     def strategy(self) -> str | None:
-        """How blocks are divided among processes (`kfac_fx.ownership`); None if every process keeps all."""
+        """How blocks are divided among processes (`kfac_fx.placement`); None if every process keeps all."""
         return None if self.placement.lower() == PLACEMENTS[0] else self.placement.lower()
 
     def bound_on(self, what: str) -> float | None:

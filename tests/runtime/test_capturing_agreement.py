@@ -17,7 +17,7 @@ from kfac_fx import (
     ModelChangedError,
 )
 from kfac_fx.blocks.series import LONGEST
-from kfac_fx.recording.agreement import other_masks, other_path, with_generic
+from kfac_fx.capturing import other_masks, other_path, with_generic
 from tests.runtime.compiled import X, mlp, net_of
 
 
@@ -97,7 +97,10 @@ def test_inputs_on_another_path_are_refused_with_the_difference() -> None:
     ]  # fmt: skip
     assert rows[0].endswith("  linear with 1 use at first, no block of its own here")
     assert rows[2].endswith("  no block of its own at first, linear with 1 use here")
-    assert "no block of its own at first, generic (no layer has the form of linear (test_agreement.py:" in rows[3]
+    assert (
+        "no block of its own at first, generic (no layer has the form of linear (test_capturing_agreement.py:"
+        in rows[3]
+    )
     assert last == "Compile the model once per control-flow path."
 
 

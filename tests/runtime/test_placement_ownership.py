@@ -1,4 +1,4 @@
-"""The owners of blocks: kfac_fx/ownership.py."""
+"""The owners of blocks: kfac_fx/placement.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import kfac_fx
 from kfac_fx.blocks.block import make_groups
 from kfac_fx.distributed import Replicas
 from kfac_fx.factors.stacks import BlockGroup
-from kfac_fx.ownership import BlockOwners, most
-from kfac_fx.placement import loads_of, longest_processing_time, makespan
+from kfac_fx.placement import BlockOwners, loads_of, longest_processing_time, makespan, most
 
 
 class Group(Replicas):
