@@ -273,8 +273,7 @@ class CompiledModule(nn.Module):
         compiled = self._replaced if self.in_place else replaced_call(self.model)
         if wrapper is not self.model or compiled is not None or self.backend != "eager" or not products_are_full():
             return False
-        on_cpu = all(device.type == "cpu" for device in {parameter.device for parameter in self.parameters()})
-        return on_cpu or not self.program.unrolled
+        return not self.program.unrolled or all(parameter.device.type == "cpu" for parameter in self.parameters())
 
     @runs_the_model
     def losses(

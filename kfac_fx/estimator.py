@@ -244,9 +244,8 @@ class FisherEstimator(BlockDiagonalFisher):
                 recorded[key] = sums if dtype is None else {name: value.to(dtype) for name, value in sums.items()}
             finite = self._pending.add(recorded, moments.gradients, moments.cases, paused, guarded, self.damping.device)
         if finite is not None:
-            for block in (due[key] for key in recorded):
-                if block.group.here:
-                    block.group.skipped[block.member] += ~finite
+            for block in (due[key] for key in recorded if due[key].group.here):
+                block.group.skipped[block.member] += ~finite
 
     def pending_rows(self) -> dict[Key, int | Tensor]:
         """The number of rows of every registration in the batches that are not folded yet; of one without rows, that

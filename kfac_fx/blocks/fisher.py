@@ -319,10 +319,8 @@ class BlockDiagonalFisher(Operator):
         vector = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
         if lead:
             many = {name: tensor.reshape(math.prod(lead), *self._shapes[name]) for name, tensor in vector.items()}
-            each = [
-                self._multiply(dict(zip(many, row, strict=True)), root, transpose)
-                for row in zip(*many.values(), strict=True)
-            ]
+            rows = zip(*many.values(), strict=True)
+            each = [self._multiply(dict(zip(many, row, strict=True)), root, transpose) for row in rows]
             return {
                 name: torch.stack([product[name] for product in each]).view(tensor.shape) if each else tensor.clone()
                 for name, tensor in vector.items()
