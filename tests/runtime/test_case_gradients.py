@@ -93,6 +93,21 @@ def test_chunks_are_all_cases_in_order_with_their_numbers_in_the_batch(
 
 
 @every_form
+def test_products_are_in_the_precision_of_the_queries(form: str) -> None:
+    cases, each = seen(form)
+    less = [
+        replace(rows, x=rows.x.float() if rows.x.is_floating_point() else rows.x, d=rows.d.float())
+        for rows in cases.uses
+    ]
+    for number in (1, 2):
+        queries = torch.randn(number, *each.shape[1:], dtype=torch.float64)
+        for kind in (queries, LowRank.of(queries, 1)):
+            products = query_products(Cases(cases.matrix, tuple(less)), kind)
+            wanted = torch.einsum("ngoi,qgoi->qn", each, kind if isinstance(kind, Tensor) else kind.dense())
+            torch.testing.assert_close(products, wanted, rtol=1e-5, atol=1e-5)
+
+
+@every_form
 def test_positions_are_cases_that_add_up(form: str) -> None:
     cases, each = seen(form)
     total = sum(part.gradients().view(CASES, -1, *each.shape[1:]).sum(1) for part in cases.by_position())

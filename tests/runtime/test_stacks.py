@@ -89,6 +89,16 @@ def test_the_split_damping_is_the_whole_one_in_the_product() -> None:
     torch.testing.assert_close(product, torch.full((2, 1), 0.3))
 
 
+def test_fewer_rows_than_cases_scale_the_block_down() -> None:
+    """F = c A ⊗ G with c = count / N, also below 1: cases that are padding have no rows."""
+    (group, sums), matrices = group_of(), torch.randn(2, 1, 3, 2)
+    group.damping = torch.zeros(())
+    group.update(sums, 20, decay=0.0)
+    assert float(sums[0]["count"]) == 10
+    a, g = (group.factors[name].value for name in ("A", "G"))
+    torch.testing.assert_close(group.multiply(matrices, 1.0), 0.5 * g @ matrices @ a)
+
+
 def test_groups_share_a_shape_and_an_approximation() -> None:
     registrations = [register(FORMS[0], "kron"), register(FORMS[1], "full")]
     wide = replace(registrations[0], blocks=(1, 2))

@@ -108,6 +108,23 @@ def test_uses_that_lie_behind_each_other_in_one_tensor_are_neighbors(in_position
     assert float(probes["pairs"].grad) == 2 * N
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_statistics_keep_their_digits_in_a_backward_under_autocast(steps: int) -> None:
+    registration = registered()
+    link = link_of(registration, 0 if steps > 1 else 1, steps=steps)
+    x, earlier, y, g, later = torch.randn(5, steps * N, D, dtype=torch.float32)
+    found = []
+    for enabled in (False, True):
+        probes = {name: torch.zeros_like(probe, dtype=torch.float32) for name, probe in probes_of(registration).items()}
+        beside = (None, None) if steps > 1 else (torch.zeros_like(y), earlier)
+        output, carrier = link(y, x, {name: probe.requires_grad_() for name, probe in probes.items()}, *beside)
+        assert carrier is not None
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            torch.autograd.backward([output, carrier], [g, later])
+        found.append([probe.grad for probe in probes.values()])
+    assert all(torch.equal(plain, cast) for plain, cast in zip(*found, strict=True))
+
+
 def test_rows_that_do_not_hold_the_steps_are_refused() -> None:
     registration = replace(registered(), uses=registered().uses[:1])
     link = link_of(registration, 0, steps=3)
