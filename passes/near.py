@@ -101,8 +101,7 @@ def missing_output(pattern: Pattern, place: fx.Node) -> str:
 
 def condition(binding: Binding, form: Form) -> str:
     """The condition that a layer fails, in words."""
-    if binding.mismatch is None:
-        return "no condition of the form fails, but the gathered elements are not a matrix"
+    assert binding.mismatch is not None, "bug in kfac_fx: a form that does not fit, and no condition that it fails"
     mismatch, place, wanted = binding.mismatch
     return WORDS[mismatch].format(place=text(place)) if mismatch in WORDS else misfit(wanted, place, form)
 

@@ -62,8 +62,6 @@ class StandIn(JoinHook):
                 "which may be empty, x[:0]"
             )
         args, kwargs = self.call
-        for parameter in self.parameters():
-            parameter.grad = None
         with torch.enable_grad():
             outputs = self.net(*args, **kwargs)
             torch.stack([leaf.sum() for leaf in trained_from(pytree.leaves(outputs))]).sum().backward()

@@ -275,6 +275,7 @@ def contracted_weight(weight: Layout, attrs: Attrs) -> Layout:
         written(lambda x, w: torch.tensordot(x, w, 2), (4, 7, 5), w=(7, 5, 3)),
         written(lambda x, w: torch.tensordot(x, w, dims=([2, 1], [1, 2])), (4, 7, 5), w=(3, 5, 7, 2)),
         written(lambda x, w: torch.tensordot(x, w, ([1, 2], [0, 1])), (4, 7, 5), w=(7, 5)),
+        written(lambda x, w: torch.tensordot(x, w, ([-1], [-2])), (4, 7, 5), w=(5, 3)),
     ),
 )
 def tensordot(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor) -> Tensor:

@@ -239,7 +239,7 @@ class Jacobian(nn.Module):
         with torch.enable_grad():  # torch.func refuses to run where hooks look at what is saved for a backward
             result = value(at.requires_grad_())
             rows = torch.eye(result.numel(), dtype=result.dtype, device=result.device)
-            (rowwise,) = torch.autograd.grad(result, at, rows, is_grads_batched=True, materialize_grads=True)
+            (rowwise,) = torch.autograd.grad(result, at, rows, is_grads_batched=True)
         return rowwise.flatten(1)
 
 

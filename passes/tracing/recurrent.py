@@ -48,8 +48,8 @@ def recurrent_layers(longest: Sequence[int] = ()) -> Iterator[list[ToldCases]]:
     def expected(below: Callable[..., Any], self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> Any:
         if batch_sizes is None or id(batch_sizes) not in mode.batches:
             return below(self, input, batch_sizes)
-        width = self.proj_size or self.hidden_size
-        return self.num_layers * (2 if self.bidirectional else 1), mode.batches[id(batch_sizes)].cases, width
+        layers = self.num_layers * (2 if self.bidirectional else 1)
+        return layers, mode.batches[id(batch_sizes)].cases, self.hidden_size
 
     with replaced_in_thread(nn.RNNBase, EXPECTED_HIDDEN_SIZE, expected), mode:
         yield mode.told

@@ -12,7 +12,7 @@ from torch.nn.utils import spectral_norm
 from torch.nn.utils.parametrizations import weight_norm
 
 from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.passes.tracing.calls import hooked_by_user, refuse_users_hooks, without_users_hooks
+from kfac_fx.passes.tracing.calls import hooked_by_user, refuse_users_hooks, without_sharding_hooks, without_users_hooks
 
 
 def doubled(module: nn.Module, args: Any, output: Any) -> Any:
@@ -24,6 +24,17 @@ def linear(*hooks: Any) -> nn.Linear:
     for hook in hooks:
         layer.register_forward_hook(hook)
     return layer
+
+
+def test_hooks_of_sharding_come_back_to_their_place_among_the_users() -> None:
+    def gathering(*_: Any) -> None: ...
+
+    gathering.__module__ = "torch.distributed.fsdp._fully_shard"
+    layer = linear(doubled, gathering, partial(doubled))
+    before = list(layer._forward_hooks.items())
+    with without_sharding_hooks(nn.Sequential(layer)):
+        assert list(layer._forward_hooks.items()) == [before[0], before[2]]
+    assert list(layer._forward_hooks.items()) == before
 
 
 @pytest.mark.parametrize("hook", [doubled, partial(doubled), lambda *_: None])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.passes.ir import Options
+from kfac_fx.passes.ir import GENERIC, Options
 from kfac_fx.passes.layers import LAYERS
 from tests.compiler.test_tracing_functions import Dirty
 from tests.compiler.test_watch import Negated
@@ -180,17 +180,25 @@ def test_parameters_that_an_autograd_function_is_given_are_read() -> None:
     assert list(found.program.python) == ["a.bias"]
 
 
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
 def test_a_model_without_submodules_is_refused_as_the_whole_was() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
+    for approximations in ({}, {"weight": GENERIC}):
+        options = Options(loss_given=True, approximations=approximations)
+        with pytest.raises(UntraceableError, match="^why the whole was not captured\nadvice\n"):
+            divide(Bare(), (X,), {}, options, LAYERS, WHOLE, None)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
 
-    with pytest.raises(UntraceableError, match="^why the whole was not captured\nadvice\n"):
-        division(Bare())
+def test_a_model_without_submodules_has_generic_parameters_if_all_are_asked_for_so() -> None:
+    options = Options(loss_given=True, approximations={"weight": GENERIC, "bias": GENERIC})
+    assert divide(Bare(), (X,), {}, options, LAYERS, WHOLE, None).program.python.keys() == {"weight", "bias"}
 
 
 def test_what_was_captured_on_earlier_inputs_stays() -> None:

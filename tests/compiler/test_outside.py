@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.outside import Observer, Outside
+from kfac_fx.passes.tracing.outside import Observer, Outside, OutsideName
+from kfac_fx.passes.tracing.summary import Walk
 
 SCALE = 1.0
 TABLE = {"scale": 1.0}
@@ -193,6 +194,14 @@ def test_the_observer_is_not_in_the_way_of_functions_that_torch_calls(kind: str)
     """torch.cond compiles its branches, and Dynamo follows no `sys.gettrace`."""
     capture = trace_model(Branches(kind), (torch.randn(4, 3),))
     assert "cond" in [op_name(node) for node in capture.program.graph.nodes]
+
+
+def test_a_name_that_is_none_is_not_missing() -> None:
+    holder: dict[str, Any] = {}
+    name = OutsideName("the global SCALE", holder, "SCALE")
+    missing = name.summary(Walk())
+    holder["SCALE"] = None
+    assert name.summary(Walk()) != missing
 
 
 def test_functions_of_the_garbage_collector_are_no_part_of_forward() -> None:

@@ -88,6 +88,7 @@ def test_all_spellings_are_one(x: Tensor, functions: list[Callable[[Any], Any]])
         (lambda x: x.movedim(0, 1).expand(2, -1, -1).repeat(1, 2, 1).squeeze(), X),
         (lambda x: F.softmax(x, dim=-1).sum(-1, keepdim=True), X),
         (lambda x: torch.fft.rfft(x).real, X),
+        (lambda x: torch.where(condition=x > 0, input=x, other=-x), X),  # the operands are not the first arguments
         (lambda x: torch.ops.aten.index_put.default(x, [None, torch.tensor([2, 0])], x[:, 3:]), X),
         (lambda x: x[:, torch.tensor([3, 1])], X),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx import UntraceableError
+from kfac_fx import RegistrationError, UntraceableError
+from kfac_fx import capturing as capturing_module
 from kfac_fx.capturing import Capturing
 from kfac_fx.divided.emitted import EmittedSubmodules
 from tests.runtime.compiled import X, mlp, net_of
@@ -55,6 +57,19 @@ def test_registrations_by_hand_are_not_divided() -> None:
     assert by_hand.by_hand and not capturing.by_hand
     with pytest.raises(UntraceableError):
         by_hand.exported((X,), {}, every_size=False, first=True)
+
+
+@pytest.mark.parametrize("error", [UntraceableError, RegistrationError])
+def test_what_cannot_be_divided_around_autocast_is_captured_whole(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def divided(*_: Any) -> NoReturn:
+        raise error("not here")
+
+    capturing = capturing_of(Branching())
+    monkeypatch.setattr(capturing_module, "in_autocast", lambda program: ["linear"])
+    monkeypatch.setattr(Capturing, "divided", divided)
+    assert capturing.around_autocast(net_of(mlp(), X).program, (X,), {}) is None
 
 
 class Token(nn.Module):

@@ -188,6 +188,14 @@ def test_another_use_of_a_parameter_is_told_where_its_padding_mask_fits_as_befor
         net.record((x, mask), {"scaled": True})
 
 
+def test_a_first_mask_after_batches_without_one_is_no_other_use() -> None:
+    x, mask = torch.randn(3, 5, 4), torch.arange(5) < torch.tensor([[5], [3], [1]])
+    net = kfac_fx.compile(Either(), (x,), loss="categorical", padding_mask="mask")
+    key = ("head.weight", "head.bias")
+    counts = [net.record(args, {}).statistics[key]["count"] for args in ((x,), (x, mask))]
+    assert counts == [15, 9]
+
+
 def test_a_frozen_parameter_that_is_used_in_another_way_has_the_approximation_of_that_use() -> None:
     net = kfac_fx.compile(Either(), (X,), loss="categorical", approximations={"linear": "kron_both_diag"})
     net.model.vector.requires_grad_(False)

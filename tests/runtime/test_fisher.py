@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kfac_fx.blocks.fisher import BlockDiagonalFisher
 from kfac_fx.estimator import FisherEstimator
 from tests.runtime.fake_net import EXACT, FakeNet, Mean, Scale, batch, deep, exact, mixed, noise
 
@@ -193,3 +195,20 @@ def test_the_damping_of_products_is_split_between_the_sides() -> None:
     damped_a, damped_g = a[0] + pi * (0.3 / c).sqrt() * torch.eye(4), g[0] + (0.3 / c).sqrt() / pi * torch.eye(4)
     expected = c * damped_g @ block.group.pack(v)[0, 0] @ damped_a
     torch.testing.assert_close(block.group.pack(est.multiply(v))[0, 0], expected)
+
+
+def test_products_are_gathered_in_the_order_of_all_processes_also_of_those_without_blocks() -> None:
+    """Of three processes, the second alone has blocks that are not idle."""
+    sent: list[Any] = []
+
+    def gather(mine: list[Tensor], like: list[list[Tensor]]) -> list[Tensor]:
+        sent.append((mine, [len(tensors) for tensors in like]))
+        return [tensor for tensors in like for tensor in tensors]
+
+    w, v = torch.ones(2), torch.zeros(3)
+    groups = [SimpleNamespace(owner=1, registrations=[SimpleNamespace(parameters=(name,))]) for name in ("w", "v")]
+    for rank, mine in ((1, [w, v]), (2, [])):
+        fisher: Any = SimpleNamespace(owners=SimpleNamespace(rank=rank, gather=gather))
+        everything = BlockDiagonalFisher._gathered(fisher, {"w": w, "v": v}, groups, {"w": w, "v": v})  # type: ignore[arg-type]
+        assert list(everything) == ["w", "v"] and everything["w"] is w
+        assert sent.pop() == (mine, [0, 2])

@@ -474,6 +474,17 @@ def test_the_scale_of_a_scaler_without_autocast_is_no_factor(scale: float, unsca
     assert int(optimizer.skipped) == 0 and optimizer.counter == 1
 
 
+def test_a_ride_under_a_scaler_that_kfac_does_not_know_says_which_option_names_it() -> None:
+    net = kfac_fx.compile(nn.Linear(3, 4), loss="categorical")
+    optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1, momentum_type="regular", estimation_mode="empirical")
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler.scale(F.cross_entropy(net(X), CLASSES)).backward()
+    with pytest.warns(
+        LossScaleWarning, match=r"if a GradScaler multiplies it, write KFAC\(\.\.\., grad_scaler=scaler\)"
+    ):
+        scaler.step(optimizer)
+
+
 def test_a_factor_under_a_scaler_is_told_without_the_scale() -> None:
     net = kfac_fx.compile(nn.Linear(3, 4), loss="normal")
     optimizer = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
