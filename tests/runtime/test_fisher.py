@@ -198,7 +198,7 @@ def test_the_damping_of_products_is_split_between_the_sides() -> None:
 
 
 def test_products_are_gathered_in_the_order_of_all_processes_also_of_those_without_blocks() -> None:
-    """Of three processes, the second alone has blocks that are not idle."""
+    """The second of three processes is the only one with blocks that are not idle."""
     sent: list[Any] = []
 
     def gather(mine: list[Tensor], like: list[list[Tensor]]) -> list[Tensor]:
