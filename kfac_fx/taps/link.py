@@ -127,7 +127,7 @@ def link_function(
                 else:
                     # All uses have the same form, so the rows before and the gradients behind are made as those here.
                     # They are zero at padding, and so is the bias column.
-                    beside = both(output_grad if last else later_grad, earlier, *masks[1:2])
+                    beside = both(later_grad, earlier, *masks[1:2])
                     before = canonical(beside[0], here.d, bias, matrix, row_masks[1] if row_masks else None)
                     behind = canonical(here.x, beside[1], bias, matrix, row_masks[2] if row_masks else None)
                     sums = [None if first else a(here, before), None if last else g(behind, here)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import kfac_fx
 from kfac_fx import load_spectrum, save_spectrum
@@ -50,6 +51,27 @@ def test_sides_in_parts_come_back(options: dict[str, object], tmp_path: Path) ->
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     for name, expected in spectrum.multiply_inverse(v).items():
         assert torch.equal(again.multiply_inverse(v)[name], expected)
+
+
+class Sliced(nn.Module):
+    """Two pieces of its weight are layers, and one is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, self.w[:2])).sum(1, keepdim=True) * x, self.w[4:])
+
+
+def test_pieces_of_a_parameter_come_back_together(tmp_path: Path) -> None:
+    net = kfac_fx.compile(Sliced(), (torch.randn(4, 3),), loss="normal")
+    estimator = kfac_fx.FisherEstimator(net, seed=0)
+    estimator.update_covariances(torch.randn(4, 3))
+    spectrum = estimator.spectrum(damping=0.1)
+    save_spectrum(spectrum, tmp_path)
+    again, v = load_spectrum(net, tmp_path, damping=0.1), {"w": torch.randn(6, 3)}
+    assert len(again.keys) == 2 and torch.equal(again.multiply(v)["w"], spectrum.multiply(v)["w"])
 
 
 def test_a_spectrum_of_some_parameters_comes_back_as_that(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kfac_fx.diagnostics import watched
-from kfac_fx.diagnostics.loss_scale import advice, axis_of_classes, factor_of_step, is_loss_scale, is_right, near
+from kfac_fx.diagnostics.loss_scale import (
+    advice,
+    axis_of_classes,
+    factor_of_step,
+    is_loss_scale,
+    is_right,
+    near,
+    short_name,
+)
 from kfac_fx.diagnostics.watched import (
     LossFactor,
     Watched,
@@ -201,6 +209,13 @@ def test_classes_are_on_the_axis_that_the_gradient_sums_to_zero_over() -> None:
     assert axis_of_classes(scores.grad.mT) is None  # on the last, where they belong
     assert axis_of_classes(scores.grad.transpose(0, 1)) is None  # on the first, where the cases are
     assert axis_of_classes(torch.zeros(2, 3, 5)) is None and axis_of_classes(torch.ones(2, 3)) is None
+
+
+@pytest.mark.parametrize(("var", "name"), [(0.5, "mse"), (0.25, None)])
+def test_a_loss_of_torch_is_named_only_if_it_is_that_of_the_variance(var: float, name: str | None) -> None:
+    spec = LossSpec(lambda mean: Normal(mean, var), "Normal")
+    factor = LossFactor(3.0, Normal(torch.zeros(8, 3), var), 1.0, 8, 1.0, spec)
+    assert short_name(factor) == name
 
 
 def test_near_is_within_a_hundredth() -> None:

@@ -38,10 +38,12 @@ def test_the_statistics_are_the_diagonal_blocks_of_the_dense_ones(
             torch.testing.assert_close(torch.block_diag(*parts)[:size, :size], struck_out(matrix, width))
 
 
-def test_rows_that_all_cases_share_count_for_every_case() -> None:
+@pytest.mark.parametrize("name", ["A", "G"])
+def test_rows_that_all_cases_share_count_for_every_case(name: str) -> None:
     x, d = torch.randn(1, 3, 1, 5, dtype=torch.float64), torch.randn(4, 3, 1, 2, dtype=torch.float64)
-    shared = named(in_blocks("A", 2)).compute(x, d, True, (1, 2, 6))
-    torch.testing.assert_close(shared, named("A/2").compute(x.expand(4, -1, -1, -1).contiguous(), d, True, (1, 2, 6)))
+    statistic = named(in_blocks(name, 2))
+    every = x.expand(4, -1, -1, -1).contiguous()
+    torch.testing.assert_close(*(statistic.compute(rows, d, True, (1, 2, 6)) for rows in (x, every)))
 
 
 def estimated(model: nn.Module, x: Tensor, **options: int) -> kfac_fx.FisherEstimator:
