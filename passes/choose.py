@@ -47,7 +47,8 @@ def choose(
     if matrix is None:
         return (FULL if asked == FULL.name else DIAGONAL), None
     steps = [step for use in uses for step in use.through]
-    default = next((step.default for step in steps if step.default), program.layers[layer].default)
+    of_layer = program.layers[layer].default
+    default, why = next((step.default for step in steps if step.default), (of_layer, ""))
     chosen = APPROXIMATIONS[asked or default]
     reason = next((step.left_out for step in steps if step.left_out), None)
     timeless = chosen.series and program.submodules  # `leave_python` looks at the order of uses there
@@ -62,6 +63,8 @@ def choose(
         chosen = KRON_INDEP
     if asked is not None:
         return chosen, reason
+    if chosen.name == default != of_layer:
+        reason = "; ".join(filter(None, (reason, f"{why}, so not {of_layer!r}")))
     limit = program.options.dense_limit
     limited = narrow(chosen, matrix, limit, makes_outputs(program, uses))
     if limited != chosen or side_blocks(program, layer, chosen, matrix) != (1, 1):

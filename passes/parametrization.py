@@ -158,8 +158,8 @@ class Parametrization(ABC):
         return False
 
     @property
-    def default(self) -> str | None:
-        """The approximation that it prefers to the layer's own."""
+    def default(self) -> tuple[str, str] | None:
+        """The approximation that it prefers to the layer's own, and why."""
         return None
 
 

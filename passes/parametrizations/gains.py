@@ -47,7 +47,7 @@ class Gain(Parametrization):
     ids: whether the rows are ids.
     """
 
-    default = "full"
+    default = "full", "its elements multiply slices of another parameter"
 
     of: WithGain
     matrix: Layout

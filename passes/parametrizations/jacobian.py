@@ -57,7 +57,7 @@ class PerCase(Parametrization):
 
     all_rows = "its rows are gradients of cases"
     unmasked = "its rows are gradients of whole cases"
-    default = "full"
+    default = "full", all_rows
 
     layout: Layout
     jacobian: Value | None = None

@@ -38,6 +38,8 @@ def test_the_block_of_a_gain_is_the_dense_fisher(name: str, dim: int | None) -> 
     model = weight_norm(make(), dim=dim)
     block = recorded(model, x, strict=True).blocks[GAIN,]
     assert block.registration.approximation == "full"
+    of_layer = "kron_in_diag" if block.registration.layer == "embedding" else "kron"
+    assert block.registration.reason == f"its elements multiply slices of another parameter, so not {of_layer!r}"
     torch.testing.assert_close(block.full_fisher_block(), dense_fisher(model, x, block))
 
 
