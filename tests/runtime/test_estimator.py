@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -395,3 +395,15 @@ def test_a_decay_and_a_damping_out_of_range_are_refused_and_change_nothing(value
         with pytest.raises(ValueError, match=r"damping is .*; it must not be negative"):
             est.damping = value
     assert_equal(est.state_dict(), before)
+
+
+def test_moments_of_a_model_that_changed_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(model: str) -> NoReturn:
+        raise ModelChangedError("not the model")
+
+    est = exact(deep(), batch())
+    est._pending.cases = 5
+    monkeypatch.setattr(est.outputs, "check", changed)
+    with pytest.raises(ModelChangedError):
+        est.usable()
+    assert est._pending.cases == 0

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from kfac_fx.losses import Categorical, MultiBernoulli, Normal, NormalMeanVariance
 from kfac_fx.losses.loss_function import LossFunction
-from kfac_fx.losses.sources import check_mode, exact_sources, number_of_sources, one_source
+from kfac_fx.losses.sources import (
+    MODES,
+    check_mode,
+    exact_sources,
+    number_of_sources,
+    one_source,
+    one_source_vectors,
+)
 from kfac_fx.passes.errors import LossError, TargetsMissing
 from tests.runtime.test_distributions import random
 
@@ -96,3 +103,12 @@ def test_a_loss_without_gauss_newton_factor_has_no_ggn_mode() -> None:
     with pytest.raises(LossError, match="no generalized Gauss-Newton factor"):
         one_source("curvature_prop_GGN", losses, [y, v], None)
     assert all(cotangent is not None for cotangent in one_source("curvature_prop", losses, [y, v], None))
+
+
+@pytest.mark.parametrize(("mode", "power"), [*((mode, 0.5) for mode in MODES[:1] + MODES[2:4]), ("empirical", 1.0)])
+def test_the_weight_of_a_loss_enters_gradients_of_samples_by_its_root(mode: str, power: float) -> None:
+    loss = Categorical(torch.randn(4, 3, requires_grad=True), torch.arange(4) % 3)
+    plain, weighted = (
+        one_source_vectors(mode, [(weight, loss)], torch.Generator().manual_seed(0))[0] for weight in (1.0, 9.0)
+    )
+    torch.testing.assert_close(weighted, 9**power * plain)
