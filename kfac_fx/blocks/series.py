@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors.factor import Stack
-from kfac_fx.factors.stacks import ALL_BLOCKS, BlockGroup, Roots
+from kfac_fx.factors.factor_group import ALL_BLOCKS
+from kfac_fx.factors.stacks import BlockGroup, Roots
 from kfac_fx.linalg.chain import (
     doublings,
     fejer,

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from kfac_fx.blocks.block import check_fits, check_kinds, leading
-from kfac_fx.factors.stacks import BlockGroup, Vector
+from kfac_fx.factors.factor_group import Vector
+from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import Place, dense
 from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import joined, split
