@@ -18,19 +18,13 @@ from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.sharded import Shards
-from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis, without_basis
+from kfac_fx.optim.eigen_moments import new_moments, refuse_without_basis
 from kfac_fx.optim.forwards import Closure, Forwards, TrainingClosure, refuse_other_losses
 from kfac_fx.optim.groups import keep_first_lr, split_group
 from kfac_fx.optim.option_signature import takes
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
-from kfac_fx.optim.stand_in import (
-    StandIn,
-    refuse_first,
-    refuse_in_join,
-    refuse_micro_batches,
-    refuse_other_join,
-)
+from kfac_fx.optim.stand_in import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, check_closure, take_step
 from kfac_fx.optim.step_state import StepState
@@ -93,8 +87,7 @@ class KFAC(Optimizer, Joinable):
         refuse_without_values(self.net.model)
         refuse_without_blocks(self.net.registrations, self.net.named_parameters())
         self.options = options
-        names = {parameter: name for name, parameter in self.net.named_parameters()}
-        self.names = names
+        self.names = names = {parameter: name for name, parameter in self.net.named_parameters()}
         self._read_registrations()
         super().__init__([{"params": list(names)}] if options.params is None else options.params, options.of_groups)
         example = next(iter(names))
@@ -109,17 +102,15 @@ class KFAC(Optimizer, Joinable):
             exps=() if options.eigen_moments else (-1,),
         )
         self.estimator.relative_damping = options.relative_damping
-        if options.eigen_moments:
-            self.estimator.new_extras = new_moments
+        self.estimator.new_extras = new_moments if options.eigen_moments else None
         shards = Shards.of(self.net.named_parameters())
         self.estimator.replicas = replicas = Replicas(options.process_group or (shards and shards.group))
         if options.strategy is not None:
             state = options.new_state(torch.empty_like(example, device="meta"))
             vectors = sum(tensor.shape == example.shape for tensor in state.values()) if shards is None else 0
             self.estimator.owners = BlockOwners(replicas, options.strategy, vectors, shards)
-        self.generator = torch.Generator(example.device).manual_seed(
-            torch.initial_seed() if options.seed is None else options.seed
-        )
+        seed = torch.initial_seed() if options.seed is None else options.seed
+        self.generator = torch.Generator(example.device).manual_seed(seed)
         schedule = Schedule(options)
         self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, accelerators(names))
         self._step_state = StepState(
@@ -145,8 +136,7 @@ class KFAC(Optimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters in no Fisher block make another one behind it.
 
-        Raises:
-            ValueError: for parameters that are not the compiled module's.
+        Raises ValueError for parameters that are not the compiled module's.
         """
         first_order = self.options.first_order_rule
         for part in split_group(param_group, self.names, self._unregistered, first_order, self.defaults):
@@ -369,39 +359,15 @@ class KFAC(Optimizer, Joinable):
 
         With owners, the failures are those of the blocks that this process keeps.
         """
-        failures = [block.failures for block in self.estimator.blocks.values()]
-        return {
-            "steps": self.counter,
-            "skipped steps": int(self.skipped),
-            "skipped updates": sum(block.updates for block in failures),
-            "inverses kept from before": sum(block.decompositions for block in failures),
-        }
+        return self._step_state.counters()
 
     def intervals(self) -> list[str]:
         """For the report: how often statistics, inverses and checks are due, if a cost model chooses that."""
         return self._step_state.schedule.described()
 
     def fallbacks(self) -> list[str]:
-        """For the report: what was not done as it should be, and why."""
-        linear = (
-            "the checks of the step size take the loss as linear in the parameters beside its curvature, and undo no "
-            "steps: no backward was seen to reach the Fisher's outputs, or a loss that forward returns"
-        )
-        unobserved = [linear] * self._step_state.unobserved
-        without = [str(registration) for registration in without_basis(self._registrations)]
-        if without and self.options.momentum_type is None and self.options.damping is None:
-            unobserved.append(
-                f"momentum_type is 'adaptive', because blocks have no eigenbasis: {', '.join(without[:3])}"
-                + f" and {len(without) - 3} more" * (len(without) > 3)
-            )
-        owners = self.estimator.owner_of if self._step_state.shards is not None else None
-        diagonal = [registration for registration in self._registrations if registration.structure.diagonal]
-        if owned := [str(registration) for registration in diagonal if registration.owners[0] in (owners or ())]:
-            unobserved.append(
-                "gradients of these diagonal blocks travel to an owner, because the diagonals are not divided as the "
-                f"parameters are: {', '.join(owned[:3])}" + f" and {len(owned) - 3} more" * (len(owned) > 3)
-            )
-        return [*unobserved, *self._step_state.multiply_jacobian.fallbacks(), *self._forwards.fallbacks()]
+        """For the report: each part that was not done as it should be, and why."""
+        return self._step_state.fallbacks(self._registrations)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, as tensors by parameter in "state", and in "param_groups".

@@ -24,7 +24,7 @@ from kfac_fx.factors.wide import WideGroup, in_blocks
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Flat, split
-from kfac_fx.passes.errors import nearest
+from kfac_fx.passes.errors import FactorNotReady, nearest
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 
@@ -290,6 +290,16 @@ def statistics_of(registration: Registration) -> tuple[str, ...]:
     if registration.one_use_a_case and (left.diagonal or len(registration.uses) > 1):
         return (left.statistic,)
     return ("per_case",)
+
+
+def without_inverse(registrations: Iterable[Registration]) -> FactorNotReady:
+    """The error for blocks whose decompositions have all failed."""
+    blocks = "\n".join(f"  {registration}" for registration in registrations)
+    return FactorNotReady(
+        f"every decomposition of these blocks has failed, so they have no inverse:\n{blocks}\n"
+        "Their factors are singular or not finite: use a larger damping, or look for NaN in inputs, outputs or "
+        "parameters; then record a batch and call estimator.update_inverses() again."
+    )
 
 
 def make_groups(

@@ -19,6 +19,7 @@ from kfac_fx.blocks.block import (
     leading,
     make_groups,
     refuse_other_state,
+    without_inverse,
 )
 from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.divided import divided_forms
@@ -29,7 +30,6 @@ from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import Shards, unsharded
 from kfac_fx.linalg.vectors import joined, split
-from kfac_fx.passes.errors import FactorNotReady
 from kfac_fx.passes.ir import Registration
 from kfac_fx.statistics.moments import Key
 from kfac_fx.values import a_device, not_negative, number, one_element, optional, wrong_value
@@ -311,12 +311,7 @@ class BlockDiagonalFisher(Operator):
             shapes = {name: shape for name, shape in shapes.items() if name not in idle}
         check_fits(vector, {name: (*lead, *shape) for name, shape in shapes.items()}, alone=True)
         if root != 1 and self._never_inverted:
-            blocks = "\n".join(f"  {self.blocks[key].registration}" for key in sorted(self._never_inverted))
-            raise FactorNotReady(
-                f"every decomposition of these blocks has failed, so they have no inverse:\n{blocks}\n"
-                "Their factors are singular or not finite: use a larger damping, or look for NaN in inputs, outputs or "
-                "parameters; then record a batch and call estimator.update_inverses() again."
-            )
+            raise without_inverse(self.blocks[key].registration for key in sorted(self._never_inverted))
         vector = {name: dense(unsharded(tensor)) for name, tensor in vector.items()}
         if lead:
             many = {name: tensor.reshape(math.prod(lead), *self._shapes[name]) for name, tensor in vector.items()}

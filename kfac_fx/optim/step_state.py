@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.division import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
+from kfac_fx.optim.eigen_moments import without_basis
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.groups import GroupedParameters
 from kfac_fx.optim.moves import first_order_update, move_in_blocks
@@ -22,6 +24,7 @@ from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import MomentumRule
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step_checks import StepSize
+from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.recording.backends import compiled_function
 from kfac_fx.statistics.moments import Key
@@ -92,3 +95,39 @@ class StepState:
         """Keep κ of a step; None, without a norm constraint, keeps NaN."""
         if kappa is not None:
             self.kappa.copy_(kappa)
+
+    # --- for the report -----------------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """The steps so far, and those that failed. Waits for the device."""
+        failures = [block.failures for block in self.estimator.blocks.values()]
+        return {
+            "steps": self.schedule.counter,
+            "skipped steps": int(self.skipped),
+            "skipped updates": sum(block.updates for block in failures),
+            "inverses kept from before": sum(block.decompositions for block in failures),
+        }
+
+    def fallbacks(self, registrations: Sequence[Registration]) -> list[str]:
+        """Each part that was not done as it should be, and why."""
+        reasons = []
+        if self.unobserved:
+            reasons.append(
+                "the checks of the step size take the loss as linear in the parameters beside its curvature, and undo "
+                "no steps: no backward was seen to reach the Fisher's outputs, or a loss that forward returns"
+            )
+        chosen = self.options.momentum_type is None and self.options.damping is None
+        if chosen and (without := without_basis(registrations)):
+            reasons.append(f"momentum_type is 'adaptive', because blocks have no eigenbasis: {first_three(without)}")
+        owners = (self.estimator.owner_of if self.shards is not None else None) or {}
+        if owned := [r for r in registrations if r.structure.diagonal and r.owners[0] in owners]:
+            reasons.append(
+                "gradients of these diagonal blocks travel to an owner, because the diagonals are not divided as the "
+                f"parameters are: {first_three(owned)}"
+            )
+        return [*reasons, *self.multiply_jacobian.fallbacks(), *self.forwards.fallbacks()]
+
+
+def first_three(registrations: Sequence[Registration]) -> str:
+    others = len(registrations) - 3
+    return ", ".join(map(str, registrations[:3])) + (f" and {others} more" if others > 0 else "")

@@ -21,7 +21,6 @@ ELSEWHERE = {
     "kfac_fx.divided.emitted": "test_recording_emitted.py runs both emitted models, which have one protocol",
     "kfac_fx.optim.proposals": "test_step.py takes whole steps on one problem, whose parts these are",
     "kfac_fx.optim.moves": "as above",
-    "kfac_fx.optim.step_state": "as above",
 }
 
 
