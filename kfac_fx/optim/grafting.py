@@ -10,22 +10,22 @@ that have a parameter in common count as one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.vectors import Flat
+from kfac_fx.linalg.vectors import Flat, connected
 from kfac_fx.optim.division import UNDIVIDED, VectorDivision
 
 
 def joined_blocks(names: Iterable[str], blocks: Iterable[Sequence[str]]) -> list[int]:
     """A number for every name; names that a block has in common, or several blocks that overlap, have the same."""
-    number = {name: n for n, name in enumerate(names)}
-    for block in blocks:
-        members = {number[name] for name in block if name in number}
-        number = {name: min(members) if n in members else n for name, n in number.items()}
-    return list(number.values())
+    known = list(names)
+    sets = connected([*((name,) for name in known), *({*block}.intersection(known) for block in blocks)])
+    number = {place: places[0] for places in sets for place in places}  # the first places are those of names
+    return [number[n] for n in range(len(known))]
 
 
 def grafted(
@@ -40,13 +40,14 @@ def grafted(
         division: of the vectors among processes.
     """
     numbers = joined_blocks(flat.shapes, blocks)
-
     of_names = [[part.square().sum() for part in flat.parts(vector).values()] for vector in (length, direction)]
-    squares = division.total(torch.stack(list(map(torch.stack, of_names)))).unbind(1)
+    of_blocks: dict[int, list[Tensor]] = defaultdict(list)
+    for n, squares in zip(
+        numbers, division.total(torch.stack(list(map(torch.stack, of_names)))).unbind(1), strict=True
+    ):
+        of_blocks[n].append(squares)
     scales: dict[int, Tensor] = {}
-    for number in set(numbers):
-        of_length, of_direction = torch.stack(
-            [pair for pair, n in zip(squares, numbers, strict=True) if n == number]
-        ).sum(0)
-        scales[number] = (of_length / of_direction.clamp(min=torch.finfo(direction.dtype).tiny)).sqrt()
+    for n, squares_of_names in of_blocks.items():
+        of_length, of_direction = torch.stack(squares_of_names).sum(0)
+        scales[n] = (of_length / of_direction.clamp(min=torch.finfo(direction.dtype).tiny)).sqrt()
     return flat.spread({name: scales[n] for name, n in zip(flat.shapes, numbers, strict=True)}) * direction
