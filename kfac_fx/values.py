@@ -267,8 +267,8 @@ def refuse_other_limit(limit: Any) -> None:
 def in_place(objects: Iterable[Any], model: Any) -> str:
     """The text that a user writes in the place of objects: their names, if they are the model's."""
     known = {id(value): name for name, value in (*model.named_parameters(), *model.named_modules())}
-    said = []
+    advice = []
     for value in objects:
         kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        said.append(f"write {known[id(value)]!r} for {kind}" if id(value) in known else f"{kind} is none")
-    return "; ".join(said)
+        advice.append(f"write {known[id(value)]!r} for {kind}" if id(value) in known else f"{kind} is none")
+    return "; ".join(advice)

@@ -73,8 +73,8 @@ def test_a_type_checker_knows_the_arguments_at_a_user_s_call(tmp_path: Path) -> 
     (tmp_path / "user.py").write_text(CALLS)
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", root / "pyproject.toml", tmp_path / "user.py"]
-    said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
-    errors = re.findall(r"user\.py:(\d+): error: (.*)  \[([\w-]+)\]", said)
+    output = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout
+    errors = re.findall(r"user\.py:(\d+): error: (.*)  \[([\w-]+)\]", output)
     assert [(int(line), code) for line, _, code in errors] == [
         (8, "call-arg"),
         (9, "arg-type"),

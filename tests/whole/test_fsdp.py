@@ -382,8 +382,8 @@ def parts_together(shard: Shard, part: slice, rank: int) -> dict[str, Any]:
     blocks = [block for block in opt.estimator.blocks.values() if block.group.divided]
     before = [block.factors["F"].moment.clone() for block in blocks]
     for block in blocks:
-        own = torch.full_like(block.factors["F"].moment, torch.nan if rank == 1 else 1.0)
-        block.group.update([{"square": own}], 6, decay=0.5, members=block.member)
+        squares = torch.full_like(block.factors["F"].moment, torch.nan if rank == 1 else 1.0)
+        block.group.update([{"square": squares}], 6, decay=0.5, members=block.member)
     kept = all(torch.equal(block.factors["F"].moment, moment) for block, moment in zip(blocks, before, strict=True))
     opt.estimator.damping = 0.0  # a part without curvature has no inverse
     for block in blocks:
