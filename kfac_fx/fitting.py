@@ -7,7 +7,7 @@ blocks of a part are written when it is done; a run that is repeated with the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from kfac_fx.blocks.spectrum import Damping, System
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.vectors import connected
+from kfac_fx.losses.registered import LossSpec
 from kfac_fx.passes.errors import RegistrationError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import block_width
 from kfac_fx.spectrum.files import is_written, manifest_of, read_systems, write_blocks
-from kfac_fx.spectrum.manifests import write_manifest
+from kfac_fx.spectrum.manifests import digest, write_manifest
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
-from kfac_fx.spectrum.queries import as_batch
+from kfac_fx.spectrum.queries import as_batch, digest_of
 from kfac_fx.values import check_variables
 
 Parts = int | Sequence[Iterable[str]]
@@ -58,7 +59,8 @@ def fit_spectrum(
         parts: how many parts of about equal memory, or the names of the parameters of every part.
         memory: bytes that the factors of a part and their eigenvectors may take, in place of `parts`.
         folder: where the blocks are written as they are made, see `save_spectrum`. If it holds some of them, they
-            are not computed again. None: nowhere.
+            are not computed again; the loss, the numbers of the model, the first batch and the number of batches must
+            be those of the folder. None: nowhere.
         seed: of the samples.
         scale, damping, dtype, device: as of `FisherEstimator.spectrum`; factor_dtype: as of `FisherEstimator`.
 
@@ -83,9 +85,17 @@ def fit_spectrum(
     parameters = dict(net.model.named_parameters())
     chosen = chosen_parts(net.registrations, parameters, parts, memory, factor_dtype)
     registrations = [block for names in chosen for block in net.registrations if block.owners[0] in names]
-    settings = {"case": case, "seed": seed, "factor_dtype": str(factor_dtype), "dtype": str(dtype)}
-    manifest = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
+    settings: dict[str, Any] = {"case": case, "seed": seed, "factor_dtype": str(factor_dtype), "dtype": str(dtype)}
     path = None if folder is None else Path(folder)
+    if path is not None:
+        loss = net.captures.arguments.loss
+        settings |= {
+            "loss": digest(loss.make) if isinstance(loss, LossSpec) else repr(loss),
+            "numbers of the model": digest(net.model),
+            "first batch": digest_of(batch),
+            "batches": len(batches) if isinstance(batches, Sized) else None,
+        }
+    manifest = manifest_of(net, sorted(registrations, key=net.registrations.index), mode, **settings)
     if path is not None:
         write_manifest(path, manifest)
     systems: list[System] = []

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.passes.errors import table
 
 NAME = "manifest.json"
@@ -60,3 +69,50 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     part = folder / f"{NAME}.part"
     part.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     os.replace(part, folder / NAME)
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def digest(*values: Any) -> str:
+    """A text that is another one if the values are: tensors and modules count by their numbers, functions by their code
+    and what is bound to it, plain values by their text, and other objects by their class.
+
+    The numbers are copied to the host.
+    """
+    total, functions = hashlib.sha256(), set[int]()
+
+    def add(value: Any) -> None:
+        total.update(f"{type(value).__qualname__}:".encode())
+        if isinstance(value, Tensor):
+            numbers = dense(unsharded(value.detach()))
+            real = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
+            total.update(save({str(value.dtype): real.contiguous().cpu()}))
+        elif isinstance(value, nn.Module):
+            add(dict(value.named_parameters()) | dict(value.named_buffers()))
+        elif isinstance(value, Mapping):
+            each(*value.keys(), *value.values())
+        elif isinstance(value, (tuple, list)):
+            each(*value)
+        elif isinstance(value, CodeType):
+            each(value.co_code, value.co_names, value.co_consts)
+        elif isinstance(value, FunctionType) and id(value) not in functions:
+            functions.add(id(value))
+            bound = [cell.cell_contents for cell in value.__closure__ or ()]
+            each(value.__code__, value.__defaults__, value.__kwdefaults__, bound)
+        elif isinstance(value, MethodType):
+            each(value.__func__, value.__self__)
+        elif isinstance(value, partial):
+            each(value.func, value.args, value.keywords)
+        elif isinstance(value, type):
+            total.update(value.__qualname__.encode())
+        elif isinstance(value, (str, bytes, int, float, complex, torch.dtype)):
+            total.update(repr(value).encode())
+
+    def each(*parts: Any) -> None:
+        total.update(f"{len(parts)};".encode())
+        for part in parts:
+            add(part)
+
+    each(*values)
+    return total.hexdigest()[:16]

@@ -10,12 +10,13 @@ Queries and training examples come as `Batch`es, which are read from what a Data
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -24,7 +25,7 @@ from kfac_fx.losses.sources import Measurement
 from kfac_fx.passes.errors import nearest
 from kfac_fx.recording.case_recorder import Consumer, Counts
 from kfac_fx.recording.exact import tracked
-from kfac_fx.spectrum.manifests import FORMAT, write_manifest
+from kfac_fx.spectrum.manifests import FORMAT, digest, write_manifest
 from kfac_fx.statistics import case_gradients
 from kfac_fx.statistics.case_gradients import Cases, LowRank, by_rows, query_products
 from kfac_fx.statistics.moments import Key
@@ -67,6 +68,26 @@ def as_batch(batch: Any) -> Batch:
         f"a batch is a tensor, (inputs, targets), or a mapping of forward's arguments, and this is {what}.\n"
         "Name the parts: kfac_fx.Batch(tokens, mask, targets=labels)."
     )
+
+
+def digest_of(batch: Any) -> str:
+    """See `digest`."""
+    batch = as_batch(batch)
+    return digest(batch.args, batch.kwargs, batch.targets)
+
+
+def samplers_of(loader: Any) -> Iterator[Any]:
+    """The samplers of a DataLoader, also those inside of a batch sampler."""
+    for sampler in (getattr(loader, name, None) for name in ("sampler", "batch_sampler")):
+        if sampler is not None:
+            yield sampler
+            yield from samplers_of(sampler)
+
+
+def draws_order(sampler: Any) -> bool:
+    """Whether a sampler of torch draws the order. A DistributedSampler says so in its `shuffle`."""
+    drawn = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+    return drawn or getattr(sampler, "shuffle", False) is True
 
 
 # --- queries ----------------------------------------------------------------------------------------------------------
@@ -130,22 +151,23 @@ class Queries:
 
         Args:
             batches: in the order of the examples; a DataLoader that shuffles is refused.
-            folder: where the scores of every batch are written; those that are there are not computed again.
+            folder: where the scores of every batch are written; those that are there are not computed again. Batches
+                are told by their numbers.
             measurement: see `scores`.
 
-        Raises ValueError if the folder holds the scores of other queries, a DataLoader shuffles, or there are no
-        batches.
+        Raises ValueError if the folder holds the scores of other queries, batches or measurements, a DataLoader
+        shuffles, or there are no batches.
         """
-        sampler = getattr(batches, "sampler", None)
-        if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)):
+        if drawn := [sampler for sampler in samplers_of(batches) if draws_order(sampler)]:
             raise ValueError(
-                f"the DataLoader has a {type(sampler).__name__}, and its scores would have no order: "
+                f"the DataLoader has a {type(drawn[0]).__name__}, and its scores would have no order: "
                 "pass one with shuffle=False."
             )
         path = None if folder is None else Path(folder)
         if path is not None:
             norms = {",".join(key): float(self.like(key).double().norm()) for key in self.matrices}
-            write_manifest(path, {"format": FORMAT, "queries": len(self), "norms": norms})
+            told = None if measurement is None else digest(measurement)
+            write_manifest(path, {"format": FORMAT, "queries": len(self), "norms": norms, "measurement": told})
         number = len(batches) if isinstance(batches, Sized) else 0
         scores = [
             self.scores_in_file(None if path is None else path / f"scores-{n:06}.safetensors", batch, measurement)
@@ -158,12 +180,16 @@ class Queries:
         return torch.cat(scores, dim=1)
 
     def scores_in_file(self, path: Path | None, batch: Any, measurement: Measurement | None) -> Tensor:
+        told = "" if path is None else digest_of(batch)
         if path is not None and path.is_file():
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("batch") != told:
+                    raise ValueError(f"{str(path)!r} has the scores of another batch: pass another folder.")
             return load_file(path)["scores"]
         scores: Tensor = self.scores(batch, measurement=measurement)
         if path is not None:
             part = path.with_suffix(".part")
-            save_file({"scores": scores.detach().contiguous()}, part)
+            save_file({"scores": scores.detach().contiguous()}, part, {"batch": told})
             os.replace(part, path)
         return scores
 

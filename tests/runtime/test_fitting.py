@@ -112,6 +112,24 @@ def test_a_killed_run_resumes_and_ends_equal(tmp_path: Path, monkeypatch: pytest
         fit_spectrum(net, batches, case="row", folder=tmp_path, seed=1)
 
 
+def test_a_folder_is_of_one_loss_of_one_model_on_one_set_of_batches(tmp_path: Path) -> None:
+    net, batches = net_and_data()
+    fit_spectrum(net, batches, folder=tmp_path)
+    with pytest.raises(ValueError, match=r"(?s)holds something else:.*first batch .*in the folder, and"):
+        fit_spectrum(net, batches[1:], folder=tmp_path)
+    with pytest.raises(ValueError, match=rf"batches  is {len(batches)} in the folder, and {len(batches) - 1} here"):
+        fit_spectrum(net, batches[:-1], folder=tmp_path)
+    twice = lambda outputs: (2.0, kfac_fx.losses.Categorical(outputs))  # noqa: E731
+    other = kfac_fx.compile(net.model, batches[0].args, loss=twice, approximations={"norm": "generic"})
+    with pytest.raises(ValueError, match=r"loss  is '\w+' in the folder, and '\w+' here"):
+        fit_spectrum(other, batches, folder=tmp_path)
+    with torch.no_grad():
+        next(net.parameters()).mul_(1.5)
+    with pytest.raises(ValueError, match=r"numbers of the model  is '\w+' in the folder, and '\w+' here"):
+        fit_spectrum(net, batches, folder=tmp_path)
+    assert len(kfac_fx.load_spectrum(net, tmp_path).keys) == len(net.registrations)
+
+
 def test_a_process_that_is_killed_while_it_corrects_is_resumed(tmp_path: Path) -> None:
     """The data of the child kill it in the second part, between its factors and their correction."""
     child = """

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from kfac_fx.spectrum.manifests import NAME, read_manifest, write_manifest
+from kfac_fx.spectrum.manifests import NAME, digest, read_manifest, write_manifest
 
 HERE = {"format": 1, "model": "Net", "blocks": {"a": {"sides": [1, 1]}, "b": 2}}
 
@@ -39,3 +43,62 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
         (tmp_path / NAME).write_text(text)
         with pytest.raises(ValueError, match=rf"has the format {format}, and this version of kfac_fx reads 1"):
             read_manifest(tmp_path)
+
+
+def logit(place: int, times: float = 1.0) -> Any:
+    def measured(logits: Any, scale: float = times) -> Any:
+        return scale * logits[:, place]
+
+    return measured
+
+
+X = torch.arange(6.0)
+DIFFERENT = {
+    "numbers": lambda: X,
+    "their order": lambda: X.flip(0),
+    "their shape": lambda: X.view(2, 3),
+    "their precision": lambda: X.double(),
+    "complex": lambda: torch.complex(X, -X),
+    "its conjugate": lambda: torch.complex(X, -X).conj(),
+    "two tensors": lambda: (X, X),
+    "a mapping": lambda: {"ids": X},
+    "another name": lambda: {"mask": X},
+    "a number": lambda: 1,
+    "a number of another kind": lambda: 1.0,
+    "nothing": lambda: None,
+    "a word": lambda: "None",
+    "a function": lambda: logit(0),
+    "another cell": lambda: logit(1),
+    "another default": lambda: logit(0, 0.0),
+    "a part of a function": lambda: partial(logit, 0),
+    "another part": lambda: partial(logit, times=0),
+    "another constant": lambda: lambda logits: logits[:, 2],
+    "another attribute": lambda: lambda logits: logits.T[:, 2],
+    "an inner constant": lambda: lambda logits: [(lambda k: k + 1)(k) for k in logits],
+    "another inner constant": lambda: lambda logits: [(lambda k: k + 2)(k) for k in logits],
+    "a class": lambda: nn.Linear,
+    "another class": lambda: nn.Conv2d,
+}
+
+
+def test_digests_differ_where_values_do() -> None:
+    by_digest: dict[str, str] = {}
+    for name, make in DIFFERENT.items():
+        assert digest(make()) == digest(make()), name
+        assert by_digest.setdefault(digest(make()), name) == name
+    assert digest(X.view(2, 3).mT.contiguous().mT) == digest(X.view(2, 3))  # of other strides
+
+
+def test_modules_and_their_methods_are_told_by_their_numbers() -> None:
+    module = nn.BatchNorm1d(2)
+    before = digest(module), digest(module.forward)
+    assert before == (digest(module), digest(module.forward))
+    module.get_buffer("running_mean").add_(1)
+    assert digest(module) != before[0] and digest(module.forward) != before[1]
+
+
+def test_a_function_that_calls_itself_has_a_digest() -> None:
+    def down(n: int) -> int:
+        return down(n - 1) if n else 0
+
+    assert digest(down) == digest(down)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import kfac_fx
 from kfac_fx import Queries
@@ -161,9 +161,34 @@ def test_scores_of_a_loader_are_written_and_resumed(
         other.scores_of_all(loader, folder=tmp_path)
     with pytest.raises(ValueError, match=r"`batches` has no batches"):
         other.scores_of_all([])
-    for shuffled in (DataLoader(loader.dataset, shuffle=True), DataLoader(loader.dataset, sampler=RandomSampler(x))):
+
+
+def test_loaders_that_shuffle_have_no_scores(text: Fixture) -> None:
+    _, x, y, spectrum = text
+    data, random = TensorDataset(x, y), RandomSampler(x)
+    queries = spectrum.precondition((x[:2], y[:2]))
+    for shuffled in (
+        DataLoader(data, shuffle=True),
+        DataLoader(data, sampler=random),
+        DataLoader(data, batch_sampler=BatchSampler(random, 2, drop_last=False)),
+    ):
         with pytest.raises(ValueError, match=r"a RandomSampler, and its scores would have no order: .* shuffle=False"):
-            other.scores_of_all(shuffled)
+            queries.scores_of_all(shuffled)
+    with pytest.raises(ValueError, match=r"the DataLoader has a DistributedSampler, and its scores"):
+        queries.scores_of_all(DataLoader(data, sampler=DistributedSampler(x, 1, 0, shuffle=True)))
+    part = DataLoader(data, sampler=DistributedSampler(x, 2, 1, shuffle=False))
+    torch.testing.assert_close(queries.scores_of_all(part), queries.scores((x, y))[:, [1, 3, 0]])
+
+
+def test_scores_of_other_batches_or_measurements_are_not_taken_from_a_folder(text: Fixture, tmp_path: Path) -> None:
+    _, x, y, spectrum = text
+    queries = spectrum.precondition((x[:2], y[:2]))
+    queries.scores_of_all([(x[:3], y[:3]), (x[3:], y[3:])], folder=tmp_path)
+    for other in ((x[3:], y[:2]), (x[2:4], y[3:])):
+        with pytest.raises(ValueError, match=r"scores-000001.safetensors' has the scores of another batch: pass"):
+            queries.scores_of_all([(x[:3], y[:3]), other], folder=tmp_path)
+    with pytest.raises(ValueError, match=r"(?s)holds something else:.* measurement  is None in the folder, and '"):
+        queries.scores_of_all([x[:3], x[3:]], folder=tmp_path, measurement=lambda logits: logits[:, 0, 0])
 
 
 def test_scores_come_in_the_order_of_the_examples() -> None:
