@@ -214,3 +214,10 @@ def test_models_of_libraries_are_found_by_name() -> None:
     assert type(load("transformers/GPT2LMHeadModel", small)).__name__ == "GPT2LMHeadModel"
     with pytest.raises(CommandError, match="Did you mean 'GPT2LMHeadModel'"):
         load("transformers/GPT2LMHeadMode", {})
+
+
+def test_a_configuration_of_no_class_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CommandError, match=r"^the configuration in '.+' names no class under 'architectures'$"):
+        load(f"transformers/{tmp_path}", {})

@@ -15,6 +15,7 @@ from kfac_fx.passes.cut import cut
 from kfac_fx.passes.errors import LinkError, RegistrationError
 from kfac_fx.passes.ir import Program
 from kfac_fx.passes.parametrizations.slices import region_of
+from kfac_fx.passes.pieces import Piece
 from kfac_fx.passes.pipeline import verify
 from kfac_fx.passes.resolve import resolve
 from tests.compiler.toy import Toy, before, found
@@ -269,3 +270,16 @@ def test_a_factor_of_a_product_may_be_used_transposed_elsewhere() -> None:
         ("a",): 1,
         ("b",): 2,
     }
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_gain_is_not_cut(asked: bool) -> None:
+    """It multiplies all filters of another parameter in one use, which would read pieces of it."""
+
+    def function(x: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        y = F.linear(x, torch._weight_norm(v, g, 0))
+        return y if asked else y[..., :2] + F.linear(x[..., :1], g[:2])
+
+    program = registered(function, {"pieces": (Piece("g", 0, 0, 2),) * asked}, v=(6, 4), g=(6, 1))
+    assert program.pieces == {}
+    assert found(program) == [("linear", ("v",), 1), ("linear", ("g",), 1) if asked else ("generic", ("g",), 0)]

@@ -289,3 +289,12 @@ def test_a_copy_whose_first_or_last_elements_were_overwritten_is_one_part() -> N
 
 def test_a_constant_that_repeats_elements_makes_no_expression() -> None:
     assert expressed(lambda x, g: x[0] * (g + torch.ones(5, 4)), g=(4,)).parameter_exprs == {}
+
+
+def test_a_part_of_a_constant_in_another_dtype_is_a_constant() -> None:
+    """Without inputs no node has a shape, so that of the part comes from what it is a part of."""
+    model = Toy(lambda x, q, c, v: x + torch.cat([q, c.float()[2:4], v]), q=(2,), c=(5,), v=(1,))
+    model.c.requires_grad_(False)
+    program = express(before("express", model))
+    (exprs,) = program.parameter_exprs.values()
+    assert parts(program, exprs) == [(((0, 2),), "q", {0: (0, 2)}), (((4, 5),), "v", {0: (0, 1)})]

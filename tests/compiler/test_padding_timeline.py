@@ -121,3 +121,10 @@ def test_positions_in_another_order_are_strange() -> None:
     flipped = tuple(node for node in program.graph.nodes if node.name.startswith(("flip", "slice")))
     places, why = timeline(program, flipped).steps(uses(program))
     assert places is None and why == "its steps are of other sequences than the mask's, or in another order"
+
+
+def test_where_cases_and_positions_have_one_size_no_use_has_a_position() -> None:
+    program = matched(loop)
+    mask = next(node for node in program.graph.nodes if node.op == "placeholder")
+    size = str(mask.meta["val"].shape[1])
+    assert Timeline(mask, size, size, (), frozenset()).steps(uses(program)) == (None, UNCLEAR)

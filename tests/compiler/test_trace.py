@@ -295,3 +295,18 @@ def test_a_recurrent_layer_beside_what_no_graph_holds_is_run_as_it_is() -> None:
 
     with pytest.raises(UntraceableError, match=r"return y if x\.sum\(\) > -1e9 else x"):
         trace_model(Model(), (torch.randn(4, 5, 3),))
+
+
+@pytest.mark.parametrize(
+    ("read", "same", "another"),
+    [
+        (lambda x: x.requires_grad, torch.randn(5, 3), torch.randn(5, 3, requires_grad=True)),
+        (lambda x: x.is_contiguous(), torch.randn(6, 3), torch.randn(3, 6).t()),
+    ],
+    ids=["gradients", "layout"],
+)
+def test_a_capture_holds_for_inputs_that_are_alike_in_what_forward_reads_of_them(
+    read: Callable[[Tensor], bool], same: Tensor, another: Tensor
+) -> None:
+    captured = trace_model(Toy(lambda x, w: x @ (w if read(x) else w.exp()), w=(3, 2)), (X,))
+    assert captured.holds((same,), {}) and not captured.holds((another,), {})

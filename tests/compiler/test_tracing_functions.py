@@ -202,6 +202,15 @@ class Writes(Dirty):
         return x.clone()
 
 
+class Marks(Dirty):
+    """A word and no write, as where only some calls write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x
+
+
 class ByNumpy(Dirty):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -263,6 +272,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "writes": (
         lambda own, x: apply(Writes, own.inner(x)),
         f"applies Writes {WHERE} writes into its arguments\\. A graph",
+    ),
+    "marks": (
+        lambda own, x: apply(Marks, own.inner(x)),
+        f"applies Marks {WHERE} writes into its arguments\\. A graph",
     ),
     "numpy": (
         lambda own, x: apply(ByNumpy, own.inner(x)),

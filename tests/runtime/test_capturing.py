@@ -120,3 +120,15 @@ def test_a_model_that_does_not_run_is_told_so() -> None:
     assert "mat1 and mat2 shapes" in lines[0]
     assert lines[1] == "Correct the inputs or the model. The error of torch.export is:"
     assert lines[-1].startswith("  RuntimeError: "), "and no advice to see that it runs"
+
+
+@pytest.mark.parametrize(
+    ("of_parts", "of_whole", "divided"), [(0, 0, True), (2, 1, False), (1, 1, False), (1, 2, True)]
+)
+def test_a_model_is_divided_around_autocast_only_if_fewer_parameters_are_generic(
+    of_parts: int, of_whole: int, divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturing, parts = capturing_of(mlp()), net_of(mlp(), X).recorder
+    monkeypatch.setattr(Capturing, "around_autocast", lambda *_: parts)
+    monkeypatch.setattr(capturing_module, "generic_parameters", lambda of: of_parts if of is parts else of_whole)
+    assert (capturing.exported((X,), {}, every_size=False, first=True) is parts) is divided

@@ -85,3 +85,11 @@ def test_the_bound_of_the_least_eigenvalue_is_below_it(series_2: bool) -> None:
     n = torch.stack([root_of(forward, doublings(forward[3:], 100), column).flatten() for column in basis], dim=1)
     smallest = torch.linalg.eigvalsh(n @ n.mT)[0]
     assert 0 < least_eigenvalue(backward).item() <= smallest
+
+
+def test_the_bound_of_the_least_eigenvalue_is_exact_for_a_product_of_multiples_of_the_identity() -> None:
+    """N = 2 · 3 · w of the smallest weight."""
+    sides = [torch.eye(size).expand(1, 1, -1, -1) / scale for size, scale in ((2, 2.0), (3, 3.0))]
+    root_weights = torch.full((1, 1, 2, 3), 0.5)
+    root_weights[..., 0, 0] = 0.25
+    assert least_eigenvalue([*sides, 1 / root_weights]).item() == pytest.approx((2 * 3 * 0.25) ** 2, rel=1e-12)

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+import torch
 
 from kfac_fx.passes.ir import Note, PassRecord, Program
 from kfac_fx.report import Report
 from kfac_fx.report.page import POLICY, SCRIPT, Lanes, script_source
+from tests.compiler.toy import Toy, before
 from tests.runtime.toy_reports import small_program
 
 
@@ -138,6 +140,11 @@ def test_nodes_and_rows_carry_the_numbers_of_their_blocks(program: Program) -> N
     assert html.count('<g class="use" data-blocks="4"') == 3  # the head is used three times
     assert html.count(' data-blocks="4"') == 4
     assert "hsl(190 60% 52%)" in html  # 4 times the golden angle
+
+
+def test_a_use_in_the_drawing_says_its_line() -> None:
+    program = before("check", Toy(lambda x, w: x @ w, w=(4, 3)), torch.randn(5, 4))
+    assert re.search(r'class="use" [^>]*data-where="matmul at toy\.py:\d+"', Report(program).to_html())
 
 
 @pytest.mark.parametrize(("element", "cells"), [("th", 8 + 4), ("td", 6 * 8 + 3 * 4)])

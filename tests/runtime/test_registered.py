@@ -1,5 +1,6 @@
 """The values that a user may write as `loss=`."""
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -168,3 +169,8 @@ def test_targets_in_a_list_of_numbers_are_no_sequence_of_targets() -> None:
     ((_, loss),) = loss_from("cross_entropy")(torch.randn(3, 4), [0, 1, 2])
     with pytest.raises(LossError, match=r"targets are a list; write torch\.as_tensor"):
         loss.evaluate()
+
+
+def test_a_function_whose_arguments_python_cannot_tell_is_taken() -> None:
+    ((_, loss),) = loss_from(operator.itemgetter("of the model"))({"of the model": Normal(X)})
+    assert loss.inputs is X

@@ -101,3 +101,26 @@ def test_a_block_of_low_rank_has_no_negative_eigenvalues() -> None:
     assert (values >= 0).all() and (values < 1e-9).any()
     rebuilt = (vectors * values.view(*vectors.shape[:-2], 1, -1)) @ vectors.mT
     torch.testing.assert_close(rebuilt.squeeze(), block.group.dense(0).squeeze())
+
+
+def test_every_block_of_a_stack_is_rescued_on_its_own() -> None:
+    """A block that failed takes the roots of the first attempt in which it does not; the others keep theirs."""
+    registrations = [registered("kron_series_1", 3, (3, 2)) for _ in range(3)]
+    (group,) = make_groups(registrations, {"weight": torch.zeros(3, 2)}, roots=(-1.0,), damping=torch.tensor(0.1))
+    group.update(
+        [sequence_statistics(*sequences(3, (6, 1, 1), 2, 3), False, (1, 3, 2)) for _ in range(3)], 6, decay=0.0
+    )
+    attempts = iter([[True, False, True], [False, True, True], [True, True, False]])
+    numbers = iter(range(1, 4))
+
+    def decomposition(_: object) -> tuple[object, torch.Tensor]:
+        number = next(numbers)
+        return {
+            name: [torch.full_like(tensor, number) for tensor in tensors] for name, tensors in group.ingredients.items()
+        }, torch.tensor(next(attempts))
+
+    group.decomposition = decomposition
+    group.store({}, group.split_damping())
+    assert group.failed.tolist() == [0, 0, 0]
+    for tensor in group.ingredients["N inverse"]:
+        assert [block.unique().tolist() for block in tensor] == [[2], [1], [3]]

@@ -220,3 +220,11 @@ def test_a_loss_of_torch_is_named_only_if_it_is_that_of_the_variance(var: float,
 
 def test_near_is_within_a_hundredth() -> None:
     assert near(1.009, 1.0) and not near(1.011, 1.0)
+
+
+def test_the_value_of_a_squared_error_is_not_compared_where_only_a_part_of_its_cases_is_seen() -> None:
+    gradient = 0.5 * LOGITS
+    for part, told in ((1.0, 1), (0.5, 0)):
+        forward = watched_of(lambda outputs: Normal(outputs), LOGITS, cases=None if part == 1 else 3, part=part)
+        forward.take(0, gradient)
+        assert len(factors(forward, float(LOGITS.square().sum()) / 4)) == told
