@@ -1,8 +1,10 @@
 """`kfac_fx.cli.problem`: models and inputs as the command line names them."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -216,8 +218,9 @@ def test_models_of_libraries_are_found_by_name() -> None:
         load("transformers/GPT2LMHeadMode", {})
 
 
-def test_a_configuration_of_no_class_is_said(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+def test_a_configuration_of_no_class_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = ModuleType("transformers")
+    library.AutoConfig = SimpleNamespace(from_pretrained=lambda *_, **__: SimpleNamespace(architectures=None))
+    monkeypatch.setitem(sys.modules, "transformers", library)
     with pytest.raises(CommandError, match=r"^the configuration in '.+' names no class under 'architectures'$"):
         load(f"transformers/{tmp_path}", {})

@@ -222,9 +222,12 @@ def test_near_is_within_a_hundredth() -> None:
     assert near(1.009, 1.0) and not near(1.011, 1.0)
 
 
-def test_the_value_of_a_squared_error_is_not_compared_where_only_a_part_of_its_cases_is_seen() -> None:
-    gradient = 0.5 * LOGITS
-    for part, told in ((1.0, 1), (0.5, 0)):
-        forward = watched_of(lambda outputs: Normal(outputs), LOGITS, cases=None if part == 1 else 3, part=part)
-        forward.take(0, gradient)
-        assert len(factors(forward, float(LOGITS.square().sum()) / 4)) == told
+@pytest.mark.parametrize(("cases", "part", "told"), [(None, 1.0, [0.5]), (3, 0.5, [])])
+def test_a_squared_error_s_value_is_not_compared_with_a_part_of_its_cases(
+    cases: int | None, part: float, told: list[float]
+) -> None:
+    forward = watched_of(lambda outputs: Normal(outputs, var=0.5), LOGITS, cases, part)
+    forward.take(0, LOGITS)
+    seen = LOGITS[:cases]
+    value = float(seen.square().sum()) * 0.5 * len(seen) / (2 * 0.5)  # a factor of a half
+    assert [factor.multiple for factor in factors(forward, value)] == pytest.approx(told)
