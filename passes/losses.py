@@ -11,18 +11,18 @@ from typing import Any
 from torch import Tensor, fx
 
 from .errors import RegistrationError
-from .graphs import pytree
 from .graphs.labels import Label, ancestors, has_gradient, labels, sizes_of, symbolic_sizes
 from .graphs.operations import op_name
 from .graphs.spelling import order_operands
 from .ir import LossSite, Note, Program, where
 from .torch_losses import BY_NAME
+from .torch_private import pytree
 
 
 def find_losses(program: Program) -> Program:
     """Set `outputs` and `cases`, and `losses` where the graph computes them and the user named none."""
     (output,) = (node for node in program.graph.nodes if node.op == "output")
-    returned = [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node)]
+    returned = [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node)]
     sites = () if program.options.loss_given else loss_sites(program, returned)
     outputs = tuple(site.inputs for site in sites) or tuple(node for node in returned if has_gradient(node))
     cases, cases_reason = size_of_cases(program, outputs)

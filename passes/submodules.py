@@ -20,13 +20,12 @@ from typing import Any
 from torch import fx, nn
 
 from .approximations import ORDER_UNKNOWN
-from .graphs import pytree
 from .graphs.edit import attribute, holder
 from .graphs.labels import NUMBER, Label, has_gradient, is_size, labels, labels_of, parameters_behind, use_edges
 from .graphs.operations import EXPANDS, LOOKED_UP, LOOKUPS, SIZED_BY_CASES, op_name
 from .ir import ELEMENTS, Program, Registration, Submodule, Use
 from .parametrization import with_nodes
-from .torch_private import AUTOCAST_REGION
+from .torch_private import AUTOCAST_REGION, pytree
 
 
 def in_model(
@@ -156,7 +155,7 @@ def of_parameters_alone(program: Program) -> bool:
 def returned_nodes(program: Program) -> list[fx.Node]:
     """The nodes that a program returns and that may have a gradient."""
     (output,) = (node for node in program.graph.nodes if node.op == "output")
-    return [leaf for leaf in pytree.leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
+    return [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, fx.Node) and has_gradient(leaf)]
 
 
 # --- passes ---------------------------------------------------------------------------------------------------------

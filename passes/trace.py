@@ -18,10 +18,9 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from .errors import UntraceableError, fatal
-from .graphs import pytree
 from .graphs.operations import op_name
 from .ir import Options, Program
-from .torch_private import FORWARD_MODE, GUARDS
+from .torch_private import FORWARD_MODE, GUARDS, pytree
 from .tracing.attributes import untouched
 from .tracing.derivatives import forward_mode, takes_derivatives, traced_below_autograd
 from .tracing.functions import own_backwards
@@ -41,6 +40,7 @@ from .tracing.signature import (
     refuse_hidden_tensors,
     refuse_nested,
     refuse_no_tensors,
+    tensors_in,
     trained,
 )
 from .tracing.substitutes import CertainDraws, Detached
@@ -154,7 +154,7 @@ def exported(
 ) -> Capture:
     """Trace with inputs. longest: see `recurrent_layers`. gaps: keep gaps between the elements of inputs."""
     refuse_packed(type(model).__name__, (args, kwargs))
-    leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     name = type(model).__name__
     refuse_nested(name, leaves)
     refuse_hidden_tensors(name, leaves)
@@ -185,7 +185,7 @@ def exported(
     graph, root = flat_graph(module, names)
 
     def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(leaf for leaf in pytree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
+        return tuple(tensors_in(args, kwargs))
 
     packs = packs_in(graph, root)
     if packs is not None and (seen := packs.longest(bind(args, kwargs))) != packs.steps:

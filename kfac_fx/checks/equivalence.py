@@ -18,9 +18,8 @@ from torch import Tensor
 
 from kfac_fx.linalg.matrices import dense, without_cudnn
 from kfac_fx.passes.errors import UntraceableError, fatal, first_line
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.tracing.attributes import attributes, counts, untouched
 from kfac_fx.passes.tracing.calls import map_tensors
 from kfac_fx.passes.tracing.signature import (
@@ -109,7 +108,7 @@ def refuse_state(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str,
         for _ in range(2):
             with recorder.emitted.isolated(), buffers_kept(model):
                 copied_args, copied_kwargs = copies(args, kwargs)
-                outputs.append(detached(pytree.leaves(model(*copied_args, **copied_kwargs))))
+                outputs.append(detached(pytree.tree_leaves(model(*copied_args, **copied_kwargs))))
             values = dict(attributes(model))
             numbers.append({attribute: counts(values.get(attribute)) for attribute in assigned})
     first, second = numbers
@@ -154,7 +153,7 @@ def changes_outside(
     changed, again = settings.changed(), settings.anew()
     copied_args, copied_kwargs = copies(args, kwargs)
     with objects_kept({"": (args, kwargs)}), model_kept(recorder):
-        others = detached(pytree.leaves(model(*copied_args, **copied_kwargs)))
+        others = detached(pytree.tree_leaves(model(*copied_args, **copied_kwargs)))
     repeated = again.changed()
     settings.put_back()
     settings.leave_out((*changed, *repeated))
@@ -173,7 +172,7 @@ def inputs_written(
 ) -> list[str]:
     """The effects of forward on its tensors and containers. after: the copies that it was given."""
     specs, others = (
-        {name: pytree.flatten(argument)[1] for name, argument in named_arguments(recorder.model, *inputs_now)}
+        {name: pytree.tree_flatten(argument)[1] for name, argument in named_arguments(recorder.model, *inputs_now)}
         for inputs_now in (inputs, after)
     )
     if specs != others:
@@ -202,7 +201,7 @@ def results_of_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[
     """args, kwargs: copies, into which forward may write."""
     model = recorder.model
     with model_kept(recorder) as written:
-        outputs = pytree.leaves(model(*args, **kwargs))
+        outputs = pytree.tree_leaves(model(*args, **kwargs))
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         gradients = gradients_by_name(outputs, recorder.program.parameters)
     if written and recorder.whole:
@@ -229,7 +228,7 @@ def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
     names = recorder.program.parameters
     with recorder.emitted.isolated():
         output, _ = recorder.run_without_taps(live, buffers, values)
-        outputs = pytree.leaves(recorder.capture.unflatten(output))
+        outputs = pytree.tree_leaves(recorder.capture.unflatten(output))
         gradients = gradients_by_name(outputs, {name: live[name] for name in names if name in live})
     by_buffer = {id(recorder.model.get_buffer(name)): value for name, value in buffers.items()}  # under every alias
     every_name = recorder.model.named_buffers(remove_duplicate=False)
@@ -239,7 +238,7 @@ def results_of_graph(recorder: Recorder, values: tuple[Any, ...]) -> Results:
 
 def coarsest_rounding(recorder: Recorder, values: tuple[Any, ...]) -> float:
     """The rounding of the least exact dtype that takes part: a parameter's, an input's or autocast's."""
-    tensors = [*recorder.model.parameters(), *(leaf for leaf in pytree.leaves(values) if isinstance(leaf, Tensor))]
+    tensors = [*recorder.model.parameters(), *(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     devices = {tensor.device.type for tensor in tensors}
     dtypes |= {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}

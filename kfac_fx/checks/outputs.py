@@ -23,7 +23,7 @@ from torch import Tensor
 from kfac_fx.checks.equivalence import as_unrolled, coarsest_rounding, copies, detached, model_kept
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import objects_kept
 from kfac_fx.recording.recorder import Recorder
@@ -84,10 +84,10 @@ def differs_from_model(recorder: Recorder, args: tuple[Any, ...], kwargs: Mappin
     outside = ForwardSettings(model, recorder.capture.outside)
     with full_precision(everything=True), as_unrolled(recorder.program):
         with objects_kept({"": (args, kwargs)}), model_kept(recorder):
-            of_model = sampled_elements(detached(pytree.leaves(model(*copied_args, **copied_kwargs))))
+            of_model = sampled_elements(detached(pytree.tree_leaves(model(*copied_args, **copied_kwargs))))
         outside.put_back()
         output, _ = recorder.outputs({}, values)
-    return differ(sampled_elements(detached(pytree.leaves(output))), of_model, coarsest_rounding(recorder, values))
+    return differ(sampled_elements(detached(pytree.tree_leaves(output))), of_model, coarsest_rounding(recorder, values))
 
 
 class OutputWatch:

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import kfac_fx
 from kfac_fx.cli.problem import CommandError, Problem, failure
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.report.rows import memory_text
 
 NEVER = 1_000_000  # steps
@@ -63,7 +63,7 @@ class Contestant:
     @cached_property
     def state(self) -> int:
         """The bytes of the tensors in the optimizer's state."""
-        leaves, _ = pytree.flatten(self.optimizer.state_dict())
+        leaves, _ = pytree.tree_flatten(self.optimizer.state_dict())
         storages = {
             leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)
         }
@@ -72,7 +72,7 @@ class Contestant:
 
 def scalar_loss(outputs: object) -> Tensor:
     """The scalar that forward returns, or the mean square of its outputs. The time of a step does not depend on it."""
-    leaves = [leaf for leaf in pytree.flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [leaf for leaf in pytree.tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     scalars = [leaf for leaf in leaves if leaf.dim() == 0]
     if not leaves:
         raise CommandError("no output of the model has a gradient", status=1)

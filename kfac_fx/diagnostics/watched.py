@@ -20,8 +20,7 @@ from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.distributions import IGNORE_INDEX
 from kfac_fx.losses.loss_function import LossFunction
 from kfac_fx.passes.errors import LossError, out_of_memory
-from kfac_fx.passes.graphs import pytree
-from kfac_fx.passes.torch_private import backward_roots
+from kfac_fx.passes.torch_private import backward_roots, pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.recording.recorder import Recorder
 
@@ -94,7 +93,7 @@ class Watched:
         outputs = list(self.outputs)
         for place, constant in zip(self.places, constants, strict=False):
             outputs[place] = constant
-        tree, of = pytree.unflatten(outputs, self.spec), self.recorder.losses
+        tree, of = pytree.tree_unflatten(outputs, self.spec), self.recorder.losses
         pairs = of.on(tree, tuple(constants), self.targets, self.kept)
         weights = [weight for weight, _ in self.recorder.losses.averaged(pairs)]
         return constants, [(c, weight, loss) for (c, loss), weight in zip(pairs, weights, strict=True)]
@@ -107,7 +106,7 @@ def watch(
 
     start: the random streams before the forward.
     """
-    leaves, spec = pytree.flatten(outputs)
+    leaves, spec = pytree.tree_flatten(outputs)
     values = recorder.capture.flatten(args, kwargs)
     hooked, at_outputs = hooked_leaves(recorder, leaves)
     if not hooked:
@@ -132,7 +131,7 @@ def watch(
         spec,
         places,
         [first(value, cases).clone() for value in fisher],  # a CUDA graph may write over them before the step
-        pytree.mapped(lambda leaf: first(leaf, cases) if isinstance(leaf, Tensor) else leaf, targets(recorder, values)),
+        pytree.tree_map_only(Tensor, lambda leaf: first(leaf, cases), targets(recorder, values)),
         {leaf: [first(gradient, cases) for gradient in gradients] for leaf, gradients in inner.items()},
         cases,
         part,
@@ -158,7 +157,7 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
             return numbers, False
         return [n for n, leaf in tensors.items() if leaf.is_floating_point()], True
     (end,) = (node for node in recorder.program.graph.nodes if node.op == "output")
-    nodes = pytree.leaves(recorder.capture.unflatten(end.args[0]))
+    nodes = pytree.tree_leaves(recorder.capture.unflatten(end.args[0]))
     wanted = recorder.program.outputs
     if not wanted or len(nodes) != len(leaves):
         return [], False
@@ -202,7 +201,7 @@ def within(
     with same_random(start.devices):
         start.restore()
         output, fisher = recorder.outputs(live, values)
-    leaves, learned = pytree.leaves(output), [value for value in fisher if value.requires_grad]
+    leaves, learned = pytree.tree_leaves(output), [value for value in fisher if value.requires_grad]
     inner = {}
     for n in hooked:
         grads = iter(

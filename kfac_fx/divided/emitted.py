@@ -24,10 +24,10 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.divide import CapturedSubmodule, Division
 from kfac_fx.passes.divided.masks import SITES, MaskSizes, Site, masked_part, with_masks
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import KEPT, Dims, Program
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.attributes import untouched
 from kfac_fx.passes.tracing.calls import Lent, map_tensors, without_sharding_hooks
@@ -52,9 +52,9 @@ def examples_in(value: Any) -> int | None:
     """The number of examples in one argument; None if it has no tensors."""
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else None
-    if isinstance(value, (list, tuple)) and any(isinstance(leaf, Tensor) for leaf in pytree.leaves(value)):
+    if isinstance(value, (list, tuple)) and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
         return len(value)
-    leaves = (leaf for leaf in pytree.leaves(value) if isinstance(leaf, Tensor) and leaf.dim())
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim())
     return next((leaf.shape[0] for leaf in leaves), None)
 
 
@@ -73,7 +73,7 @@ def first_examples(value: Any, total: int, wanted: int) -> Any:
         has_all = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == total
         return leaf[:wanted] if has_all else leaf
 
-    return pytree.mapped(shortened, value)
+    return pytree.tree_map(shortened, value)
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class EmittedSubmodules:
         self.loss_sites = watch.losses
         if not self.returns_loss:
             return output, tuple(loss.inputs for loss in self.loss_sites)
-        leaves = (leaf for leaf in pytree.leaves(output) if isinstance(leaf, Tensor))
+        leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         return output, tuple(leaf for leaf in leaves if leaf.is_floating_point())
 
     @contextmanager

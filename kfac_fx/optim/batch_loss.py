@@ -28,7 +28,7 @@ from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.losses import Normal
 from kfac_fx.losses.loss_function import precise
 from kfac_fx.optim.curvature import JacobianProducts, LossTerms, at_least_one
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.recording.recorder import Recorder
 
@@ -53,12 +53,14 @@ class ObservedForward:
         recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, rounding: float = 0.0
     ) -> ObservedForward:
         """Observe the gradients that the backward sends into `outputs`, what the model returned."""
-        returned, spec = pytree.flatten(outputs)
+        returned, spec = pytree.tree_flatten(outputs)
         leaves, at_outputs = hooked_leaves(recorder, returned)
         kept = [value.detach() if isinstance(value, Tensor) else value for value in returned]
         for leaf in leaves if at_outputs else ():
             kept[leaf] = kept[leaf].clone()  # the user or a CUDA graph may write over it before the step
-        forward = ObservedForward(recorder, args, kwargs, pytree.unflatten(kept, spec), leaves, at_outputs, rounding)
+        forward = ObservedForward(
+            recorder, args, kwargs, pytree.tree_unflatten(kept, spec), leaves, at_outputs, rounding
+        )
         for leaf in leaves:
             if returned[leaf].requires_grad:
                 returned[leaf].register_hook(partial(forward.take, leaf))
@@ -137,7 +139,7 @@ class BatchLoss:
 
     def values_of(self, forward: ObservedForward, outputs: Any, fisher: tuple[Tensor, ...] | None = None) -> Values:
         """The values of what the model returned. fisher: the Fisher's outputs; None: the observed leaves."""
-        returned = pytree.flatten(outputs)[0]
+        returned = pytree.tree_flatten(outputs)[0]
         leaves = [returned[n] for n in forward.leaves]
         fisher = tuple(leaves) if fisher is None else fisher
         return Values(self.net.losses(outputs, fisher, call=(forward.args, forward.kwargs)), leaves)

@@ -20,7 +20,7 @@ from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.no_trace import without_a_trace
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import warn_user
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.devices import RandomState
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments
@@ -195,7 +195,7 @@ class Forwards:
         gradients that the user's backward sends into them."""
         if self.recorded is not None and not self.paused:
             rounding = self.net.rounding(args, kwargs)
-            self.estimator.outputs.add(differ(self.recorded, sampled_elements(pytree.leaves(outputs)), rounding))
+            self.estimator.outputs.add(differ(self.recorded, sampled_elements(pytree.tree_leaves(outputs)), rounding))
             self.recorded = None
         if self.paused or self.recorder is None:
             return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.devices import RandomState, same_random
 from kfac_fx.passes.tracing.substitutes import address, values_kept, written_by
 
@@ -40,8 +40,8 @@ class WritesUndone(TorchFunctionMode):
                     self.before[part] = tensor.detach(), tensor.detach().clone(), size
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") != "__get__":  # attributes were there before
-            given = {address(leaf) for leaf in pytree.leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            found = {address(leaf) for leaf in pytree.leaves(result) if isinstance(leaf, Tensor)}
+            given = {address(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            found = {address(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
             self.made |= found - given
         return result
 

@@ -25,7 +25,7 @@ from kfac_fx.linalg.matrices import dense
 from kfac_fx.optim.forwards import ForwardArguments
 from kfac_fx.optim.groups import OF_GROUPS, Group
 from kfac_fx.optim.options import KFACOptions
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 
 LossOfStep = Tensor | float | None
 
@@ -64,7 +64,7 @@ class StandIn(JoinHook):
         args, kwargs = self.call
         with torch.enable_grad():
             outputs = self.net(*args, **kwargs)
-            torch.stack([leaf.sum() for leaf in trained_from(pytree.leaves(outputs))]).sum().backward()
+            torch.stack([leaf.sum() for leaf in trained_from(pytree.tree_leaves(outputs))]).sum().backward()
         self.standing_in = True
         try:
             self.step()

@@ -36,8 +36,8 @@ from kfac_fx.losses.sources import (
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration, Use
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.case_gradients import Cases
 from kfac_fx.statistics.moments import Key
@@ -125,7 +125,9 @@ class CaseRecorder:
             all_probes = [probe for by_use in probes for probe in by_use.values()]
             backward = Backward(self, registrations, live, all_probes, examples)
             if measurement is not None:
-                output_leaves = [t for t in pytree.leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+                output_leaves = [
+                    t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
+                ]
                 constants = [leaf.detach().requires_grad_() for leaf in output_leaves]
                 rebuilt = losses_of.rebuilt(output, output_leaves, constants)
                 backward.outputs, rows = output_leaves, examples

@@ -23,12 +23,12 @@ from torch.func import functional_call
 from kfac_fx.linalg.sharded import SavedShards, averaged_unsharded, is_divided, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.errors import LossError
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.graphs.labels import symbolic_sizes
 from kfac_fx.passes.graphs.operations import OWN_BACKWARD, is_random, op_name
 from kfac_fx.passes.ir import Dims, LossSite, Program, Registration, Use
 from kfac_fx.passes.layers import Layer
 from kfac_fx.passes.rewrite import rewrite
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.devices import accelerators, same_random
 from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
@@ -268,7 +268,7 @@ class EmittedGraph:
         axes = ((value, self.case_axis(position, value)) for position, value in enumerate(values))
         numbers = [value.shape[axis] for value, axis in axes if axis is not None]
         if not numbers and self.program.cases is None:  # torch.fx takes a list or a dictionary of tensors as one input
-            numbers = [leaf.shape[0] for leaf in pytree.leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+            numbers = [leaf.shape[0] for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
         return numbers[0] if numbers else 1
 
     def part(self, values: Any, fraction: float) -> Any:

@@ -17,10 +17,9 @@ from torch import Tensor, fx, nn
 
 from kfac_fx.losses.registered import WeightedLosses
 from kfac_fx.passes.errors import RegistrationError, fatal, first_line, nearest, plural, table, warn_user
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import KEPT, Dims, Note, Program
 from kfac_fx.passes.padding import padding, spread
-from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.torch_private import class_of, pytree
 
 PaddingMask = str | Callable[..., Tensor]
 LISTED_USES = 8  # uses in a message
@@ -114,13 +113,13 @@ def traced_mask(
     program: Program, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.Node:
     """`function` of the model's arguments, written into the graph behind its inputs."""
-    leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     inputs = placeholders(program)
 
     def called_on(values: Sequence[Any]) -> Any:
         tensors = iter(values)
         replaced = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        its_args, its_kwargs = pytree.unflatten(replaced, spec)
+        its_args, its_kwargs = pytree.tree_unflatten(replaced, spec)
         return function(*its_args, **its_kwargs)
 
     shapes = [node.meta["val"] for node in inputs]

@@ -12,10 +12,9 @@ from torch import Tensor
 from kfac_fx.losses import LossFunction
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss, likelihood
 from kfac_fx.passes.errors import LossError
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import LossSite
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION, BY_NAME
-from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.recording.emitted import EmittedModel, ObservedLoss
 from kfac_fx.recording.masks import perturbed, real_losses
 
@@ -216,7 +215,7 @@ class OutputLosses:
 def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
     """A tree with `new` tensors for `old` ones."""
     by_id = {id(before): after for before, after in zip(old, new, strict=True)}
-    return pytree.mapped(lambda value: by_id.get(id(value), value), tree)
+    return pytree.tree_map(lambda value: by_id.get(id(value), value), tree)
 
 
 def share(cases: int | Tensor, of: int | Tensor) -> Any:

@@ -22,9 +22,8 @@ from kfac_fx.linalg.vectors import Tensors, split
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.losses.sources import check_mode, is_exact, one_source
 from kfac_fx.passes.errors import UntraceableError
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.ir import Program, Registration
-from kfac_fx.passes.torch_private import class_of
+from kfac_fx.passes.torch_private import class_of, pytree
 from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.recording.backends import lasting
@@ -161,9 +160,9 @@ class Recorder:
         empty: Any = self.emitted.part(values, 0.0)
         if self.emitted.whole:
             by_tensor = {id(value): part for value, part in zip(values, empty, strict=True) if part is not value}
-            empty = pytree.mapped(lambda leaf: by_tensor.get(id(leaf), leaf), (args, dict(kwargs)))
+            empty = pytree.tree_map(lambda leaf: by_tensor.get(id(leaf), leaf), (args, dict(kwargs)))
         copied: tuple[tuple[Any, ...], dict[str, Any]]
-        copied = pytree.mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, empty)  # a view is all
+        copied = pytree.tree_map_only(Tensor, lambda leaf: leaf.clone(), empty)  # a view is all
         return copied
 
     def part_of_targets(self, targets: Any, values: Any, fraction: float) -> Any:
@@ -176,7 +175,7 @@ class Recorder:
             has_all = isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == total
             return value.narrow(dim, 0, wanted) if has_all else value
 
-        return targets if wanted == total else pytree.mapped(shortened, targets)
+        return targets if wanted == total else pytree.tree_map(shortened, targets)
 
     # --- recording --------------------------------------------------------------------------------------------------
 
@@ -231,7 +230,7 @@ class Recorder:
                     live | learned, self.copied_buffers(), values, probes_or_none, compiled=not is_exact(mode)
                 )
             if on_outputs is not None:
-                on_outputs(pytree.leaves(self.capture.unflatten(output)))
+                on_outputs(pytree.tree_leaves(self.capture.unflatten(output)))
             constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
             cases, sums = losses_of.cases(losses), losses_of.summed(losses)
             if is_exact(mode):

@@ -20,13 +20,13 @@ from torch import Tensor, fx, nn
 
 from ..choose import requested
 from ..errors import UntraceableError
-from ..graphs import pytree
 from ..graphs.labels import symbolic_sizes
 from ..graphs.operations import op_name
 from ..ir import GENERIC, Note, Options, Program, Submodule
 from ..pipeline import CAPTURED, run
 from ..submodules import in_model, join, of_parameters_alone
 from ..torch_losses import EVERY_NAME
+from ..torch_private import pytree
 from ..trace import Capture, named_parameters, trace_model
 from ..tracing.calls import (
     IN_TRANSFORM,
@@ -375,7 +375,7 @@ def refuse_writes(path: str, module: nn.Module, call: Call) -> None:
 
 
 def shapes_of(call: Call) -> Any:
-    return tuple(leaf.shape for leaf in pytree.leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor))
+    return tuple(leaf.shape for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor))
 
 
 def in_short(error: UntraceableError, module: nn.Module) -> str:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..graphs import pytree
 from ..graphs.operations import NO_GRADIENT, draws, name_of
 from ..registration import OWN_FOLDER
-from ..torch_private import transforms
+from ..torch_private import pytree, transforms
 from ..tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
 from ..tracing.devices import autocast
 from ..tracing.substitutes import written_by
@@ -94,7 +93,7 @@ class Reads(TorchFunctionMode):
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on parameters alone, and follow its results."""
         result = func(*args, **kwargs)
-        for place, tensor in enumerate(pytree.leaves(result)):
+        for place, tensor in enumerate(pytree.tree_leaves(result)):
             if isinstance(tensor, Tensor) and tensor.requires_grad and id(tensor) not in self.values:
                 operands = self.template(args, ()), self.template(kwargs, ())
                 self.values[id(tensor)] = tensor, Followed(func, *operands, autocast(), place)
@@ -132,7 +131,7 @@ class Reads(TorchFunctionMode):
 
     def names_in(self, tree: Any) -> list[str]:
         """The parameters that tensors in a tree were computed from."""
-        followed = [self.values[id(leaf)][1] for leaf in pytree.leaves(tree) if id(leaf) in self.values]
+        followed = [self.values[id(leaf)][1] for leaf in pytree.tree_leaves(tree) if id(leaf) in self.values]
         return list(dict.fromkeys(names_of(followed)))
 
 
@@ -169,7 +168,7 @@ def with_free_lengths(tree: Any, sizes: list[int], before: int) -> Any:
 
 def differentiable(read: Read, result: Any) -> bool:
     """Whether a gradient of the result would reach the parameters."""
-    tensors = pytree.leaves(result if read.written is None else read.written)
+    tensors = pytree.tree_leaves(result if read.written is None else read.written)
     return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 

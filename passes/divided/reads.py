@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..graphs import pytree
 from ..graphs.operations import name_of
+from ..torch_private import pytree
 from ..tracing.summary import PLAIN, plain
 
 
@@ -146,7 +146,7 @@ class Operation(nn.Module):
                 return leaf
             if id(leaf) not in computed:
                 result = leaf.function(*swapped(value, leaf.args), **swapped(value, leaf.kwargs))
-                computed[id(leaf)] = pytree.leaves(result)[leaf.place]
+                computed[id(leaf)] = pytree.tree_leaves(result)[leaf.place]
             return computed[id(leaf)]
 
         args = swapped(value, self.arguments)

@@ -22,8 +22,7 @@ from torch import Tensor, fx
 
 from ..ir import CASES, KEPT, Program, Use
 from ..parametrization import Computed
-from ..torch_private import size_hint
-from . import pytree
+from ..torch_private import pytree, size_hint
 from .operations import (
     DATA_FIRST,
     EXPANDS,
@@ -279,7 +278,9 @@ def number_of_cases(output: fx.Node, cases: str | None) -> Computed:
 
 def size(value: Any, dim: int) -> int:
     """The size of an input along `dim`. The input is a tensor, or a container; its first tensor counts."""
-    return next((int(leaf.shape[dim]) for leaf in pytree.leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    return next(
+        (int(leaf.shape[dim]) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), 1
+    )
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

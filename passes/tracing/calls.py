@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UntraceableError
-from ..graphs import pytree
-from ..torch_private import FORWARD_HOOKS, transforms
+from ..torch_private import FORWARD_HOOKS, pytree, transforms
 from .attributes import untouched
 from .devices import RandomState, accelerators, autocast, same_random
 from .settings import is_torchs
@@ -208,7 +207,7 @@ class Lent:
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with `function` applied to every tensor in it."""
-    return pytree.mapped(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    return pytree.tree_map_only(Tensor, function, tree)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,9 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ..errors import fatal
-from ..graphs import pytree
 from ..graphs.edit import attribute, holder
 from ..graphs.operations import SIZED_BY_CASES, op_name
-from ..torch_private import UNSAFE_VIEW, differentiates, make_fx
+from ..torch_private import UNSAFE_VIEW, differentiates, make_fx, pytree
 from .calls import map_tensors, without_trace
 
 DETACH, MARKED = torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default
@@ -148,7 +147,7 @@ def below_autograd(module: fx.GraphModule, held: Mapping[str, Any]) -> fx.GraphM
         elif node.target is DETACH or unchanged(node):
             copies[node] = copies[unchanged(node) or node.args[0]]
         elif node.op == "output":
-            copies[node] = graph.output([copies.get(leaf, leaf) for leaf in pytree.leaves(node.args[0])])
+            copies[node] = graph.output([copies.get(leaf, leaf) for leaf in pytree.tree_leaves(node.args[0])])
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             if node.target is MARKED:

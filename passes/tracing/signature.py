@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import UntraceableError
-from ..graphs import pytree
 from ..graphs.edit import attribute, holder
-from ..torch_private import GUARDS, buffers_of
+from ..torch_private import GUARDS, buffers_of, pytree
 from .attributes import untouched
 from .devices import autocast
 from .outside import Observer
@@ -96,13 +95,13 @@ def holds_tensor(value: Any, depth: int = ARGUMENT_DEPTH) -> bool:
     if depth == 0 or isinstance(value, (nn.Module, type)):
         return False
     inside = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots(value))]
-    return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.leaves(attribute))
+    return any(holds_tensor(leaf, depth - 1) for attribute in inside for leaf in pytree.tree_leaves(attribute))
 
 
 def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The facts about a call that a capture holds for, except shapes: structure, dtypes, devices, values, autocast, and
     the default dtype."""
-    leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     walk = Walk(identity=False)
     kinds = tuple(
         (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, Tensor) else walk.of(leaf, named=True)
@@ -114,7 +113,7 @@ def call_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def constants(names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The values of arguments that are no tensors. names: what forward names; deep in them, it reads no more."""
     walk = Walk(names, identity=False)
-    leaves = pytree.leaves((tuple(args), dict(kwargs)))
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return tuple(walk.of(leaf, named=True) for leaf in leaves if not isinstance(leaf, Tensor))
 
 
@@ -154,7 +153,7 @@ def trained(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in pytree.leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
 
 
 def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -172,7 +171,7 @@ def objects_kept(arguments: Mapping[str, Any]) -> Iterator[list[str]]:
     """
     walks = {name: Walk(identity=False) for name in arguments}
     for name, argument in arguments.items():
-        for leaf in pytree.leaves(argument):
+        for leaf in pytree.tree_leaves(argument):
             if not isinstance(leaf, Tensor):
                 walks[name].of(leaf, named=True)
     changed: list[str] = []
@@ -258,7 +257,7 @@ class FlatModel(nn.Module):
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
-        args, kwargs = pytree.unflatten(leaves, self.spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         held = [(owner, name, buffer) for owner in self.model.modules() for name, buffer in buffers_of(owner).items()]
         with untouched(self.model) as assigned, objects_kept({"": (args, kwargs)}):
             with python_random() as drawn, self.returned.observer.observing():
@@ -269,7 +268,7 @@ class FlatModel(nn.Module):
                     buffers_of(owner)[name] = buffer.copy_(value)
         self.returned.drawn += drawn
         self.returned.assigned += assigned
-        returned, self.returned.spec = pytree.flatten(result)
+        returned, self.returned.spec = pytree.tree_flatten(result)
         outputs, self.returned.left_out = without_objects(returned)
         self.returned.leaves = returned
         return outputs
@@ -277,7 +276,7 @@ class FlatModel(nn.Module):
     def unflatten(self, output: Any) -> Any:
         """The outputs of this module's graph, in the structure that the model returns."""
         assert self.returned.spec is not None, "bug in kfac_fx: a graph of a forward that did not return"
-        return pytree.unflatten(with_objects(list(output), self.returned.left_out), self.returned.spec)
+        return pytree.tree_unflatten(with_objects(list(output), self.returned.left_out), self.returned.spec)
 
 
 def flat_graph(module: fx.GraphModule, names: list[str]) -> tuple[fx.Graph, nn.Module]:
@@ -325,9 +324,9 @@ def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """A name for every tensor leaf: the argument's name, with a number if the argument holds several tensors."""
     named = named_arguments(model, args, kwargs)
-    order = {id(leaf): name for name, value in named for leaf in pytree.leaves(value) if isinstance(leaf, Tensor)}
+    order = {id(leaf): name for name, value in named for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
     names: list[str] = []
-    for leaf in pytree.leaves((tuple(args), dict(kwargs))):
+    for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))):
         if isinstance(leaf, Tensor):
             base = order.get(id(leaf), "x")
             names.append(base if base not in names else f"{base}_{len(names)}")

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.graphs.inplace import memory_owner, overwritten
 from kfac_fx.passes.graphs.labels import Label, labels
 from kfac_fx.passes.normalize import normalize
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import trace_model
 from tests.compiler.toy import Toy, before, code, node
 
@@ -138,7 +138,7 @@ def test_a_write_into_any_view_is_a_write_into_what_it_is_of(view: Callable[[Ten
         return h + 1
 
     program = before("find_losses", Toy(function), *([X] if exported else []))
-    (*_, got) = pytree.leaves(fx.GraphModule(program.root, program.graph)(X))
+    (*_, got) = pytree.tree_leaves(fx.GraphModule(program.root, program.graph)(X))
     assert torch.equal(got, function(X))
 
 
@@ -189,7 +189,7 @@ def test_what_reads_a_tensor_before_it_is_written_reads_the_old_values(exported:
     graph = normalized(function, exported)
     graph.lint()
     module = fx.GraphModule(nn.Module(), graph)
-    (value,) = pytree.leaves(module(X))
+    (value,) = pytree.tree_leaves(module(X))
     torch.testing.assert_close(value, function(X))
 
 

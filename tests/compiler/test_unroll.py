@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.passes import pipeline
-from kfac_fx.passes.graphs import pytree
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.layers import LAYERS
+from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.substitutes import packed, recurrent, unpacked
 from kfac_fx.passes.unroll import unroll
@@ -37,7 +37,7 @@ def unrolled(model: nn.Module, *inputs: Any) -> tuple[Capture, fx.Graph]:
 def run(captured: Capture, graph: fx.Graph, *inputs: Any) -> list[Tensor]:
     graph.lint()
     outputs = fx.GraphModule(captured.program.root, graph)(*captured.flatten(inputs, {}))
-    return [leaf for leaf in pytree.leaves(captured.unflatten(outputs)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(captured.unflatten(outputs)) if isinstance(leaf, Tensor)]
 
 
 def test_an_rnn_is_two_linear_layers_a_step() -> None:
@@ -81,7 +81,7 @@ def test_outputs_and_states_are_those_of_the_module(kind: Any, options: dict[str
     for size in sizes:
         x = torch.randn(size)
         torch.manual_seed(1)
-        theirs = pytree.leaves(model(x))
+        theirs = pytree.tree_leaves(model(x))
         stream = torch.random.get_rng_state()
         torch.manual_seed(1)
         torch.testing.assert_close(run(captured, graph, x), theirs)
@@ -98,7 +98,7 @@ def test_a_first_state_that_is_an_input_is_read_as_it_is() -> None:
     state = (torch.randn(2, 5, 4), torch.randn(2, 5, 4))
     model, x = Only(nn.LSTM(3, 4, 2)), torch.randn(3, 5, 3)
     captured, graph = unrolled(model, x, state)
-    torch.testing.assert_close(run(captured, graph, x, state), pytree.leaves(model(x, state)))
+    torch.testing.assert_close(run(captured, graph, x, state), pytree.tree_leaves(model(x, state)))
     assert "expand_as" not in {op_name(node) for node in graph.nodes}
 
 
@@ -106,7 +106,7 @@ def test_a_first_state_that_is_an_input_is_read_as_it_is() -> None:
 def test_projected_states() -> None:
     model, x = Only(nn.LSTM(3, 5, 2, proj_size=2, bidirectional=True)), torch.randn(3, 4, 3)
     captured, graph = unrolled(model, x)
-    torch.testing.assert_close(run(captured, graph, x), pytree.leaves(model(x)))
+    torch.testing.assert_close(run(captured, graph, x), pytree.tree_leaves(model(x)))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
@@ -114,14 +114,14 @@ def test_projected_states() -> None:
 def test_cells(kind: Any, bias: bool) -> None:
     model, x = Only(kind(3, 4, bias=bias)), torch.randn(5, 3)
     captured, graph = unrolled(model, x)
-    torch.testing.assert_close(run(captured, graph, x), pytree.leaves(model(x)))
+    torch.testing.assert_close(run(captured, graph, x), pytree.tree_leaves(model(x)))
     assert [op_name(node) for node in graph.nodes].count("linear") == 2
 
 
 def test_a_sequence_without_a_batch() -> None:
     model, x = Only(nn.GRU(3, 4)), torch.randn(6, 3)
     captured, graph = unrolled(model, x)
-    torch.testing.assert_close(run(captured, graph, x), pytree.leaves(model(x)))
+    torch.testing.assert_close(run(captured, graph, x), pytree.tree_leaves(model(x)))
 
 
 def test_functions_of_torch_are_written_out_as_modules_are() -> None:

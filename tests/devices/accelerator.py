@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 
 NAME = "gpu"
 
@@ -164,7 +164,7 @@ class Shapes(FakeTensorMode):
     torch.export has another, for the shapes in a graph; what the passes ask about these is answered there."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = pytree.leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         other = next(
             (leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.fake_mode is not self), None
         )

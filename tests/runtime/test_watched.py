@@ -35,7 +35,7 @@ from kfac_fx.diagnostics.watched import (
 )
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.registered import LossSpec, loss_from
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TARGETS = torch.tensor([0, 3, 1, 1, 2, 0])
@@ -46,7 +46,7 @@ def watched_of(loss: Callable[[Tensor], Any], outputs: Tensor, cases: int | None
     spec = loss_from(loss)
     losses = SimpleNamespace(on=lambda tree, _, targets, kept: spec(tree, targets), averaged=list)
     recorder = SimpleNamespace(loss=spec, losses=losses)
-    structure = pytree.flatten(outputs)[1]
+    structure = pytree.tree_flatten(outputs)[1]
     return Watched(
         cast(Any, recorder), [outputs], structure, [0], [first(outputs, cases)], None, {}, cases, part, False
     )

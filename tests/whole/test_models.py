@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 from torch import Tensor
 
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 from tests.models import CASES, ZOO, Case
 
 
 def tensors(outputs: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def test_every_case_has_a_name_of_its_own() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.checks.proof import prove
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 from tests.zoo.functions import Reversed
 
 Batch = tuple[Any, ...]
@@ -256,7 +256,7 @@ CASES: list[tuple[Callable[[], nn.Module], list[tuple[Batch, dict[str, Any]]], b
 
 
 def logits(output: Any) -> Tensor:
-    return next(leaf for leaf in pytree.leaves(output) if isinstance(leaf, Tensor))
+    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def seeded(function: Callable[[], Any]) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.graphs import pytree
+from kfac_fx.passes.torch_private import pytree
 
 SEED = 7
 
 
 def tensors(outputs: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def loss_of(outputs: object) -> Tensor:
@@ -31,7 +31,7 @@ def step(model: nn.Module, forward: Callable[[], Any]) -> dict[str, Any]:
     outputs = forward()
     loss_of(outputs).backward()
     found: dict[str, Any] = {f"output {n}": out.detach().clone() for n, out in enumerate(tensors(outputs))}
-    found["structure"] = str(pytree.flatten(outputs)[1])
+    found["structure"] = str(pytree.tree_flatten(outputs)[1])
     for name, parameter in model.named_parameters():
         found[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.clone()
     for name, buffer in model.named_buffers():
