@@ -56,7 +56,7 @@ class KFAC(Optimizer, Joinable):
        (section 7 of the paper);
        "qmodel_fixedmu": the same, with the coefficient of the previous Δ fixed;
        "grafted": Δ is P m with the averaged gradient m, and in every block as long as Adam's step (see
-       `kfac_fx.optim.grafting`).
+       `kfac_fx.optim.rules`).
     4. If due, the damping is adapted by how well the model predicted the change of the loss (section 6.5).
 
     If the gradients, the loss or the update are not finite, nothing changes, and `skipped` counts the step on the

@@ -317,7 +317,7 @@ class KFACOptions:
 
     @functools.cached_property
     def grafted(self) -> bool:
-        """Whether steps have the length of Adam's; see `kfac_fx.optim.grafting`."""
+        """Whether steps have the length of Adam's; see `kfac_fx.optim.rules`."""
         return self.kind == "grafted"
 
     @functools.cached_property

@@ -1,19 +1,21 @@
-"""The rules of an update, as functions of vectors over all parameters: momentum, AdamW, the quadratic model, damping.
+"""The rules of an update, as functions of vectors over all parameters.
 
-`g` is the gradient, `v` the velocity, `P` the damped inverse of the Fisher. An update Δ moves the parameters by -lr Δ.
-No function here reads a value back from the device.
+They are momentum, AdamW, grafting, the quadratic model and the damping. `g` is the gradient, `v` the velocity, `P` the
+damped inverse of the Fisher. An update Δ moves the parameters by -lr Δ. No function here reads a value back from the
+device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfac_fx.linalg.vectors import Flat, Tensors
+from kfac_fx.linalg.vectors import Flat, Tensors, connected
 from kfac_fx.optim.division import UNDIVIDED, VectorDivision
 from kfac_fx.passes.errors import nearest
 
@@ -187,6 +189,48 @@ def new_adam_state(parameter: Tensor) -> Tensors:
     like = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
     values = like, like.clone(), torch.zeros((), dtype=like.dtype, device=parameter.device)
     return dict(zip(ADAM_STATE, values, strict=True))
+
+
+# --- grafting ---------------------------------------------------------------------------------------------------------
+
+
+def joined_blocks(names: Iterable[str], blocks: Iterable[Sequence[str]]) -> list[int]:
+    """A number for every name; names that a block has in common, or several blocks that overlap, have the same."""
+    known = list(names)
+    sets = connected([*((name,) for name in known), *({*block}.intersection(known) for block in blocks)])
+    number = {place: places[0] for places in sets for place in places}  # the first places are those of names
+    return [number[n] for n in range(len(known))]
+
+
+def grafted(
+    direction: Tensor, length: Tensor, flat: Flat, blocks: Iterable[Sequence[str]], division: VectorDivision = UNDIVIDED
+) -> Tensor:
+    """The direction, scaled block by block to the norm of `length`; zero where the direction is.
+
+        Δ_b = d_b |a_b| / |d_b|        for every Fisher block b, with the norms over its parameters that have a gradient
+
+    "grafted" takes d = P m̂ and Adam's a = m̂ / (√v̂ + ε). Sources: Agarwal et al. 2020, "Disentangling adaptive gradient
+    methods from learning rates", which names it grafting; Anil et al. 2020, "Scalable second order optimization for
+    deep learning", which grafts Shampoo layer by layer. Blocks that have a parameter in common count as one.
+
+    Args:
+        direction, length: [P].
+        flat: where the parameters lie in the vectors.
+        blocks: the names of the parameters of every Fisher block.
+        division: of the vectors among processes.
+    """
+    numbers = joined_blocks(flat.shapes, blocks)
+    of_names = [[part.square().sum() for part in flat.parts(vector).values()] for vector in (length, direction)]
+    of_blocks: dict[int, list[Tensor]] = defaultdict(list)
+    for n, squares in zip(
+        numbers, division.total(torch.stack(list(map(torch.stack, of_names)))).unbind(1), strict=True
+    ):
+        of_blocks[n].append(squares)
+    scales: dict[int, Tensor] = {}
+    for n, squares_of_names in of_blocks.items():
+        of_length, of_direction = torch.stack(squares_of_names).sum(0)
+        scales[n] = (of_length / of_direction.clamp(min=torch.finfo(direction.dtype).tiny)).sqrt()
+    return flat.spread({name: scales[n] for name, n in zip(flat.shapes, numbers, strict=True)}) * direction
 
 
 # --- the quadratic model --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.linalg.vectors import Flat
-from kfac_fx.optim.grafting import grafted, joined_blocks
+from kfac_fx.optim.rules import grafted, joined_blocks
 from kfac_fx.optimizer import KFAC
 
 
