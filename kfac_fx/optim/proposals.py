@@ -12,8 +12,7 @@ from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.bounded import RATE
 from kfac_fx.optim.curvature import LossTerms, at_least_one, fisher_inner_products
 from kfac_fx.optim.eigen_moments import adam_in_bases
-from kfac_fx.optim.groups import FlatParameters, Proposal
-from kfac_fx.optim.moves import propose_by_momentum
+from kfac_fx.optim.groups import FlatParameters, Proposal, propose_by_momentum
 from kfac_fx.optim.rules import (
     FirstOrder,
     Preconditioner,

@@ -18,8 +18,7 @@ from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.optim.division import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.optim.eigen_moments import without_basis
 from kfac_fx.optim.forwards import Forwards
-from kfac_fx.optim.groups import GroupedParameters
-from kfac_fx.optim.moves import first_order_update, move_in_blocks
+from kfac_fx.optim.groups import GroupedParameters, first_order_update, move_in_blocks
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.rules import MomentumRule
 from kfac_fx.optim.schedule import Schedule

@@ -20,7 +20,6 @@ FOLDERS = (*OF_MODULES, "errors", "whole")
 ELSEWHERE = {
     "kfac_fx.divided.emitted": "test_recording_emitted.py runs both emitted models, which have one protocol",
     "kfac_fx.optim.proposals": "test_step.py takes whole steps on one problem, whose parts these are",
-    "kfac_fx.optim.moves": "as above",
 }
 
 
