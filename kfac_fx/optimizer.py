@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from kfac_fx.checks.unchanged import refuse_inference_mode, refuse_without_blocks, refuse_without_values
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.sharded import Shards
@@ -27,7 +26,7 @@ from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.stand_in import StandIn, refuse_first, refuse_in_join, refuse_micro_batches, refuse_other_join
 from kfac_fx.optim.state import check_state, publish, restore
 from kfac_fx.optim.step import Losses, check_closure, take_step
-from kfac_fx.optim.step_state import StepState
+from kfac_fx.optim.step_state import PhaseSeconds, StepState
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import join_around_forward
 from kfac_fx.passes.tracing.devices import accelerators

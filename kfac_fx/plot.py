@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfac_fx.diagnostics.phases import PHASES
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.matrices import full_precision
+from kfac_fx.optim.step_state import PHASES
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import nearest
 

@@ -1,15 +1,16 @@
-"""The state that a KFAC keeps from step to step."""
+"""The state that a KFAC keeps from step to step, and the seconds that the phases of its steps take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.diagnostics.phases import PhaseSeconds
 from kfac_fx.distributed import Replicas
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.stacks import BlockGroup
@@ -29,6 +30,36 @@ from kfac_fx.recording.backends import compiled_function
 from kfac_fx.statistics.moments import Key
 
 SCALARS = ("rho", "predicted_change", "qmodel_learning_rate", "qmodel_momentum", "loss_before")
+PHASES = ("record", "statistics", "inverses", "update")
+
+
+class PhaseSeconds:
+    """Seconds by phase. The phases do not overlap.
+
+    "record" is the forwards of the net that record statistics, "statistics" the averages of the factors, "inverses"
+    their decompositions, and "update" the rest of a step, with the checks and the closures that measure the loss. On an
+    accelerator these are the seconds in which the host issued the work, not those in which the device did it.
+
+    Attributes:
+        readers: how many read the seconds; without any, no clock is read.
+        totals: the seconds of every phase since the first reader came.
+    """
+
+    def __init__(self) -> None:
+        self.readers = 0
+        self.totals = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Add the seconds that the block takes, also if it raises."""
+        if not self.readers:
+            yield
+            return
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.totals[phase] += time.perf_counter() - start
 
 
 @dataclass

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiler import compile
-from kfac_fx.diagnostics import phases
-from kfac_fx.diagnostics.phases import PHASES
 from kfac_fx.factors.wide import WideGroup
 from kfac_fx.metrics import Metrics
+from kfac_fx.optim import step_state
+from kfac_fx.optim.step_state import PHASES
 from kfac_fx.optimizer import KFAC
 from tests.runtime.toy_optimizers import KINDS, assert_same, backward, flat_state, made, train, values
 
@@ -193,7 +193,7 @@ def test_seconds_are_the_mean_of_the_steps_since_the_last_values() -> None:
 
 def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(step_state.time, "perf_counter", lambda: now)
     net, opt = made()
 
     def slow_down(place: Any, name: str, seconds: float) -> None:
@@ -295,7 +295,7 @@ def test_detach_ends_the_reading_and_keeps_the_values(monkeypatch: pytest.Monkey
         other.detach()
         train(net, opt, range(2, 4))
     assert (metrics.step, other.step) == (4, 2) and metrics.values
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: pytest.fail("the clock was read"))
+    monkeypatch.setattr(step_state.time, "perf_counter", lambda: pytest.fail("the clock was read"))
     train(net, opt, range(4, 5))
     assert metrics.step == 4
 

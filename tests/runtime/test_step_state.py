@@ -1,13 +1,17 @@
-"""Counters and reasons that the state of a step gives the report."""
+"""The state of a step: counters and reasons for the report, and the seconds of its phases."""
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from kfac_fx import KFAC, compile
-from kfac_fx.optim.step_state import first_three
+from kfac_fx.optim import step_state
+from kfac_fx.optim.step_state import PhaseSeconds, first_three
 
 
 def test_counters_tell_steps_and_those_that_changed_nothing() -> None:
@@ -26,3 +30,23 @@ def test_long_lists_of_blocks_are_cut_behind_the_third() -> None:
     words = [str(registration) for registration in registrations]
     assert first_three(registrations) == f"{words[0]}, {words[1]}, {words[2]} and 2 more"
     assert first_three(registrations[:3]) == ", ".join(words[:3])
+
+
+def test_seconds_of_a_phase_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_state.time, "perf_counter", map(float, itertools.count()).__next__)
+    seconds = PhaseSeconds()
+    seconds.readers = 1
+    for phase in ("record", "update", "record"):
+        with seconds.measure(phase):
+            pass
+    with pytest.raises(KeyError, match="inside"), seconds.measure("inverses"):
+        raise KeyError("inside")
+    assert seconds.totals == {"record": 2.0, "statistics": 0.0, "inverses": 1.0, "update": 1.0}
+
+
+def test_without_a_reader_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_state.time, "perf_counter", lambda: pytest.fail("the clock was read"))
+    seconds = PhaseSeconds()
+    with seconds.measure("record"):
+        pass
+    assert not any(seconds.totals.values())
