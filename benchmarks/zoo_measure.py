@@ -20,9 +20,9 @@ import kfac_fx
 from benchmarks.zoo_models.entry import Entry
 from kfac_fx.checks import equivalence, proof
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.divided.emitted import EmittedSubmodules
 from kfac_fx.passes.errors import LayerError, LossError, ModelChangedError, RegistrationError, UntraceableError
 from kfac_fx.passes.ir import Program
+from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from kfac_fx.recording.recorder import Recorder
 
 CAPTURED, OTHER = 3, 5  # batch sizes

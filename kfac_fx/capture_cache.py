@@ -13,8 +13,6 @@ from torch import nn
 
 from kfac_fx.capturing import Capturing, CompileArguments, agreeing, continuing
 from kfac_fx.checks.unchanged import Structure, Trained, refuse_inference_mode, refuse_unfit, refuse_without_values
-from kfac_fx.divided.emitted import EmittedSubmodules
-from kfac_fx.divided.frames import UncapturedCall
 from kfac_fx.passes.errors import PUBLIC, ModelChangedError, UntraceableError, fatal
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of
@@ -23,6 +21,8 @@ from kfac_fx.passes.tracing.devices import accelerators, same_random
 from kfac_fx.passes.tracing.signature import capture_key
 from kfac_fx.passes.tracing.substitutes import values_kept
 from kfac_fx.passes.tracing.threads import CAPTURING
+from kfac_fx.recording.emitted_submodules import EmittedSubmodules
+from kfac_fx.recording.frames import UncapturedCall
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import PendingMoments
 

@@ -14,8 +14,6 @@ from torch import nn
 from kfac_fx.blocks.block import statistics_of
 from kfac_fx.blocks.series import longest
 from kfac_fx.checks.proof import prove
-from kfac_fx.divided.emitted import EmittedSubmodules, emitted_division, number_of_examples
-from kfac_fx.divided.frames import UncapturedCall
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses
 from kfac_fx.passes.divided.divide import Division, divide
 from kfac_fx.passes.errors import (
@@ -35,6 +33,8 @@ from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.watch import SEE_THAT_IT_RUNS
 from kfac_fx.recording.emitted import EmittedGraph
+from kfac_fx.recording.emitted_submodules import EmittedSubmodules, emitted_division, number_of_examples
+from kfac_fx.recording.frames import UncapturedCall
 from kfac_fx.recording.masks import PaddingMask, program_with_mask, refuse_unfit_mask
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key

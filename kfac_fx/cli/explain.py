@@ -14,7 +14,6 @@ from operator import itemgetter
 from torch import fx
 
 from kfac_fx.cli.problem import CommandError, Problem, failure
-from kfac_fx.divided.emitted import number_of_examples
 from kfac_fx.passes.approximations import APPROXIMATIONS, ORDER_UNKNOWN
 from kfac_fx.passes.choose import lacking
 from kfac_fx.passes.divided.divide import divide
@@ -27,6 +26,7 @@ from kfac_fx.passes.layers import LAYERS, collect
 from kfac_fx.passes.near import NearMatch, near_matches
 from kfac_fx.passes.pipeline import PIPELINE, SUBMODULES, run
 from kfac_fx.passes.trace import trace_model
+from kfac_fx.recording.emitted_submodules import number_of_examples
 from kfac_fx.report.report import Report
 from kfac_fx.report.rows import factor_text
 

@@ -4,7 +4,7 @@
     emitted:  (x, probes) -> tap(linear(x, w), x, probes[0])
 
 `EmittedModel` is all that a `Recorder` knows of the model. One graph of the whole model is an `EmittedGraph`. A model
-of which only submodules are captured is a `kfac_fx.divided.emitted.EmittedSubmodules`.
+of which only submodules are captured is a `kfac_fx.recording.emitted_submodules.EmittedSubmodules`.
 """
 
 from __future__ import annotations

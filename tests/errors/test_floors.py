@@ -20,7 +20,7 @@ FLOORS = {
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
     "pipelines": "passes.pipeline passes.near passes.divided passes",
     "numerics": "kfac_fx.values kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",
-    "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks kfac_fx.divided",
+    "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks",
     "models": "kfac_fx.capturing kfac_fx.capture_cache kfac_fx.in_place kfac_fx.layer_collection kfac_fx.fisher_blocks "
     "kfac_fx.report kfac_fx.compiled_module kfac_fx.compiler kfac_fx.distributed kfac_fx.placement "
     "kfac_fx.pending kfac_fx.estimator kfac_fx.spectrum kfac_fx.fitting",

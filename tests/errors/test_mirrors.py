@@ -18,7 +18,7 @@ OF_MODULES = ("cli", "compiler", "runtime")  # the folders of tests whose files 
 FOLDERS = (*OF_MODULES, "errors", "whole")
 
 ELSEWHERE = {
-    "kfac_fx.divided.emitted": "test_recording_emitted.py runs both emitted models, which have one protocol",
+    "kfac_fx.recording.emitted_submodules": "test_recording_emitted.py runs both, which have one protocol",
     "kfac_fx.optim.proposals": "test_step.py takes whole steps on one problem, whose parts these are",
 }
 

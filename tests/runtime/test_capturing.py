@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfac_fx import RegistrationError, UntraceableError
 from kfac_fx import capturing as capturing_module
 from kfac_fx.capturing import Capturing
-from kfac_fx.divided.emitted import EmittedSubmodules
+from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from tests.runtime.compiled import X, mlp, net_of
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.divided.frames import Frames, LossWatch, UncapturedCall, one_call, reached, refuse_read
 from kfac_fx.passes.divided.divide import CapturedSubmodule
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import Options, Submodule
@@ -18,6 +17,7 @@ from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.trace import trace_model
 from kfac_fx.passes.tracing.calls import Lent
 from kfac_fx.passes.tracing.signature import call_key
+from kfac_fx.recording.frames import Frames, LossWatch, UncapturedCall, one_call, reached, refuse_read
 
 X = torch.randn(5, 4)
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kfac_fx.divided.frames import writable
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.pipeline import run
 from kfac_fx.passes.trace import trace_model
+from kfac_fx.recording.frames import writable
 from kfac_fx.statistics.row_sums import STATISTICS
 from kfac_fx.taps.tap import Tap, apart, is_tapped, make_probes, tap_function
 from tests.compiler.toy import Toy

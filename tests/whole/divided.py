@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kfac_fx
-from kfac_fx.divided.emitted import EmittedSubmodules
+from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from tests.compiler.test_tracing_functions import ByNumpy
 
 X = torch.randn(6, 4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.divided.emitted import MaskedInputs, first_examples, number_of_examples
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.recording.emitted_submodules import MaskedInputs, first_examples, number_of_examples
 
 
 class Pair(NamedTuple):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from kfac_fx.divided.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.divide import CapturedSubmodule, Division
@@ -42,6 +41,7 @@ from kfac_fx.recording.emitted import (
     isolated,
     tap_factory,
 )
+from kfac_fx.recording.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.recording.masks import PaddingMask, dims_in, mask_of_call, refuse_unfit_mask
 from kfac_fx.taps.tap import Tap
 

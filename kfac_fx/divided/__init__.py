@@ -1,1 +1,0 @@
-"""Recording with a divided model, whose submodules were captured one by one."""
