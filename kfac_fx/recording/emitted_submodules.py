@@ -21,7 +21,6 @@ from torch.func import functional_call
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.divide import CapturedSubmodule, Division
-from kfac_fx.passes.divided.masks import SITES, MaskSizes, Site, masked_part, with_masks
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import KEPT, Dims, Program
 from kfac_fx.passes.rewrite import rewrite
@@ -42,7 +41,17 @@ from kfac_fx.recording.emitted import (
     tap_factory,
 )
 from kfac_fx.recording.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
-from kfac_fx.recording.masks import PaddingMask, dims_in, mask_of_call, refuse_unfit_mask
+from kfac_fx.recording.masks import (
+    SITES,
+    MaskSizes,
+    PaddingMask,
+    Site,
+    dims_in,
+    mask_of_call,
+    masked_part,
+    refuse_unfit_mask,
+    with_masks,
+)
 from kfac_fx.taps.tap import Tap
 
 # --- its inputs: examples in any structure, and the mask of padding ---------------------------------------------------

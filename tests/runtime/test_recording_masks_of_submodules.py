@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.divided.masks import SITES, masked_part, with_masks
 from kfac_fx.passes.errors import RegistrationError
 from kfac_fx.passes.ir import KEPT, Options, Program, Submodule
 from kfac_fx.passes.layers import LAYERS
@@ -16,6 +15,7 @@ from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_model, join
 from kfac_fx.passes.trace import named_parameters, trace_model
+from kfac_fx.recording.masks import SITES, masked_part, with_masks
 
 X, FLAT = torch.randn(5, 7, 3), torch.randn(11, 3)
 
