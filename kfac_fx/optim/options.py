@@ -196,19 +196,15 @@ class KFACOptions:
             )
         if self.relative_damping is not None and (self.damping is not None or self.adapt_damping):
             raise ValueError("relative_damping takes the place of damping: leave damping and adapt_damping out")
-        if self.adaptive:
-            self.check_adaptive()
-            return
-        if self.eigen_moments:
-            self.check_eigen_moments()
+        if self.checked or self.grafted:
+            self.refuse_unfit()
+        if self.checked:
             return
         if self.overhead is not None:
             raise ValueError(
                 f"momentum_type={kind!r} has the intervals cov_update_every and invert_every; overhead chooses those "
                 "of 'adaptive' and 'eigen_moments'"
             )
-        if self.grafted:
-            self.check_grafted()
         if self.damping is None and self.relative_damping is None:
             raise ValueError(f"momentum_type={kind!r} needs damping=...; 'eigen_moments' needs none")
         if self.quadratic and self.lr is not None:
@@ -233,49 +229,40 @@ class KFACOptions:
                 f"qmodel_update_rescale scales the steps of 'qmodel'; with momentum_type={kind!r} change lr"
             )
 
-    def check_adaptive(self) -> None:
-        """Raises ValueError for options that "adaptive" does not have."""
-        why = {
-            "momentum 1": (self.momentum is not None and self.momentum >= 1, "averages gradients: momentum is below 1"),
-            "adapt": (self.adapt_damping, "adapts the damping itself, without a closure: leave adapt_damping out"),
-            "clip": (self.norm_constraint is not None, "bounds its steps itself: leave norm_constraint out"),
-            "rescale": (self.qmodel_update_rescale is not None, "takes lr in the place of qmodel_update_rescale"),
-            "l2": (self.l2_reg != 0, "does not know l2_reg: write weight_decay, which is decoupled, or use 'qmodel'"),
-        }
-        wrong = [words for applies, words in why.values() if applies]
-        if wrong:
-            raise ValueError(
-                "\n".join(f"momentum_type='adaptive' {words}" for words in wrong)
-                + ("" if self.momentum_type else "\n'adaptive' is the default if damping and no lr is given")
-            )
-
-    def check_eigen_moments(self) -> None:
-        """Raises ValueError for options that "eigen_moments" does not have."""
+    def refuse_unfit(self) -> None:
+        """Raises ValueError for options that "adaptive", "eigen_moments" and "grafted" do not have."""
         undamped = "divides by square roots of second moments, without damping"
-        why = {
-            f"{undamped}: leave damping out": self.damping is not None,
-            f"{undamped}: leave adapt_damping out": self.adapt_damping,
-            f"{undamped}: leave precon_damping_mult out": self.precon_damping_mult != 1,
-            "bounds what is applied: leave norm_constraint_form out": self.norm_constraint_form != "update",
-            "averages gradients: momentum is below 1": self.momentum is not None and self.momentum >= 1,
-            "takes lr in the place of qmodel_update_rescale": self.qmodel_update_rescale is not None,
-            "does not know l2_reg: write weight_decay, which is decoupled": self.l2_reg != 0,
-        }
-        if wrong := [words for words, applies in why.items() if applies]:
-            raise ValueError(
-                "\n".join(f"momentum_type='eigen_moments' {words}" for words in wrong)
-                + ("" if self.momentum_type else "\n'eigen_moments' is the default if no damping is given")
-            )
-
-    def check_grafted(self) -> None:
-        """Raises ValueError for options that "grafted" does not have."""
-        why = {
-            "has steps of Adam's length: leave norm_constraint out": self.norm_constraint is not None,
-            "has steps that the damping does not make longer: leave adapt_damping out": self.adapt_damping,
-            "averages gradients: momentum is below 1": self.momentum is not None and self.momentum >= 1,
-        }
-        if wrong := [words for words, applies in why.items() if applies]:
-            raise ValueError("\n".join(f"momentum_type='grafted' {words}" for words in wrong))
+        rescaled = "takes lr in the place of qmodel_update_rescale"
+        regularized = "does not know l2_reg: write weight_decay, which is decoupled"
+        averaging = {"averages gradients: momentum is below 1": self.momentum is not None and self.momentum >= 1}
+        of_kind = {
+            "adaptive": {
+                **averaging,
+                "adapts the damping itself, without a closure: leave adapt_damping out": self.adapt_damping,
+                "bounds its steps itself: leave norm_constraint out": self.norm_constraint is not None,
+                rescaled: self.qmodel_update_rescale is not None,
+                f"{regularized}, or use 'qmodel'": self.l2_reg != 0,
+            },
+            "eigen_moments": {
+                f"{undamped}: leave damping out": self.damping is not None,
+                f"{undamped}: leave adapt_damping out": self.adapt_damping,
+                f"{undamped}: leave precon_damping_mult out": self.precon_damping_mult != 1,
+                "bounds what is applied: leave norm_constraint_form out": self.norm_constraint_form != "update",
+                **averaging,
+                rescaled: self.qmodel_update_rescale is not None,
+                regularized: self.l2_reg != 0,
+            },
+            "grafted": {
+                "has steps of Adam's length: leave norm_constraint out": self.norm_constraint is not None,
+                "has steps that the damping does not make longer: leave adapt_damping out": self.adapt_damping,
+                **averaging,
+            },
+        }[self.kind]
+        if wrong := [f"momentum_type={self.kind!r} {words}" for words, applies in of_kind.items() if applies]:
+            if self.momentum_type is None:
+                given = "if damping and no lr is given" if self.adaptive else "if no damping is given"
+                wrong.append(f"{self.kind!r} is the default {given}")
+            raise ValueError("\n".join(wrong))
 
     @functools.cached_property
     def kind(self) -> str:
@@ -328,7 +315,8 @@ class KFACOptions:
     def common(self) -> dict[str, str]:
         """The options that all processes of a training must share, as text. Waits for the device of tensors."""
         different = ("net", "params", "process_group", "grad_scaler", "seed")  # each process has its own random streams
-        return {field.name: as_text(getattr(self, field.name)) for field in fields(self) if field.name not in different}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in different}
+        return {name: repr(value.tolist() if isinstance(value, Tensor) else value) for name, value in values.items()}
 
     @property
     def recording_in_training(self) -> bool:
@@ -347,8 +335,7 @@ class KFACOptions:
         """λ before the first step."""
         if self.damping is None:
             return 1.0 if self.adaptive else 0.0
-        damping = self.damping
-        return damping.reshape(()) if isinstance(damping, Tensor) else damping
+        return self.damping.reshape(()) if isinstance(self.damping, Tensor) else self.damping
 
     @property
     def intervals(self) -> StepIntervals:
@@ -404,7 +391,3 @@ class KFACOptions:
 
 
 KFACOptions.__init__.__qualname__ = "KFAC.__init__"  # named in the TypeError about an argument that does not exist
-
-
-def as_text(value: Any) -> str:
-    return repr(value.tolist() if isinstance(value, Tensor) else value)
