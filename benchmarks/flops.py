@@ -12,7 +12,7 @@ import torch
 
 import kfac_fx
 from benchmarks.step_models import Make
-from kfac_fx.optim.intervals import LayerFlops
+from kfac_fx.optim.schedule import LayerFlops
 
 
 @dataclass(frozen=True)

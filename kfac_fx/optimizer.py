@@ -92,9 +92,10 @@ class KFAC(Optimizer, Joinable):
         example = next(iter(names))
         precision = torch.promote_types(example.dtype.to_real(), torch.float32)
         scalar = torch.zeros((), dtype=precision, device=example.device)
+        schedule = Schedule(options)
         self.estimator = FisherEstimator(
             self.net,
-            cov_ema_decay=options.decay(options.intervals),
+            cov_ema_decay=schedule.decay,
             damping=scalar + options.first_damping,
             estimation_mode=options.estimation_mode,
             fraction=options.fraction,
@@ -110,7 +111,6 @@ class KFAC(Optimizer, Joinable):
             self.estimator.owners = BlockOwners(replicas, options.strategy, vectors, shards)
         seed = torch.initial_seed() if options.seed is None else options.seed
         self.generator = torch.Generator(example.device).manual_seed(seed)
-        schedule = Schedule(options)
         self._forwards = Forwards(self.net, schedule, self.estimator, self.generator, accelerators(names))
         self._step_state = StepState(
             net=self.net,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kfac_fx.optim.eigen_moments import without_basis
-from kfac_fx.optim.intervals import StepIntervals
 from kfac_fx.optim.option_signature import a_grad_scaler, a_mode, a_rate, compiled, either, of_first_order, one_of
 from kfac_fx.optim.rules import (
     DampingRule,
@@ -69,7 +68,7 @@ class KFACOptions:
             10, and what `overhead` allows with "adaptive" and "eigen_moments".
         overhead: what statistics, inverses and checks of "adaptive" and "eigen_moments" may cost in a step, as a part
             of the training step.
-            A cost model of the network chooses their intervals at the first step (`kfac_fx.optim.intervals`), and
+            A cost model of the network chooses their intervals at the first step (`kfac_fx.optim.schedule`), and
             net.report prints them. StepIntervals that are given replace those of the model. None means 0.6.
         num_burnin_steps: so many first steps only average statistics, and are not counted.
         norm_constraint: the bound on the squared Fisher norm of a step, which is scaled down to it: roughly twice the
@@ -338,26 +337,9 @@ class KFACOptions:
         return self.damping.reshape(()) if isinstance(self.damping, Tensor) else self.damping
 
     @property
-    def intervals(self) -> StepIntervals:
-        """Those that are given, and the defaults of the others; see `intervals_of`."""
-        return self.intervals_of(StepIntervals(10, 20, 5) if self.checked else StepIntervals(1, 10, 5))
-
-    def intervals_of(self, chosen: StepIntervals) -> StepIntervals:
-        """The intervals that the cost model has chosen, and in place of them those that are given."""
-        return StepIntervals(
-            self.cov_update_every or chosen.statistics,
-            self.invert_every or chosen.inverses,
-            self.damping_adaptation_interval or chosen.checks,
-        )
-
-    @property
     def allowed(self) -> float:
         """The overhead that "adaptive" and "eigen_moments" may have."""
         return self.overhead or 0.6
-
-    def decay(self, intervals: StepIntervals) -> float:
-        """The decay of the factors at one update, so that their decay in a step does not depend on how rare that is."""
-        return self.cov_ema_decay**intervals.statistics
 
     @property
     def decay_of_squares(self) -> float:

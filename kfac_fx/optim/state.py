@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.losses.sources import MODES
 from kfac_fx.optim.groups import OF_GROUPS, Group, rule_state
-from kfac_fx.optim.intervals import StepIntervals
 from kfac_fx.optim.options import MOMENTUM_TYPES, KFACOptions
 from kfac_fx.optim.rules import new_adam_state
+from kfac_fx.optim.schedule import StepIntervals
 from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.optim.step_state import SCALARS, StepState
 from kfac_fx.passes.errors import table
@@ -274,9 +274,9 @@ def restore(
     for name in STEP_SIZE if state.options.checked else ():
         getattr(state.size, name).copy_(values[name])
     if state.options.checked:
-        state.schedule.intervals = state.options.intervals_of(StepIntervals(*values["intervals"].tolist()))
+        state.schedule.intervals = state.schedule.with_given(StepIntervals(*values["intervals"].tolist()))
         state.schedule.overhead = float(values["overhead"])
-        state.estimator.cov_ema_decay = state.options.decay(state.schedule.intervals)
+        state.estimator.cov_ema_decay = state.schedule.decay
     state.schedule.counter, state.schedule.burned_in = int(values["counter"]), int(values["burned_in"])
     first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=False)
     state.first_recorded = {key: step for key, step in first if step}

@@ -28,7 +28,6 @@ from kfac_fx.optim.bounded import move_bounded
 from kfac_fx.optim.eigen_moments import update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
-from kfac_fx.optim.intervals import StepCosts
 from kfac_fx.optim.proposals import (
     preconditioner,
     predicted_change,
@@ -37,7 +36,7 @@ from kfac_fx.optim.proposals import (
     set_estimator_damping,
     step_bound,
 )
-from kfac_fx.optim.schedule import Schedule
+from kfac_fx.optim.schedule import Schedule, StepCosts
 from kfac_fx.optim.step_checks import Check, revert
 from kfac_fx.optim.step_state import StepState
 from kfac_fx.passes.errors import FactorNotReady
@@ -164,7 +163,7 @@ def choose_intervals(state: StepState) -> None:
         state.net.program, estimator.groups, rows, options.fraction, in_training=options.recording_in_training
     )
     state.schedule.choose(costs)
-    estimator.cov_ema_decay = options.decay(state.schedule.intervals)
+    estimator.cov_ema_decay = state.schedule.decay
 
 
 def flat_parameters(

@@ -8,6 +8,7 @@ from torch import nn
 
 from kfac_fx.compiler import compile
 from kfac_fx.optim.options import KFACOptions
+from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import AlreadyAttachedError
 
@@ -262,7 +263,7 @@ def test_the_momentum_type_follows_from_the_numbers_that_are_given(options: dict
     expected = {"lr": options.get("lr", 1.0), "weight_decay": 0.0}
     momentum = {} if chosen.adaptive else {"momentum": 0.95 if chosen.eigen_moments else 0.9}
     assert chosen.of_groups == {**expected, **momentum}
-    assert chosen.intervals == ((10, 20, 5) if chosen.checked else (1, 10, 5))
+    assert Schedule(chosen).intervals == ((10, 20, 5) if chosen.checked else (1, 10, 5))
 
 
 def test_a_net_with_blocks_without_an_eigenbasis_takes_the_adaptive_type() -> None:

@@ -30,7 +30,7 @@ from kfac_fx.factors.inverses import Inverter
 from kfac_fx.linalg import sharded
 from kfac_fx.linalg.sharded import ShardLayout, is_sharded
 from kfac_fx.linalg.sharded import shard as shard_of
-from kfac_fx.optim.intervals import LayerFlops
+from kfac_fx.optim.schedule import LayerFlops
 from tests.errors.test_floors import ROOT
 from tests.whole.test_docs import run_blocks
 

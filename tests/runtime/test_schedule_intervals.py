@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
-from kfac_fx.optim.intervals import (
+from kfac_fx.optim.schedule import (
     LONGEST_INTERVALS,
     OPERATION,
     PER_CHECK,
