@@ -2,7 +2,8 @@
 
 A module that is compiled in place takes the calls of its model, as `nn.Module.compile` does: the model stays the object
 that users and trainers call, and copies of it have the plain call. kfac_fx calls the model itself, too, to capture it,
-to compare it with its graph and to compute its outputs; those calls must run as they are.
+to compare it with its graph and to compute its outputs; those calls must run as they are. A Trainer of Hugging Face
+needs a module that is compiled in place, and is told so.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 from torch import nn
+
+from kfac_fx.passes.errors import warn_user
+from kfac_fx.passes.torch_private import class_of
 
 RUNNING: ContextVar[frozenset[int]] = ContextVar("RUNNING", default=frozenset())  # the models that kfac_fx runs itself
 OUTSIDE = "kfac_fx records outside of compiled code; kfac_fx.compile(model, backend=...) compiles what can be compiled"
@@ -92,3 +96,36 @@ def with_signature_of(model: nn.Module, forward: Callable[..., Any]) -> Callable
     arguments = [argument for name, argument in signature.parameters.items() if name != "self"]
     cast(Any, with_signature).__signature__ = signature.replace(parameters=[itself, *arguments])
     return with_signature
+
+
+def callers() -> Iterator[Any]:
+    """The `self` of every frame above, from the nearest on."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if "self" in frame.f_locals:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def warn_of_trainer(net: nn.Module, model: nn.Module) -> None:
+    """Warn if a Trainer of Hugging Face that called has the compiled module `net` in the place of its `model`.
+
+    Trainer calls `save_pretrained` of a PreTrainedModel only. Anything else is saved as a state, which safetensors
+    refuses if weights are tied, after all the steps to the first checkpoint.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return
+    for caller in callers():
+        is_trainer = any(
+            f"{kind.__module__}.{kind.__name__}" == "transformers.trainer.Trainer" for kind in type(caller).__mro__
+        )
+        if is_trainer and getattr(caller, "model", None) is net:
+            name = class_of(model).__name__
+            warn_user(
+                UserWarning(
+                    f"Trainer has the compiled module in the place of {name}. Checkpoints of it have no configuration, "
+                    "and safetensors refuses to save tied weights. Give Trainer the model itself, compiled in place: "
+                    "net = kfac_fx.compile(model, ..., in_place=True), and Trainer(model, ...)."
+                )
+            )
+            return

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kfac_fx.diagnostics.watched import PROPORTIONAL, LossFactor, Watched, factors, gradient_behind
 from kfac_fx.estimator import FisherEstimator
+from kfac_fx.in_place import callers
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.distributions import DISTRIBUTIONS
 from kfac_fx.losses.registered import LossSpec
@@ -311,3 +312,8 @@ def check_coverage(estimator: FisherEstimator, gradients: Mapping[str, Tensor], 
                 "first step, from gradients and factors."
             )
         )
+
+
+def scale_of_caller() -> float:
+    """The loss scale of the GradScaler whose `step` called, which has divided the gradients by it; 1 without one."""
+    return next((float(caller.get_scale()) for caller in callers() if isinstance(caller, torch.amp.GradScaler)), 1.0)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.diagnostics.callers import scale_of_caller, warn_of_trainer
+from kfac_fx.diagnostics.loss_scale import scale_of_caller
+from kfac_fx.in_place import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
 from kfac_fx.optim.adaptive import more_damping, move

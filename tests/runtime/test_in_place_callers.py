@@ -1,4 +1,4 @@
-"""The objects whose methods called."""
+"""The objects whose methods called: a Trainer with the compiled module is told to compile in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.diagnostics.callers import callers, scale_of_caller, warn_of_trainer
+from kfac_fx.diagnostics.loss_scale import scale_of_caller
+from kfac_fx.in_place import callers, warn_of_trainer
 
 
 class Calls:
