@@ -46,7 +46,13 @@ class LossScaleWarning(UserWarning):
 
 
 def check_scale(
-    watched: Sequence[Watched], *, reduction: str, loss_scale: float, value: float | None, in_training: bool
+    watched: Sequence[Watched],
+    *,
+    reduction: str,
+    loss_scale: float,
+    value: float | None,
+    in_training: bool,
+    recorded: float | None = None,
 ) -> None:
     """Warn of a trained loss that is a multiple of the registered one, or has its classes on another axis.
 
@@ -56,6 +62,7 @@ def check_scale(
         loss_scale: the factor of the loss in the backward, if the optimizer was told of it.
         value: of the whole loss, if known.
         in_training: the statistics come from the gradients of that backward, as they are.
+        recorded: the number of cases that these statistics count.
     """
     used = [forward for forward in watched if forward.gradients]
     with torch.enable_grad():
@@ -69,6 +76,8 @@ def check_scale(
     for of_loss in zip(*each, strict=True) if same_losses else ():
         cases = sum(factor.cases for factor in of_loss)
         multiple = factor_of_step(of_loss, cases, reduction, loss_scale)
+        if multiple is not None and recorded and reduction == "mean":
+            lines += counted_without_target(multiple, of_loss, recorded)
         if multiple is None or is_right(multiple, of_loss):
             continue
         divided = not in_training and is_loss_scale(multiple, any(forward.autocast for forward in used))
@@ -101,6 +110,19 @@ def is_right(multiple: float, of_loss: Sequence[LossFactor]) -> bool:
     labels = sum(factor.with_targets * factor.cases for factor in of_loss)
     most = sum(factor.cases for factor in of_loss) / labels
     return 1.0 - SCALE_TOLERANCE <= multiple <= (1.0 + SCALE_TOLERANCE) * most
+
+
+def counted_without_target(multiple: float, of_loss: Sequence[LossFactor], recorded: float) -> list[str]:
+    """The line of the warning, for statistics of the trained loss's gradients that count cases without a target, which
+    its mean does not: the gradients are multiplied by all cases before they are squared."""
+    labels, cases = sum(f.with_targets * f.cases for f in of_loss), sum(f.cases for f in of_loss)
+    if near(labels, cases) or multiple * recorded <= (1.0 + SCALE_TOLERANCE) * cases:
+        return []
+    return [
+        f"the trained loss is a mean over the {labels:.0f} of {cases} cases that have a target, and the statistics of "
+        f"its gradients count {recorded:.0f}: the factors G are {multiple * recorded / cases:.3g} times too large. "
+        'Let forward compute the loss, name padding with padding_mask=, or leave out estimation_mode="empirical".'
+    ]
 
 
 def near(number: float, other: float) -> bool:

@@ -264,6 +264,7 @@ class Forwards:
             loss_scale=loss_scale,
             value=value,
             in_training=options.recording_in_training,
+            recorded=float(sum(batch.cases for batch in self.seen.pending)),
         )
         self.checked, self.before = True, None
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.losses import LossFunction
+from kfac_fx.losses import Categorical, LossFunction
+from kfac_fx.losses.distributions import IGNORE_INDEX
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss, likelihood
 from kfac_fx.passes.errors import LossError
 from kfac_fx.passes.ir import LossSite
@@ -54,7 +55,7 @@ class OutputLosses:
             for registered, (_, loss) in zip(self.declared.losses, pairs, strict=True):
                 loss.with_cases_at(dims[nodes] if dims else 0)
                 nodes += len(registered.inputs)
-            return pairs
+            return without_ignored(pairs)
         if self.declared is not None:
             if not fisher and not self.emitted.whole:
                 name = class_of(self.emitted.model).__name__
@@ -62,7 +63,7 @@ class OutputLosses:
             pairs = self.declared(output, targets, next(iter(dims), 0))
             for number, (_, loss) in enumerate(pairs if dims and not self.declared.places_cases else ()):
                 loss.with_cases_at(self.axis_of_cases(number, loss, output, fisher))
-            return pairs
+            return without_ignored(pairs)
         sites = self.emitted.loss_sites
         if not sites:
             *others, last = BY_NAME
@@ -210,6 +211,16 @@ class OutputLosses:
         declared = self.declared
         sites = declared.losses if isinstance(declared, RegisteredLosses) else self.emitted.loss_sites
         return [self.emitted.target_values(site.targets, values) for site in sites]
+
+
+def without_ignored(pairs: WeightedLosses) -> WeightedLosses:
+    """The losses, of which targets of -100 are no cases, as in the means of `F.cross_entropy`."""
+    for _, loss in pairs:
+        targets = loss.targets
+        of_classes = isinstance(loss, Categorical) and isinstance(targets, Tensor) and not targets.is_floating_point()
+        if of_classes and targets.shape == loss.inputs.shape[:-1] and targets.device == loss.inputs.device:
+            loss.keeping(targets != IGNORE_INDEX)
+    return pairs
 
 
 def replaced(tree: Any, old: Sequence[Tensor], new: Sequence[Tensor]) -> Any:

@@ -72,6 +72,34 @@ def test_ignored_positions_of_sequences_are_no_cases() -> None:
     torch.testing.assert_close(found, of_real_cases(model, x, Y != 2, Y, "exact"))
 
 
+def declared(kind: str, linear: nn.Linear) -> tuple[nn.Module, kfac_fx.CompiledModule]:
+    """A model whose loss is outside, declared in one way or registered on a node."""
+    model = nn.Sequential(linear)
+    if kind != "collection":
+        return model, kfac_fx.compile(model, (torch.randn(4, 3),), loss=kind, approximations={"*": "full"})
+    collection = kfac_fx.LayerCollection(kfac_fx.capture(model, (torch.randn(4, 3),)))
+    collection.register_fully_connected(
+        ("0.weight", "0.bias"), collection.inputs_of("0"), collection.outputs_of("0"), approx="full"
+    )
+    collection.register_categorical_predictive_distribution(collection.outputs_of("0"))
+    return model, kfac_fx.compile(collection)
+
+
+@pytest.mark.parametrize("mode", ["exact", "empirical"])
+@pytest.mark.parametrize("kind", ["categorical", "cross_entropy", "collection"])
+def test_targets_that_are_handed_over_and_ignored_are_no_cases(kind: str, mode: str) -> None:
+    """The mean of `F.cross_entropy` outside of the model has no cases with a target of -100."""
+    trained, x = Trained(lambda z, y: z), torch.randn(N, 3)
+    model, net = declared(kind, trained.head)
+    estimator = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode=mode)
+    ignored = torch.where(Y == 2, -100, Y)
+    for part in (slice(0, 5), slice(5, N)):
+        estimator.update_covariances(x[part], targets=ignored[part], fold=False)
+    estimator.fold()
+    block = estimator.blocks["0.weight", "0.bias"].full_fisher_block()
+    torch.testing.assert_close(block, of_real_cases(trained, x, Y != 2, Y, mode))
+
+
 class Branching(Trained):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         z = self.head(x)

@@ -91,6 +91,13 @@ RIGHT: dict[str, dict[str, Any]] = {
     "a sum over the number of labels": {
         "loss": "categorical", "targets": SOME, "trained": ce(1 / 5, reduction="sum"),
     },
+    "statistics of a sum over all cases, some of which have no target": {
+        "loss": "categorical", "targets": SOME, "trained": ce(1 / 8, reduction="sum"), "estimation_mode": "empirical",
+    },
+    "statistics of a sum, some of whose cases have no target": {
+        "loss": "categorical", "targets": SOME, "trained": ce(reduction="sum"), "estimation_mode": "empirical",
+        "reduction": "sum",
+    },
     "a sum over the number of labels before they are shifted": {
         "loss": "categorical", "targets": SOME, "trained": ce(1 / 6, reduction="sum"),
     },
@@ -169,6 +176,12 @@ ELEMENTS = "it is a mean over the 4 elements of a case, too: sum over them, or "
 SUM = "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')."
 SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "cases without a target in statistics of the trained loss": (
+        {"loss": "categorical", "targets": SOME, "trained": ce(), "estimation_mode": "empirical"},
+        "the trained loss is a mean over the 5 of 8 cases that have a target, and the statistics of its gradients "
+        "count 8: the factors G are 1.6 times too large. Let forward compute the loss, name padding with "
+        'padding_mask=, or leave out estimation_mode="empirical".',
+    ),
     "a scaler that nobody told a pending of": (
         {"loss": "categorical", "targets": CLASSES, "trained": ce(2.0**16), "estimation_mode": "empirical"},
         times("6.554e+04", "Categorical") + SCALER + REGISTER.format("6.554e+04", "Categorical", ""),
