@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.checks.equivalence import as_unrolled, coarsest_rounding, copies, detached, model_kept
-from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.settings import ForwardSettings
@@ -38,13 +38,9 @@ def sampled_elements(leaves: Sequence[Any]) -> list[Tensor]:
 
     A single number beside others is left out, too: a sum may cancel, and its relative error says little then.
     """
-    tensors = [dense(leaf.detach()) for leaf in leaves if isinstance(leaf, Tensor) and is_compared(leaf)]
+    tensors = [dense(leaf.detach()) for leaf in leaves if is_differentiable(leaf) and not leaf.is_nested]
     several = [tensor for tensor in tensors if tensor.numel() > 1]
     return [taken(tensor) for tensor in several or tensors]
-
-
-def is_compared(leaf: Tensor) -> bool:
-    return (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_nested
 
 
 def taken(tensor: Tensor) -> Tensor:

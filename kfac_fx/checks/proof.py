@@ -271,7 +271,9 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             registration for registration in unused if live.keys() >= set(registration.owners)
         ]  # the others are not in the emitted module
         probes = prover.make_probes(values, live)
-        _, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
+        output, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
+        if prover.emitted.examples(values):
+            prover.losses.refuse_unfit(output, fisher)
         outputs = [out for out in fisher if out.requires_grad]
         cotangents = random_cotangents(outputs)
         names = list(dict.fromkeys(name for registration in (*registrations, *idle) for name in registration.owners))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kfac_fx.linalg.matrices import is_differentiable, real_numbers
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.distributions import IGNORE_INDEX
 from kfac_fx.losses.loss_function import LossFunction
@@ -89,7 +90,7 @@ class Watched:
 
         A loss comes as (coefficient as registered, weight of its mean over its own cases, loss).
         """
-        constants = [value.detach().requires_grad_(value.is_floating_point()) for value in self.fisher]
+        constants = [value.detach().requires_grad_(is_differentiable(value)) for value in self.fisher]
         outputs = list(self.outputs)
         for place, constant in zip(self.places, constants, strict=False):
             outputs[place] = constant
@@ -155,7 +156,7 @@ def hooked_leaves(recorder: Recorder, leaves: Sequence[Any]) -> tuple[list[int],
     if not recorder.whole:
         if recorder.losses.declared is None:  # Python computes the loss inside
             return numbers, False
-        return [n for n, leaf in tensors.items() if leaf.is_floating_point()], True
+        return [n for n, leaf in tensors.items() if is_differentiable(leaf)], True
     (end,) = (node for node in recorder.program.graph.nodes if node.op == "output")
     nodes = pytree.tree_leaves(recorder.capture.unflatten(end.args[0]))
     wanted = recorder.program.outputs
@@ -291,8 +292,7 @@ def gradient_behind(inputs: Tensor, leaves: Sequence[Tensor], vectors: Sequence[
 
 def ratio(arrived: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
     """f if the first gradient is f times the second."""
-    d = torch.cat([gradient.flatten().double() for gradient in arrived])
-    r = torch.cat([gradient.flatten().double() for gradient in expected])
+    d, r = (torch.cat([real_numbers(g).flatten().double() for g in gradients]) for gradients in (arrived, expected))
     size = float(r @ r)
     if not size or not bool(d.isfinite().all()) or not float(d.norm()):
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,16 @@ from torch import Tensor
 def dense(tensor: Tensor) -> Tensor:
     """The tensor with strides; gradients of `nn.Embedding(sparse=True)` are sparse."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def is_differentiable(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor that may have a gradient: of real or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def real_numbers(tensor: Tensor) -> Tensor:
+    """The tensor, or the real and imaginary parts of a complex one, on one more axis."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 # --- products -------------------------------------------------------------------------------------------------------

@@ -52,9 +52,14 @@ class LossFunction(ABC):
 
     @classmethod
     def check_outputs(cls, *outputs: object) -> None:
-        """Raises LossError for outputs that are no tensors."""
+        """Raises LossError for outputs that are no tensors, or complex."""
         if others := [type(output).__name__ for output in outputs if not isinstance(output, Tensor)]:
             raise LossError(f"{cls.__name__} takes tensors that forward returns, and got a {others[0]}")
+        if any(isinstance(output, Tensor) and output.is_complex() for output in outputs):
+            raise LossError(
+                f"{cls.__name__} takes real tensors, and got a complex one: write what the loss is of, as in "
+                f"loss=lambda outputs: kfac_fx.losses.{cls.__name__}(torch.view_as_real(outputs).flatten(1))"
+            )
 
     @property
     def cases(self) -> int | Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.diagnostics.watched import hooked_leaves
 from kfac_fx.distributed import Replicas
+from kfac_fx.linalg.matrices import real_numbers
 from kfac_fx.linalg.sharded import in_place_of, shard
 from kfac_fx.losses import Normal
 from kfac_fx.losses.loss_function import precise
@@ -167,7 +168,8 @@ class BatchLoss:
             for weight, loss in values.losses if forward.at_outputs else ():
                 of_case = share * weight / at_least_one(loss.cases)
                 if isinstance(loss, Normal):
-                    number = next((n for n, leaf in enumerate(leaves) if loss.inputs is leaf or len(leaves) == 1), None)
+                    alone = len(leaves) == len(values.losses) == 1
+                    number = next((n for n, leaf in enumerate(leaves) if is_input(leaf, loss, alone)), None)
                     value = value + self.squared_error(forward, number, loss.var / of_case)
                     if number is not None:
                         leaves[number] = torch.zeros_like(leaves[number])  # no part of the slope
@@ -182,7 +184,11 @@ class BatchLoss:
         if number is None:
             return torch.inf
         gradient = forward.gradients.get(forward.leaves[number])
-        return 0.0 if gradient is None else 0.5 * scale * (precise(gradient) / self.loss_scale).square().sum()
+        return (
+            0.0
+            if gradient is None
+            else 0.5 * scale * (precise(real_numbers(gradient)) / self.loss_scale).square().sum()
+        )
 
     def finite(self, at: Sequence[Values]) -> Tensor:
         """Whether the inputs of all losses are finite, in all processes; a 0-dim bool."""
@@ -233,11 +239,12 @@ class BatchLoss:
 
     def slope(self, forward: ObservedForward, vectors: Sequence[Tensor]) -> Tensor:
         """The inner product of the observed gradients and vectors over the leaves."""
-        terms = [
-            (forward.gradients[leaf].to(vector) * vector).sum(dtype=torch.promote_types(vector.dtype, torch.float32))
+        pairs = [
+            (real_numbers(forward.gradients[leaf].to(vector)), real_numbers(vector))
             for leaf, vector in zip(forward.leaves, vectors, strict=True)
             if leaf in forward.gradients
         ]
+        terms = [(g * v).sum(dtype=torch.promote_types(v.dtype, torch.float32)) for g, v in pairs]
         return torch.stack(terms).sum() / self.loss_scale if terms else torch.zeros((), device=self.device(vectors))
 
     def device(self, vectors: Sequence[Tensor]) -> torch.device:
@@ -254,3 +261,9 @@ class BatchLoss:
 
     def zero(self, values: Sequence[Values]) -> Tensor:
         return torch.zeros((), device=values[0].losses[0][1].inputs.device)
+
+
+def is_input(leaf: Tensor, loss: Normal, alone: bool) -> bool:
+    """Whether the inputs of a loss are the numbers of an output of the model. alone: it is the only output of all, and
+    the loss the only one; then another shape or order of all of them is the output, too."""
+    return loss.inputs is leaf or (alone and loss.inputs.numel() == real_numbers(leaf).numel())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.blocks.block import vector_form
-from kfac_fx.linalg.matrices import dense, full_precision
+from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable
 from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.linalg.vectors import split
 from kfac_fx.losses.sources import (
@@ -125,9 +125,7 @@ class CaseRecorder:
             all_probes = [probe for by_use in probes for probe in by_use.values()]
             backward = Backward(self, registrations, live, all_probes, examples)
             if measurement is not None:
-                output_leaves = [
-                    t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()
-                ]
+                output_leaves = list(filter(is_differentiable, pytree.tree_leaves(output)))
                 constants = [leaf.detach().requires_grad_() for leaf in output_leaves]
                 rebuilt = losses_of.rebuilt(output, output_leaves, constants)
                 backward.outputs, rows = output_leaves, examples

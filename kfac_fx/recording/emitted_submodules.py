@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.divide import CapturedSubmodule, Division
@@ -278,8 +279,7 @@ class EmittedSubmodules:
         self.loss_sites = watch.losses
         if not self.returns_loss:
             return output, tuple(loss.inputs for loss in self.loss_sites)
-        leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-        return output, tuple(leaf for leaf in leaves if leaf.is_floating_point())
+        return output, tuple(filter(is_differentiable, pytree.tree_leaves(output)))
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

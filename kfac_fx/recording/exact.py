@@ -1,7 +1,8 @@
 """The Fisher without sampling: the second moments of all sources, in chunks that fit into a bound on memory.
 
 A source of a loss is one coordinate of its outputs, for all cases at once, which is exact wherever cases are kept
-apart. Gradients that are summed over cases, as those of generic parameters, take the coordinates of one case at a time.
+apart. Gradients that are summed over cases, as those of generic parameters, take the coordinates of one case at a time,
+and so do losses with more rows than the batch has examples, as logits [examples · positions, classes] have.
 The cotangents of a chunk go through the graph together by vmap where that is possible, else one by one.
 """
 
@@ -140,6 +141,7 @@ class ExactPass:
         parameters: leaves of the forward by name, those of generic registrations at least.
         saved: bytes that one cotangent needs on its way back.
         memory: bytes that a chunk of cotangents may take.
+        examples: the number of examples of the batch.
         verify, loop_reason: see `Pullback`.
     """
 
@@ -152,8 +154,17 @@ class ExactPass:
     parameters: Mapping[str, Tensor]
     saved: int
     memory: int
+    examples: int
     verify: bool = False
     loop_reason: str | None = None
+
+    @property
+    def rows_reason(self) -> str | None:
+        """Why sources are of one row of a loss each, and not of all: the gradients of the rows of an example add up."""
+        for _, loss in self.losses:
+            if loss.inputs.dim() and 0 < self.examples < loss.inputs.shape[0]:
+                return f"a loss of {list(loss.inputs.shape)} has several rows for each of {self.examples} examples"
+        return None
 
     def statistics(self) -> dict[Key, Statistics]:
         """Additive sums of every registration over all sources."""
@@ -212,6 +223,7 @@ class ExactPass:
         """Gradients of the leaves [k, ...], chunk by chunk."""
         if not leaves:
             return
+        by_case = by_case or self.rows_reason is not None
         size = self.saved + sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         total = number_of_sources(self.losses, self.mode, by_case)
         chunk = max(1, min(self.memory // max(1, size), total))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.losses import Categorical, LossFunction
 from kfac_fx.losses.distributions import IGNORE_INDEX
 from kfac_fx.losses.registered import LossSpec, RegisteredLosses, WeightedLosses, cases_by_loss, likelihood
@@ -78,6 +79,11 @@ class OutputLosses:
             likelihood(BY_DISTRIBUTION[site.kind], site.reduction, inputs, target, dim, its_kept)
             for site, inputs, target, dim, its_kept in each
         ]
+
+    def refuse_unfit(self, output: Any, fisher: tuple[Tensor, ...]) -> None:
+        """Raises LossError, or the error of the user's function, if declared losses do not fit the outputs of a run."""
+        if isinstance(self.declared, LossSpec):
+            self.on(self.rebuilt(output, (), ()), fisher)
 
     def axis_of_cases(self, number: int, loss: LossFunction, output: Any, fisher: Sequence[Tensor]) -> int:
         """The axis of the cases in the inputs of a declared loss, where they are not the first in all outputs.
@@ -200,7 +206,7 @@ class OutputLosses:
         self, output: Any, fisher: tuple[Tensor, ...], values: Any, mode: str, targets: Any
     ) -> tuple[list[Tensor], WeightedLosses]:
         """The Fisher's outputs as leaves of a graph of their own, and the losses on these."""
-        leaves = [value.detach().requires_grad_(value.is_floating_point()) for value in fisher]
+        leaves = [value.detach().requires_grad_(is_differentiable(value)) for value in fisher]
         if mode == "empirical" and targets is None and not isinstance(self.declared, LossSpec):
             targets = self.targets_in_graph(values)
         return leaves, self.real(lambda outputs: self.rebuilt(output, fisher, outputs), leaves, values, targets)
@@ -217,9 +223,10 @@ def without_ignored(pairs: WeightedLosses) -> WeightedLosses:
     """The losses, of which targets of -100 are no cases, as in the means of `F.cross_entropy`."""
     for _, loss in pairs:
         targets = loss.targets
-        of_classes = isinstance(loss, Categorical) and isinstance(targets, Tensor) and not targets.is_floating_point()
-        if of_classes and targets.shape == loss.inputs.shape[:-1] and targets.device == loss.inputs.device:
-            loss.keeping(targets != IGNORE_INDEX)
+        if not isinstance(loss, Categorical) or not isinstance(targets, Tensor) or targets.is_floating_point():
+            continue
+        if targets.shape == loss.inputs.shape[:-1] and targets.device == loss.inputs.device:  # else `evaluate` raises
+            loss.keeping(targets.ne(IGNORE_INDEX))
     return pairs
 
 

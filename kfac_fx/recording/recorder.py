@@ -48,6 +48,7 @@ class Recorder:
         settings: what the capture is specialized to beside its inputs; None: nothing.
         absent: parameters that have a block which this capture cannot record; all of them are frozen.
         loop_reason: why exact passes send their sources back one by one; see `Pullback`.
+        rows_reason: why they send back one row of a loss at a time; see `ExactPass`.
         verify: whether exact passes are to be verified.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
@@ -61,6 +62,7 @@ class Recorder:
     absent: frozenset[str] = frozenset()
     verify: bool = True
     loop_reason: str | None = field(default=None, init=False)
+    rows_reason: str | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)
 
@@ -244,11 +246,12 @@ class Recorder:
                     learned,
                     saved.total,
                     memory,
+                    self.emitted.examples(values),
                     verify=self.verify and not self.exact_verified,
                     loop_reason=self.loop_reason,
                 )
                 statistics, gradients = exact.statistics(), exact.gradients() if params_stats else {}
-                self.loop_reason, self.exact_verified = exact.loop_reason, True
+                self.loop_reason, self.exact_verified, self.rows_reason = exact.loop_reason, True, exact.rows_reason
                 return Moments(statistics, cases, gradients, self.frozen)
             cotangents = one_source(mode, sums, constants, generator)
             leaves = [*(probe for by_name in probes for probe in by_name.values()), *learned.values()]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from kfac_fx.linalg.matrices import dense
+from kfac_fx.linalg.matrices import dense, real_numbers
 from kfac_fx.linalg.sharded import unsharded
 from kfac_fx.passes.errors import table
 
@@ -85,9 +85,8 @@ def digest(*values: Any) -> str:
     def add(value: Any) -> None:
         total.update(f"{type(value).__qualname__}:".encode())
         if isinstance(value, Tensor):
-            numbers = dense(unsharded(value.detach()))
-            real = torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers
-            total.update(save({str(value.dtype): real.contiguous().cpu()}))
+            numbers = real_numbers(dense(unsharded(value.detach())))
+            total.update(save({str(value.dtype): numbers.contiguous().cpu()}))
         elif isinstance(value, nn.Module):
             add(dict(value.named_parameters()) | dict(value.named_buffers()))
         elif isinstance(value, Mapping):

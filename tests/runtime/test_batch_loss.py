@@ -155,6 +155,20 @@ def test_the_value_of_squared_errors_of_several_outputs_is_known() -> None:
     torch.testing.assert_close(batch.change(batch.at(here), batch.at(there)), expected.detach())
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        lambda outputs: [losses.Normal(outputs[:, :2]), losses.Normal(outputs[:, 2:])],
+        lambda outputs: [losses.Normal(outputs[:, :2]), losses.Categorical(outputs[:, 2:])],
+        lambda outputs: losses.Normal(outputs[:, :2]),
+    ],
+)
+def test_the_value_of_squared_errors_of_parts_of_an_output_is_not_known(spec: Any) -> None:
+    net = compile(network(), (X,), loss=spec)
+    batch = observed(net, ((X,), lambda outputs: (outputs - VALUES).square().sum(1).mean()))
+    assert batch.value(batch.at(parameters_of(net))).isinf()
+
+
 def test_a_loss_inside_the_forward_is_that_which_the_user_trains() -> None:
     net = compile(WithLoss(network()), (X, CLASSES))
     batch = observed(net, ((X, CLASSES), lambda outputs: outputs[0]))

@@ -23,6 +23,15 @@ X, Y = torch.randn(8, 4), torch.arange(8) % 3
 META = torch.empty((), device="meta")
 
 
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(x)}
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
@@ -186,6 +195,14 @@ LOSSES: Rows = {
         "is called with what the model returns, and does not take that: too many positional arguments. Write loss=lam",
     ),
     "a loss of two": (lambda: compiled(loss=lambda o, y: 1), LossError, "missing a required argument: 'y'. Write los"),
+    **{
+        f"{name} of a mapping": (
+            lambda name=name: compiled(Mapped(), (X,), loss=name), LossError,
+            rf"loss='{name}' needs one output tensor, and the model returns a dict: say which, .*outputs\['logits'\]",
+        )
+        for name in ("categorical", "mse")
+    },
+    "a function that fails on the outputs": (lambda: compiled(Mapped(), (X,), loss=lambda o: o[0]), KeyError, "0"),
     "a loss that is a class": (lambda: compiled(loss=int), LossError, "loss is a type; pass a name"),
     "a variance of text": (lambda: losses.Normal(X, var="a"), LossError, "var is 'a'; it must be a positive float"),  # type: ignore[arg-type]
     "no logits": (lambda: losses.Categorical(None), LossError, "Categorical takes tensors .*, and got a NoneType"),  # type: ignore[arg-type]

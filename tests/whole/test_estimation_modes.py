@@ -322,3 +322,51 @@ def test_the_optimizer_takes_the_mode(mode: str) -> None:
     with pytest.warns(kfac_fx.LossScaleWarning, match=r"does not depend on Categorical of \[4, 3\], 1 of the 2"):
         optimizer.step()
     assert losses.Normal(model(x)[1], targets=torch.zeros(4, 2)).evaluate() / 4 < before
+
+
+class Steps(nn.Module):
+    """Logits of positions that depend on earlier ones, [N, T, classes]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.hidden(x)).cumsum(1))
+        return logits
+
+
+class Flat(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flatten(0, 1)
+
+
+class Interleaved(Steps):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(0, 1).flatten(0, 1)
+
+
+FLATTENED: dict[str, tuple[type[Steps], Any]] = {
+    "by the model": (Flat, "categorical"),
+    "by the model, positions first": (Interleaved, "categorical"),
+    "by the loss": (Steps, lambda logits: losses.Categorical(logits.flatten(0, 1))),
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("kind", "loss"), FLATTENED.values(), ids=FLATTENED)
+@pytest.mark.parametrize("mode", ["exact", "exact_GGN"])
+def test_exact_fishers_have_no_products_of_two_rows_of_an_example(kind: type[Steps], loss: Any, mode: str) -> None:
+    x, fishers = torch.randn(4, 5, 3), []
+    for model, of_model in ((Steps(), "categorical"), (kind(), loss)):
+        model.load_state_dict(
+            {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in model.state_dict().items()}
+        )
+        net = kfac_fx.compile(model, (x,), loss=of_model, approximations={"hidden": "full"})
+        estimator = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode=mode)
+        estimator.update_covariances(x)
+        fishers.append([block.full_fisher_block() for block in estimator.blocks.values()])
+    torch.testing.assert_close(*fishers)
+    assert "the exact modes send back one row of a loss at a time: a loss of [20, 3] has several rows for " in " ".join(
+        str(net.report).split()
+    )
