@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import pytest
 import torch
 from torch import Tensor
 
-from kfac_fx.blocks.block import BlockOperator, make_block
+from kfac_fx.blocks.block import BlockOperator, make_block, make_groups
+from kfac_fx.factors.factor import additive
+from kfac_fx.factors.inverses import Inverter
+from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.linalg.matrices import Root
+from kfac_fx.passes.ir import Registration
+from kfac_fx.passes.matrix import MatrixForm
 from tests.runtime.fisher_cases import CASES, FORMS, assumed_lag, dense_series, draw, register, trained
 
 every_block = pytest.mark.parametrize(("form", "approximation"), CASES, ids=[f"{f}-{a}" for f, a in CASES])
@@ -222,3 +231,72 @@ def test_several_uses_of_a_diagonal_block_add_up_before_they_are_squared() -> No
     total = moments[0]["per_case"] + moments[1]["per_case"]
     block.update({"per_case": total}, 7, decay=0.0)
     torch.testing.assert_close(block.factors["F"].value.flatten(), total.square().mean(0))
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+STACKED = 3  # blocks of a group
+ROOTS: tuple[Root, ...] = (-1.0, -0.5, "cholesky", "cholesky_inverse")
+
+
+def renamed(registration: Registration, number: int) -> Registration:
+    """The registration of other parameters of the same shapes."""
+    matrix = registration.matrix
+    halves = (None, None) if matrix is None else (matrix.weight, matrix.bias)
+    weight, bias = (None if half is None else (f"{number}.{half[0]}", half[1]) for half in halves)
+    names = tuple(f"{number}.{name}" for name in registration.parameters)
+    return replace(registration, matrix=matrix and MatrixForm(weight, bias), parameters=names)
+
+
+@lru_cache
+def stack_of(form: str, approximation: str) -> tuple[BlockGroup, list[BlockOperator], dict[str, Tensor]]:
+    """A group of blocks that have seen different batches, the same blocks in groups of their own, and a vector."""
+    torch.manual_seed(0)
+    plain = register(FORMS[form], approximation)
+    members = [renamed(plain, number) for number in range(STACKED)]
+    parameters = {f"{n}.{name}": t for n in range(STACKED) for name, t in FORMS[form].parameters.items()}
+    (group,) = make_groups(members, parameters, roots=ROOTS, damping=torch.tensor(0.3))
+    blocks = [make_block(member, parameters=parameters, roots=ROOTS, damping=0.3) for member in members]
+    for _ in range(2):
+        moments = [draw(plain, FORMS[form], 7) for _ in blocks]
+        group.update([additive(plain.structure, of_block) for of_block in moments], 7, decay=0.5)
+        for block, of_block in zip(blocks, moments, strict=True):
+            block.update(of_block, 7, decay=0.5)
+    Inverter([group], ROOTS).update()
+    for block in blocks:
+        block.update_inverses()
+    return group, blocks, {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+
+
+@every_block
+def test_a_stack_multiplies_as_its_blocks_do(form: str, approximation: str) -> None:
+    group, blocks, vector = stack_of(form, approximation)
+    for root in (1.0, *ROOTS):
+        for transpose in (False, True):
+            product = group.unpack(group.multiply(group.pack(vector), root, transpose), vector)
+            for number, block in enumerate(blocks):
+                alone, member = block._multiply(vector, root, transpose), slice(number, number + 1)
+                torch.testing.assert_close({name: product[name] for name in alone}, alone)
+                part = group.multiply(group.pack(vector, member), root, transpose, member)
+                torch.testing.assert_close(group.unpack(part, vector, member), alone)
+    for number, block in enumerate(blocks):
+        torch.testing.assert_close(group.dense(number), block.full_fisher_block())
+
+
+@every_block
+def test_a_stack_has_the_eigenvectors_of_its_blocks(form: str, approximation: str) -> None:
+    group, blocks, vector = stack_of(form, approximation)
+    values, operators = group.eigensystem()
+    torch.testing.assert_close(values, torch.cat([block.group.eigensystem()[0] for block in blocks]))
+    matrices, parts = group.pack(vector), [group.operators_of(number, operators) for number in range(STACKED)]
+    for tensor, again in zip(operators, group.stack_operators(parts), strict=True):
+        assert torch.equal(tensor, again)
+    turned = group.to_eigenbasis(matrices, operators)
+    torch.testing.assert_close(group.from_eigenbasis(turned, operators), matrices)
+    products = torch.stack([block.group.dense(0) @ row.flatten() for block, row in zip(blocks, matrices, strict=True)])
+    torch.testing.assert_close(group.from_eigenbasis(values * turned, operators).flatten(1), products)
+    some = [2, 0]  # of the blocks, in another order
+    others = group.without_factors(some)
+    assert torch.equal(others.pack(vector), matrices[some])
+    of_some = group.stack_operators([parts[number] for number in some])
+    torch.testing.assert_close(others.to_eigenbasis(others.pack(vector), of_some), turned[some])

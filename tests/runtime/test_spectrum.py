@@ -193,8 +193,9 @@ def test_pieces_of_a_parameter_are_put_together_again() -> None:
         assert not tensor[2:4].any() and tensor[:2].all() and tensor[4:].all()
 
 
-def test_what_had_no_rows_is_its_damping() -> None:
-    registration, parameters = register(FORMS["linear"], "kron"), FORMS["linear"].parameters
+@pytest.mark.parametrize("approximation", ["kron", "kron in blocks"])
+def test_what_had_no_rows_is_its_damping(approximation: str) -> None:
+    registration, parameters = register(FORMS["linear"], approximation), FORMS["linear"].parameters
     block = make_block(registration, parameters=parameters)
     block.update(
         {name: torch.zeros_like(tensor) for name, tensor in draw(registration, FORMS["linear"], 3).items()},
@@ -203,6 +204,8 @@ def test_what_had_no_rows_is_its_damping() -> None:
     )
     spectrum = Spectrum([System.of(block.group)], {n: p.shape for n, p in parameters.items()}, 5.0, 0.25)
     assert all((values == 0.25).all() for values in spectrum.eigenvalues().values())
+    vector = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+    torch.testing.assert_close(spectrum.multiply(vector), {name: 0.25 * tensor for name, tensor in vector.items()})
 
 
 def test_a_decomposition_that_fails_is_tried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kfac_fx.blocks.block import make_block, make_groups
 from kfac_fx.factors.sua import UncorrelatedGroup, waves
-from tests.runtime.fisher_cases import FORMS, draw, register
+from kfac_fx.passes.matrix import MatrixForm
+from tests.runtime.fisher_cases import FORMS, Form, draw, register, weight
 
 pytestmark = pytest.mark.usefixtures("float64")
 VARIANTS = ("kron_sua", "kron_sua_zero_mean", "kron_sua_centered")
@@ -73,3 +74,18 @@ def test_blocks_of_other_assumptions_are_other_groups() -> None:
     assert [[r.approximation for r in group.registrations] for group in groups] == [
         ["kron_sua", "kron_sua"], ["kron_sua_zero_mean"], ["kron_sua_centered"],
     ]  # fmt: skip
+
+
+def test_kernels_of_other_sizes_are_other_groups_also_if_their_matrices_are_of_one_shape() -> None:
+    shapes = {"wide": (2, 2, 3), "tall": (2, 3, 2)}
+    registrations = [
+        replace(
+            register(
+                Form(MatrixForm((name, weight(shape, "o c k -> o (c k)")[1]), None), {"weight": shape}), "kron_sua"
+            ),
+            parameters=(name,),
+        )
+        for name, shape in shapes.items()
+    ]
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    assert len(make_groups(registrations, parameters, roots=(-1.0,), damping=torch.tensor(0.1))) == 2
