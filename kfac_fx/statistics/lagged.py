@@ -29,7 +29,7 @@ class Lagged:
 
 
 def input_lag(later: Rows, earlier: Rows) -> Tensor:
-    if later.x.shape[0] == earlier.x.shape[0] == 1 and later.mask is None:
+    if later.x.shape[0] == earlier.x.shape[0] == 1:  # without a mask, or of one case
         return cross(homogeneous(later), homogeneous(earlier)) * later.repeats
     return cross(*(homogeneous(rows).expand(rows.d.shape[0], -1, -1, -1) for rows in (later, earlier)))
 

@@ -70,7 +70,7 @@ CONVOLUTIONS = {
     "convolution": FORMS["convolution"],
     "grouped convolution": FORMS["grouped convolution"],
     "pointwise convolution": Form(MatrixForm(weight((3, 2, 1), "o c k -> o (c k)"), None), {"weight": (3, 2, 1)}),
-    "wide convolution": Form(MatrixForm(weight((2, 2, 3, 3), "o c h w -> o (c h w)"), None), {"weight": (2, 2, 3, 3)}),
+    "wide convolution": Form(MatrixForm(weight((2, 3, 3, 2), "o c h w -> o (c h w)"), None), {"weight": (2, 3, 3, 2)}),
 }
 EVERYWHERE = (
     "kron", "kron_in_diag", "kron_out_diag", "kron_both_diag", "kron_indep", "diagonal", "full",

@@ -20,9 +20,13 @@ def values(positions: int = POSITIONS, groups: int = 1, bias: bool = True, share
     return canonical(x, torch.randn(CASES, positions, groups, OUT, dtype=torch.float64), bias, (groups, OUT, IN))
 
 
-def ids(bias: bool = False) -> Rows:
-    x = torch.randint(-1, IN - bias, (CASES, POSITIONS))
-    return canonical(x, torch.randn(CASES, POSITIONS, 1, OUT, dtype=torch.float64), bias, (1, OUT, IN))
+def ids(positions: int = POSITIONS, bias: bool = False) -> Rows:
+    x = torch.randint(-1, IN - bias, (CASES, positions))
+    return canonical(x, torch.randn(CASES, positions, 1, OUT, dtype=torch.float64), bias, (1, OUT, IN))
+
+
+def in_float32(rows: Rows) -> Rows:
+    return replace(rows, x=rows.x.float() if rows.x.is_floating_point() else rows.x, d=rows.d.float())
 
 
 def padded() -> Rows:
@@ -39,6 +43,7 @@ USES = {
     "shared rows": lambda: (values(shared=True),),
     "padding": lambda: (padded(),),
     "ids": lambda: (ids(),),
+    "one id": lambda: (ids(1),),
     "ids and bias": lambda: (ids(bias=True),),
     "several uses": lambda: (values(), values(1), padded()),
     "ids and rows": lambda: (ids(), values(bias=False), ids()),
@@ -95,10 +100,7 @@ def test_chunks_are_all_cases_in_order_with_their_numbers_in_the_batch(
 @every_form
 def test_products_are_in_the_precision_of_the_queries(form: str) -> None:
     cases, each = seen(form)
-    less = [
-        replace(rows, x=rows.x.float() if rows.x.is_floating_point() else rows.x, d=rows.d.float())
-        for rows in cases.uses
-    ]
+    less = list(map(in_float32, cases.uses))
     for number in (1, 2):
         queries = torch.randn(number, *each.shape[1:], dtype=torch.float64)
         for kind in (queries, LowRank.of(queries, 1)):
@@ -130,6 +132,8 @@ def test_rows_are_turned_as_their_gradients_are(form: str) -> None:
     torch.testing.assert_close(turned.gradients(), left @ each @ right)
     outputs_only = cases.turned(None, lambda d: d @ left.mT)
     torch.testing.assert_close(outputs_only.gradients(), left @ each)
+    less = replace(cases, uses=tuple(in_float32(rows) for rows in cases.uses))
+    torch.testing.assert_close(less.turned(None, lambda d: d.double()).gradients(), each, rtol=1e-5, atol=1e-5)
 
 
 def test_products_of_large_matrices_keep_the_precision_of_float32() -> None:

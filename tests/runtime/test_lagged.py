@@ -47,3 +47,13 @@ def test_uses_that_lie_behind_each_other_become_pairs_one_step_apart(in_position
     step = 1 if in_positions else 2
     assert torch.equal(later.x, earlier.x + step) and torch.equal(later.d, 10 * later.x)
     assert later.mask is not None and torch.equal(later.mask, later.x[..., 0, 0] < 5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_later_use_is_on_the_left(groups: int) -> None:
+    x, d = torch.randn(2, 4, 3, groups, 3), torch.randn(2, 4, 3, groups, 2)
+    earlier, later = (Rows(x[t], d[t], False, (groups, 2, 3)) for t in (0, 1))
+    for name, rows in (("A1", x), ("G1", d)):
+        for g in range(groups):
+            wanted = sum(torch.outer(rows[1, n, s, g], rows[0, n, s, g]) for n in range(4) for s in range(3))
+            torch.testing.assert_close(LAGGED[name].compute(later, earlier)[g], wanted)

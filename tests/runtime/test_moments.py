@@ -81,5 +81,5 @@ def test_a_second_backward_of_a_forward_is_refused() -> None:
 
 
 def test_flat_gradients_are_float32_at_least() -> None:
-    assert flat([torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(1)]).dtype is torch.float32
+    assert flat([torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)]).dtype is torch.float32
     assert flat([torch.ones(2), torch.ones(1, dtype=torch.float64)]).dtype is torch.float64

@@ -222,6 +222,19 @@ def test_attributes_keep_their_order_whether_tensors_or_sizes() -> None:
     assert probe.grad == 3
 
 
+def test_sums_over_rows_that_cases_share_count_every_case() -> None:
+    """In all their variants; in sums with gradient rows the gradient is that of all cases already."""
+    of_inputs, others = (
+        ("count", "count/reduced", "A", "A/2", "A/reduced", "A_diag"),
+        ("G", "G/2", "G_diag", "gradient"),
+    )
+    names = (*of_inputs, *others)
+    output, probes = torch.zeros(2, requires_grad=True), [torch.zeros((), requires_grad=True) for _ in names]
+    apply = tap_function(lambda *_: lambda name: torch.ones(()), cases=0).apply
+    apply(output, torch.zeros(2), len(names), *names, *probes, 5).sum().backward()  # type: ignore[no-untyped-call]
+    assert [float(probe.grad or 0) for probe in probes] == [5] * len(of_inputs) + [1] * len(others)
+
+
 def test_a_tensor_that_comes_twice_comes_once_and_as_a_view() -> None:
     output, x, y = (torch.randn(2) for _ in range(3))
     first, second, same, other, nothing = apart(output, x, x, output, y, None)
