@@ -4,7 +4,6 @@ from kfac_fx import fisher_blocks, losses, plot
 from kfac_fx.blocks.spectrum import Relative, Spectrum
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
-from kfac_fx.diagnostics.loss_scale import LossScaleWarning
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.factor import NotRegisteredError
 from kfac_fx.fitting import fit_spectrum
@@ -20,6 +19,7 @@ from kfac_fx.layer_collection import (
 )
 from kfac_fx.linalg.krylov import ConvergenceWarning, Solution
 from kfac_fx.metrics import Metrics
+from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.errors import (
     AlreadyAttachedError,

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kfac_fx.checks.outputs import differ, sampled_elements
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.diagnostics.loss_scale import check_coverage, check_scale
-from kfac_fx.diagnostics.watched import Watched, watch
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.linalg.sharded import drop_gathered, is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
+from kfac_fx.optim.loss_gradient import Watched, watch
+from kfac_fx.optim.loss_scale import check_coverage, check_scale
 from kfac_fx.optim.no_trace import without_a_trace
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import warn_user

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from kfac_fx.compiled_module import CompiledModule
-from kfac_fx.diagnostics.loss_scale import scale_of_caller
 from kfac_fx.in_place import warn_of_trainer
 from kfac_fx.linalg.matrices import dense
 from kfac_fx.linalg.sharded import shard
@@ -29,6 +28,7 @@ from kfac_fx.optim.bounded import move_bounded
 from kfac_fx.optim.eigen_moments import update_bases
 from kfac_fx.optim.forwards import Closure, TrainingClosure
 from kfac_fx.optim.groups import FlatParameters, Group, GroupedParameters, Proposal
+from kfac_fx.optim.loss_scale import scale_of_caller
 from kfac_fx.optim.proposals import (
     preconditioner,
     predicted_change,

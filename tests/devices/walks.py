@@ -22,14 +22,14 @@ Walk = Callable[[Waits], None]
 
 # Where the host waits on purpose: once, to know what it could not go on without.
 FIRST_STEP = {
-    "watched.py:factors",  # is the trained loss the registered one?
+    "loss_gradient.py:factors",  # is the trained loss the registered one?
     "loss_scale.py:axis_of_classes",
     "loss_scale.py:without_targets",
     "loss_scale.py:rest_of_classes",
-    "watched.py:value",
-    "watched.py:ratio",
-    "watched.py:part_with_targets",
-    "watched.py:factor_of_value",
+    "loss_gradient.py:value",
+    "loss_gradient.py:ratio",
+    "loss_gradient.py:part_with_targets",
+    "loss_gradient.py:factor_of_value",
     "step.py:take_step",  # without a first factor there is no inverse until the next is due
     "step.py:choose_intervals",  # how many rows has a batch?
     "loss_scale.py:check_coverage",  # does it reach other parameters?

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import kfac_fx
 from kfac_fx import capturing, layer
 from kfac_fx.checks import equivalence
-from kfac_fx.diagnostics import watched
+from kfac_fx.optim import loss_gradient
 from kfac_fx.optim.curvature import JacobianProducts
 from kfac_fx.passes.errors import fatal, first_line, out_of_memory
 from kfac_fx.passes.expressions import Expressions
@@ -294,7 +294,7 @@ def first_step(monkeypatch: pytest.MonkeyPatch, within: Callable[..., Any]) -> k
     x, y = torch.randn(4, 3), torch.arange(4) % 2
     net = kfac_fx.compile(OwnLoss(), (x, y))
     opt = kfac_fx.KFAC(net, lr=0.1, damping=0.1)
-    monkeypatch.setattr(watched, "within", within)
+    monkeypatch.setattr(loss_gradient, "within", within)
     net(x, y).backward()
     opt.step()
     return opt

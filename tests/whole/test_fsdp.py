@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils import checkpoint as recomputation
 
 import kfac_fx
-from kfac_fx.diagnostics.loss_scale import check_coverage
 from kfac_fx.factors.inverses import Inverter
 from kfac_fx.linalg import sharded
 from kfac_fx.linalg.sharded import ShardLayout, is_sharded
 from kfac_fx.linalg.sharded import shard as shard_of
+from kfac_fx.optim.loss_scale import check_coverage
 from kfac_fx.optim.schedule import LayerFlops
 from tests.errors.test_floors import ROOT
 from tests.whole.test_docs import run_blocks

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kfac_fx.diagnostics.watched import PROPORTIONAL, LossFactor, Watched, factors, gradient_behind
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.in_place import callers
 from kfac_fx.losses import Categorical, Normal
 from kfac_fx.losses.distributions import DISTRIBUTIONS
 from kfac_fx.losses.registered import LossSpec
+from kfac_fx.optim.loss_gradient import PROPORTIONAL, LossFactor, Watched, factors, gradient_behind
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.torch_losses import TORCH_LOSSES
 

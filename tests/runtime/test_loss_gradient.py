@@ -12,17 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kfac_fx.diagnostics import watched
-from kfac_fx.diagnostics.loss_scale import (
-    advice,
-    axis_of_classes,
-    factor_of_step,
-    is_loss_scale,
-    is_right,
-    near,
-    short_name,
-)
-from kfac_fx.diagnostics.watched import (
+from kfac_fx.losses import Categorical, Normal
+from kfac_fx.losses.registered import LossSpec, loss_from
+from kfac_fx.optim import loss_gradient
+from kfac_fx.optim.loss_gradient import (
     LossFactor,
     Watched,
     enough,
@@ -33,8 +26,15 @@ from kfac_fx.diagnostics.watched import (
     part_with_targets,
     ratio,
 )
-from kfac_fx.losses import Categorical, Normal
-from kfac_fx.losses.registered import LossSpec, loss_from
+from kfac_fx.optim.loss_scale import (
+    advice,
+    axis_of_classes,
+    factor_of_step,
+    is_loss_scale,
+    is_right,
+    near,
+    short_name,
+)
 from kfac_fx.passes.torch_private import pytree
 
 LOGITS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_a_number_s_gradient_arrives_through_its_own_inner_gradients() -> None:
 def test_of_large_outputs_the_first_cases_are_enough(
     shapes: list[tuple[int, ...]], limit: int, expected: tuple[int | None, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched, "LIMIT", limit)
+    monkeypatch.setattr(loss_gradient, "LIMIT", limit)
     assert enough([torch.zeros(shape) for shape in shapes]) == expected
 
 

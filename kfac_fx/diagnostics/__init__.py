@@ -1,1 +1,0 @@
-"""Checks of the first step: is the trained loss the one whose curvature is estimated?"""
