@@ -196,10 +196,7 @@ class CaptureCache:
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        action: Callable[[Recorder, tuple[Any, ...]], Result],
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], action: Callable[[Recorder, tuple[Any, ...]], Result]
     ) -> Result:
         """`action` on the capture for these inputs and on its inputs, again after every call that had to be captured.
 

@@ -118,13 +118,7 @@ def by_fx(model: nn.Module, options: Options, layers: Mapping[str, Any]) -> Capt
     parameters, aliases = named_parameters(model)
     program = Program(traced.graph, traced.root, parameters, aliases, options, layers)
     return Capture(
-        program,
-        traced.flatten,
-        lambda output: output,
-        traced.holds,
-        traced.effects,
-        traced.assigned,
-        traced.outside,
+        program, traced.flatten, lambda output: output, traced.holds, traced.effects, traced.assigned, traced.outside
     )
 
 

@@ -175,9 +175,7 @@ class Spectrum:
     def at(self, *, scale: float | Tensor | None = None, damping: Damping | None = None) -> Spectrum:
         """The same spectrum with another s or δ, without a decomposition."""
         return replace(
-            self,
-            scale=self.scale if scale is None else scale,
-            damping=self.damping if damping is None else damping,
+            self, scale=self.scale if scale is None else scale, damping=self.damping if damping is None else damping
         )
 
     @torch.no_grad()

@@ -371,10 +371,7 @@ def revealing(value: Tensor) -> Tensor:
 
 
 def demoted(
-    program: Program,
-    failed: Mapping[Key, str],
-    changed: Mapping[Key, tuple[str, str]],
-    missed: Sequence[str],
+    program: Program, failed: Mapping[Key, str], changed: Mapping[Key, tuple[str, str]], missed: Sequence[str]
 ) -> Program:
     """The program with failed registrations generic, and others with another approximation."""
     registrations: list[Registration] = []

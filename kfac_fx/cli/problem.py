@@ -81,11 +81,7 @@ def failure(error: Exception) -> CommandError:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments that name a problem."""
-    command.add_argument(
-        "model",
-        metavar="MODEL",
-        help=MODEL_FORMS,
-    )
+    command.add_argument("model", metavar="MODEL", help=MODEL_FORMS)
     command.add_argument(
         "--arg",
         dest="arguments",

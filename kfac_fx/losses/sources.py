@@ -185,11 +185,7 @@ def measurement_source(
 
 
 def source_vectors(
-    mode: str,
-    losses: LossPairs,
-    slots: Callable[[], Sequence[Tensor]],
-    by_row: bool,
-    generator: torch.Generator | None,
+    mode: str, losses: LossPairs, slots: Callable[[], Sequence[Tensor]], by_row: bool, generator: torch.Generator | None
 ) -> Iterator[list[Tensor]]:
     """Gradients of the inputs of all losses, source by source. slots: of every loss, asked for where they matter."""
     if is_exact(mode):

@@ -71,13 +71,7 @@ class MomentumRule:
     norm_constraint: float | None  # of the form "gradient"; see `clipped`
 
     def __call__(
-        self,
-        g: Tensor,
-        v: Tensor,
-        momentum: Tensor,
-        precondition: Product,
-        lr: Tensor,
-        inner: InnerProduct = inner,
+        self, g: Tensor, v: Tensor, momentum: Tensor, precondition: Product, lr: Tensor, inner: InnerProduct = inner
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(the new v, Δ, κ): v <- μ v + κ P g, Δ = v; or v <- μ v + g, Δ = κ P v. κ is None without a constraint.
 

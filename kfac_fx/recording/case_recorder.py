@@ -260,10 +260,7 @@ class Backward:
             finish(key, self.taps[key][0])
 
     def with_sinks(
-        self,
-        sink: Callable[[Registration, CollectingTap], Callable[[Rows], None]],
-        cotangents: Cotangents,
-        keep: bool,
+        self, sink: Callable[[Registration, CollectingTap], Callable[[Rows], None]], cotangents: Cotangents, keep: bool
     ) -> None:
         """One backward in which every tap of a registration that is not apart has a sink."""
         collecting = [r for r in self.registrations if not r.generic and r.parameters not in self.of.apart]

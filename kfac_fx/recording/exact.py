@@ -72,11 +72,7 @@ class Pullback:
     """
 
     def __init__(
-        self,
-        outputs: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        verify: bool = False,
-        loop_reason: str | None = None,
+        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], verify: bool = False, loop_reason: str | None = None
     ) -> None:
         self.outputs, self.leaves = outputs, leaves
         self.verify, self.loop_reason = verify, loop_reason

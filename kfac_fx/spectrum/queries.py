@@ -141,11 +141,7 @@ class Queries:
         return by_block if by == "block" else torch.stack(list(by_block.values())).sum(0)
 
     def scores_of_all(
-        self,
-        batches: Iterable[Any],
-        *,
-        folder: str | Path | None = None,
-        measurement: Measurement | None = None,
+        self, batches: Iterable[Any], *, folder: str | Path | None = None, measurement: Measurement | None = None
     ) -> Tensor:
         """The scores of all examples of a DataLoader, [Q, N], with a progress bar on a terminal.
 

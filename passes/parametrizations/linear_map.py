@@ -174,5 +174,5 @@ def candidates(whole: Shape, shape: Shape) -> Iterator[Columns]:
 EXAMPLES = {
     "linear map": WeightExample(
         lambda w: F.interpolate(w.t()[None], scale_factor=0.5, mode="linear")[0].t(), {"w": (8, 4)}
-    ),
+    )
 }

@@ -139,9 +139,7 @@ def unsqueezed(value: ParameterExpr, dim: int) -> ParameterExpr:
     dim = dim % (len(value.shape) + 1)
     slices = tuple(
         replace(
-            slice_,
-            box=(*slice_.box[:dim], (0, 1), *slice_.box[dim:]),
-            strides=view_of(slice_).unsqueeze(dim).stride(),
+            slice_, box=(*slice_.box[:dim], (0, 1), *slice_.box[dim:]), strides=view_of(slice_).unsqueeze(dim).stride()
         )
         for slice_ in value.slices
     )

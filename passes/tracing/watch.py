@@ -17,14 +17,7 @@ from torch import nn
 
 from ..errors import UntraceableError, first_line
 from ..registration import OWN_FOLDER
-from ..torch_private import (
-    BACKWARD_HOOKS,
-    FORWARD_HOOKS,
-    LOGGERS,
-    OWN_FUNCTIONS,
-    CheckpointFunction,
-    NormBase,
-)
+from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, LOGGERS, OWN_FUNCTIONS, CheckpointFunction, NormBase
 from .settings import is_torchs
 from .substitutes import checkpoints_off
 from .threads import replaced_in_thread
