@@ -28,9 +28,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.groups import FlatParameters, Proposal
 from kfac_fx.optim.rules import DampingRule, Product
-from kfac_fx.optim.step_checks import RISE, Check, StepSize, go_back, store
+from kfac_fx.optim.step_checks import RISE, Check, StepSize, take
 
 GROWTH = 1.5
 LEAST_STEP = 0.05
@@ -64,8 +64,8 @@ def move(
         step = step * (GROWTH * (size.norm / (step.square() * slope)).sqrt()).clamp(max=1.0)
         displacement = flat.displacement(step * direction)
         ok = ok & flat.is_finite(displacement)
-        commit(flat, displacement, ok)
-        store(size, flat, ok, velocity, {"weight": weight})
+        flat.commit(Proposal(displacement, {"velocity": velocity}), ok)
+        size.store(ok, weight=weight)
         return ok, nothing, nothing
     fisher, of_outputs, before = check.batch.along(check.parameters, flat.everywhere(direction))
     now = (fisher + damping * flat.inner(direction, direction)) / slope
@@ -81,28 +81,14 @@ def move(
         curvature, linear, _ = check.batch.along(check.parameters, flat.everywhere(displacement))
     linear = linear if check.batch.observed else flat.inner(flat.g, displacement)
     predicted = linear + 0.5 * curvature
-    flat.state["checkpoint"].copy_(torch.where(ok, flat.flat.joined(flat.parameters), flat.state["checkpoint"]))
-    here = {name: copy.clone() for name, copy in flat.copies.items()}
-    commit(flat, displacement, ok)
-    change = check.batch.change(before, check.values_at(flat.copies))
-    change = change if check.batch.observed else change + linear
-    kept = ok & ~(change > RISE * check.value.abs()) & change.isfinite()
-    go_back(flat, here, ok & ~kept)
+    proposal = Proposal(displacement, {"velocity": velocity})
+    kept, change = take(flat, proposal, check, before, linear, RISE * check.value.abs(), ok)
     rho = change / predicted
     falls = torch.where(predicted < 0, rho > rule.decrease_above, change < 0) & (1 / ratio > LEAST_STEP)
     grows = ~falls & ~(rho >= rule.increase_below) & ~((predicted >= 0) & (change < 0))
     factor = rule.decay**check.steps
     adapted = damping * torch.where(falls, factor, torch.where(grows, 1 / factor, 1.0))
     damping.copy_(torch.where(ok, adapted.clamp(min=rule.min_damping), damping))
-    new = {
-        "ratio": torch.where(kept, ratio, 2 * ratio),
-        "norm": step.square() * slope,
-        "value": check.value,
-        "weight": weight,
-    }
-    store(size, flat, ok, velocity, new)
+    ratio = torch.where(kept, ratio, 2 * ratio)
+    size.store(ok, ratio=ratio, norm=step.square() * slope, value=check.value, weight=weight)
     return kept, predicted, rho
-
-
-def commit(flat: FlatParameters, displacement: Tensor, ok: Tensor) -> None:
-    flat.add(torch.where(ok, displacement, 0))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kfac_fx.optim.groups import FlatParameters, Proposal
-from kfac_fx.optim.step_checks import Check, StepSize, go_back, tolerated
+from kfac_fx.optim.step_checks import Check, StepSize, take, tolerated
 
 RATE = 0.02
 
@@ -54,13 +54,6 @@ def move_bounded(
     ok = ok & flat.is_finite(move) & fisher.isfinite()
     linear = slope / ratio if check.batch.observed else flat.inner(flat.g, move)
     predicted = linear + 0.5 * fisher / ratio.square()
-    flat.state["checkpoint"].copy_(torch.where(ok, flat.flat.joined(flat.parameters), flat.state["checkpoint"]))
-    here = {name: copy.clone() for name, copy in flat.copies.items()}
-    flat.commit(Proposal(move, proposal.state), ok)
-    change = check.batch.change(before, check.values_at(flat.copies))
-    change = change if check.batch.observed else change + linear
-    kept = ok & ~(change > tolerated(check.value)) & change.isfinite()
-    go_back(flat, here, ok & ~kept)
-    for old, new in ((size.ratio, torch.where(kept, ratio, 2 * ratio)), (size.value, check.value)):
-        old.copy_(torch.where(ok, new, old))
+    kept, change = take(flat, Proposal(move, proposal.state), check, before, linear, tolerated(check.value), ok)
+    size.store(ok, ratio=torch.where(kept, ratio, 2 * ratio), value=check.value)
     return kept, predicted, change / predicted

@@ -16,7 +16,7 @@ from torch import Tensor
 from kfac_fx.linalg.sharded import in_place_of
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.optim.batch_loss import BatchLoss, Values
-from kfac_fx.optim.groups import FlatParameters
+from kfac_fx.optim.groups import FlatParameters, Proposal
 
 RISE = 0.5
 RISE_AGAIN = 9.0  # without noise between batches, momentum makes the loss rise threefold and fall again
@@ -38,6 +38,12 @@ class StepSize:
         """scalar: a zero."""
         infinity = torch.full_like(scalar, torch.inf)
         return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone())
+
+    def store(self, ok: Tensor, **scalars: Tensor) -> None:
+        """Overwrite these scalars where `ok` is true."""
+        for name, value in scalars.items():
+            old = getattr(self, name)
+            old.copy_(torch.where(ok, value, old))
 
 
 @dataclass
@@ -111,8 +117,19 @@ def go_back(flat: FlatParameters, there: Tensors, where: Tensor) -> None:
         copy.copy_(torch.where(where, there[name], copy))
 
 
-def store(size: StepSize, flat: FlatParameters, ok: Tensor, velocity: Tensor, scalars: Tensors) -> None:
-    torch.where(ok, velocity, flat.state["velocity"], out=flat.state["velocity"])
-    for name, value in scalars.items():
-        old = getattr(size, name)
-        old.copy_(torch.where(ok, value, old))
+def take(
+    flat: FlatParameters, move: Proposal, check: Check, before: list[Values], linear: Tensor, rise: Tensor, ok: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Commit a move where `ok` is true, and go back where the loss rises by more than `rise`.
+
+    before: at the parameters before the step. linear: the change by the slope, for a batch that does not know it.
+    Returns (whether the move was kept, the change of the loss), 0-dim.
+    """
+    flat.state["checkpoint"].copy_(torch.where(ok, flat.flat.joined(flat.parameters), flat.state["checkpoint"]))
+    here = {name: copy.clone() for name, copy in flat.copies.items()}
+    flat.commit(move, ok)
+    change = check.batch.change(before, check.values_at(flat.copies))
+    change = change if check.batch.observed else change + linear
+    kept = ok & ~(change > rise) & change.isfinite()
+    go_back(flat, here, ok & ~kept)
+    return kept, change
