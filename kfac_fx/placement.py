@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,14 +28,6 @@ from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import connected
 
 # --- placements of costs ----------------------------------------------------------------------------------------------
-
-
-def decomposition_cost(sides: Iterable[int]) -> int:
-    """Σ n³ over the sides n of the dense factors of a block, the operations of their decompositions up to a constant.
-
-    A factor with several groups has one side for each group. Diagonal factors have no side.
-    """
-    return sum(side**3 for side in sides)
 
 
 def longest_processing_time(costs: Sequence[float], ranks: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfac_fx.placement import decomposition_cost, loads_of, longest_processing_time, makespan, round_robin
+from kfac_fx.placement import loads_of, longest_processing_time, makespan, round_robin
 
 COSTS = st.lists(st.integers(0, 50), max_size=7)
 RANKS = st.integers(1, 3)
@@ -48,11 +48,6 @@ def test_ties_go_to_the_first() -> None:
 
 def test_round_robin_ignores_the_costs() -> None:
     assert round_robin([9, 1, 9, 1, 1], 2) == (0, 1, 0, 1, 0)
-
-
-def test_the_cost_of_a_block_is_the_sum_of_the_cubes_of_its_sides() -> None:
-    assert decomposition_cost([2, 3]) == 35
-    assert decomposition_cost([]) == 0
 
 
 @pytest.mark.parametrize("place", [longest_processing_time, round_robin])
