@@ -314,6 +314,6 @@ class DampingRule:
         rho = change / predicted
         # A model that predicted an increase was wrong in the right direction if the loss fell: ρ is negative then.
         decrease = ((change < 0) & (predicted > 0)) | (rho > self.decrease_above)
-        increase = ~decrease & (rho < self.increase_below)
-        adapted = torch.where(decrease, damping * omega, torch.where(increase, damping / omega, damping))
+        kept = torch.where(rho < self.increase_below, damping / omega, damping)
+        adapted = torch.where(decrease, damping * omega, kept)
         return adapted.clamp(min=self.min_damping + self.l2_reg), rho

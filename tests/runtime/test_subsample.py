@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import Tensor, fx
 
-from kfac_fx.passes.ir import Sampling
-from kfac_fx.taps.subsample import as_ratio, fewer_cases, fewer_rows, read_sampling, share_of, systematic
+from kfac_fx.passes.ir import KEPT, Sampling
+from kfac_fx.passes.layers import LAYERS
+from kfac_fx.taps.subsample import (
+    as_ratio,
+    fewer_cases,
+    fewer_rows,
+    read_sampling,
+    sample,
+    sampled_parts,
+    share_of,
+    systematic,
+)
+from tests.runtime.fisher_cases import FORMS, register
 
 
 @pytest.mark.parametrize(("total", "number"), [(7, 3), (12, 4), (5, 5), (9, 1), (1000, 7)])
@@ -47,3 +62,34 @@ def test_a_mask_is_sampled_with_its_rows_and_few_rows_are_all_taken() -> None:
     assert fewer_rows(as_ratio(8.0), torch.tensor(0.5), rows, mask)[0] is rows
     cases, scale = fewer_cases(as_ratio(0.5), torch.tensor(0.0), 6)
     assert cases.tolist() == [0, 2, 4] and scale == 2
+
+
+def test_the_sums_of_a_sample_count_both_shares() -> None:
+    """Half of the cases, and of their rows two for the only input; the mask goes with them."""
+    x, mask = torch.arange(24.0).view(4, 6, 1), torch.arange(24).view(4, 6) % 2 == 0
+
+    def both(output_grad: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+        return input, output_grad
+
+    phases = torch.tensor([0.5, 0.25], dtype=torch.float64)
+    sampled = sample(both, (as_ratio(0.5), as_ratio(2.0)), phases, 0, x, x, (), mask)
+    assert sampled is not None and sampled[1] is not None and sampled[2] == 2 * 6
+    assert sampled[0].flatten().tolist() == [7.0, 19.0]  # cases 1 and 3, rows 1 and 7 of their twelve
+    assert sampled[1].flatten().tolist() == [False, False]
+
+
+@pytest.mark.parametrize("input", [torch.zeros(1, 6, 3), torch.zeros(6, 3), torch.zeros(4, 6, dtype=torch.int64)])
+def test_rows_that_are_ids_or_that_cases_share_are_taken_whole(input: Tensor) -> None:
+    def both(*_: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError
+
+    phases = torch.zeros(2, dtype=torch.float64)
+    assert sample(both, (as_ratio(0.5), None), phases, 0, torch.zeros(4, 6, 3), input, (), None) is None
+
+
+@pytest.mark.parametrize(("attribute", "sampled"), [(KEPT, True), ("scale", False)])
+def test_a_use_is_sampled_with_its_padding_mask_and_with_no_other_tensor(attribute: str, sampled: bool) -> None:
+    registration = replace(register(FORMS["linear"], "kron"), sampling=Sampling(0.5, None))
+    node = fx.Graph().placeholder("tensor")
+    use = replace(registration.uses[0], attrs={attribute: cast(Any, node)})
+    assert sampled_parts(registration, use, LAYERS["linear"]) == (((1, 2), None) if sampled else None)

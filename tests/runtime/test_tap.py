@@ -176,6 +176,22 @@ def test_probes_take_no_memory() -> None:
     assert all(probe.untyped_storage().nbytes() == 4 and probe.is_leaf for probe in probes.values())
 
 
+def test_probes_for_complex_parameters_are_real() -> None:
+    (probe,) = make_probes(registered(nn.Linear(3, 2)), ("A",), 5, torch.zeros((), dtype=torch.complex64)).values()
+    assert probe.dtype is torch.float32
+
+
+def test_a_convolution_has_its_gradient_beside_its_moments() -> None:
+    """Its moments alone are computed without patches; with a statistic that needs these, everything is from them."""
+    model, x = nn.Conv1d(3, 2, 3), torch.randn(5, 3, 6)
+    weight = torch.randn(5, 2, 4)
+    one = registered(model, x)
+    found, alone = (through(one, model(x), x, weight, names) for names in (NAMES, NAMES[:3]))
+    torch.testing.assert_close({name: found[name] for name in alone}, alone)
+    wanted = torch.autograd.grad((model(x) * weight).sum(), [model.weight, model.bias])
+    torch.testing.assert_close(found["gradient"], torch.cat([wanted[0].flatten(1), wanted[1].unsqueeze(1)], 1)[None])
+
+
 def test_a_tap_prints_its_matrix() -> None:
     assert str(tap_of(registered(nn.Linear(3, 2)))) == "Tap((1, 2, 4))"
 

@@ -111,6 +111,24 @@ def test_the_second_moment_of_a_convolution_is_that_of_its_patches() -> None:
     assert torch.equal(d.flatten(1, 2).mT.flatten(), -2 * dy.flatten())
 
 
+def test_the_second_moment_is_float32_at_least() -> None:
+    x = torch.randn(N, 2, 6, dtype=torch.bfloat16)
+    registration, use = registered(lambda x, w: F.conv1d(x, w.to(x.dtype)), x, "conv1d", w=(3, 2, 3))
+    find = moment_and_grad_rows(registration, use, LAYERS["conv1d"])
+    assert find is not None
+    moment, _ = find(torch.randn(N, 3, 4, dtype=torch.bfloat16), x)
+    patches = x.float().unfold(2, 3, 1).movedim(1, 2).flatten(0, 1).flatten(1)
+    torch.testing.assert_close(moment, (patches.mT @ patches).unsqueeze(0))
+
+
+def test_sums_of_inputs_count_once_for_all_sources_in_all_their_variants() -> None:
+    names = ("count", "count/reduced", "A", "A/2", "A_diag", "A1", "pairs", "G", "G/2", "per_case", "gradient")
+    sums = rows.over_sources([{name: torch.full((2,), value) for name in names} for value in (1.0, 3.0)])
+    assert {name for name in names if sums[name].tolist() == [1.0, 1.0]} == set(names[:7])
+    assert sums["G"].tolist() == sums["G/2"].tolist() == [4.0, 4.0]
+    assert sums["per_case"].tolist() == sums["gradient"].tolist() == [[1.0, 1.0], [3.0, 3.0]]
+
+
 def test_rows_that_are_scaled_have_no_short_way() -> None:
     x = torch.randn(N, 2, 6)
     registration, use = registered(lambda x, w, b: F.conv1d(x, w, -2 * b), x, "conv1d", w=(3, 2, 3), b=(3,))
