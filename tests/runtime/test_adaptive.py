@@ -155,3 +155,37 @@ def test_damping_does_not_fall_where_the_step_is_short_already(lr: float) -> Non
     assert 1 / opt._step_state.size.ratio < LEAST_STEP
     assert opt.rho > 0.75 if lr == 1.0 else (opt.rho < 0 and opt.predicted_change > 0)
     assert opt.skipped == 0 and opt.damping == 1e-4
+
+
+class Edge(nn.Module):
+    """Outputs that are no numbers a little further on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1, bias=False).double()
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return torch.where(y > 1e-4, torch.nan, y)
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "eigen_moments"])
+def test_a_step_to_where_the_loss_is_no_number_is_undone_at_once(kind: str) -> None:
+    model = Edge()
+    net = compile(model, loss="normal")
+    opt = KFAC(net, momentum_type=kind, **({"damping": 1.0} if kind == "adaptive" else {}))
+    (net(torch.eye(2, dtype=torch.float64)) - 10.0).square().sum(1).mean().backward()
+    opt.step()
+    assert not model.linear.weight.any() and opt.skipped == 1
+
+
+def test_the_step_to_the_minimum_of_a_small_loss_is_taken_whole() -> None:
+    """Its squared Fisher norm, twice the loss, is bounded by one and not by the loss."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    net = compile(model, loss="normal")
+    opt = KFAC(net, momentum_type="adaptive", damping=1e-9, estimation_mode="exact")
+    (net(torch.ones(4, 1, dtype=torch.float64)) - 0.1).square().mean().backward()
+    opt.step()
+    assert model.weight.item() == pytest.approx(0.1, rel=1e-3)

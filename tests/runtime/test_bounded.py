@@ -92,3 +92,14 @@ def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     assert not net.model.linear.weight.any()  # type: ignore[union-attr, operator]
     assert opt.skipped == 1 and opt.rho < 0
     assert opt._step_state.size.ratio == 2
+
+
+def test_steps_before_a_check_that_could_be_made_are_as_long_as_proposed() -> None:
+    """As where the first batches overflowed."""
+    net, opt = made()
+    for number in range(6):
+        step(net, opt, number)
+    opt._step_state.size.ratio.zero_()
+    at = theta(net)
+    step(net, opt, 6)
+    assert theta(net).isfinite().all() and not torch.equal(theta(net), at) and opt.skipped == 0

@@ -19,6 +19,7 @@ from kfac_fx.optim.rules import (
     inner_products,
     is_finite,
     new_adam_state,
+    shrinking,
 )
 
 # --- momentum -------------------------------------------------------------------------------------------------------
@@ -295,3 +296,7 @@ def test_a_vector_with_one_bad_element_is_not_finite(value: float) -> None:
     assert is_finite(vector)
     vector[3] = value
     assert not is_finite(vector)
+
+
+def test_rounding_of_a_squared_norm_to_zero_or_below_leaves_a_step_as_it_is() -> None:
+    assert [shrinking(0.1, torch.tensor(squared)).item() for squared in (0.0, -1e-9, 0.4)] == [1, 1, 0.5]

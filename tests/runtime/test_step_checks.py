@@ -200,3 +200,18 @@ def test_without_gradients_of_the_outputs_it_trains_and_the_report_says_so(
     first, *_, last = [step(net, opt, 1).item() for _ in range(20)]
     assert last < first and opt.damping < 1 and opt.rho.isfinite()
     assert "the checks of the step size take the loss as linear" in str(net.report)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_with_a_batch_that_is_not_finite_leaves_everything_as_it_was(kind: str) -> None:
+    """At the parameters of the last check its loss is no number, either."""
+    net, opt = made(kind)
+    for number in range(8):
+        step(net, opt, number)
+    x, y = batch(8)
+    opt.zero_grad()
+    F.cross_entropy(net(x * torch.nan), y).backward()
+    before = theta(net), [opt.state[p]["velocity"].clone() for p in net.parameters()]
+    opt.step()
+    after = theta(net), [opt.state[p]["velocity"] for p in net.parameters()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
