@@ -317,3 +317,23 @@ def test_targets_behind_no_gradient_are_the_mean() -> None:
     targets = loss.targets_behind(gradient)
     assert targets is not None and targets.isfinite().all()
     assert torch.equal(targets[1], loss.inputs[1, :3])
+
+
+def test_targets_behind_no_gradient_are_left_out_of_one_hot_classes() -> None:
+    gradient = torch.tensor([[0.5, -1.0, 0.5], [0.0, 0.0, 0.0]])
+    assert OnehotCategorical(random(2, 3)).targets_behind(gradient).tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
+def test_a_mean_and_a_variance_move_with_the_cases() -> None:
+    mean, variance, targets = random(5, 4, 3), random(5, 4, 3, seed=1).exp(), random(5, 4, 3, seed=2)
+    loss = NormalMeanVariance(mean, variance, targets)
+    expected = loss.evaluate()
+    moved = NormalMeanVariance(mean, variance, targets).with_cases_at(1)
+    torch.testing.assert_close(moved.evaluate(), expected)
+    assert moved.sample().shape == (4, 5, 3) and moved.cases == 4
+
+
+def test_the_one_hot_of_logits_without_a_batch_axis_is_at_a_class() -> None:
+    loss = Categorical(random(4))
+    column = loss.multiply_fisher_factor(torch.eye(4, dtype=loss.inputs.dtype)[2])
+    torch.testing.assert_close(loss.multiply_fisher_factor_replicated_one_hot(2), column)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import kfac_fx
 from kfac_fx.recording.exact import Pullback, tracked
+from tests.compiler.toy import Toy
 
 
 @pytest.mark.parametrize(("terminal", "after", "shown"), [(True, 0.0, True), (True, 60.0, False), (False, 0.0, False)])
@@ -66,3 +67,28 @@ def test_right_rules_of_vmap_are_compared_once() -> None:
             net.record((torch.randn(5, 3),), {}, mode="exact")
     assert any(calls) and not any(calls[len(calls) // 2 :])
     assert net.recorder((torch.randn(5, 3),), {}).loop_reason is None
+
+
+def test_a_gradient_that_is_zero_up_to_rounding_is_no_wrong_rule() -> None:
+    leaves = [torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)]
+    for noise, differs in ((1e-8, False), (1e-2, True)):
+        together, alone = [torch.full((2, 3), noise), torch.ones(2, 3)], (torch.zeros(3), torch.ones(3))
+        reason = Pullback([], leaves, verify=True).difference(together, lambda *_, a=alone: a, [torch.ones(2, 1)])
+        assert (reason is not None) is differs
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_the_first_and_the_last_cotangent_are_compared(place: int) -> None:
+    together = torch.ones(4, 3)
+    together[place] = 2.0
+    pullback = Pullback([], [torch.ones(3)], verify=True)
+    assert (pullback.difference([together], lambda *_: (torch.ones(3),), [torch.ones(4, 1)]) is None) is (place == 1)
+
+
+def test_generic_parameters_of_low_precision_have_float32_sums() -> None:
+    x = torch.randn(5, 3, dtype=torch.bfloat16)
+    model = Toy(lambda x, p: torch.maximum(x.unsqueeze(1), p).sum(-1), p=(4, 3)).to(torch.bfloat16)
+    net = kfac_fx.compile(model, (x,), loss="categorical")
+    assert all(registration.generic for registration in net.registrations)
+    moments = net.record((x,), {}, mode="exact")
+    assert {t.dtype for sums in moments.statistics.values() for t in sums.values()} == {torch.float32}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kfac_fx import LossError
+from kfac_fx.losses import Normal
 from kfac_fx.losses.registered import likelihood
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
+from kfac_fx.recording.output_losses import OutputLosses
 from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
 
 
@@ -99,3 +104,21 @@ def test_without_a_loss_there_is_no_fisher() -> None:
         'Name it with compile(..., loss="categorical"), "normal", "multi_bernoulli" or a function of the model\'s '
         "outputs, or let forward compute cross_entropy, mse_loss or binary_cross_entropy_with_logits.",
     ]
+
+
+def unattached(**emitted: Any) -> OutputLosses:
+    return OutputLosses(cast(Any, SimpleNamespace(**emitted)), None)
+
+
+def test_every_loss_is_a_mean_over_its_own_cases() -> None:
+    """So that the sum over the cases of the first one is that many times the mean loss."""
+    losses = [(1.0, Normal(torch.zeros(6, 2))), (0.5, Normal(torch.zeros(2, 2))), (3.0, Normal(torch.zeros(6, 1)))]
+    assert [coefficient for coefficient, _ in unattached().summed(losses)] == [1.0, 1.5, 3.0]
+
+
+def test_probabilities_of_classes_are_no_targets_that_are_ignored() -> None:
+    losses = unattached(target_values=lambda site, values: site)
+    site = cast(Any, SimpleNamespace(ignored=-100, targets=None))
+    assert losses.not_ignored(site, None, torch.rand(4, 3)) is None
+    kept = losses.not_ignored(site, None, torch.tensor([1, -100, 0]))
+    assert kept is not None and kept.tolist() == [True, False, True]

@@ -97,6 +97,7 @@ def test_cases_come_first_in_an_output_of_which_only_sizes_are_known(sizes: Any,
 
 def test_as_many_cases_as_positions_are_two_dimensions() -> None:
     assert dims_in(torch.zeros(7, 2, 7), torch.ones(7, 7)) == (0, 2)
+    assert dims_in(torch.zeros(7, 2), torch.ones(7, 7)) is None
 
 
 def test_padding_is_no_case_and_sends_nothing_back() -> None:
