@@ -156,7 +156,7 @@ def exported(
     flat = FlatModel(model, leaves, spec)
     flat.training = model.training  # of this module only: submodules may be in other modes
     # For a view torch.export would guard its base; the next batch need not be a view.
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    inputs = tensors_in(args, kwargs)
     copy = copy_with_strides if gaps else torch.clone
     tensors = tuple(copy(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in inputs)
     names = input_names(model, args, kwargs)
@@ -177,21 +177,16 @@ def exported(
     refuse_drawn(type(model).__name__, flat.returned.drawn)
     refuse_no_tensors(name, "returns", flat.returned.leaves)
     graph, root = flat_graph(module, names)
-
-    def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(tensors_in(args, kwargs))
-
     packs = packs_in(graph, root)
-    if packs is not None and (seen := packs.longest(bind(args, kwargs))) != packs.steps:
+    if packs is not None and (seen := packs.longest(inputs)) != packs.steps:
         return exported(model, args, kwargs, options, layers, every_size, seen, gaps)
-
     outside = flat.returned.observer.outside()
     if outside.reads_layout and not gaps and list(map(layout, tensors)) != list(map(layout, inputs)):
         return exported(model, args, kwargs, options, layers, every_size, longest, gaps=True)
     facts = [(fact, fact(args, kwargs)) for fact in read_facts(outside)]
 
     def holds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        values = bind(args, kwargs)
+        values = tensors_in(args, kwargs)
         try:
             if guards is not None:
                 guards(*values)
@@ -208,7 +203,7 @@ def exported(
     returned = (f"returns a {kind}" for kind in flat.returned.left_out.values())
     hooks = (*forward_hooks(model), *backward_hooks(model))
     effects = (*(f"sets {name}" for name in assigned), *averages, *hooks, *outside.effects, *returned)
-    return Capture(captured, bind, flat.unflatten, holds, effects, assigned, outside)
+    return Capture(captured, tensors_in, flat.unflatten, holds, effects, assigned, outside)
 
 
 def read_facts(outside: Outside) -> list[Callable[[tuple[Any, ...], Mapping[str, Any]], Any]]:

@@ -104,9 +104,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
     if schedule.counter == 0 and state.options.checked and not schedule.burning_in:
         choose_intervals(state)
     unrecorded = schedule.recording and schedule.counter > 0 and not forwards.seen.forwards
-    if (
-        unrecorded and not state.options.quadratic and not schedule.checking
-    ):  # whose model needs the batch, too: an error
+    if unrecorded and not (state.options.quadratic or schedule.checking):  # these need the batch, too: an error
         forwards.note_unrecorded()
     loss = None if losses.loss is None else state.replicas.mean(state.scalar + losses.loss)
     ok = torch.ones_like(state.skipped, dtype=torch.bool) if loss is None else loss.isfinite()

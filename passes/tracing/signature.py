@@ -152,8 +152,8 @@ def trained(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return tuple((tensor.requires_grad, tensor.is_leaf) for tensor in tensors_in(args, kwargs))
 
 
-def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
+def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
 
 
 def capture_key(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
