@@ -22,7 +22,6 @@ from kfac_fx.linalg.matrices import is_differentiable
 from kfac_fx.linalg.sharded import averaged_unsharded, unsharded
 from kfac_fx.linalg.vectors import Tensors
 from kfac_fx.passes.divided.divide import CapturedSubmodule, Division
-from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.ir import KEPT, Dims, Program
 from kfac_fx.passes.rewrite import rewrite
 from kfac_fx.passes.submodules import graph_of
@@ -43,10 +42,9 @@ from kfac_fx.recording.emitted import (
 )
 from kfac_fx.recording.frames import Frames, LossWatch, ServedReads, UncapturedCall, one_call, refuse_read
 from kfac_fx.recording.masks import (
-    SITES,
+    MaskedInputs,
     MaskSizes,
     PaddingMask,
-    Site,
     dims_in,
     mask_of_call,
     masked_part,
@@ -55,7 +53,7 @@ from kfac_fx.recording.masks import (
 )
 from kfac_fx.taps.tap import Tap
 
-# --- its inputs: examples in any structure, and the mask of padding ---------------------------------------------------
+# --- the examples in its inputs, of any structure ---------------------------------------------------
 
 
 def examples_in(value: Any) -> int | None:
@@ -84,41 +82,6 @@ def first_examples(value: Any, total: int, wanted: int) -> Any:
         return leaf[:wanted] if has_all else leaf
 
     return pytree.tree_map(shortened, value)
-
-
-@dataclass(frozen=True)
-class MaskedInputs:
-    """The mask of a call of the model as one more input of its captured submodules.
-
-    sites: of every submodule, the (input, dimension) of the cases and of the positions; None: it has no mask.
-    """
-
-    sites: tuple[tuple[Site, Site] | None, ...]
-    paths: tuple[str, ...]
-
-    @classmethod
-    def of(cls, parts: Sequence[Program], paths: Sequence[str]) -> MaskedInputs:
-        sites = (next((node.meta[SITES] for node in part.graph.nodes if SITES in node.meta), None) for part in parts)
-        return cls(tuple(sites), tuple(paths))
-
-    def of_call(self, number: int, values: tuple[Any, ...], mask: Tensor | None) -> tuple[Any, ...]:
-        """The inputs of a submodule and the mask behind them; `mask` is None if nothing is padding.
-
-        Raises ModelChangedError if the mask does not fit the inputs.
-        """
-        site = self.sites[number]
-        if site is None:
-            return values
-        sizes = tuple(values[place].shape[dim] for place, dim in site)
-        if mask is None:
-            return *values, torch.ones(sizes, device=values[site[0][0]].device)
-        if tuple(mask.shape) != sizes:
-            raise ModelChangedError(
-                f"padding_mask has shape {list(mask.shape)}, but {self.paths[number]} is called on {sizes[0]} cases "
-                f"and {sizes[1]} positions; with the first inputs these numbers were equal.\n"
-                "Compile with an example in which the numbers of cases and positions differ from all other sizes."
-            )
-        return *values, mask
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -14,14 +14,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from kfac_fx.losses.registered import WeightedLosses
-from kfac_fx.passes.errors import RegistrationError, fatal, first_line, nearest, plural, table, warn_user
+from kfac_fx.passes.errors import (
+    ModelChangedError,
+    RegistrationError,
+    fatal,
+    first_line,
+    nearest,
+    plural,
+    table,
+    warn_user,
+)
 from kfac_fx.passes.graphs.labels import NUMBER, in_example, shape_of
 from kfac_fx.passes.ir import KEPT, Dims, Note, Program
 from kfac_fx.passes.padding import padding, spread, without_mask
@@ -263,6 +272,41 @@ def the_size(inputs: Sequence[fx.Node], number: int, symbols: Iterable[str]) -> 
     if len(places) > 1:
         places = {symbol: size_and_site for symbol, size_and_site in places.items() if symbol in symbols}
     return next(iter(places.values())) if len(places) == 1 else None
+
+
+@dataclass(frozen=True)
+class MaskedInputs:
+    """The mask of a call of the model as one more input of its captured submodules.
+
+    sites: of every submodule, the (input, dimension) of the cases and of the positions; None: it has no mask.
+    """
+
+    sites: tuple[tuple[Site, Site] | None, ...]
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Program], paths: Sequence[str]) -> MaskedInputs:
+        sites = (next((node.meta[SITES] for node in part.graph.nodes if SITES in node.meta), None) for part in parts)
+        return cls(tuple(sites), tuple(paths))
+
+    def of_call(self, number: int, values: tuple[Any, ...], mask: Tensor | None) -> tuple[Any, ...]:
+        """The inputs of a submodule and the mask behind them; `mask` is None if nothing is padding.
+
+        Raises ModelChangedError if the mask does not fit the inputs.
+        """
+        site = self.sites[number]
+        if site is None:
+            return values
+        sizes = tuple(values[place].shape[dim] for place, dim in site)
+        if mask is None:
+            return *values, torch.ones(sizes, device=values[site[0][0]].device)
+        if tuple(mask.shape) != sizes:
+            raise ModelChangedError(
+                f"padding_mask has shape {list(mask.shape)}, but {self.paths[number]} is called on {sizes[0]} cases "
+                f"and {sizes[1]} positions; with the first inputs these numbers were equal.\n"
+                "Compile with an example in which the numbers of cases and positions differ from all other sizes."
+            )
+        return *values, mask
 
 
 # --- the losses -------------------------------------------------------------------------------------------------------

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.errors import RegistrationError
+from kfac_fx.passes.errors import ModelChangedError, RegistrationError
 from kfac_fx.passes.ir import KEPT, Options, Program, Submodule
 from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.pipeline import SUBMODULES, run
 from kfac_fx.passes.submodules import in_model, join
 from kfac_fx.passes.trace import named_parameters, trace_model
-from kfac_fx.recording.masks import SITES, masked_part, with_masks
+from kfac_fx.recording.masks import SITES, MaskedInputs, masked_part, with_masks
 
 X, FLAT = torch.randn(5, 7, 3), torch.randn(11, 3)
 
@@ -93,3 +94,36 @@ def test_without_a_mask_nothing_changes() -> None:
 def test_sizes_that_no_submodule_has_are_an_error() -> None:
     with pytest.raises(RegistrationError, match="2 cases and 9 positions, and no captured submodule has"):
         with_masks(program(X, FLAT), [(2, 9), (2, 9)])
+
+
+def masked_inputs() -> MaskedInputs:
+    return MaskedInputs((((0, 1), (1, 0)), None), ("encoder", "head"))
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """5 cases in dimension 1 of the first, 7 positions in dimension 0 of the second."""
+    return torch.zeros(2, 5), torch.zeros(7, 2)
+
+
+def test_the_mask_is_the_last_input_of_submodules_that_have_one() -> None:
+    mask = torch.ones(5, 7)
+    assert masked_inputs().of_call(0, inputs(), mask)[-1] is mask
+    assert len(masked_inputs().of_call(1, inputs(), mask)) == 2
+
+
+def test_without_a_mask_all_is_real() -> None:
+    assert torch.equal(masked_inputs().of_call(0, inputs(), None)[-1], torch.ones(5, 7))
+
+
+def test_a_mask_of_another_shape_names_the_submodule_and_the_sizes() -> None:
+    with pytest.raises(ModelChangedError) as failure:
+        masked_inputs().of_call(0, inputs(), torch.ones(5, 8))
+    first, advice = str(failure.value).splitlines()
+    assert first.startswith("padding_mask has shape [5, 8], but encoder is called on 5 cases and 7 positions;")
+    assert advice.startswith("Compile with an example in which the numbers of cases and positions differ")
+
+
+def test_the_places_of_the_mask_are_read_off_the_graphs() -> None:
+    node, other = SimpleNamespace(meta={"kfac_fx_mask": ((0, 0), (0, 1))}), SimpleNamespace(meta={})
+    parts: Any = [SimpleNamespace(graph=SimpleNamespace(nodes=nodes)) for nodes in ([other, node], [])]
+    assert MaskedInputs.of(parts, ["a", "b"]).sites == (((0, 0), (0, 1)), None)
