@@ -190,7 +190,7 @@ class CaptureCache:
         self.outdated = True
 
     def has_settings_of(self, recorder: Recorder) -> bool:
-        """Whether everything that the capture is specialized to still has the values that it had; see `Settings`."""
+        """Whether everything that the capture is specialized to still has its values; see `ForwardSettings`."""
         return recorder.settings is None or recorder.settings.hold()
 
     # --- running ----------------------------------------------------------------------------------------------------

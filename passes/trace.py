@@ -82,7 +82,7 @@ class Capture:
     outside: Outside = Outside()
 
     def settings(self, model: nn.Module, inside: bool = False) -> ForwardSettings:
-        """The present values that the graph is specialized to beside its inputs. inside: see `Settings`."""
+        """The present values that the graph is specialized to beside its inputs. inside: see `ForwardSettings`."""
         root = self.program.root
         tensors = [*root.buffers(), *root.parameters(), *model.buffers()]
         return ForwardSettings(model, self.outside, self.assigned, tensors, inside)

@@ -217,10 +217,10 @@ class Report:
         """The report as plain data.
 
         Returns:
-            "parameters": the numbers of `elements`, and the names of the unused ones. "registrations": `Row.to_dict` of
-            every block. "dropped", "python": lists of a subject and a reason. "submodules": those that were captured,
-            with the number of their calls. "cases", "sampling", "casts", "fallbacks": lines of text. "passes": name,
-            nodes, seconds.
+            "parameters": the numbers of `elements`, and the names of the unused ones. "registrations":
+            `ReportRow.to_dict` of every block. "dropped", "python": lists of a subject and a reason. "submodules":
+            those that were captured, with the number of their calls. "cases", "sampling", "casts", "fallbacks": lines
+            of text. "passes": name, nodes, seconds.
         """
         program = self.program
         return {
@@ -278,9 +278,9 @@ class Report:
         an operation where data meets "operation " and its name.
 
         Every node has a `kind` ("parameter", "piece", "use", "operation" or "block") and a `label`. Parameters and
-        pieces have a `shape`, uses the `line` of the user's code, blocks the entries of `Row.to_dict` and `generic`.
-        Every edge has a `kind`: "piece", "parameter" (into a use), "block" (into a block) or "data" (between uses). The
-        report lists no uses of generic parameters, so their edges lead to their block.
+        pieces have a `shape`, uses the `line` of the user's code, blocks the entries of `ReportRow.to_dict` and
+        `generic`. Every edge has a `kind`: "piece", "parameter" (into a use), "block" (into a block) or "data" (between
+        uses). The report lists no uses of generic parameters, so their edges lead to their block.
         """
         return block_graph(self.program, self.rows)
 

@@ -151,7 +151,7 @@ def dense_shape(groups: int, width: int, blocks: int) -> tuple[int, ...]:
 
 
 def block_words(registration: Registration, program: Program) -> str:
-    """See `Row.block`: `"kronecker"`, `"kronecker per channel"`, `"diagonal"`, `"full (linked)"`, ..."""
+    """See `ReportRow.block`: `"kronecker"`, `"kronecker per channel"`, `"diagonal"`, `"full (linked)"`, ..."""
     approximation, words = registration.structure, registration.approximation
     if registration.matrix is not None and approximation.kronecker:
         groups, outputs, _ = registration.matrix.shape

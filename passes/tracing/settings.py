@@ -1,6 +1,6 @@
 """The settings of a capture beside its inputs: attributes of the model, its code, and values from outside of it.
 
-A graph keeps the values that these had while it was traced. `Settings.hold` tells whether they are still the same. It
+A graph keeps the values that these had while it was traced. `ForwardSettings.hold` tells whether they are the same. It
 compares identities of what is held (see `summary`), which costs microseconds for a module. Only if one of them differs
 are the summaries computed and compared.
 """
