@@ -24,6 +24,7 @@ from kfac_fx.passes.errors import (
     fatal,
     first_line,
     table,
+    warn_user,
 )
 from kfac_fx.passes.ir import Options, Program, Registration
 from kfac_fx.passes.layers import Layer
@@ -294,6 +295,9 @@ class Capturing:
         if verdict is not None and verdict.program.registrations != recorder.program.registrations:
             recorder = recorder.with_program(verdict.program)
         recorder.proven = verdict is None or verdict.conclusive
+        recorder.misfits = [] if verdict is None else [*verdict.misfits]
+        for misfit in recorder.misfits:
+            warn_user(UserWarning(misfit))
         if isinstance(recorder.emitted, EmittedSubmodules):
             recorder.emitted.checked = None if verdict is None else set(recorder.emitted.ran)
         return recorder

@@ -127,11 +127,13 @@ class Verdict:
         program: with failed registrations generic.
         failed: the reasons, by registration.
         conclusive: False if the batch has no cases, or no finite gradients to compare with.
+        misfits: see `OutputLosses.misfits`.
     """
 
     program: Program
     failed: Mapping[Key, str]
     conclusive: bool = True
+    misfits: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,14 @@ class Gradients:
         fisher: the Fisher's outputs.
         missed: the parameters that are registered as unused and have a gradient.
         mixing: the registrations with a per-case block whose cases meet between them and the outputs.
+        misfits: see `OutputLosses.misfits`.
     """
 
     pairs: Iterator[tuple[Registration, Tensor, Tensor, Tensor]]
     fisher: tuple[Tensor, ...]
     missed: list[str]
     mixing: set[Key]
+    misfits: list[str]
 
 
 def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
@@ -193,7 +197,8 @@ def prove(recorder: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             f"{many} failed the proof:\n{table(rows)}\n"
             "Correct the layers' declarations, or let these parameters be generic with compile(..., strict=False)."
         )
-    return Verdict(demoted(recorder.program, failed, changed, gradients.missed), failed)
+    program = demoted(recorder.program, failed, changed, gradients.missed)
+    return Verdict(program, failed, misfits=gradients.misfits)
 
 
 def difference_in_words(wanted: Tensor, computed: Tensor, rounding: float, bound: float) -> str | None:
@@ -272,8 +277,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         ]  # the others are not in the emitted module
         probes = prover.make_probes(values, live)
         output, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
-        if prover.emitted.examples(values):
-            prover.losses.refuse_unfit(output, fisher)
+        misfits = prover.losses.misfits(output, fisher, values) if prover.emitted.examples(values) else []
         outputs = [out for out in fisher if out.requires_grad]
         cotangents = random_cotangents(outputs)
         names = list(dict.fromkeys(name for registration in (*registrations, *idle) for name in registration.owners))
@@ -314,7 +318,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
             yield registration, registration.matrix.pack(split(by_name, [registration])), computed, bound
 
     missed = [name for name, gradient in split(by_name, idle).items() if bool(gradient.any())]
-    return Gradients(pairs(), fisher, missed, mixing)
+    return Gradients(pairs(), fisher, missed, mixing, misfits)
 
 
 def gradient_left_out(parameter: Tensor, taps: Sequence[ProofTap]) -> Tensor:

@@ -80,10 +80,23 @@ class OutputLosses:
             for site, inputs, target, dim, its_kept in each
         ]
 
-    def refuse_unfit(self, output: Any, fisher: tuple[Tensor, ...]) -> None:
-        """Raises LossError, or the error of the user's function, if declared losses do not fit the outputs of a run."""
-        if isinstance(self.declared, LossSpec):
-            self.on(self.rebuilt(output, (), ()), fisher)
+    def misfits(self, output: Any, fisher: tuple[Tensor, ...], values: Any) -> list[str]:
+        """Sentences about declared losses with rows that the padding mask does not tell apart.
+
+        Raises LossError, or the error of the user's function, for losses that do not fit the outputs of a run.
+        """
+        if not isinstance(self.declared, LossSpec):
+            return []
+        losses = self.on(self.rebuilt(output, (), ()), fisher)
+        padding = self.emitted.padding(values, fisher)
+        if padding is None or any(dims is not None for dims in padding[1]):
+            return []
+        return [
+            f"padding may count as cases of the {type(loss).__name__} loss, whose rows are not the cases and positions "
+            "of padding_mask: return outputs [cases, positions, ...] of all positions, in their order"
+            for _, loss in losses
+            if loss.all_cases > len(padding[0])
+        ]
 
     def axis_of_cases(self, number: int, loss: LossFunction, output: Any, fisher: Sequence[Tensor]) -> int:
         """The axis of the cases in the inputs of a declared loss, where they are not the first in all outputs.

@@ -48,6 +48,7 @@ class Recorder:
         settings: what the capture is specialized to beside its inputs; None: nothing.
         absent: parameters that have a block which this capture cannot record; all of them are frozen.
         loop_reason: why exact passes send their sources back one by one; see `Pullback`.
+        misfits: see `OutputLosses.misfits`.
         rows_reason: why they send back one row of a loss at a time; see `ExactPass`.
         verify: whether exact passes are to be verified.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
@@ -62,6 +63,7 @@ class Recorder:
     absent: frozenset[str] = frozenset()
     verify: bool = True
     loop_reason: str | None = field(default=None, init=False)
+    misfits: list[str] = field(default_factory=list, init=False)
     rows_reason: str | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)

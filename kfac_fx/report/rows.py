@@ -239,6 +239,7 @@ def fallbacks(
     ]
     if first is not None and first.loop_reason is not None:
         sentences.append(f"sources of the exact modes are sent back one by one: {first.loop_reason}")
+    sentences += first.misfits if first is not None else []
     if first is not None and first.rows_reason is not None:
         sentences.append(f"the exact modes send back one row of a loss at a time: {first.rows_reason}")
     if first is not None and first.emitted.plain_reason is not None:

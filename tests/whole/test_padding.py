@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -289,3 +289,36 @@ def test_a_mask_that_fits_no_use_is_an_error() -> None:
 def test_rows_behind_a_mean_over_positions_have_no_padding_to_warn_of() -> None:
     """Warnings are errors here."""
     assert len(nets(Judge)[0].program.unmasked) == 1 and not nets(Judge)[0].program.padded
+
+
+class Logits(nn.Module):
+    """Logits of positions, or a function of them."""
+
+    def __init__(self, of_logits: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words, self.head, self.of_logits = nn.Embedding(7, 4), nn.Linear(4, 6), of_logits
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.of_logits(self.head(torch.tanh(self.words(ids))))
+
+
+@pytest.mark.parametrize(
+    ("of_logits", "cases"),
+    [
+        (lambda logits: logits[:, :-1], 9),
+        (lambda logits: logits.flip(1), 12),
+        (lambda logits: logits, None),
+        (lambda logits: logits.flatten(0, 1), None),
+        (lambda logits: logits.mean(1), None),
+    ],
+)
+def test_padding_among_the_cases_of_a_loss_is_warned_of(
+    of_logits: Callable[[Tensor], Tensor], cases: int | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    ids, mask = torch.randint(7, (3, 4)), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+    net = kfac_fx.compile(Logits(of_logits), (ids, mask), loss="categorical", padding_mask="mask")
+    told = [str(warning.message) for warning in recwarn if "may count as cases" in str(warning.message)]
+    assert bool(told) is (cases is not None)
+    if cases is not None:
+        assert told[0].startswith("padding may count as cases of the Categorical loss, whose rows are not the cases an")
+        assert told[0] in " ".join(str(net.report).split()) and net.record((ids, mask), {}).cases == cases
