@@ -179,6 +179,30 @@ class KFACOptions:
                 f"damping_decrease_rho_threshold={self.damping_decrease_rho_threshold}: between them the damping would "
                 "have to grow and to shrink"
             )
+        self.refuse_without_effect()
+
+    def refuse_without_effect(self) -> None:
+        """Raises ValueError for options that another one would have to be given for."""
+        adapting, adapt = self.adapt_damping or self.adaptive, "adapt_damping=True"
+        needed = {
+            "damping_adaptation_decay": (adapting, adapt),
+            "damping_decrease_rho_threshold": (adapting, adapt),
+            "damping_increase_rho_threshold": (adapting, adapt),
+            "min_damping": (adapting, adapt),
+            "l2_reg": (adapting, adapt),
+            "damping_adaptation_interval": (adapting or self.checked, adapt),
+            "update_damping_immediately": (self.adapt_damping, adapt),
+            "precon_damping_mult": (self.relative_damping is None, "damping in the place of relative_damping"),
+            "norm_constraint_form": (self.norm_constraint is not None, "norm_constraint"),
+        }
+        defaults = {field.name: field.default for field in fields(self)}
+        idle = [
+            f"{name}={getattr(self, name)!r} has no effect without {other}: leave it out"
+            for name, (given, other) in needed.items()
+            if not given and getattr(self, name) != defaults[name]
+        ]
+        if idle:
+            raise ValueError("\n".join(idle))
 
     def check_step_size(self) -> None:
         """Raises ValueError if lr, momentum, norm_constraint or qmodel_update_rescale do not fit the momentum type."""

@@ -162,7 +162,7 @@ def test_parameters_in_no_block_follow_adamw(momentum_type: str, adapt_damping: 
     torch.manual_seed(0)
     kind: dict[str, Any] = QUADRATIC if momentum_type == "qmodel" else {}
     first_order: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
-    adapt: dict[str, Any] = {"adapt_damping": adapt_damping, "damping_adaptation_interval": 1}
+    adapt: dict[str, Any] = {"adapt_damping": True, "damping_adaptation_interval": 1} if adapt_damping else {}
     net, opt = made(WithSpare(), first_order=first_order, **kind, **adapt)
     assert [(len(group["params"]), group["first_order"]) for group in opt.param_groups] == [(2, False), (1, True)]
     reference = nn.Parameter(net.get_parameter("spare").detach().clone())

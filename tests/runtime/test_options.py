@@ -72,6 +72,31 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"second_moment_decay": 0.9},
         r"momentum_type='regular' has no second moments: leave second_moment_decay out, or write momentum_type=",
     ),
+    "options of an adapted damping without one": (
+        {
+            "damping_adaptation_interval": 2,
+            "damping_adaptation_decay": 0.9,
+            "damping_decrease_rho_threshold": 0.8,
+            "damping_increase_rho_threshold": 0.2,
+            "update_damping_immediately": False,
+            "min_damping": 1e-3,
+            "l2_reg": 0.1,
+        },
+        r"(?s)damping_adaptation_decay=0\.9 has no effect without adapt_damping=True: leave it out\n.*_decrease_rho_.*"
+        r"_increase_rho_.*min_damping=0\.001 .*l2_reg=0\.1 .*interval=2 .*update_damping_immediately=False has no",
+    ),
+    "an adapted damping of moments": (
+        {"momentum_type": "eigen_moments", "damping": None, "min_damping": 1e-3},
+        r"min_damping=0\.001 has no effect without adapt_damping=True",
+    ),
+    "a multiple of a relative damping": (
+        {"momentum_type": "adam", "damping": None, "relative_damping": 0.1, "precon_damping_mult": 2.0},
+        r"precon_damping_mult=2\.0 has no effect without damping in the place of relative_damping: leave it out",
+    ),
+    "the form of a bound that is not given": (
+        {"norm_constraint_form": "gradient"},
+        r"norm_constraint_form='gradient' has no effect without norm_constraint: leave it out",
+    ),
     "adaptive of a sum": ({"momentum_type": "adaptive", "reduction": "sum"}, r"is that of the mean loss"),
     "qmodel with lr": (
         {"momentum_type": "qmodel", "momentum": None},
