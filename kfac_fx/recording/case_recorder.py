@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfac_fx.blocks.block import vector_form
 from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable
@@ -35,7 +35,7 @@ from kfac_fx.losses.sources import (
 )
 from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.choose import cases_apart
-from kfac_fx.passes.errors import LossError, RegistrationError
+from kfac_fx.passes.errors import LossError, RegistrationError, warn_user
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.recording.recorder import Recorder
@@ -65,6 +65,15 @@ class CaseRecorder:
     """
 
     def __init__(self, recorder: Recorder) -> None:
+        if noisy := noisy_modules(recorder.model):
+            more = f" and {len(noisy) - 3} more" if len(noisy) > 3 else ""
+            warn_user(
+                UserWarning(
+                    f"gradients of single examples are recorded in training mode, where {', '.join(noisy[:3])}{more} "
+                    "draw random numbers or normalize over the batch: every number is that of one draw, and of an "
+                    "example among the others of its batch. Call net.eval() before."
+                )
+            )
         registrations = tuple(map(with_own_rows, recorder.registrations))
         program = recorder.program.but(registrations=registrations)
         emitted = recorder.emitted.but(program=program, backend="eager", make_tap=CollectingTap)
@@ -310,6 +319,21 @@ def with_last(sources: Iterator[CaseSource]) -> Iterator[tuple[CaseSource, bool]
         following = next(sources, None)
         yield source, following is None
         source = following
+
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def noisy_modules(model: nn.Module) -> list[str]:
+    """The modules whose output for an example is one draw, or depends on the rest of the batch."""
+
+    def is_noisy(module: nn.Module) -> bool:
+        rate = module.p if isinstance(module, DROPOUTS) else getattr(module, "dropout", 0.0)
+        drops = isinstance(module, (*DROPOUTS, nn.RNNBase, nn.MultiheadAttention)) and rate > 0
+        return module.training and (drops or isinstance(module, BATCH_NORMS))
+
+    return [name or type(model).__name__ for name, module in model.named_modules() if is_noisy(module)]
 
 
 # --- rows of single examples ------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,3 +98,29 @@ def test_rows_in_an_unknown_order_are_refused() -> None:
     spectrum = spectrum_of(Shuffled(), x, None)
     with pytest.raises(kfac_fx.LossError, match=r"3 rows for every example, and their order is not known"):
         spectrum.correct([x])
+
+
+NOISY: dict[str, tuple[Callable[[], list[nn.Module]], str | None]] = {
+    "dropout": (
+        lambda: [nn.Linear(4, 4), nn.Dropout(0.5)],
+        "where 1 draw random numbers or normalize over",
+    ),
+    "batch normalization": (lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4)], "training mode, where 1 draw"),
+    "attention": (lambda: [nn.TransformerEncoderLayer(4, 2, 8)], r"where 0\.self_attn, 0\.dropout, .* and 1 more draw"),
+    "no dropout": (lambda: [nn.Linear(4, 4), nn.Dropout(0.0), nn.LayerNorm(4)], None),
+    "a frozen normalization": (lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4).eval()], None),
+}
+
+
+@pytest.mark.parametrize(("layers", "text"), NOISY.values(), ids=NOISY)
+def test_examples_in_training_mode_are_warned_of_where_they_are_not_alone(
+    layers: Callable[[], list[nn.Module]], text: str | None
+) -> None:
+    model = nn.Sequential(*layers(), nn.Linear(4, 3))
+    x = torch.randn(2, 6, 4) if isinstance(model[0], nn.TransformerEncoderLayer) else torch.randn(6, 4)
+    net = kfac_fx.compile(model, (x,), loss="normal")
+    spectrum = kfac_fx.fit_spectrum(net, [x], damping=0.1)
+    with pytest.warns(UserWarning, match=text) if text else nullcontext():
+        spectrum.self_scores(x, measurement=lambda y: y[..., 0] if y.ndim == 2 else y[0, :, 0])
+    net.eval()
+    spectrum.self_scores(x, measurement=lambda y: y[..., 0] if y.ndim == 2 else y[0, :, 0])
