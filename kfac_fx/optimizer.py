@@ -44,7 +44,7 @@ class KFAC(Optimizer, Joinable):
     3. Momentum and the preconditioner P give an update Δ, and θ <- θ - lr (Δ + weight_decay θ). The momentum type says
        what Δ is:
        "eigen_moments", the default: Δ is Adam's in the eigenbasis of the Fisher blocks, times 0.02 (see
-       `kfac_fx.optim.eigen_moments`). Every few steps the exact Fisher of the batch bounds it, and steps that made the
+       `kfac_fx.optim.eigen_moments`). Every few steps the exact Fisher of the batch scales it, and steps that made the
        batch's loss rise are undone (see `kfac_fx.optim.bounded`). It needs no number and no closure;
        "adaptive": Δ = α P m, with m the averaged gradient. Every few steps the exact Fisher of the batch gives α, and
        the change of the batch's loss adapts the damping. A step, or the steps since the last check, that made this loss

@@ -130,6 +130,7 @@ class FlatParameters:
     g: Tensor  # the gradient, in float32 at least
     state: Tensors  # of the rule, by name; written in place
     lr: Tensor
+    largest_lr: Tensor  # of all parameters, 0-dim
     first_lr: Tensor | None  # when the groups were added; None if they do not keep it
     momentum: Tensor | None  # None if it is no option of groups
     weight_decay: Tensor | None  # None if no parameter has any
@@ -266,6 +267,11 @@ class GroupedParameters:
                 if isinstance(group["weight_decay"], Tensor) or group["weight_decay"]:
                     self.decaying.update(names[parameter] for parameter in group["params"])
 
+    def largest(self, key: str, names: Iterable[str]) -> Tensor:
+        """The largest value that the groups of these parameters have, 0-dim."""
+        scalars = {id(scalar): scalar for scalar in map(self.scalars[key].__getitem__, names)}
+        return torch.stack([*scalars.values()]).amax(0)
+
     def flat(self, first_order: bool, states: MutableMapping[Any, Any]) -> FlatParameters | None:
         """The parameters that the first-order rule moves, or those that K-FAC moves; None if none has a gradient.
 
@@ -297,6 +303,7 @@ class GroupedParameters:
             ),
             state.vectors,
             flat.spread(self.scalars["lr"]),
+            self.largest("lr", parameters),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,
             flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
             flat.spread(self.scalars["weight_decay"]) if decays else None,

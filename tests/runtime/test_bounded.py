@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
-from kfac_fx.optim.bounded import RATE
+from kfac_fx.optim.bounded import FALL, RATE, STRETCH, next_divisor
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
 from tests.runtime.test_adaptive import fisher, step, theta
@@ -23,12 +23,19 @@ def made(**options: Any) -> tuple[Any, KFAC]:
     return net, KFAC(net, seed=0, **intervals, **options)
 
 
+def next_ratio(last: float, rho: float, lr: float) -> float:
+    """The formula of the module's docstring in numbers."""
+    target = max(lr * rho, min(1.0, max(math.sqrt(rho), 1 / STRETCH)))
+    return max(target, math.sqrt(last * target), FALL * min(1.0, last))
+
+
+@pytest.mark.parametrize("bound", [1e-6, 0.003])
 @pytest.mark.parametrize("options", [{}, {"lr": 0.3}, {"weight_decay": 0.1}], ids=str)
-def test_steps_are_shortened_to_the_bound_on_their_exact_fisher_norm(options: dict[str, Any]) -> None:
-    """Beside an optimizer without a bound, which sees the same gradients at the same parameters."""
-    bound, ratio, shortened = 1e-6, 0.0, 0
+def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, Any], bound: float) -> None:
+    """Beside an optimizer whose bound is too large to be felt, which sees the same gradients at the same parameters."""
+    ratio, of_other, ratios, lr = 1.0, 1.0, [], options.get("lr", 1.0)
     (net, opt), (other, free) = made(norm_constraint=bound, **options), made(norm_constraint=1e30, **options)
-    for number in range(14):
+    for number in range(20):
         at, (x, y) = theta(net), batch(number)
         with torch.no_grad():
             for to, parameter in zip(other.parameters(), net.parameters(), strict=True):
@@ -38,12 +45,20 @@ def test_steps_are_shortened_to_the_bound_on_their_exact_fisher_norm(options: di
         step(other, free, number)
         move = theta(other) - at
         if number < 3 or number % 4 == 0:
-            norm = move @ fisher(net.model, at, x) @ move
-            now = max(1.0, math.sqrt(norm / (bound * max(1.0, loss))))
-            ratio = max(now, math.sqrt(ratio * now))
-            shortened += ratio > 1
-        torch.testing.assert_close(theta(net) - at, move / ratio)
-    assert opt.skipped == free.skipped == 0 and shortened
+            of_other = next_ratio(of_other, 0.0, lr)
+            whole = move * of_other
+            norm = whole @ fisher(net.model, at, x) @ whole
+            ratio = next_ratio(ratio, math.sqrt(norm / (bound * max(1.0, loss))) / lr, lr)
+            ratios.append(ratio)
+        torch.testing.assert_close(theta(net) - at, move * of_other / ratio)
+    assert opt.skipped == free.skipped == 0
+    assert max(ratios) > 1 if bound == 1e-6 else min(ratios) < 0.9
+
+
+def test_a_schedule_does_not_change_how_far_steps_are_lengthened() -> None:
+    lr, scale = torch.tensor(0.01), torch.tensor(0.2)
+    torch.testing.assert_close(next_divisor(torch.tensor(0.5), lr * scale, lr), scale.sqrt().clamp(min=0.95 * 0.5))
+    assert next_divisor(torch.tensor(0.5), torch.tensor(0.0), torch.tensor(0.0)) == 0.95 * 0.5  # lr 0
 
 
 def test_the_predicted_change_and_rho_are_those_of_the_shortened_step() -> None:
@@ -61,13 +76,13 @@ def test_the_predicted_change_and_rho_are_those_of_the_shortened_step() -> None:
 
 
 def test_the_first_step_has_the_rate_of_adam() -> None:
-    """In the eigenbasis the elements of the first step are RATE or -RATE, or 0 where the gradient is."""
+    """In the eigenbasis the elements of the first step are RATE / FALL or its negative, or 0 where the gradient is."""
     net, opt = made(norm_constraint=1e30)
     at = theta(net)
     step(net, opt, 0)
     move = theta(net) - at
-    assert move.norm() <= RATE * math.sqrt(len(move)) * (1 + 1e-6)
-    assert move.norm() > 0.5 * RATE * math.sqrt(len(move))
+    longest = RATE / FALL * math.sqrt(len(move))
+    assert 0.5 * longest < move.norm() <= longest * (1 + 1e-6)
 
 
 class Cliff(nn.Module):
@@ -91,7 +106,7 @@ def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     opt.step()
     assert not net.model.linear.weight.any()  # type: ignore[union-attr, operator]
     assert opt.skipped == 1 and opt.rho < 0
-    assert opt._step_state.size.ratio == 2
+    assert opt._step_state.size.ratio == 2 * FALL
 
 
 def test_steps_before_a_check_that_could_be_made_are_as_long_as_proposed() -> None:

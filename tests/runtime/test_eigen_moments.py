@@ -251,7 +251,7 @@ def test_steps_are_those_of_the_formulas(options: dict[str, Any]) -> None:
     slow = Slow(net, opt.options.momentum, options.get("second_moment_decay", 0.95))
     for number in range(10):
         step(net, opt, number)
-        slow.step(number, 0.1, options.get("weight_decay", 0.0))
+        slow.step(number, 0.1 / opt._step_state.size.ratio.item(), options.get("weight_decay", 0.0))
         for name, parameter in zip(("w", "b"), (net.model[2].weight, net.model[2].bias), strict=True):
             torch.testing.assert_close(parameter.detach(), getattr(slow, name)[1], rtol=1e-6, atol=1e-8)
     assert opt.skipped == 0
