@@ -314,3 +314,11 @@ def test_what_vmap_maps_over_has_no_jacobian_and_is_generic() -> None:
     found = net.record((x,), {}, mode="empirical", targets=torch.zeros(6, 3)).statistics
     for name, gradient in zip(("weight", "bias"), wanted, strict=True):
         torch.testing.assert_close(found[(name,)]["gradient"], gradient.flatten())
+
+
+def test_the_gradients_of_cases_of_ids_are_those_of_one_hot_rows() -> None:
+    """The id -1 is no row."""
+    ids, d = torch.tensor([[0, 2, 2], [1, -1, 0]]), torch.randn(2, 3, 4)
+    hot = F.one_hot(ids.clamp(min=0), 5).double() * (ids >= 0).unsqueeze(-1)
+    torch.testing.assert_close(jacobian.of_cases(ids, d, 5), jacobian.of_cases(hot, d, 5))
+    torch.testing.assert_close(jacobian.of_cases(ids, d, 5), torch.einsum("nso,nsi->noi", d, hot).unsqueeze(1))
