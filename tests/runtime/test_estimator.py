@@ -212,6 +212,8 @@ def test_damping_is_a_tensor_that_can_be_written() -> None:
     assert not any(torch.equal(changed[name], product[name]) for name in v)
     est.damping.fill_(0.1)
     assert_equal(est.multiply(v), product)
+    est.damping = torch.tensor([0.3], dtype=torch.float64)
+    assert est.damping.shape == () and est.damping.item() == 0.3
 
 
 def test_a_seed_makes_samples_repeatable_and_leaves_the_users_stream_alone() -> None:
