@@ -135,6 +135,7 @@ def test_a_mode_is_set_before_the_capture(capsys: pytest.CaptureFixture[str]) ->
         (("demo", "--device", "meta"), "the meta device has no values to train"),
         (("demo", "--png", "."), "'.' is a folder: name a file in it"),
         (("demo", "--json", "."), "'.' is a folder: name a file in it"),
+        (("demo", "--json", "nowhere/runs.json"), "there is no folder 'nowhere' to write runs.json into"),
         (("bench", "torch.nn:Tanh", "--input", "2,3"), "the model has no trained parameters"),
     ],
 )

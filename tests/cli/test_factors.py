@@ -58,6 +58,7 @@ def test_the_folder_holds_the_spectrum_of_the_model(mine: Path, capsys: pytest.C
         ({"--data": "mine.py:stream"}, 1, "mine.py:stream is of type list_iterator, not a DataLoader or a list"),
         ({"--data": "mine.py:empty"}, 1, "mine.py:empty has no batches"),
         ({"--mode": "sampled"}, 1, "ValueError: unknown estimation_mode 'sampled'"),
+        ({"--case": "word"}, 2, "argument --case: invalid choice: 'word'"),
         ({"--memory": "1e-9"}, 1, "RegistrationError: memory=1 bytes are too few"),
     ],
 )

@@ -1,6 +1,7 @@
 """Loss functions: golden values, the Fisher's factors against autograd, sampling."""
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -282,6 +283,12 @@ def test_a_variance_must_be_a_positive_float() -> None:
     for var in (0.0, -1.0, math.nan, torch.tensor(1.0)):
         with pytest.raises(LossError, match=r"Normal: var is .*; it must be a positive float"):
             Normal(random(2, 2), var=var)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(1,), (5, 1)])
+def test_a_single_class_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LossError, match=rf"logits of shape {re.escape(str(list(shape)))} have one class"):
+        Categorical(torch.zeros(shape))
 
 
 def test_mean_and_variance_must_fit() -> None:
