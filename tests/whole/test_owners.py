@@ -72,10 +72,13 @@ RESTARTED: dict[str, dict[str, Any]] = {
 RESTARTS = [(2, "owners"), (2, "round_robin"), (3, "owners"), (3, "replicated"), (1, "replicated")]
 
 UNEVEN: dict[str, dict[str, Any]] = {
-    "regular": {**OPTIONS["regular"], "adapt_damping": False, "estimation_mode": "exact", "placement": "replicated"},
+    "regular": {
+        "lr": 0.05, "damping": 0.3, "norm_constraint": 1e-2, "weight_decay": 0.01, "invert_every": 3,
+        "estimation_mode": "exact", "placement": "replicated",
+    },
     "adaptive": {**OPTIONS["adaptive"], "damping_adaptation_interval": 2, "placement": "owners"},
     "eigen_moments": {**OPTIONS["eigen_moments"], "estimation_mode": "exact", "placement": "owners"},
-}
+}  # fmt: skip
 NUMBERS = {2: (3, 6), 3: (4, 6, 2)}  # of the batches of every process, by their number
 
 
