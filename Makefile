@@ -21,24 +21,25 @@ help: ## this list
 demo: .venv/installed ## train the demo and print its report
 	$(BIN)/kfac-fx demo
 
+# The tests of a file run in one worker, so that the processes, environments and trainings of a file start once.
 test: .venv/installed ## format, lint, types and all quick tests
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n auto -m "not slow and not cuda"
+	$(BIN)/pytest -q -n auto --dist loadfile -m "not slow and not cuda"
 
 quick: .venv/installed ## the same with some tests only: make quick TESTS=tests/runtime/test_step.py
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n auto -m "not slow and not cuda" $(TESTS)
+	$(BIN)/pytest -q -n auto --dist loadfile -m "not slow and not cuda" $(TESTS)
 
 slow: .venv/installed ## the tests that take minutes
-	$(BIN)/pytest -q -n auto -m "slow and not cuda"
+	$(BIN)/pytest -q -n auto --dist loadfile -m "slow and not cuda"
 
 trainers: .venv/installed ## the loops of Hugging Face, Accelerate and Lightning
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[trainers]"
-	$(BIN)/pytest -q -n auto tests/trainers
+	$(BIN)/pytest -q -n auto --dist loadfile tests/trainers
 
 # From PyTorch's own index for the CPU. WHEELS=https://pypi.org/simple has the CUDA builds, which run on a CPU, too.
 guards: ## the compiler, with another torch: make guards TORCH=2.11.0, or TORCH=newest
@@ -46,7 +47,7 @@ guards: ## the compiler, with another torch: make guards TORCH=2.11.0, or TORCH=
 	.venv-torch/bin/pip install --quiet --disable-pip-version-check --index-url $(WHEELS) \
 		$(if $(filter newest,$(TORCH)),torch,torch==$(TORCH))
 	.venv-torch/bin/pip install --quiet --disable-pip-version-check --editable . numpy pytest pytest-xdist hypothesis
-	.venv-torch/bin/python -m pytest -q -n auto tests/compiler tests/contract/test_every_layer.py
+	.venv-torch/bin/python -m pytest -q -n auto --dist loadfile tests/compiler tests/contract/test_every_layer.py
 
 cuda: ## the CUDA tests and the demo, with the python3 of a GPU machine
 	PYTHON=$(PYTHON) tests/run_cuda.sh
