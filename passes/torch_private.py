@@ -167,7 +167,7 @@ PACK, UNPACK = "_pack_padded_sequence", "_pad_packed_sequence"
 BATCH_NORM = "_native_batch_norm_legit"
 BATCH_NORM_IN_EVALUATION = "_native_batch_norm_legit_no_training"
 BATCH_NORM_FUNCTIONAL = "_native_batch_norm_legit_functional"
-ADD_BATCH_DIM = "_add_batch_dim"  # of torch.func.vmap
+ADD_BATCH_DIM, REMOVE_BATCH_DIM = "_add_batch_dim", "_remove_batch_dim"  # of torch.func.vmap
 FORWARD_MODE = frozenset({"_make_dual", "_unpack_dual"})  # of torch.autograd.forward_ad
 
 # Adds lists of tensors in place with few kernels. The public optimizers use it; `torch.add` takes one tensor at a time.
@@ -202,7 +202,7 @@ debug_unwrap = torch.func.debug_unwrap  # the tensor inside a wrapper of torch.f
 TRANSFORMS = "/_functorch/eager_transforms"  # the file that implements grad, jvp, vjp, ... of torch.func
 # The code of the functions that begin a backward, and the names of their arguments that hold the losses.
 BACKWARD = {Tensor.backward.__code__: "self", torch.autograd.backward.__code__: "tensors"}
-GRAD, UNWRAP = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__
+GRAD, UNWRAP, VMAP = torch.autograd.grad.__code__, torch.func.debug_unwrap.__code__, torch.func.vmap.__code__
 
 
 def differentiates(code: CodeType) -> bool:

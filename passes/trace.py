@@ -22,7 +22,7 @@ from .graphs.operations import op_name
 from .ir import Options, Program
 from .torch_private import FORWARD_MODE, GUARDS, pytree
 from .tracing.attributes import untouched
-from .tracing.derivatives import forward_mode, takes_derivatives, traced_below_autograd
+from .tracing.derivatives import forward_mode, maps_parameters, takes_derivatives, traced_below_autograd
 from .tracing.functions import own_backwards
 from .tracing.outside import Outside
 from .tracing.recurrent import packs_in, recurrent_layers, refuse_packed
@@ -226,7 +226,7 @@ def graph_module(
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             dynamic = {"tensors": shapes} if tensors else {}
             module = torch.export.export(flat, tensors, dynamic_shapes=dynamic, strict=False).module()
-        if not any(op_name(node) in FORWARD_MODE for node in module.graph.nodes):
+        if not any(op_name(node) in FORWARD_MODE for node in module.graph.nodes) and not maps_parameters(module):
             flat.returned.told = told
             return module, getattr(module, GUARDS, None)
     except Exception as error:

@@ -24,10 +24,11 @@ from kfac_fx.linalg.vectors import split
 from kfac_fx.losses.loss_function import precise
 from kfac_fx.passes.approximations import APPROXIMATIONS, KRON, KRON_INDEP
 from kfac_fx.passes.choose import requested
-from kfac_fx.passes.errors import RegistrationError, fatal, first_line, table
+from kfac_fx.passes.errors import RegistrationError, UntraceableError, fatal, first_line, table
 from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.padding import without_mask
+from kfac_fx.passes.torch_private import class_of
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key
 from kfac_fx.statistics.row_sums import named
@@ -279,6 +280,9 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         output, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
         misfits = prover.losses.misfits(output, fisher, values) if prover.emitted.examples(values) else []
         outputs = [out for out in fisher if out.requires_grad]
+        if registrations and not outputs:
+            name = class_of(prover.model).__name__
+            raise UntraceableError(f"the graph of {name} has uses of parameters, and its outputs have no gradient")
         cotangents = random_cotangents(outputs)
         names = list(dict.fromkeys(name for registration in (*registrations, *idle) for name in registration.owners))
         leaves = [live[name] for name in names] + [probe for by_name in probes if by_name for probe in by_name.values()]

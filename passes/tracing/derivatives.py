@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import fatal
 from ..graphs.edit import attribute, holder
 from ..graphs.operations import SIZED_BY_CASES, op_name
-from ..torch_private import UNSAFE_VIEW, differentiates, make_fx, pytree
+from ..torch_private import ADD_BATCH_DIM, REMOVE_BATCH_DIM, UNSAFE_VIEW, VMAP, differentiates, make_fx, pytree
 from .calls import map_tensors, without_trace
 
 DETACH, MARKED = torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default
@@ -36,15 +36,34 @@ RESHAPED = {"view", UNSAFE_VIEW, "reshape", "squeeze", "squeeze_", "unsqueeze", 
 STOPS = {torch.detach, Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # they stop gradients
 
 
+def maps_parameters(module: fx.GraphModule) -> bool:
+    """Whether trained parameters enter operations inside of torch.func.vmap, as those of a network that is mapped over
+    the cases. torch.export writes the region without the mapping, so it cannot run with taps, or at other sizes."""
+    inside: set[fx.Node] = set()
+    trained: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        operands, name = node.all_input_nodes, op_name(node)
+        if node.op == "get_attr":
+            value = attribute(module, str(node.target))
+            trained |= {node} if isinstance(value, nn.Parameter) and value.requires_grad else set()
+        elif not trained.isdisjoint(operands):
+            trained.add(node)
+        if name == ADD_BATCH_DIM or (name != REMOVE_BATCH_DIM and not inside.isdisjoint(operands)):
+            inside.add(node)
+            if node in trained:
+                return True
+    return False
+
+
 def takes_derivatives(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
-    """Whether forward calls torch.autograd.grad, or a function of torch.func that differentiates.
+    """Whether forward calls torch.autograd.grad, a function of torch.func that differentiates, or torch.func.vmap.
 
     It runs once, without a trace. False if it fails.
     """
     seen: set[bool] = set()
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and differentiates(frame.f_code):
+        if event == "call" and (differentiates(frame.f_code) or frame.f_code is VMAP):
             seen.add(True)
 
     before = sys.getprofile()
