@@ -282,6 +282,29 @@ def tensordot(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor) -> Tens
     return torch.ops.aten.tensordot.default(x, weight, dims, weight_dims)  # type: ignore[no-any-return]
 
 
+def has_free_sizes(attrs: Attrs) -> bool:
+    """Whether the bias has the dimensions of the weight that are not summed, and there are some."""
+    shape, summed = attrs["weight"], [dim % len(attrs["weight"]) for dim in attrs["weight_dims"]]
+    free = tuple(size for dim, size in enumerate(shape) if dim not in summed)
+    return bool(free) and attrs["bias"] == free
+
+
+@linear.form(
+    rows=contracted_rows,
+    grad_rows=free_rows,
+    where=lambda attrs: len(attrs["dims"]) > 0 and 0 not in attrs["dims"] and has_free_sizes(attrs),
+    layouts={"weight": contracted_weight, "bias": as_one_row},
+    leading=False,
+    example=(
+        written(lambda x, w, b: torch.tensordot(x, w, 1) + b, (4, 7, 5), w=(5, 3), b=(3,)),
+        written(lambda x, w, b: torch.tensordot(x, w, 2) + b, (4, 7, 5), w=(7, 5, 3), b=(3,)),
+        written(lambda x, w, b: torch.tensordot(x, w, ([2, 1], [1, 2])) + b, (4, 7, 5), w=(3, 5, 7, 2), b=(3, 2)),
+    ),
+)
+def tensordot_and_bias(x: Tensor, dims: Any, weight_dims: Any, *, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.ops.aten.tensordot.default(x, weight, dims, weight_dims) + bias  # type: ignore[no-any-return]
+
+
 # --- torch.inner, torch.linalg.vecdot --------------------------------------------------------------------------------
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import kfac_fx
 from kfac_fx.passes.layers import linear as forms
 from kfac_fx.passes.layers.declaration import Form
 from kfac_fx.passes.matrix import Layout, Shape
@@ -107,3 +108,17 @@ def test_a_bias_of_stacked_weights_is_laid_out_by_group() -> None:
     bias = torch.arange(6.0).view(2, 1, 3)
     layout = forms.products_and_biases.layout("bias", Layout((2, 1, 3)), {})
     assert layout.apply(bias).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_bias_behind_tensordot_is_in_the_block_of_its_weight() -> None:
+    class Contracted(nn.Module):
+        def __init__(self, bias: tuple[int, ...]) -> None:
+            super().__init__()
+            self.w, self.b = nn.Parameter(torch.randn(4, 5, 3, 2)), nn.Parameter(torch.randn(bias))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tensordot(x, self.w, 2) + self.b
+
+    for bias, keys in (((3, 2), [("w", "b")]), ((2,), [("w",), ("b",)])):  # the second varies along a part of the rows
+        net = kfac_fx.compile(Contracted(bias), (torch.randn(6, 4, 5),), loss="normal", strict=True)
+        assert [registration.parameters for registration in net.registrations] == keys
