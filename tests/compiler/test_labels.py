@@ -167,3 +167,10 @@ def test_a_program_of_another_graph_has_labels_of_its_own() -> None:
     assert set(labels_of(copied)) == set(copied.graph.nodes)
     assert program.but(unused=()).labeled is program.labeled
     assert program.but(cases=None).labeled == {} and program.but(parameters={}).labeled == {}
+
+
+def test_behind_a_node_made_of_pieces_are_the_pieces_and_not_their_parameter() -> None:
+    graph, label = traced(lambda x, w, v: x @ (w[:2].exp() * v), w=(3, 3), v=(2, 3))
+    pure, cut = node(graph, "mul"), node(graph, "getitem")
+    assert parameters_behind(pure, label) == {"w", "v"}
+    assert parameters_behind(pure, label, {cut: ["w[0:2]"]}) == {"w[0:2]", "v"}

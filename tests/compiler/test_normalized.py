@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from kfac_fx.passes.matrix import Layout
-from kfac_fx.passes.parametrizations.normalized import Normalized, OwnNumber, Scaled, Standardized, WeightNorm
+from kfac_fx.passes.parametrizations.normalized import (
+    OTHERWISE,
+    Normalized,
+    OwnNumber,
+    Scaled,
+    Standardized,
+    WeightNorm,
+    dim_of,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -80,3 +88,16 @@ def test_what_is_divided_is_divided_on_the_way_back(shape: tuple[int, ...], make
     for divides, wanted in ((True, 1 / number), (False, number)):
         derivative = make(OPERAND, Layout((4, 6)), 0, FACTOR, divides).derivative()
         torch.testing.assert_close(derivative(tensors), torch.ones(4, 6) * wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "dim"),
+    [
+        ((), (3, 4), None), ((1, 1), (3, 4), None), ((3, 1), (3, 4), 0), ((4,), (3, 4), 1),
+        ((3, 4), (3, 4), OTHERWISE), ((5, 1), (1, 4), OTHERWISE), ((2, 1, 1), (3, 4), OTHERWISE),
+    ],
+)  # fmt: skip
+def test_a_factor_varies_along_one_dimension_of_its_size_or_none(
+    sizes: tuple[int, ...], shape: tuple[int, ...], dim: int | None
+) -> None:
+    assert dim_of(sizes, Layout(shape)) == dim

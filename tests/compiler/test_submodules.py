@@ -125,6 +125,12 @@ def test_uses_are_as_many_as_the_calls() -> None:
     assert all(registration.called for registration in program.registrations)
 
 
+@pytest.mark.parametrize("approximation", ["diagonal", "kron_reduce"])
+def test_several_calls_leave_an_approximation_that_allows_for_them(approximation: str) -> None:
+    program = run(joined(pair(), calls=(3, 1), approximations={"*": approximation}), SUBMODULES)
+    assert the_one(program, "first.w").approximation == approximation
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_series_needs_an_order_that_nobody_knows(shared: bool) -> None:
     """A series of a weight in two submodules, or in one that may be called at every step."""

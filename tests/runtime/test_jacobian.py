@@ -322,3 +322,9 @@ def test_the_gradients_of_cases_of_ids_are_those_of_one_hot_rows() -> None:
     hot = F.one_hot(ids.clamp(min=0), 5).double() * (ids >= 0).unsqueeze(-1)
     torch.testing.assert_close(jacobian.of_cases(ids, d, 5), jacobian.of_cases(hot, d, 5))
     torch.testing.assert_close(jacobian.of_cases(ids, d, 5), torch.einsum("nso,nsi->noi", d, hot).unsqueeze(1))
+
+
+def test_gradient_rows_have_groups_and_are_float32_at_least() -> None:
+    for shape in ((2, 3, 4), (2, 3, 1, 4)):
+        rows = jacobian.with_groups(torch.ones(shape, dtype=torch.bfloat16))
+        assert rows.shape == (2, 3, 1, 4) and rows.dtype is torch.float32
