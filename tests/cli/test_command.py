@@ -10,6 +10,8 @@ import pytest
 
 from kfac_fx import cli
 from kfac_fx.cli import command
+from kfac_fx.cli.command import refuse_unwritable
+from kfac_fx.cli.problem import CommandError
 from tests.cli.running import run
 
 
@@ -135,7 +137,6 @@ def test_a_mode_is_set_before_the_capture(capsys: pytest.CaptureFixture[str]) ->
         (("demo", "--device", "meta"), "the meta device has no values to train"),
         (("demo", "--png", "."), "'.' is a folder: name a file in it"),
         (("demo", "--json", "."), "'.' is a folder: name a file in it"),
-        (("demo", "--json", "nowhere/runs.json"), "there is no folder 'nowhere' to write runs.json into"),
         (("bench", "torch.nn:Tanh", "--input", "2,3"), "the model has no trained parameters"),
     ],
 )
@@ -144,3 +145,8 @@ def test_what_cannot_be_trained_or_written_is_refused_before(
 ) -> None:
     status, out, err = run(capsys, *arguments)
     assert status != 0 and out == "" and text in err and "Traceback" not in err
+
+
+def test_a_folder_that_is_not_there_is_said_before() -> None:
+    with pytest.raises(CommandError, match="^there is no folder 'nowhere' to write runs.json into$"):
+        refuse_unwritable(Path("nowhere/runs.json"))

@@ -452,3 +452,8 @@ def test_a_loss_that_nobody_could_look_at_is_told_in_the_report() -> None:
         "whether the training loss is the registered one was not checked: the first step's forward had no outputs of "
         "the Fisher to watch, or no memory for it"
     ]
+
+
+def test_the_numbers_of_an_optimizer_are_float32_at_least() -> None:
+    net = compile(nn.Linear(3, 2).to(torch.bfloat16), loss="normal")
+    assert KFAC(net).damping.dtype is torch.float32

@@ -275,3 +275,10 @@ def test_a_part_of_the_targets_is_that_of_tensors_with_all_cases() -> None:
     assert part["classes"].tolist() == [0, 1, 2] and part["weights"].tolist() == [0, 1, 2, 3]
     assert part["scale"] is targets["scale"] and part["name"] == "all"
     assert of.part_of_targets(targets, values, 1.0) is targets
+
+
+@pytest.mark.parametrize("memory", [0, 1.5])
+def test_the_memory_of_a_recording_is_a_whole_number_of_bytes(memory: Any) -> None:
+    x = torch.randn(6, 4)
+    with pytest.raises(ValueError, match=f"^memory is {memory}; it must be a whole number of bytes, at least 1$"):
+        recorder(mlp(), x).record((x,), mode="exact", memory=memory)
