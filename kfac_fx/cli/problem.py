@@ -188,6 +188,8 @@ def named_object(path: str, name: str) -> Any:
         module = module_of_file(Path(path)) if path.endswith(".py") else module_by_name(path)
     if not hasattr(module, name):
         hint = ARGUMENTS_HINT if "(" in name else nearest(name, dir(module))
+        if path in MODEL_LIBRARIES:
+            hint = f" A model of {path} is written {path}/{name}."
         raise CommandError(f"module {path!r} has no {name!r}.{hint}")
     return getattr(module, name)
 

@@ -210,6 +210,14 @@ def test_an_argument_that_a_configuration_would_ignore_is_refused() -> None:
         refuse_ignored(Config, {"n_embed": 4, "width": 2})
 
 
+def test_a_colon_before_a_model_of_a_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", ModuleType("timm"))
+    with pytest.raises(
+        CommandError, match=r"^module 'timm' has no 'resnet18'\. A model of timm is written timm/resnet18\.$"
+    ):
+        load("timm:resnet18", {})
+
+
 def test_models_of_libraries_are_found_by_name() -> None:
     pytest.importorskip("transformers")
     small = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11}
