@@ -288,34 +288,6 @@ def test_a_collection_takes_its_functions_to_every_capture() -> None:
         assert {("gate",), ("linear.weight", "linear.bias")} == set(net.record((x,), {}).statistics)
 
 
-class Ensemble(nn.Module):
-    """Networks of stacked parameters, as torch.func.stack_module_state makes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(2, 3))
-        self.__dict__["one"] = nn.Linear(4, 3, device="meta")
-
-    def forward(self, x: Tensor) -> Tensor:
-        def member(weight: Tensor, bias: Tensor) -> Any:
-            return torch.func.functional_call(self.one, {"weight": weight, "bias": bias}, (x,))
-
-        members: Tensor = torch.func.vmap(member)(self.weight, self.bias)
-        return members.tanh().mean(0)
-
-
-def test_what_vmap_maps_over_has_no_jacobian_and_is_generic() -> None:
-    model, x = Ensemble(), torch.randn(6, 4)
-    net = kfac_fx.compile(model, (x,), loss="normal")
-    for registration in net.registrations:
-        assert registration.generic and str(registration.reason).endswith(") through _add_batch_dim")
-    loss = kfac_fx.losses.Normal(model(x), targets=torch.zeros(6, 3)).evaluate()
-    wanted = torch.autograd.grad(loss, list(model.parameters()))
-    found = net.record((x,), {}, mode="empirical", targets=torch.zeros(6, 3)).statistics
-    for name, gradient in zip(("weight", "bias"), wanted, strict=True):
-        torch.testing.assert_close(found[(name,)]["gradient"], gradient.flatten())
-
-
 def test_the_gradients_of_cases_of_ids_are_those_of_one_hot_rows() -> None:
     """The id -1 is no row."""
     ids, d = torch.tensor([[0, 2, 2], [1, -1, 0]]), torch.randn(2, 3, 4)
