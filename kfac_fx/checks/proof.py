@@ -280,7 +280,7 @@ def proof_gradients(prover: Recorder, values: Any) -> Gradients:
         output, fisher = prover.emitted.run(live, prover.copied_buffers(), values, probes, compiled=False)
         misfits = prover.losses.misfits(output, fisher, values) if prover.emitted.examples(values) else []
         outputs = [out for out in fisher if out.requires_grad]
-        if registrations and not outputs:
+        if registrations and fisher and not outputs:
             name = class_of(prover.model).__name__
             raise UntraceableError(f"the graph of {name} has uses of parameters, and its outputs have no gradient")
         cotangents = random_cotangents(outputs)
