@@ -292,6 +292,7 @@ class GroupedParameters:
             new = new_adam_state if first_order else self.new_state
             self.last[first_order] = StateVectors.of(new, division, parameters, here, states)
         state, decays = self.last[first_order], not self.decaying.isdisjoint(parameters)
+        lr = flat.spread(self.scalars["lr"])
         return FlatParameters(
             flat,
             division,
@@ -302,8 +303,8 @@ class GroupedParameters:
                 out=state.g,
             ),
             state.vectors,
-            flat.spread(self.scalars["lr"]),
-            self.largest("lr", parameters),
+            lr,
+            lr if lr.dim() == 0 else self.largest("lr", parameters),
             flat.spread(self.scalars[FIRST_LR]) if FIRST_LR in self.scalars else None,
             flat.spread(self.scalars["momentum"]) if "momentum" in self.scalars else None,
             flat.spread(self.scalars["weight_decay"]) if decays else None,

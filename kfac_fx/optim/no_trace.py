@@ -41,8 +41,8 @@ class WritesUndone(TorchFunctionMode):
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") != "__get__":  # attributes were there before
             given = {address(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            found = {address(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
-            self.made |= found - given
+            returned = {address(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+            self.made |= returned - given
         return result
 
     def __exit__(self, *error: Any) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from kfac_fx.compiler import compile
 from kfac_fx.optim.bounded import FALL, RATE, STRETCH, next_divisor
 from kfac_fx.optimizer import KFAC
 from tests.runtime.slow_kfac import batch, mlp
-from tests.runtime.test_adaptive import fisher, step, theta
+from tests.runtime.test_adaptive import Curved, fisher, step, theta
 
 
 def made(**options: Any) -> tuple[Any, KFAC]:
@@ -85,16 +85,10 @@ def test_the_first_step_has_the_rate_of_adam() -> None:
     assert 0.5 * longest < move.norm() <= longest * (1 + 1e-6)
 
 
-class Cliff(nn.Module):
+class Cliff(Curved):
     """The outputs explode behind the tangent."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1, bias=False).double()
-        nn.init.zeros_(self.linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
+    def curve(self, y: Tensor) -> Tensor:
         return y + 1e9 * F.relu(y - 0.005) ** 3
 
 

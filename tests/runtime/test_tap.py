@@ -185,11 +185,13 @@ def test_a_convolution_has_its_gradient_beside_its_moments() -> None:
     """Its moments alone are computed without patches; with a statistic that needs these, everything is from them."""
     model, x = nn.Conv1d(3, 2, 3), torch.randn(5, 3, 6)
     weight = torch.randn(5, 2, 4)
-    one = registered(model, x)
-    found, alone = (through(one, model(x), x, weight, names) for names in (NAMES, NAMES[:3]))
-    torch.testing.assert_close({name: found[name] for name in alone}, alone)
+    registration = registered(model, x)
+    statistics, moments = (through(registration, model(x), x, weight, names) for names in (NAMES, NAMES[:3]))
+    torch.testing.assert_close({name: statistics[name] for name in moments}, moments)
     wanted = torch.autograd.grad((model(x) * weight).sum(), [model.weight, model.bias])
-    torch.testing.assert_close(found["gradient"], torch.cat([wanted[0].flatten(1), wanted[1].unsqueeze(1)], 1)[None])
+    torch.testing.assert_close(
+        statistics["gradient"], torch.cat([wanted[0].flatten(1), wanted[1].unsqueeze(1)], 1)[None]
+    )
 
 
 def test_a_tap_prints_its_matrix() -> None:
