@@ -17,7 +17,7 @@ from kfac_fx.layer_collection import (
     set_default_layer_collection,
     variable_scope,
 )
-from kfac_fx.linalg.krylov import ConvergenceWarning, Solution
+from kfac_fx.linalg.operators import ConvergenceWarning, Solution
 from kfac_fx.metrics import Metrics
 from kfac_fx.optim.loss_scale import LossScaleWarning
 from kfac_fx.optimizer import KFAC

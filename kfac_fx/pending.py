@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.distributed import Replicas
-from kfac_fx.factors.divided import DividedGroup
 from kfac_fx.factors.factor import packed_sums, unpacked_sums
+from kfac_fx.factors.group_kinds import DividedGroup
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.matrices import are_finite
 from kfac_fx.linalg.sharded import scattered

@@ -91,7 +91,7 @@ class BlockOwners:
         strategy: a key of `STRATEGIES`.
         vectors: the number of vectors of the size of the parameters that the owners keep, too: K-FAC's momentum.
         shards: the parameters of a sharded model. Its processes divide some blocks, which have no owner then
-            (`kfac_fx.factors.divided`).
+            (`kfac_fx.factors.group_kinds`).
     """
 
     replicas: Replicas

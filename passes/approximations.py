@@ -11,7 +11,7 @@ An approximation is a Kronecker product c A ⊗ G of an input and an output fact
     kron_reduce               A ⊗ G of one row per case, the mean over positions (`kfac_fx.statistics.row_sums`)
     diagonal, full            F from the gradients of single cases
     kron_series_*             several uses as a Markov chain in time (`kfac_fx.blocks.series`)
-    kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.factors.sua`)
+    kron_sua, kron_sua_*      convolutions, A from pixels in the place of patches (`kfac_fx.factors.group_kinds`)
 """
 
 from __future__ import annotations

@@ -36,19 +36,6 @@ from torch import Tensor
 from kfac_fx.factors.factor import Stack
 from kfac_fx.factors.factor_group import ALL_BLOCKS
 from kfac_fx.factors.stacks import BlockGroup, Roots
-from kfac_fx.linalg.chain import (
-    doublings,
-    fejer,
-    inverse_root,
-    kron,
-    least_eigenvalue,
-    resolvent,
-    root_of,
-    solve_transposed,
-    symmetrized,
-    triangle,
-)
-from kfac_fx.linalg.krylov import inverse_power
 from kfac_fx.linalg.matrices import (
     HERE,
     RESCUES,
@@ -60,6 +47,19 @@ from kfac_fx.linalg.matrices import (
     eigh,
     rescued_eigh,
     unsqueeze_like,
+)
+from kfac_fx.linalg.operators import (
+    doublings,
+    fejer,
+    inverse_power,
+    inverse_root,
+    kron,
+    least_eigenvalue,
+    resolvent,
+    root_of,
+    solve_transposed,
+    symmetrized,
+    triangle,
 )
 from kfac_fx.passes.approximations import KRON_SERIES_1_ABS, KRON_SERIES_2, Side
 from kfac_fx.passes.errors import ApproximationError
@@ -76,11 +76,11 @@ class RootedGroup(BlockGroup):
 
     Other powers of F have no structure. Whole powers are products with N Nᵀ or with its inverse. Fractional powers come
     from the eigenvectors of the dense block, whose columns are N Nᵀ e_j, if it has at most `DENSE_ROWS` rows. Otherwise
-    they come from Lanczos' process on N Nᵀ (`kfac_fx.linalg.krylov`), in float64 and to a relative error of
+    they come from Lanczos' process on N Nᵀ (`kfac_fx.linalg.operators`), in float64 and to a relative error of
     `LANCZOS_TOLERANCE`; the host then waits for the device.
 
     Roots consist of `ingredients`, which several roots may share. A subclass computes the operands of N and N⁻¹
-    (`chain.root_of`, `chain.inverse_root`) and stores the ingredients.
+    (`operators.root_of`, `operators.inverse_root`) and stores the ingredients.
     """
 
     longest: int  # the number of steps that the sums of powers of Ψ are computed for

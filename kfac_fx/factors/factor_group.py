@@ -49,7 +49,7 @@ class FactorGroup:
         relative_damping: c of λ_A = c tr A / dim A, and of every other side, in the place of λ; None: λ is split.
         owner: the process that keeps the factors; None: every process.
         here: whether this process keeps them. Otherwise they are on the meta device, without memory.
-        divided: whether a process that keeps them has a part of the entries (`kfac_fx.factors.divided`).
+        divided: whether a process that keeps them has a part of the entries (`kfac_fx.factors.group_kinds`).
     """
 
     owner: int | None = None
@@ -91,7 +91,7 @@ class FactorGroup:
         """The properties that all registrations of a group share besides matrix and sides."""
         return None
 
-    # --- blocks of which other processes keep parts (`kfac_fx.factors.divided`) -------------------------------------
+    # --- blocks of which other processes keep parts (`kfac_fx.factors.group_kinds`) -----------------------------------
 
     @property
     def whole_shape(self) -> tuple[int, int, int]:

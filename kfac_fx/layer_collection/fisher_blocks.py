@@ -130,7 +130,7 @@ class FullyConnectedSeriesFB(KroneckerProductFB, layers=LINEAR, default="kron_se
 class ConvKFCBasicFB(KroneckerProductFB, layers=CONVOLUTIONS):
     """c A ⊗ G of patches and gradients, with c output positions (Grosse & Martens 2016, equation 23).
 
-    With "kron_sua" and its relatives A is of pixels (section 4.2 there; `kfac_fx.factors.sua`).
+    With "kron_sua" and its relatives A is of pixels (section 4.2 there; `kfac_fx.factors.group_kinds`).
     """
 
 

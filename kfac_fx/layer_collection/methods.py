@@ -226,7 +226,8 @@ class RegisterMethods:
     ) -> FisherBlock:
         """Register a convolution over two dimensions, grouped and transposed ones included.
 
-        The input factor of "kron" is of patches (KFC), that of the "kron_sua" family of pixels (`kfac_fx.factors.sua`).
+        The input factor of "kron" is of patches (KFC), that of the "kron_sua" family of pixels
+        (`kfac_fx.factors.group_kinds`).
         """
 
     @layer_row("conv2d_multi")

@@ -114,7 +114,7 @@ class Statistic:
 
 
 STATISTICS: dict[str, Statistic] = {}
-VARIANTS: dict[str, Statistic] = {}  # other kinds of "A", "G" and "count": "A/8" (`kfac_fx.factors.wide`), ...
+VARIANTS: dict[str, Statistic] = {}  # other kinds of "A", "G" and "count": "A/8" (`factors.group_kinds`), ...
 
 
 def named(name: str) -> Statistic:

@@ -1,13 +1,12 @@
 """The declarations of layers, one file for each family. `LAYERS` has all of them by name."""
 
-from . import conv, elementwise, embedding, experts, linear, norm
-from . import einsum as einsum  # its forms join those of linear
+from . import contraction, conv, elementwise, embedding, linear
 from .declaration import Form, Layer, as_rows, by_group, collect, composite, layer
 
 LAYERS: dict[str, Layer] = collect(
     linear.linear,
     linear.bilinear,
-    experts.experts,
+    contraction.experts,
     conv.conv1d,
     conv.conv2d,
     conv.conv3d,
@@ -21,11 +20,11 @@ LAYERS: dict[str, Layer] = collect(
     conv.separable_conv2d,
     embedding.embedding,
     embedding.embedding_bag,
-    norm.layer_norm,
-    norm.rms_norm,
-    norm.group_norm,
-    norm.batch_norm,
-    norm.instance_norm,
+    elementwise.layer_norm,
+    elementwise.rms_norm,
+    elementwise.group_norm,
+    elementwise.batch_norm,
+    elementwise.instance_norm,
     elementwise.scale_and_shift,
     elementwise.prelu,
 )

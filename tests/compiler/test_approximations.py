@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kfac_fx.blocks.block import GROUPS, group_class
-from kfac_fx.factors.wide import WideGroup
+from kfac_fx.factors.group_kinds import WideGroup
 from kfac_fx.layer_collection.fisher_blocks import KINDS
 from kfac_fx.passes.approximations import APPROXIMATIONS, EVERY_LAYER, FROM_PIXELS, KRON, Approximation
 from kfac_fx.passes.ir import Registration

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfac_fx.compiler import compile
-from kfac_fx.factors.wide import WideGroup
+from kfac_fx.factors.group_kinds import WideGroup
 from kfac_fx.metrics import Metrics
 from kfac_fx.optim import step_state
 from kfac_fx.optim.step_state import PHASES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.factors.wide import in_blocks
+from kfac_fx.factors.group_kinds import in_blocks
 from kfac_fx.passes.approximations import INPUTS, OUTPUTS
 from kfac_fx.report.rows import rows
 from kfac_fx.statistics.row_sums import named

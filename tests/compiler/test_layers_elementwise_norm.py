@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kfac_fx.passes.layers.norm import batch_norm, channels, group_norm, instance_norm, layer_norm, rms_norm
+from kfac_fx.passes.layers.elementwise import batch_norm, channels, group_norm, instance_norm, layer_norm, rms_norm
 
 EPS = 1e-3
 

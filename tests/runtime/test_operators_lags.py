@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kfac_fx.linalg.chain import doublings, fejer, inverse_root, least_eigenvalue, resolvent, root_of, rounds, triangle
+from kfac_fx.linalg.operators import (
+    doublings,
+    fejer,
+    inverse_root,
+    least_eigenvalue,
+    resolvent,
+    root_of,
+    rounds,
+    triangle,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 

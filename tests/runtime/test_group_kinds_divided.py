@@ -1,4 +1,4 @@
-"""Diagonal blocks that are divided as their parameters are: kfac_fx/factors/divided.py. tests/whole/test_fsdp.py trains
+"""Diagonal blocks that are divided as their parameters are (`DividedGroup`). tests/whole/test_fsdp.py trains
 with them, on several processes."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.factors.divided import divided_forms
+from kfac_fx.factors.group_kinds import divided_forms
 from kfac_fx.linalg.sharded import ShardLayout, Shards, unsharded
 from kfac_fx.passes.matrix import Layout
 
