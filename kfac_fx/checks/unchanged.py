@@ -39,12 +39,12 @@ class Structure:
     def follow_shards(self) -> None:
         """Take the shards that FSDP2 has made of the parameters for these. Frees the memory of the whole parameters,
         which this and the captured graph hold: they are NaN from now on."""
-        now = named_objects(self.model)
-        for name, before in self.objects.items():
-            if isinstance(before, nn.Parameter) and before is not now.get(name):
+        for name, now in self.model.named_parameters(remove_duplicate=False):
+            before = self.objects.get(name, now)
+            if before is not now:
                 before.grad = None
                 before.data = torch.full((), torch.nan, dtype=before.dtype, device=before.device).expand(before.shape)
-        self.objects, self.sharded = now, True
+        self.sharded = True
         self.shapes = {name: (parameter, parameter.shape) for name, parameter in self.model.named_parameters()}
 
     def check(self) -> None:

@@ -328,7 +328,7 @@ class LayerCollection(RegisterMethods):
     def program(self) -> Program:
         """The graph with all registrations, for the rest of the library."""
         bare, asked = self.bare_program, self.asked_pieces()
-        if asked and not bare.pieces:
+        if asked:
             bare = self.finder.in_pieces(bare, self.scope(), {piece.parameter for piece in asked})
         used, taken = uses_in_graph(entries(bare)), set(self.registered_variables)
         unused = tuple(name for name in bare.shapes if name not in taken and name not in used)

@@ -121,6 +121,13 @@ def test_a_tied_output_layer_is_the_embedding_with_its_sides_swapped() -> None:
     assert one.reason == "tied: some uses are transposed, their inputs and output gradients change sides"
 
 
+def test_the_report_says_tied_of_a_tied_weight_that_has_left_its_biases_behind() -> None:
+    program = resolved(lambda x, w, b, c: torch.tanh(x @ w + b) @ w.T + c, **TIED)
+    reasons = {registration.parameters: str(registration.reason) for registration in program.registrations}
+    assert reasons[("w",)].startswith("tied: some uses are transposed")
+    assert reasons[("b",)] == reasons[("c",)] == "w is shared by uses with other parameters"
+
+
 def test_the_embedding_is_first_wherever_it_stands() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:

@@ -112,3 +112,15 @@ def test_steps_before_a_check_that_could_be_made_are_as_long_as_proposed() -> No
     at = theta(net)
     step(net, opt, 6)
     assert theta(net).isfinite().all() and not torch.equal(theta(net), at) and opt.skipped == 0
+
+
+def test_a_loss_that_is_too_large_for_a_number_does_not_loosen_the_bound() -> None:
+    """The gradient is finite. Without a value of the loss the bound is that of a loss of 1."""
+    net = compile(torch.nn.Linear(3, 1), loss="mse")
+    opt = KFAC(net, norm_constraint=1e-12)
+    y = 3e19 * torch.tensor([[1.0], [-0.999]]).repeat(4, 1)
+    loss = F.mse_loss(net(torch.ones(8, 3)), y)
+    loss.backward()
+    opt.step()
+    assert loss.isinf() and net.model.weight.grad.isfinite().all()  # type: ignore[union-attr, operator]
+    assert opt._step_state.size.ratio > 1e3

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfac_fx import (
+    ModelChangedError,
     UntraceableError,
     capture_cache,
 )
@@ -162,3 +163,14 @@ def test_of_too_many_captures_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -
     first = net.recorder((small,), {})
     second = net.recorder((large,), {})
     assert second is not first and net.recorder((large,), {}) is second and count(net) == 1
+
+
+def test_a_model_that_was_changed_is_refused_where_its_capture_is_asked_for() -> None:
+    """Without a forward, which would refuse it, too."""
+    model = mlp()
+    net = net_of(model, X)
+    net.recorder((X,), {})
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+    for ask in (net.recorder, net.record):
+        with pytest.raises(ModelChangedError, match=r"1 parameter or module was replaced, .*: 0\.weight\."):
+            ask((X,), {})

@@ -1,12 +1,15 @@
 """One training run of the demo: when it measures the loss, and when it ends."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from kfac_fx.demo.tasks import Task, tasks
-from kfac_fx.demo.training import one_thread, train
+from kfac_fx.demo import training
+from kfac_fx.demo.tasks import METHODS, Task, tasks
+from kfac_fx.demo.training import Point, Run, draw, one_thread, train
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +41,18 @@ def test_the_threads_are_afterwards_what_they_were() -> None:
     with one_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
+
+
+def test_the_picture_has_a_curve_and_a_name_for_every_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures, new_figure = list[Any](), training.new_figure
+    monkeypatch.setattr(
+        training, "new_figure", lambda *size, **sizes: (figures.append(new_figure(*size, **sizes)), figures[-1])[1]
+    )
+    points = Point(0, 0.0, 2.0), Point(10, 0.5, 1.5), Point(20, 1.0, 1.0)
+    draw({"task": {method: Run(method, {}, points) for method in METHODS}}, tmp_path / "curves.png")
+    (figure,) = figures
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [*METHODS.values()]
+    for axes, along in zip(figure.axes, ([10, 20], [0.5, 1.0]), strict=True):
+        curves = [line for line in axes.lines if line.get_label() in METHODS.values()]
+        assert [list(curve.get_xdata()) for curve in curves] == [along] * len(METHODS)
+    assert figure.get_size_inches().tolist() == [11, 3.6 + 0.4] and (tmp_path / "curves.png").stat().st_size

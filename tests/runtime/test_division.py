@@ -63,7 +63,8 @@ def flat_of(division: VectorDivision) -> tuple[FlatParameters, dict[Any, Any], d
 
 def test_whole_vectors_are_what_they_are() -> None:
     assert all(UNDIVIDED.keeps(name) and UNDIVIDED.multiplies(name) for name in PARAMETERS)
-    assert all(UNDIVIDED.part(name, parameter) is parameter for name, parameter in PARAMETERS.items())
+    for name, parameter in PARAMETERS.items():
+        assert UNDIVIDED.part(name, parameter) is parameter and UNDIVIDED.in_blocks(name, parameter) == parameter.shape
     for result in (
         *UNDIVIDED.to_blocks(PARAMETERS, PARAMETERS),
         UNDIVIDED.from_blocks(PARAMETERS, {}),

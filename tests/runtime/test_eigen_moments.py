@@ -176,6 +176,19 @@ def test_factors_that_are_not_finite_leave_the_basis_as_it_was() -> None:
         assert torch.equal(tensor, before[name]), name
 
 
+def test_one_group_of_a_convolution_that_is_not_finite_leaves_the_basis_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 2))
+    fisher = estimator(model)
+    fisher.update_covariances(torch.randn(5, 4, 3, 3, dtype=torch.float64))
+    update_bases(fisher)
+    group = fisher.blocks["0.weight", "0.bias"].group
+    before = {name: tensor.clone() for name, tensor in group.extras.items()}
+    assert group.factors["G"].moment.shape[:2] == (1, 2)
+    group.factors["G"].moment[0, 0] = torch.nan
+    update_bases(fisher)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in group.extras.items())
+
+
 def test_squares_that_overflow_are_in_no_average() -> None:
     first, gradient = gradients(2, 4, 3)
     fisher = with_factors_of(first)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from kfac_fx.checks.outputs import OutputWatch
 from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
+from kfac_fx.losses import Normal
 from kfac_fx.optim.forwards import Forwards, MicroBatches, checked
 from kfac_fx.optim.no_trace import without_a_trace
 from kfac_fx.optim.options import KFACOptions
@@ -438,6 +439,29 @@ def test_outputs_are_compared_with_those_of_the_recording_before() -> None:
         listening.forwards.on_outputs((), {}, outputs)
         assert bool(listening.forwards.estimator.outputs.pending) is differs
     assert listening.compared == []
+
+
+def test_large_outputs_of_different_numbers_of_cases_are_not_watched_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x), self.linear(x[::2])
+
+    def loss(outputs: tuple[Tensor, Tensor]) -> list[tuple[float, Normal]]:
+        return [(1.0, Normal(output, 0.5)) for output in outputs]
+
+    for limit, unchecked in ((1 << 22, False), (8, True)):
+        monkeypatch.setattr("kfac_fx.optim.loss_gradient.LIMIT", limit)
+        net = compile(Two(), (torch.randn(6, 4),), loss=loss)
+        opt = KFAC(net, 0.1, damping=1.0, momentum_type="regular")
+        sum(output.square().sum(1).mean() for output in net(torch.randn(6, 4))).backward()
+        opt.step()
+        assert ("the training loss is the registered one was not checked" in str(net.report)) is unchecked
 
 
 def test_a_registration_without_factors_is_recorded_at_once() -> None:

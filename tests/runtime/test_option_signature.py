@@ -37,6 +37,7 @@ def test_the_signature_shows_types_without_checks() -> None:
         in text
     )
     assert "Annotated" not in text
+    assert not any(isinstance(parameter.annotation, str) for parameter in inspect.signature(KFAC).parameters.values())
 
 
 def test_help_documents_every_option_in_the_order_of_the_signature() -> None:

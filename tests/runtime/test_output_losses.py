@@ -15,6 +15,7 @@ from kfac_fx.losses import Normal
 from kfac_fx.losses.registered import likelihood
 from kfac_fx.passes.torch_losses import BY_DISTRIBUTION
 from kfac_fx.recording.output_losses import OutputLosses
+from tests.runtime.collections_of_toys import towers
 from tests.runtime.recorded_by_hand import Words, by_hand, mlp, recorder, same
 
 
@@ -122,3 +123,12 @@ def test_probabilities_of_classes_are_no_targets_that_are_ignored() -> None:
     assert losses.not_ignored(site, None, torch.rand(4, 3)) is None
     kept = losses.not_ignored(site, None, torch.tensor([1, -100, 0]))
     assert kept is not None and kept.tolist() == [True, False, True]
+
+
+def test_of_two_losses_on_the_same_towers_every_tower_counts_once() -> None:
+    lc = towers()
+    for name in ("first", "second"):
+        for tower, output in enumerate(("add", "add_1")):
+            lc.register_categorical_predictive_distribution(output, name=name, reuse=tower > 0)
+    losses = OutputLosses(cast(Any, None), lc.registered_losses)
+    assert losses.tower_cases((torch.randn(6, 4), torch.randn(2, 4)) * 2) == [6, 2]

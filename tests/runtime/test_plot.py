@@ -46,7 +46,9 @@ def test_a_history_has_the_values_of_every_reading_by_name(trained: tuple[KFAC, 
 
 def test_damping_and_rho_are_drawn_over_the_steps(trained: tuple[KFAC, plot.History]) -> None:
     _, history = trained
-    damping, rho = plot.training(history).axes
+    figure = plot.training(history)
+    damping, rho = figure.axes
+    assert figure.get_size_inches().tolist() == [7.0, 4.8]
     assert list(damping.lines[0].get_xdata()) == history.steps
     assert list(damping.lines[0].get_ydata()) == history["damping"] and damping.get_yscale() == "log"
     assert list(rho.lines[0].get_ydata()) == history["rho"]

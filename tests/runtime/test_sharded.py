@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import kfac_fx
 from kfac_fx.linalg import sharded as sharding
 from kfac_fx.linalg.sharded import ShardLayout, Shards
+from kfac_fx.passes.errors import ModelChangedError
 
 pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
@@ -155,6 +156,15 @@ def test_a_call_that_was_not_captured_before_is_refused(shard: Callable[..., Non
     with pytest.raises(ValueError, match="Net is called in a way that was not captured before it was sharded") as error:
         net.record((X.double(),), {})
     assert "call net.recorder((x,), {}) for every further kind of call, before fully_shard" in str(error.value)
+
+
+def test_a_module_that_was_replaced_before_the_model_was_sharded_is_told(shard: Callable[..., None]) -> None:
+    net = compiled(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
+    net.model[1] = nn.ReLU()  # type: ignore[index, operator]
+    shard(net.model)
+    for _ in range(2):
+        with pytest.raises(ModelChangedError, match=r"1 parameter or module was replaced, .* kfac_fx.compile: 1\."):
+            net(X)
 
 
 def test_a_call_that_was_captured_before_is_served(shard: Callable[..., None]) -> None:

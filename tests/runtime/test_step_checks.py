@@ -215,3 +215,17 @@ def test_a_check_with_a_batch_that_is_not_finite_leaves_everything_as_it_was(kin
     opt.step()
     after = theta(net), [opt.state[p]["velocity"] for p in net.parameters()]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_with_targets_that_are_not_finite_leaves_everything_as_it_was(kind: str) -> None:
+    """The outputs are finite, here and at the parameters of the last check, and the change of the loss is no number."""
+    net = compile(nn.Linear(3, 1), loss="mse")
+    opt = KFAC(net, seed=0, damping_adaptation_interval=4, momentum_type=kind)
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    for number in range(9):  # checks in steps 4 and 8
+        before = theta(net)
+        opt.zero_grad()
+        F.mse_loss(net(x), y if number < 8 else y / 0).backward()
+        opt.step()
+    assert torch.equal(theta(net), before) and opt.skipped == 1

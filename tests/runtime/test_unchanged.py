@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from kfac_fx import ModelChangedError
@@ -29,3 +30,14 @@ def test_every_name_that_changed_is_in_the_text() -> None:
         "The factors and the optimizer still hold the old ones. Compile again, or change values in place with "
         "parameter.data.copy_(...) or load_state_dict.",
     ]
+
+
+def test_only_parameters_that_were_swapped_for_shards_are_emptied() -> None:
+    model = nn.Linear(2, 2)
+    structure, before, bias = Structure(model, lambda: None), model.weight, model.bias.detach().clone()
+    before.grad = torch.ones(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    structure.follow_shards()
+    assert before.isnan().all() and before.grad is None and before.shape == (2, 2)
+    assert model.weight.eq(1).all() and torch.equal(model.bias, bias)
+    structure.check()
