@@ -71,9 +71,8 @@ def ours(
     problem: Problem, every: tuple[int, int], mode: str
 ) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
     net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind)
-    return net, kfac_fx.KFAC(
-        net, lr=LR, damping=1.0, cov_update_every=every[0], invert_every=every[1], estimation_mode=mode
-    )
+    intervals = {"cov_update_every": every[0], "invert_every": every[1]}
+    return net, kfac_fx.KFAC(net, lr=LR, damping=1.0, momentum_type="regular", estimation_mode=mode, **intervals)
 
 
 def adamw(problem: Problem) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:

@@ -76,7 +76,8 @@ def adamw(problem: Problem, n: int, m: int, backend: str = "eager") -> Step:
 
 def ours(problem: Problem, n: int, m: int, backend: str = "eager", **options: Any) -> Step:
     net = kfac_fx.compile(problem.model, (problem.x,), loss=problem.loss.kind, backend=backend)
-    optimizer = kfac_fx.KFAC(net, **{"lr": LR, "damping": 1.0, "cov_update_every": n, "invert_every": m, **options})
+    regular = {"lr": LR, "damping": 1.0, "momentum_type": "regular", "cov_update_every": n, "invert_every": m}
+    optimizer = kfac_fx.KFAC(net, **{**regular, **options})
 
     def step() -> None:
         optimizer.zero_grad()

@@ -24,6 +24,7 @@ from kfac_fx.checks.equivalence import as_unrolled, coarsest_rounding, copies, d
 from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import pytree
+from kfac_fx.passes.tracing.devices import HostCopy
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import objects_kept
 from kfac_fx.recording.recorder import Recorder
@@ -98,8 +99,7 @@ class OutputWatch:
         self.recordings = 0
         self.pending: Tensor | None = None
         self.failed: Tensor | None = None  # whether any differed that the host does not know of, on the device
-        self.told: Tensor | None = None  # on the host as soon as the event `copied` has happened
-        self.copied: Any = None
+        self.told: HostCopy | None = None
 
     def due(self) -> bool:
         """Whether this recording is compared: those with the numbers 1, 2, 4, 8, ..., and every 1000th."""
@@ -111,8 +111,8 @@ class OutputWatch:
 
     def check(self, model: str) -> None:
         """Raises ModelChangedError if an earlier comparison is known to have failed. The host does not wait."""
-        if self.told is not None and self.copied.query():
-            failed, self.told = self.told, None
+        if self.told is not None and self.told.arrived:
+            failed, self.told = self.told.value, None
             self.failed = None if failed else self.failed
             refuse_changed_model(failed, model)
 
@@ -127,9 +127,7 @@ class OutputWatch:
             return ~differs
         self.failed = differs if self.failed is None else self.failed | differs
         if self.told is None:
-            self.told = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self.told.copy_(self.failed, non_blocking=True)
-            self.copied = torch.accelerator.current_stream(differs.device).record_event()
+            self.told = HostCopy(self.failed)
         return ~differs
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from kfac_fx.factors.stacks import BlockGroup, Roots
 from kfac_fx.linalg.matrices import Root, dense_roots, full_precision, rescued_roots, unsqueeze_like
 from kfac_fx.passes.approximations import Side
+from kfac_fx.passes.tracing.devices import HostCopy
 
 
 class FailureWatch:
@@ -25,23 +25,16 @@ class FailureWatch:
 
     def __init__(self, deferred: bool) -> None:
         self.deferred = deferred
-        self.failed: Tensor | None = None  # of the last call, on the host as soon as the event `copied` has happened
-        self.copied: Any = None
+        self.failed: HostCopy | None = None  # of the last call
 
     def known_failures(self, valid: Tensor) -> Tensor:
         """The indices of the matrices to decompose again now. valid: [m], of the present attempt."""
         if not self.deferred:
             return (~valid).nonzero().squeeze(-1)
-        if self.failed is None:
-            self.failed = torch.empty(valid.shape, dtype=torch.bool, pin_memory=valid.device.type != "cpu")
-            indices = (~valid).nonzero().cpu()
-        else:
-            arrived = self.copied is None or self.copied.query()
-            indices = self.failed.nonzero() if arrived else self.failed.new_zeros(0, 1, dtype=torch.int64)
-        self.failed.copy_(~valid, non_blocking=True)
-        if valid.device.type != "cpu":
-            self.copied = torch.accelerator.current_stream(valid.device).record_event()
-        return indices.squeeze(-1)
+        last, self.failed = self.failed, HostCopy(~valid)
+        if last is None:
+            return self.failed.wait().nonzero().squeeze(-1)
+        return (last.value if last.arrived else torch.zeros_like(last.value)).nonzero().squeeze(-1)
 
 
 class Inverter:

@@ -16,6 +16,9 @@ with its exact Fisher F (one product with the Jacobian) and its loss h (`BatchLo
                                present batch: m is forgotten, and r grows
     θ <- θ before the step     if h has risen by more than is tolerated in the step
 
+A check is *calm* if it undid nothing and lr ρ <= r / 2, so that the squared norm is at most a quarter of its bound. The
+next check after a calm one may come later (`kfac_fx.optim.schedule`).
+
 Adam's rate alone suits many networks, but not deep ones without skips and norms: there the steps of all layers add up,
 the loss is far from its quadratic model, and the bound is what makes training possible. The step along d that minimizes
 the quadratic model is no substitute: it is several times too short, because directions of large curvature, along which
@@ -32,6 +35,7 @@ from kfac_fx.optim.step_checks import Check, StepSize, take, tolerated
 
 RATE = 0.02
 STRETCH = 3.0  # the largest multiple of Adam's step
+CALM = 0.5  # of the bound, for the norm of a step
 FALL = 0.95  # of r below 1, from one check to the next: a loss falls lower if its first steps are short
 
 
@@ -54,13 +58,15 @@ def move_bounded(
         return ok, nothing, nothing
     fisher, slope, before = check.batch.along(check.parameters, flat.everywhere(proposal.move))
     longest = bound * torch.where(check.value.isfinite(), check.value, 1.0).clamp(min=1.0)
-    ratio = next_divisor(last, (fisher / longest).sqrt(), flat.largest_lr)
+    norm = (fisher / longest).sqrt()
+    ratio = next_divisor(last, norm, flat.largest_lr)
     move = proposal.move / ratio
     ok = ok & flat.is_finite(move) & fisher.isfinite()
     linear = slope / ratio if check.batch.observed else flat.inner(flat.g, move)
     predicted = linear + 0.5 * fisher / ratio.square()
     kept, change = take(flat, Proposal(move, proposal.state), check, before, linear, tolerated(check.value), ok)
     size.store(ok, ratio=torch.where(kept, ratio, 2 * ratio), value=check.value)
+    size.calm.copy_(kept & (norm <= CALM * ratio))
     return kept, predicted, change / predicted
 
 

@@ -19,6 +19,11 @@ No interval of statistics or checks is longer than `LONGEST_INTERVALS`, because 
 loss rise, which only a check undoes. Where an interval is cut to this, the other takes what is left; in networks of a
 few operations, whose training step is short beside all else, the overhead is then larger than stated.
 
+The checks of "eigen_moments" become rarer where they find nothing to do: after a check that was calm
+(`kfac_fx.optim.bounded`), the next one comes after twice as many intervals as the last one did, at most
+`MOST_INTERVALS`; after any other, it comes after one interval. An interval that is given stays as it is. The host reads
+whether a check was calm when the next one may be due, so that it hardly waits.
+
 The model knows no device: equal networks and batches have equal intervals everywhere. Preconditioning and momentum are
 in every step, so no interval changes what they cost.
 """
@@ -30,9 +35,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes.ir import UNROLLED, Program
+from kfac_fx.passes.tracing.devices import HostCopy
 from kfac_fx.statistics.moments import Key
 
 FIRST_CHECKS = 3  # the first steps, which are all checked
@@ -46,6 +54,8 @@ PRODUCT = 4  # operations for one of the graph in a product with the Jacobian
 FUSED = 10  # the operations of an unrolled recurrent layer for one of its kernel
 
 UPDATES = 2  # of the factors for one of the inverses, at least
+MOST_INTERVALS = 4  # from a check to the next
+SHORTEST_TO_MULTIPLY = 3  # steps: the host would wait for the check of one or two steps ago
 
 
 class StepIntervals(NamedTuple):
@@ -152,6 +162,9 @@ class Schedule:
     options: KFACOptions
     counter: int = 0  # steps taken
     burned_in: int = 0  # steps before them that only averaged statistics
+    last_check: int = 0  # the number of its step
+    intervals_apart: int = 1  # from the last check to the next
+    calm: HostCopy | None = None  # whether the last check was, until this is read
     intervals: StepIntervals = field(init=False)  # those of the options, until the first step chooses
     overhead: float = 0.0  # what they cost by the cost model; 0 until then
 
@@ -180,17 +193,43 @@ class Schedule:
 
     @property
     def checking(self) -> bool:
-        """Whether the step size, and the damping of "adaptive", is checked in this step: in the first three, and in
-        every `intervals.checks`-th."""
-        return self.options.checked and not self.burning_in and self.checks(self.counter)
+        """Whether the step size, and the damping of "adaptive", is checked in this step: in the first three, and then
+        `intervals_apart` times `intervals.checks` steps after the last."""
+        if not self.options.checked or self.burning_in:
+            return False
+        return self.counter < FIRST_CHECKS or self.counter >= self.intervals_later(self.intervals_apart)
 
-    def checks(self, counter: int) -> bool:
-        return counter < FIRST_CHECKS or counter % self.intervals.checks == 0
+    def intervals_later(self, number: int) -> int:
+        """The step so many intervals after the last check."""
+        every = self.intervals.checks
+        return (self.last_check // every + number) * every
 
     @property
     def steps_since_check(self) -> int:
         """The number of steps since the last check; 1 at the first."""
-        return next((n for n in range(1, self.counter + 1) if self.checks(self.counter - n)), 1)
+        return max(1, self.counter - self.last_check)
+
+    @property
+    def multiplies_checks(self) -> bool:
+        """Whether checks may be several intervals apart."""
+        options = self.options
+        given = options.damping_adaptation_interval is not None
+        return options.eigen_moments and not given and self.intervals.checks >= SHORTEST_TO_MULTIPLY
+
+    def checked(self, step: int, intervals_apart: int, calm: Tensor) -> None:
+        """Take the last check. calm: whether it was, 0-dim. intervals_apart: how far the check before it was."""
+        self.last_check, self.intervals_apart = step, intervals_apart
+        unread = step >= FIRST_CHECKS and self.counter < self.intervals_later(1)
+        self.calm = HostCopy(calm) if self.multiplies_checks and unread else None
+
+    def advance(self, calm: Tensor | None) -> None:
+        """Go to the next step. calm: whether the check of this one was, 0-dim; None without a check."""
+        if calm is not None:
+            self.checked(self.counter, self.intervals_apart, calm)
+        self.counter += 1
+        if self.calm is not None and self.counter >= self.intervals_later(1):
+            self.intervals_apart = min(2 * self.intervals_apart, MOST_INTERVALS) if self.calm.wait() else 1
+            self.calm = None
 
     def choose(self, costs: StepCosts) -> None:
         """Take the intervals that a cost model allows, and those that are given."""
@@ -215,9 +254,9 @@ class Schedule:
         every, options = self.intervals, self.options
         if not options.checked:
             return []
-        text = (
-            f"statistics every {every.statistics}, inverses every {every.inverses}, checks every {every.checks} steps"
-        )
+        most = f" to {MOST_INTERVALS * every.checks}" if self.multiplies_checks else ""
+        checks = f"checks every {every.checks}{most} steps"
+        text = f"statistics every {every.statistics}, inverses every {every.inverses}, {checks}"
         if not self.overhead:
             return [f"{text}, until the first step chooses the intervals for an overhead of {options.allowed:.0%}"]
         cost = f"{text}: by the cost model {self.overhead:.0%} of a training step"

@@ -93,6 +93,7 @@ def whole(state: StepState) -> Tensors:
     if state.options.checked:
         values |= {name: getattr(state.size, name) for name in STEP_SIZE}
         values |= {"intervals": torch.tensor(schedule.intervals), "overhead": torch.tensor(schedule.overhead)}
+        values |= {"checks": torch.tensor([schedule.last_check, schedule.intervals_apart])}
     values |= {"counter": torch.tensor(schedule.counter), "burned_in": torch.tensor(schedule.burned_in)}
     first = [state.first_recorded.get(key, 0) for key in state.estimator.blocks]
     values |= {"first_recorded": torch.tensor(first)}
@@ -278,6 +279,9 @@ def restore(
         state.schedule.overhead = float(values["overhead"])
         state.estimator.cov_ema_decay = state.schedule.decay
     state.schedule.counter, state.schedule.burned_in = int(values["counter"]), int(values["burned_in"])
+    if state.options.checked:
+        step, apart = values["checks"].tolist()
+        state.schedule.checked(step, apart, state.size.calm)
     first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=False)
     state.first_recorded = {key: step for key, step in first if step}
     state.estimator.load_state_dict({"damping": values["estimator.damping"], **checkpoint.blocks})

@@ -147,7 +147,7 @@ def take_step(state: StepState, groups: Sequence[Group], states: MutableMapping[
         else:
             ok = update(state, in_blocks, others, ok, check)
     state.skipped += ~ok
-    schedule.counter += 1
+    schedule.advance(None if check is None else state.size.calm)
 
 
 def choose_intervals(state: StepState) -> None:

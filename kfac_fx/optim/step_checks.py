@@ -32,12 +32,13 @@ class StepSize:
     norm: Tensor  # of "adaptive", α² <m, d> at the last check; infinity before
     value: Tensor  # h before the step of the last check, infinity before
     weight: Tensor  # of "adaptive", the sum of the weights of the averaged gradients
+    calm: Tensor  # of "eigen_moments", whether the last check found the step far below its bound; a bool
 
     @staticmethod
     def first(scalar: Tensor) -> StepSize:
         """scalar: a zero."""
         infinity = torch.full_like(scalar, torch.inf)
-        return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone())
+        return StepSize(scalar.clone(), infinity, infinity.clone(), scalar.clone(), scalar.bool())
 
     def store(self, ok: Tensor, **scalars: Tensor) -> None:
         """Overwrite these scalars where `ok` is true."""

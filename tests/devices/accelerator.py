@@ -41,6 +41,9 @@ class Event:
     def query(self) -> bool:
         return False
 
+    def synchronize(self) -> None:
+        torch.empty((), device=NAME).item()  # seen as a wait
+
 
 class Generator(torch.Generator):
     """The CPU's, that says it is of another device."""
@@ -143,7 +146,8 @@ class Waits(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         frames = [f for f in traceback.extract_stack()[:-2] if "/torch/" not in f.filename]
-        last = next(f for f in reversed(frames) if not f.name.startswith(("<", "__torch")))
+        frames = [f for f in frames if not f.name.startswith(("<", "__torch")) and f.filename != __file__]
+        last = frames[-1]
         ours = "/kfac_fx/" in last.filename or "/passes/" in last.filename
         self.places[f"{last.filename.rsplit('/', 1)[-1]}:{last.name}" if ours else "the model"] = what
 

@@ -55,6 +55,29 @@ def test_the_length_of_steps_follows_their_exact_fisher_norm(options: dict[str, 
     assert max(ratios) > 1 if bound == 1e-6 else min(ratios) < 0.9
 
 
+@pytest.mark.parametrize(("bound", "calm"), [(1e-6, False), (1e30, True)])
+def test_a_check_is_calm_where_the_step_is_far_below_its_bound(bound: float, calm: bool) -> None:
+    net, opt = made(norm_constraint=bound)
+    for number in range(3):
+        step(net, opt, number)
+        assert bool(opt._step_state.size.calm) is calm
+
+
+@pytest.mark.parametrize("share", [0.49, 0.51])
+def test_a_calm_step_has_at_most_half_the_norm_of_its_bound(share: float) -> None:
+    """The first check: r is 1 / FALL of Adam's step, whose norm the second optimizer's bound is a multiple of."""
+    (net, opt), (x, y) = made(norm_constraint=1e30), batch(0)
+    at = theta(net)
+    step(net, opt, 0)
+    move = theta(net) - at
+    norm = float(move @ fisher(net.model, at, x) @ move)
+    loss = F.cross_entropy(made()[0](x), y).item()
+    other, bounded = made(norm_constraint=norm / (share**2 * max(1.0, loss)))
+    step(other, bounded, 0)
+    torch.testing.assert_close(theta(other) - at, move)
+    assert bool(bounded._step_state.size.calm) is (share < 0.5)
+
+
 def test_a_schedule_does_not_change_how_far_steps_are_lengthened() -> None:
     lr, scale = torch.tensor(0.01), torch.tensor(0.2)
     torch.testing.assert_close(next_divisor(torch.tensor(0.5), lr * scale, lr), scale.sqrt().clamp(min=0.95 * 0.5))
@@ -100,7 +123,7 @@ def test_a_step_that_makes_the_loss_rise_is_undone_at_once() -> None:
     opt.step()
     assert not net.model.linear.weight.any()  # type: ignore[union-attr, operator]
     assert opt.skipped == 1 and opt.rho < 0
-    assert opt._step_state.size.ratio == 2 * FALL
+    assert opt._step_state.size.ratio == 2 * FALL and not opt._step_state.size.calm
 
 
 def test_steps_before_a_check_that_could_be_made_are_as_long_as_proposed() -> None:

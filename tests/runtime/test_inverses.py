@@ -102,10 +102,11 @@ def test_failures_that_have_not_arrived_on_the_host_are_not_waited_for() -> None
     good, failed = torch.tensor([True, True]), torch.tensor([True, False])
     watch.known_failures(good)
     watch.known_failures(failed)
-    watch.copied = SimpleNamespace(query=lambda: False)
+    assert watch.failed is not None
+    watch.failed.event = SimpleNamespace(query=lambda: False)
     assert watch.known_failures(good).tolist() == []
     watch.known_failures(failed)
-    watch.copied = SimpleNamespace(query=lambda: True)
+    watch.failed.event = SimpleNamespace(query=lambda: True)
     assert watch.known_failures(good).tolist() == [1]
 
 

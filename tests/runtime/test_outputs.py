@@ -8,6 +8,7 @@ import torch
 from kfac_fx.checks import outputs
 from kfac_fx.checks.outputs import OutputWatch, differ, sampled_elements
 from kfac_fx.passes.errors import ModelChangedError
+from kfac_fx.passes.tracing.devices import HostCopy
 
 X = torch.randn(20, 5)
 
@@ -102,7 +103,8 @@ class Event:
 
 def test_an_accelerator_tells_the_host_when_the_copy_has_arrived() -> None:
     watch, event = OutputWatch(), Event()
-    watch.told, watch.copied = torch.tensor(True), event
+    watch.told = HostCopy(torch.tensor(True))
+    watch.told.event = event
     watch.check("Net")
     event.arrived = True
     with pytest.raises(ModelChangedError, match="Nothing of this batch was used"):

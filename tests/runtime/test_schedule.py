@@ -1,6 +1,10 @@
 """Updates that are due at each step."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from kfac_fx.compiler import compile
@@ -13,9 +17,54 @@ def test_the_adaptive_type_checks_and_records_early() -> None:
         compile(nn.Linear(3, 2), loss="categorical"), damping_adaptation_interval=4, cov_update_every=6
     )
     each = [Schedule(options, counter) for counter in range(13)]
-    assert [step.counter for step in each if step.checking] == [0, 1, 2, 4, 8, 12]
-    assert [step.steps_since_check for step in each if step.checking] == [1, 1, 1, 2, 4, 4]
     assert [step.counter for step in each if step.recording] == [0, 1, 2, 5, 6, 12]
+    assert checks(Schedule(options), 13) == {0: 1, 1: 1, 2: 1, 4: 2, 8: 4, 12: 4}
+
+
+def checks(schedule: Schedule, steps: int, calm: Callable[[int], bool] = lambda step: True) -> dict[int, int]:
+    """The steps with a check, and how long ago the one before was. calm: whether a check is."""
+    since: dict[int, int] = {}
+    for step in range(steps):
+        if schedule.checking:
+            since[step] = schedule.steps_since_check
+        schedule.advance(torch.tensor(calm(step)) if schedule.checking else None)
+    return since
+
+
+def test_checks_become_rarer_as_long_as_they_are_calm() -> None:
+    schedule = Schedule(KFACOptions(compile(nn.Linear(3, 2), loss="categorical")))
+    assert schedule.intervals.checks == 5
+    assert [*checks(schedule, 100)] == [0, 1, 2, 5, 15, 35, 55, 75, 95]
+    again = Schedule(schedule.options)
+    assert [*checks(again, 100, lambda step: step != 35)] == [0, 1, 2, 5, 15, 35, 40, 50, 70, 90]
+    assert [*checks(Schedule(schedule.options), 31, lambda step: False)] == [0, 1, 2, 5, 10, 15, 20, 25, 30]
+    assert "checks every 5 to 20 steps" in schedule.described()[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum_type": "adaptive"}, {"damping_adaptation_interval": 5}, {"overhead": 100.0}], ids=str
+)
+def test_checks_stay_as_frequent_where_the_interval_is_given_or_short_or_scales_the_damping(
+    options: dict[str, Any],
+) -> None:
+    schedule = Schedule(KFACOptions(compile(nn.Linear(3, 2), loss="categorical"), **options))
+    if "overhead" in options:
+        schedule.intervals = schedule.intervals._replace(checks=2)
+    every = schedule.intervals.checks
+    assert [*checks(schedule, 31)][3:] == [*range(5 if every == 5 else 4, 31, every)]
+    assert f"checks every {every} steps" in schedule.described()[0]
+
+
+@pytest.mark.parametrize("saved", range(3, 20))
+def test_a_schedule_that_is_restored_checks_at_the_same_steps(saved: int) -> None:
+    options = KFACOptions(compile(nn.Linear(3, 2), loss="categorical"))
+    calm = lambda step: step != 15  # noqa: E731
+    expected, first = [*checks(Schedule(options), 60, calm)], Schedule(options)
+    before = checks(first, saved, calm)
+    restored = Schedule(options, saved)
+    restored.checked(first.last_check, first.intervals_apart, torch.tensor(calm(first.last_check)))
+    after = [saved + step for step in checks(restored, 60 - saved, lambda step: calm(saved + step))]
+    assert [*before, *after] == expected
 
 
 def test_a_schedule_tells_what_is_due() -> None:
