@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from kfac_fx.checks.equivalence import as_unrolled, coarsest_rounding, copies, detached, model_kept
-from kfac_fx.linalg.matrices import dense, full_precision, is_differentiable
+from kfac_fx.linalg.matrices import HostCopy, dense, full_precision, is_differentiable
 from kfac_fx.passes.errors import ModelChangedError
 from kfac_fx.passes.torch_private import pytree
-from kfac_fx.passes.tracing.devices import HostCopy
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.passes.tracing.signature import objects_kept
 from kfac_fx.recording.recorder import Recorder

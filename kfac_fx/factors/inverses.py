@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.factors.stacks import BlockGroup, Roots
-from kfac_fx.linalg.matrices import Root, dense_roots, full_precision, rescued_roots, unsqueeze_like
+from kfac_fx.linalg.matrices import HostCopy, Root, dense_roots, full_precision, rescued_roots, unsqueeze_like
 from kfac_fx.passes.approximations import Side
-from kfac_fx.passes.tracing.devices import HostCopy
 
 
 class FailureWatch:

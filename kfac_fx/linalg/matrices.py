@@ -1,7 +1,7 @@
 """Functions of batches of matrices. The leading dimension counts matrices: groups, or layers of one shape.
 
 Matrix products of float32 are computed in float32, whatever precision the user allows for the network
-(`full_precision`).
+(`full_precision`). `HostCopy` tells the host what became of a batch, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -355,3 +355,31 @@ def unpack_symmetric(rows: Tensor) -> Tensor:
     upper[..., width - half :, :] = rows[..., :-1].tril().flip(-2, -1)
     upper[..., :half, :] = rows[..., 1:].triu()
     return upper + upper.triu(1).mT
+
+
+class HostCopy:
+    """A copy of a tensor on the host. The host does not wait for the device that computes the tensor.
+
+    Attributes:
+        value: the copy; its numbers are there once `arrived` is true.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        device = tensor.device
+        self.event: Any = None
+        if device.type == "cpu":
+            self.value = tensor.clone()
+        else:
+            self.value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.value.copy_(tensor, non_blocking=True)
+            self.event = torch.accelerator.current_stream(device).record_event()
+
+    @property
+    def arrived(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+    def wait(self) -> Tensor:
+        """The copy. The host waits until it has arrived, and for nothing that came after it."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.value

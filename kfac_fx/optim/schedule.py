@@ -38,9 +38,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.linalg.matrices import HostCopy
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.passes.ir import UNROLLED, Program
-from kfac_fx.passes.tracing.devices import HostCopy
 from kfac_fx.statistics.moments import Key
 
 FIRST_CHECKS = 3  # the first steps, which are all checked

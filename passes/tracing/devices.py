@@ -1,11 +1,10 @@
-"""Devices of a model: their random streams, autocast, and numbers that they tell the host."""
+"""Devices of a model: their random streams, and autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,31 +65,3 @@ def same_random(devices: Iterable[torch.device], enabled: bool = True) -> Iterat
     finally:
         if before is not None:
             before.restore()
-
-
-class HostCopy:
-    """A copy of a tensor on the host. The host does not wait for the device that computes the tensor.
-
-    Attributes:
-        value: the copy; its numbers are there once `arrived` is true.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        device = tensor.device
-        self.event: Any = None
-        if device.type == "cpu":
-            self.value = tensor.clone()
-        else:
-            self.value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.value.copy_(tensor, non_blocking=True)
-            self.event = torch.accelerator.current_stream(device).record_event()
-
-    @property
-    def arrived(self) -> bool:
-        return self.event is None or bool(self.event.query())
-
-    def wait(self) -> Tensor:
-        """The copy. The host waits until it has arrived, and for nothing that came after it."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.value

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfac_fx.passes.tracing.devices import HostCopy, RandomState, accelerators, same_random
+from kfac_fx.passes.tracing.devices import RandomState, accelerators, same_random
 from tests.devices.walks import QUICK, WALKS, WRONG
 
 ROOT = Path(__file__).parents[2]
@@ -72,28 +72,6 @@ def test_random_streams_are_put_back_and_seeded_as_torch_seeds_them() -> None:
     with same_random([], enabled=False):
         torch.rand(1)
     assert not torch.equal(before, torch.get_rng_state())
-
-
-class LateEvent:
-    """The event of a copy that arrives when it is waited for."""
-
-    done = False
-
-    def query(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.done = True
-
-
-def test_a_copy_on_the_host_is_waited_for_only_where_that_is_asked() -> None:
-    tensor = torch.tensor([1.0, 2.0])
-    copy = HostCopy(tensor)
-    tensor.zero_()
-    assert copy.arrived and copy.wait().tolist() == [1.0, 2.0]
-    copy.event = LateEvent()
-    assert not copy.arrived and copy.value.tolist() == [1.0, 2.0] and not copy.arrived
-    assert copy.wait() is copy.value and copy.arrived
 
 
 def test_a_model_on_the_cpu_or_without_numbers_has_no_other_streams() -> None:

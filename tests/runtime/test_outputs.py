@@ -7,8 +7,8 @@ import torch
 
 from kfac_fx.checks import outputs
 from kfac_fx.checks.outputs import OutputWatch, differ, sampled_elements
+from kfac_fx.linalg.matrices import HostCopy
 from kfac_fx.passes.errors import ModelChangedError
-from kfac_fx.passes.tracing.devices import HostCopy
 
 X = torch.randn(20, 5)
 
