@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, nn
 
 import kfac_fx
@@ -17,6 +18,7 @@ from kfac_fx import losses
 from kfac_fx.blocks.block import BlockOperator
 from kfac_fx.linalg.vectors import split
 from tests.models import ZOO, Case
+from tests.whole.generated import Recipe, recipes
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -66,6 +68,14 @@ SEPARATE_CASES = (  # one case's output depends on that case alone, and the firs
     "relative_positions", "relative_positions_embedded", "relative_positions_in_fused_attention", "relative_queries",
     "other_sizes", "lstm", "cells", "biases_in_pieces", "weight_of_two", "slices", "multiples", "gates",
 )  # fmt: skip
+IN_PART = (  # the same, and some of the blocks that are asked to be diagonal are Kronecker products
+    "spellings", "rare_products", "batched", "siamese", "alias_once", "pyramid", "burgers", "adversarial",
+    "gates_of_heads", "cross_attention", "attention_of_other_widths", "biases_of_several", "standardized_by_hand",
+    "weight_norm", "discriminator", "adaptive_rank", "differential", "blended", "trained_tokens", "token_with_position",
+    "table_made_by_a_network", "disentangled", "projection_of_a_table", "rnn_learned_start", "encoder_decoder",
+    "recurrent_from_zero", "frozen", "unused", "generic", "prototypes", "evaluated", "wave_function", "hypernetwork",
+    "step_by_step", "language", "vision",
+)  # fmt: skip
 
 
 def prepared(case: Case) -> tuple[nn.Module, tuple[Any, ...], Tensor]:
@@ -93,17 +103,38 @@ def test_full_blocks_are_the_dense_fisher(name: str) -> None:
             torch.testing.assert_close(block.full_fisher_block(), dense_block(block, oracle, cases))
 
 
-@pytest.mark.parametrize("name", SEPARATE_CASES)
+@pytest.mark.parametrize("name", SEPARATE_CASES + IN_PART)
 def test_diagonal_blocks_are_the_diagonal_of_the_dense_fisher(name: str) -> None:
     case = ZOO[name]
-    model, args, targets = prepared(case)
-    estimator = estimated(model, case.loss, args, targets, approximations={"*": "diagonal"})
-    oracle = gradients_by_case(model, case.loss, args, targets)
-    cases = KINDS[case.loss](model(*args)).cases
-    for block in estimator.blocks.values():
-        if not block.registration.generic:
-            found = block.full_fisher_block().diagonal()
-            torch.testing.assert_close(found, dense_block(block, oracle, cases).diagonal())
+    check_diagonal_blocks(*prepared(case), case.loss, in_part=name in IN_PART)
+
+
+def check_diagonal_blocks(
+    model: nn.Module, args: tuple[Any, ...], targets: Tensor, kind: str, in_part: bool = False
+) -> None:
+    """in_part: whether some blocks are no diagonal ones, as those of layers whose positions count as cases."""
+    estimator = estimated(model, kind, args, targets, approximations={"*": "diagonal"})
+    oracle = gradients_by_case(model, kind, args, targets)
+    cases = KINDS[kind](model(*args)).cases
+    blocks = [block for block in estimator.blocks.values() if not block.registration.generic]
+    diagonal = [block for block in blocks if block.registration.approximation == "diagonal"]
+    assert diagonal if in_part else diagonal == blocks
+    for block in diagonal:
+        found = block.full_fisher_block().diagonal()
+        torch.testing.assert_close(found, dense_block(block, oracle, cases).diagonal())
+
+
+def repeatable(recipe: Recipe) -> bool:
+    return not any(f"'{op}'" in str(recipe) for op in ("noise", "mask"))
+
+
+@settings(max_examples=25)
+@given(recipes().filter(repeatable))
+def test_diagonal_blocks_of_generated_models_are_the_diagonal_of_the_dense_fisher(recipe: Recipe) -> None:
+    model = recipe.model().double().eval()  # where batch norms keep cases apart
+    x = recipe.inputs().double()
+    torch.manual_seed(0)
+    check_diagonal_blocks(model, (x,), torch.randn_like(model(x)), "normal", in_part=True)
 
 
 def test_one_case_without_weight_sharing_is_exact() -> None:
