@@ -13,6 +13,7 @@ from torch import nn
 
 from kfac_fx.capturing import Capturing, CompileArguments, agreeing, continuing
 from kfac_fx.checks.unchanged import Structure, Trained, refuse_inference_mode, refuse_unfit, refuse_without_values
+from kfac_fx.linalg.sharded import drop_gathered
 from kfac_fx.passes.errors import PUBLIC, ModelChangedError, UntraceableError, fatal
 from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of
@@ -226,6 +227,9 @@ class CaptureCache:
                 self.model(*args, **kwargs)
             except Exception as models_own:
                 raise models_own from None
+            finally:
+                if self.structure.sharded:
+                    drop_gathered(self.model)
 
     def record_in_training(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], generator: torch.Generator | None

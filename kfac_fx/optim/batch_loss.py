@@ -199,6 +199,7 @@ class BatchLoss:
         """(<d, F d> with the exact Fisher of the batch, <∇h, d> through the observed outputs, [] each; the values at
         `parameters`)."""
         names = list(direction)
+        others = {name: in_place_of(value, shard(value)) for name, value in parameters.items() if name not in direction}
         point = tuple(shard(parameters[name]) for name in names)
         tangents = tuple(direction[name].to(parameters[name].dtype).unsqueeze(0) for name in names)
         results: list[tuple[Tensor, Tensor, int | Tensor]] = []
@@ -211,7 +212,7 @@ class BatchLoss:
                     *values: Tensor, forward: ObservedForward = forward, found: list[Values] = found
                 ) -> tuple[Tensor, ...]:
                     here = {n: in_place_of(parameters[n], value) for n, value in zip(names, values, strict=True)}
-                    found[:] = [self.values(forward, {**parameters, **here})]
+                    found[:] = [self.values(forward, {**others, **here})]
                     return (*(loss.inputs for _, loss in found[0].losses), *found[0].leaves)
 
                 primals, pushed = self.multiply_jacobian(inputs_of_losses, point, tangents)

@@ -49,7 +49,9 @@ def fisher_inner_products(
     mode is used twice: Jᵀu is linear in u, and its derivative in direction d is J d.
     """
     names = list(vectors[0])
-    constant = {name: value.detach() for name, value in parameters.items() if name not in vectors[0]}
+    constant = {
+        name: in_place_of(value, shard(value.detach())) for name, value in parameters.items() if name not in vectors[0]
+    }
     point = tuple(shard(parameters[name].detach()) for name in names)
     pairs: LossTerms = []
 

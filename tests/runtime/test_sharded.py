@@ -333,3 +333,41 @@ def test_parameters_that_are_frozen_after_sharding_keep_their_blocks_and_stand_s
         F.cross_entropy(net(X), Y).backward()
         opt.step()
         assert torch.equal(before, net.model.first.weight.detach().to_local()) == (step == 1)
+
+
+def test_a_graph_that_fails_leaves_no_gathered_parameters(shard: Callable[..., None]) -> None:
+    """The model is run for its own error. Parameters that it gathers would hide from forwards what a step moves."""
+    net = compiled()
+    shard(net.model)
+
+    def fail(recorder: Any, values: Any) -> None:
+        raise RuntimeError("no formula")
+
+    with pytest.raises(RuntimeError, match="no formula"):
+        net.captures.run((X,), {}, fail)
+    assert all(map(sharding.is_sharded, net.parameters()))
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum_type": "qmodel", "momentum": None, "damping": 0.3}, {}], ids=["qmodel", "default"]
+)
+def test_frozen_parameters_of_a_sharded_model_are_constants_in_forward_mode(
+    shard: Callable[..., None], options: dict[str, Any]
+) -> None:
+    trained: list[dict[str, Tensor]] = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        model.first.requires_grad_(False)
+        net = compiled(model)
+        if sharded:
+            shard(net.model)
+        opt = kfac_fx.KFAC(net, seed=0, estimation_mode="exact", **options)
+        opt._step_state.multiply_jacobian.dual = False  # as of a model that has a derivative of its own
+        for _ in range(3):
+            opt.zero_grad()
+            F.cross_entropy(net(X), Y).backward()
+            opt.step()
+        assert not opt.fallbacks()
+        trained.append({name: sharding.unsharded(p.detach()) for name, p in net.named_parameters()})
+    torch.testing.assert_close(*trained)

@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -114,7 +114,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def sensible(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Null spaces have no eigenbasis of their own, so that the moments there are those of one; see `VALUES`."""
+    """Without what does not fit together, or is not unique: the eigenvectors of a null space, and the second moments
+    in their basis."""
     kind = chosen["momentum_type"]
     chosen = chosen | ({"constraint": None} if kind in ("qmodel", "eigen_moments") else {})
     chosen = chosen | ({"blocks": "diagonal"} if kind == "eigen_moments" else {})
@@ -132,7 +133,7 @@ def covering() -> list[dict[str, Any]]:
     while True:
         tried = [sensible({name: draw.choice(values) for name, values in VALUES.items()}) for _ in range(300)]
         best = max(tried, key=lambda chosen: len(pairs(chosen) - covered))
-        if len(new := pairs(best) - covered) < 4:
+        if len(new := pairs(best) - covered) < 2:
             return rows
         rows.append(best)
         covered |= new
@@ -155,7 +156,7 @@ class Dense:
         self.lr = torch.cat([torch.full((p.numel(),), lr_of(name, chosen)) for name, p in self.parameters.items()])
         self.ratio = 1.0
 
-    def flat(self, tensors: dict[str, Tensor], lead: int = 0) -> Tensor:
+    def flat(self, tensors: Mapping[str, Tensor], lead: int = 0) -> Tensor:
         return torch.cat([tensors[name].detach().flatten(lead) for name in self.parameters], -1)
 
     def fisher(self, x: Tensor, y: Tensor, mode: str) -> Tensor:
@@ -168,7 +169,7 @@ class Dense:
                 return functional_call(self.model, at, (case,))[0]
 
             if mode == "exact":
-                rows, p = self.flat(jacrev(outputs)(values), 1), outputs(values).detach().softmax(0)  # type: ignore[arg-type]
+                rows, p = self.flat(jacrev(outputs)(values), 1), outputs(values).detach().softmax(0)
                 products.append(rows.mT @ (p.diag() - p.outer(p)) @ rows)
             else:
                 rows = self.flat(grad(lambda at, y=target, f=outputs: F.cross_entropy(f(at)[None], y))(values))
@@ -207,8 +208,9 @@ class Dense:
 
     def move(self, delta: Tensor) -> None:
         with torch.no_grad():
-            for p, part in zip(self.parameters.values(), delta.split([p.numel() for p in self.parameters.values()])):
-                p -= part.view_as(p)
+            parameters = list(self.parameters.values())
+            for p, part in zip(parameters, delta.split([p.numel() for p in parameters]), strict=True):
+                p.sub_(part.view_as(p))
 
     def update(self, g: Tensor, damped: Tensor, x: Tensor, y: Tensor) -> Tensor:
         chosen, mu, lr = self.chosen, self.chosen["momentum"], self.lr
@@ -312,7 +314,7 @@ def test_training_is_that_of_the_formulas(chosen: dict[str, Any]) -> None:
     for number, (x, y) in enumerate(data, -burnin):
         if number == chosen["restarted"]:
             states = copy.deepcopy((net.state_dict(), opt.state_dict()))
-            net, opt = made(copy.deepcopy(net.model), x, chosen)
+            net, opt = made(chosen["model"](), x, chosen)
             net.load_state_dict(states[0])
             opt.load_state_dict(states[1])
         opt.zero_grad()
