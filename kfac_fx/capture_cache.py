@@ -93,6 +93,14 @@ class CaptureCache:
             )
         return self.first.program
 
+    @property
+    def all(self) -> tuple[Recorder, ...]:
+        """The captures of all kinds of calls, the first one before the others."""
+        first = () if self.first is None else (self.first,)
+        return *first, *(
+            recorder for kind in self.recorders.values() for recorder in kind if recorder is not self.first
+        )
+
     # --- what happened to the model since ---------------------------------------------------------------------------
 
     def follow_shards(self) -> None:

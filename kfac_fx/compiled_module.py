@@ -111,7 +111,7 @@ class CompiledModule(nn.Module):
     def _fallbacks(self) -> list[str]:
         cases = [collecting for _, collecting in self._case_recorders]
         of_optimizer: Callable[[], list[str]] = getattr(self._listener, "fallbacks", list)
-        return [*fallbacks(self.captures.arguments, self.program, self.captures.first, cases), *of_optimizer()]
+        return [*fallbacks(self.captures.arguments, self.program, self.captures.all, cases), *of_optimizer()]
 
     @property
     def layer_collection(self) -> LayerCollection:

@@ -29,6 +29,7 @@ from kfac_fx.passes.ir import Program, Registration, Use, tensor_attrs
 from kfac_fx.passes.layers import LAYERS, Layer
 from kfac_fx.passes.padding import without_mask
 from kfac_fx.passes.torch_private import class_of
+from kfac_fx.recording.meeting_cases import revealing
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key
 from kfac_fx.statistics.row_sums import named
@@ -224,7 +225,10 @@ def fitting_approximation(
     if "dense rows" in registration.structure.needs and any(tap.kind[0] for tap in taps):
         return KRON.name, f"its rows are ids, so not {name!r}"
     if mixing:
-        return name, f"cases meet between it and the outputs, so {name!r} leaves out products of two cases"
+        return name, (
+            f"cases meet between it and the outputs, so {name!r} leaves out products of two cases, except in the exact "
+            "modes"
+        )
     if registration.structure.series and (mixed := no_series(taps)):
         return KRON_INDEP.name, f"{mixed}, so not {name!r}"
     return None
@@ -364,18 +368,6 @@ def of_first_case(cotangent: Tensor, dim: int) -> Tensor:
     single_case = torch.zeros_like(cotangent)
     single_case.select(dim, 0).copy_(cotangent.select(dim, 0))
     return single_case
-
-
-def revealing(value: Tensor) -> Tensor:
-    """Small random numbers for a parameter that is all zero, as many are at the start.
-
-    A zero weight hides the gradients of all layers in front of it, and equal zeros on both sides would prove nothing.
-    The identity that is proved holds for any values.
-    """
-    if not value.is_floating_point() or bool(value.any()):
-        return value
-    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    return 0.02 * noise.to(value)
 
 
 def demoted(

@@ -33,16 +33,25 @@ from kfac_fx.losses.sources import (
     pulled_back,
     source_vectors,
 )
-from kfac_fx.passes.approximations import KRON
 from kfac_fx.passes.choose import cases_apart
 from kfac_fx.passes.errors import LossError, RegistrationError, warn_user
 from kfac_fx.passes.ir import Program, Registration, Use
 from kfac_fx.passes.torch_private import pytree
+from kfac_fx.recording.meeting_cases import (
+    LossRows,
+    cases_reached,
+    collected,
+    collecting,
+    collecting_taps,
+    keys_that_meet,
+    pulled,
+    row_probes,
+)
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.case_gradients import Cases
 from kfac_fx.statistics.moments import Key
 from kfac_fx.statistics.row_sums import Rows
-from kfac_fx.taps.tap import ROWS, CollectingTap
+from kfac_fx.taps.tap import CollectingTap
 
 Consumer = Callable[[Key, Cases], None]
 
@@ -74,15 +83,13 @@ class CaseRecorder:
                     "example among the others of its batch. Call net.eval() before."
                 )
             )
-        registrations = tuple(map(with_own_rows, recorder.registrations))
-        program = recorder.program.but(registrations=registrations)
-        emitted = recorder.emitted.but(program=program, backend="eager", make_tap=CollectingTap)
-        self.recorder = replace(recorder, emitted=emitted)
+        self.recorder = replace(recorder, emitted=collecting(recorder.emitted))
         self.apart = {
             registration.parameters: reason
-            for registration in registrations
-            if (reason := reason_apart(program, registration)) is not None
+            for registration in self.recorder.registrations
+            if (reason := reason_apart(self.recorder.program, registration)) is not None
         }
+        self.compared: set[bool] = set()  # whether it was seen which cases meet, with a measurement or without
         self.settled = False  # whether a backward has shown the numbers of rows
         self.orders: dict[int, str] = {}  # of the rows of a loss, by their number for every example
 
@@ -125,20 +132,31 @@ class CaseRecorder:
             live |= {name: live[name].requires_grad_() for name in owners}
             like = next(iter(live.values()))
             keys = {registration.parameters for registration in registrations if not registration.generic}
-            probes = [
-                {ROWS: torch.zeros((), device=like.device).requires_grad_()} if r.parameters in keys else {}
-                for r in recorder.registrations
-            ]
+            probes = row_probes(recorder.registrations, keys, like)
             output, fisher = emitted.run(live, recorder.copied_buffers(), values, probes, compiled=False)
             examples = emitted.examples(values)
             all_probes = [probe for by_use in probes for probe in by_use.values()]
             backward = Backward(self, registrations, live, all_probes, examples)
+
+            def measured(output: Any) -> tuple[list[Tensor], CaseSource]:
+                assert measurement is not None, "bug in kfac_fx: the source of no measurement"
+                leaves = list(filter(is_differentiable, pytree.tree_leaves(output)))
+                constants = [leaf.detach().requires_grad_() for leaf in leaves]
+                rebuilt = losses_of.rebuilt(output, leaves, constants)
+                return leaves, measurement_source(measurement, rebuilt, targets, constants, examples)
+
+            def rows_of_cases(output: Any, fisher: tuple[Tensor, ...]) -> LossRows:
+                if measurement is not None:
+                    leaves, source = measured(output)
+                    return LossRows(leaves, source.leaves, source.tensors)
+                constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
+                tensors = [loss.inputs for _, loss in losses]
+                return LossRows(fisher, constants, [t for t in tensors if t.dim() and len(t) == examples])
+
+            self.set_meeting_apart(values, rows_of_cases, measurement is not None)
             if measurement is not None:
-                output_leaves = list(filter(is_differentiable, pytree.tree_leaves(output)))
-                constants = [leaf.detach().requires_grad_() for leaf in output_leaves]
-                rebuilt = losses_of.rebuilt(output, output_leaves, constants)
-                backward.outputs, rows = output_leaves, examples
-                sources = iter([measurement_source(measurement, rebuilt, targets, constants, examples)])
+                backward.outputs, source = measured(output)
+                sources, rows = iter([source]), examples
             else:
                 constants, losses = losses_of.of_constants(output, fisher, values, mode, targets)
                 backward.outputs, rows, sums = fisher, int(losses_of.cases(losses)), losses_of.summed(losses)
@@ -154,6 +172,17 @@ class CaseRecorder:
             for source, last in with_last(sources):
                 backward(source, consume, keep=not last)
         return Counts(examples, rows)
+
+    def set_meeting_apart(
+        self, values: Any, loss_rows: Callable[[Any, tuple[Tensor, ...]], LossRows], measured: bool
+    ) -> None:
+        """Let registrations whose cases meet be apart; looked for in the first batch of more than one example."""
+        if measured in self.compared or self.recorder.emitted.examples(values) < 2:
+            return
+        self.compared.add(measured)
+        parameters, buffers = self.recorder.live_parameters(), self.recorder.copied_buffers()
+        for key in keys_that_meet(self.recorder.emitted, parameters, buffers, values, loss_rows):
+            self.apart.setdefault(key, "cases meet between it and the loss")
 
     def slots(
         self, inputs: Tensor, case_axes: int, leaves: Sequence[Tensor], backward: Backward
@@ -215,9 +244,9 @@ class Backward:
         self.of, self.registrations, self.parameters = of, registrations, parameters
         self.probes, self.examples = probes, examples
         self.outputs: Sequence[Tensor] = ()
-        taps = of.recorder.emitted.taps
+        emitted = of.recorder.emitted
         self.taps = {
-            registration.parameters: [tap for tap in taps[registration.parameters] if isinstance(tap, CollectingTap)]
+            registration.parameters: collecting_taps(emitted, registration.parameters)
             for registration in registrations
             if not registration.generic
         }
@@ -272,43 +301,31 @@ class Backward:
         self, sink: Callable[[Registration, CollectingTap], Callable[[Rows], None]], cotangents: Cotangents, keep: bool
     ) -> None:
         """One backward in which every tap of a registration that is not apart has a sink."""
-        collecting = [r for r in self.registrations if not r.generic and r.parameters not in self.of.apart]
-        taps = [(registration, tap) for registration in collecting for tap in self.taps[registration.parameters]]
-        try:
-            for registration, tap in taps:
-                tap.sink = sink(registration, tap)
+        with_rows = [r for r in self.registrations if not r.generic and r.parameters not in self.of.apart]
+        with collected({tap: sink(r, tap) for r in with_rows for tap in self.taps[r.parameters]}):
             self.sent_back(self.probes, cotangents, keep)
-        finally:
-            for _, tap in taps:
-                tap.sink = None
 
     def reaches_first_only(self, cotangents: Cotangents) -> bool:
         """Whether these cotangents have a gradient for the first example, and none for the others."""
-        reached: list[Tensor] = []
+        masks: list[Tensor] = []
 
         def sink(registration: Registration, tap: CollectingTap) -> Callable[[Rows], None]:
             def seen(rows: Rows) -> None:
                 by_example = examples_first(rows, tap.use, self.examples)
                 if by_example is not None:
-                    x = by_example.expanded()
-                    has_rows = (x != 0).flatten(1).any(1) | by_example.bias if not by_example.ids else True
-                    reached.append((by_example.d != 0).flatten(1).any(1) & has_rows)
+                    masks.append(cases_reached(by_example))
 
             return seen
 
         self.with_sinks(sink, cotangents, keep=True)
-        if not reached:
+        if not masks:
             return False
-        any_use = torch.stack(reached).any(0)
+        any_use = torch.stack(masks).any(0)
         return bool(any_use[0]) and not bool(any_use[1:].any())
 
     def sent_back(self, leaves: Sequence[Tensor], cotangents: Cotangents, keep: bool) -> list[Tensor]:
         """The gradients of the leaves, zero where the source does not reach them."""
-        pairs = [(o, c) for o, c in zip(self.outputs, cotangents, strict=True) if c is not None and o.requires_grad]
-        if not pairs or not leaves:
-            return [torch.zeros_like(leaf) for leaf in leaves]
-        outputs, vectors = zip(*pairs, strict=True)
-        grads = torch.autograd.grad(outputs, leaves, vectors, retain_graph=keep, allow_unused=True)
+        grads = pulled(self.outputs, cotangents, leaves, keep)
         return [torch.zeros_like(leaf) if g is None else dense(g) for leaf, g in zip(leaves, grads, strict=True)]
 
 
@@ -337,12 +354,6 @@ def noisy_modules(model: nn.Module) -> list[str]:
 
 
 # --- rows of single examples ------------------------------------------------------------------------------------------
-
-
-def with_own_rows(registration: Registration) -> Registration:
-    """A registration with the rows of its matrix: patches in place of pixels, no sample of them, and no mask."""
-    approximation = KRON.name if registration.structure.kronecker else registration.approximation
-    return replace(registration, approximation=approximation, sampling=None, patch_mask=None)
 
 
 def reason_apart(program: Program, registration: Registration) -> str | None:

@@ -1,8 +1,9 @@
 """The Fisher without sampling: the second moments of all sources, in chunks that fit into a bound on memory.
 
 A source of a loss is one coordinate of its outputs, for all cases at once, which is exact wherever cases are kept
-apart. Gradients that are summed over cases, as those of generic parameters, take the coordinates of one case at a time,
-and so do losses with more rows than the batch has examples, as logits [examples · positions, classes] have.
+apart. Gradients that are summed over cases, as those of generic parameters, take the coordinates of one case at a time.
+So do losses with more rows than the batch has examples, as logits [examples · positions, classes] have, and models in
+which cases meet, as in batch normalization.
 The cotangents of a chunk go through the graph together by vmap where that is possible, else one by one.
 """
 
@@ -12,7 +13,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -138,6 +139,7 @@ class ExactPass:
         saved: bytes that one cotangent needs on its way back.
         memory: bytes that a chunk of cotangents may take.
         examples: the number of examples of the batch.
+        meeting: the registrations whose cases meet; see `keys_that_meet`.
         verify, loop_reason: see `Pullback`.
     """
 
@@ -151,6 +153,7 @@ class ExactPass:
     saved: int
     memory: int
     examples: int
+    meeting: frozenset[Key] = frozenset()
     verify: bool = False
     loop_reason: str | None = None
 
@@ -160,6 +163,10 @@ class ExactPass:
         for _, loss in self.losses:
             if loss.inputs.dim() and 0 < self.examples < loss.inputs.shape[0]:
                 return f"a loss of {list(loss.inputs.shape)} has several rows for each of {self.examples} examples"
+        if self.meeting:
+            names = ", ".join(name for key in sorted(self.meeting)[:2] for name in key)
+            more = f" and {len(self.meeting) - 2} more" if len(self.meeting) > 2 else ""
+            return f"cases meet between {names}{more} and the loss, as in batch normalization or a contrastive loss"
         return None
 
     def statistics(self) -> dict[Key, Statistics]:
@@ -167,14 +174,13 @@ class ExactPass:
         total: dict[Key, Statistics] = {}
         for free in (False, True):
             self.add_structured(total, free)
-        generic = [registration for registration in self.registrations if registration.generic]
-        names = list(dict.fromkeys(name for registration in generic for name in registration.owners))
+        whole = [registration for registration in self.registrations if has_whole_gradients(registration, self.meeting)]
+        names = list(dict.fromkeys(name for registration in whole for name in registration.owners))
         leaves = [self.parameters[name] for name in names]
         for grads in or_none(self.sources(leaves, by_case=True), leaves):
-            parts = split(dict(zip(names, grads, strict=True)), generic, lead=1)
-            for registration in generic:
-                of_cases = [parts[name] for name in registration.parameters]
-                flat = torch.cat([part.reshape(len(part), math.prod(part.shape[1:])) for part in of_cases], dim=1)
+            parts = split(dict(zip(names, grads, strict=True)), whole, lead=1)
+            for registration in whole:
+                flat = flat_gradients(registration, parts, len(grads[0]))
                 flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
                 sums = additive(registration.structure, {"per_case": flat})
                 add_chunk(total, registration.parameters, sums)
@@ -186,7 +192,8 @@ class ExactPass:
         structured = [
             (registration, probes)
             for registration, probes in zip(self.registrations, self.probes, strict=True)
-            if not registration.generic and any(use.batch_independent for use in registration.uses) is free
+            if not has_whole_gradients(registration, self.meeting)
+            and any(use.batch_independent for use in registration.uses) is free
         ]
         leaves = [probe for _, probes in structured for probe in probes.values()]
         inputs = self.of_inputs(leaves)
@@ -228,6 +235,25 @@ class ExactPass:
         for cotangents in tracked(chunks, total, f"{self.mode}: {total} backward passes"):
             yield pullback(cotangents)
             self.loop_reason = self.loop_reason or pullback.loop_reason
+
+
+def has_whole_gradients(registration: Registration, meeting: Collection[Key]) -> bool:
+    """Whether an exact pass squares gradients of parameters: without rows, or where cases meet, of which rows are."""
+    return registration.generic or (registration.parameters in meeting and not registration.structure.kronecker)
+
+
+def flat_gradients(registration: Registration, parts: Mapping[str, Tensor], sources: int) -> Tensor:
+    """[k, numbers of the block], from the gradients of its parameters [k, ...] by name."""
+    if registration.matrix is None:
+        of_names = [parts[name] for name in registration.parameters]
+        return torch.cat([part.reshape(len(part), math.prod(part.shape[1:])) for part in of_names], dim=1)
+    matrix = registration.matrix
+    each = [matrix.pack({name: parts[name][k] for name in registration.parameters}) for k in range(sources)]
+    return (
+        torch.stack(each).flatten(1)
+        if each
+        else parts[registration.parameters[0]].new_zeros(0, math.prod(matrix.shape))
+    )
 
 
 def or_none(chunks: Iterable[list[Tensor]], leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -28,7 +28,8 @@ from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.settings import ForwardSettings
 from kfac_fx.recording.backends import lasting
 from kfac_fx.recording.emitted import EmittedModel, RunOutputs
-from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes
+from kfac_fx.recording.exact import CHUNK_BYTES, ExactPass, SavedBytes, has_whole_gradients
+from kfac_fx.recording.meeting_cases import LossRows, collecting, keys_that_meet
 from kfac_fx.recording.output_losses import OutputLosses
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments, flat, with_turned, without_turned
 from kfac_fx.taps.subsample import ROBERTS_STEPS
@@ -50,6 +51,7 @@ class Recorder:
         loop_reason: why exact passes send their sources back one by one; see `Pullback`.
         misfits: see `OutputLosses.misfits`.
         rows_reason: why they send back one row of a loss at a time; see `ExactPass`.
+        meeting: the registrations whose cases meet, see `keys_that_meet`; None: not looked for yet.
         verify: whether exact passes are to be verified.
         exact_verified: whether an exact pass has compared vmap with cotangents one by one.
         recordings: the number of samples of rows so far.
@@ -65,6 +67,7 @@ class Recorder:
     loop_reason: str | None = field(default=None, init=False)
     misfits: list[str] = field(default_factory=list, init=False)
     rows_reason: str | None = field(default=None, init=False)
+    meeting: frozenset[Key] | None = field(default=None, init=False)
     exact_verified: bool = field(default=False, init=False)
     recordings: int = field(default=0, init=False)
 
@@ -133,9 +136,11 @@ class Recorder:
             return self.statistics[registration.parameters]
         return with_turned(registration, statistics_of(registration))
 
-    def generic_parameters(self, only: Collection[str] | None = None) -> list[str]:
-        """The parameters that are in generic blocks, among `only`, and not frozen."""
-        blocks = [block for block in self.registrations if block.generic and is_among(block, only)]
+    def generic_parameters(
+        self, only: Collection[str] | None = None, meeting: Collection[Key] = frozenset()
+    ) -> list[str]:
+        """The parameters whose own gradients are squared, see `has_whole_gradients`, among `only`, and not frozen."""
+        blocks = [r for r in self.registrations if has_whole_gradients(r, meeting) and is_among(r, only)]
         generic = [name for registration in blocks for name in registration.owners]
         return [name for name in generic if name not in self.frozen] if self.frozen else generic
 
@@ -223,9 +228,10 @@ class Recorder:
         self.sample_anew(generator)
         targets = self.part_of_targets(targets, values, fraction)
         values, saved, losses_of = self.emitted.part(values, fraction), SavedBytes(), self.losses
+        meeting = self.meeting_cases(values, targets) if is_exact(mode) else frozenset()
         with self.emitted.isolated(), full_precision():
             live = {name: value.detach() for name, value in self.live_parameters().items()}
-            summed_over = self.program.parameters if params_stats else self.generic_parameters(only)
+            summed_over = self.program.parameters if params_stats else self.generic_parameters(only, meeting)
             learned = {name: unsharded(live[name]).requires_grad_() for name in summed_over}
             probes_or_none = self.make_probes(values, live, only)
             registrations, probes = recorded(self.registrations, probes_or_none)
@@ -249,6 +255,7 @@ class Recorder:
                     saved.total,
                     memory,
                     self.emitted.examples(values),
+                    meeting,
                     verify=self.verify and not self.exact_verified,
                     loop_reason=self.loop_reason,
                 )
@@ -273,6 +280,28 @@ class Recorder:
             else:
                 statistics[registration.parameters] = without_turned({name: next(of_probes) for name in names})
         return Moments(statistics, cases, gradients if params_stats else {}, self.frozen)
+
+    def meeting_cases(self, values: Any, targets: Any) -> frozenset[Key]:
+        """The registrations whose cases meet; looked for in the first batch of more than one example. Blocks of the
+        gradients of cases are among them, if the loss has another number of rows than the batch has examples."""
+        examples = self.emitted.examples(values)
+        if self.meeting is None and examples > 1:
+            emitted = collecting(self.emitted)
+            losses_of = OutputLosses(emitted, self.loss)
+            uneven: list[Tensor] = []
+
+            def loss_rows(output: Any, fisher: tuple[Tensor, ...]) -> LossRows:
+                leaves, losses = losses_of.of_constants(output, fisher, values, "exact", targets)
+                tensors = [loss.inputs for _, loss in losses]
+                uneven.extend(tensor for tensor in tensors if tensor.dim() and len(tensor) != examples)
+                return LossRows(fisher, leaves, tensors)
+
+            parameters, buffers = self.live_parameters(), self.copied_buffers()
+            self.meeting = keys_that_meet(emitted, parameters, buffers, values, loss_rows)
+            if uneven:
+                of_cases = (r for r in self.registrations if not (r.generic or r.structure.kronecker))
+                self.meeting |= {registration.parameters for registration in of_cases}
+        return self.meeting or frozenset()
 
     def record_in_training(self, values: Any, generator: torch.Generator | None = None) -> tuple[Any, PendingMoments]:
         """Run the emitted model in the place of the model's own forward; the user's backward fills the probes.

@@ -225,11 +225,11 @@ def memory_text(count: float) -> str:
 
 
 def fallbacks(
-    arguments: CompileArguments, program: Program, first: Recorder | None, cases: Iterable[CaseRecorder]
+    arguments: CompileArguments, program: Program, captures: Iterable[Recorder], cases: Iterable[CaseRecorder]
 ) -> list[str]:
     """A sentence for every slower or unproved way that a compiled module has taken, with the reason.
 
-    first: the first capture, if there is one. cases: the recorders of gradients of single examples.
+    captures: of all kinds of calls so far. cases: the recorders of gradients of single examples.
     """
     sentences = [] if arguments.verify else ["no registration was proved: verify=False"]
     sentences += [
@@ -237,19 +237,20 @@ def fallbacks(
         "`kfac-fx explain --layer` says which condition fails"
         for name in unmatched(arguments.layers, program)
     ]
-    if first is not None and first.loop_reason is not None:
-        sentences.append(f"sources of the exact modes are sent back one by one: {first.loop_reason}")
-    sentences += first.misfits if first is not None else []
-    if first is not None and first.rows_reason is not None:
-        sentences.append(f"the exact modes send back one row of a loss at a time: {first.rows_reason}")
-    if first is not None and first.emitted.plain_reason is not None:
-        sentences.append(f"recordings are not compiled: {first.emitted.plain_reason}")
+    for capture in captures:
+        if capture.loop_reason is not None:
+            sentences.append(f"sources of the exact modes are sent back one by one: {capture.loop_reason}")
+        sentences += capture.misfits
+        if capture.rows_reason is not None:
+            sentences.append(f"the exact modes send back one row of a loss at a time: {capture.rows_reason}")
+        if capture.emitted.plain_reason is not None:
+            sentences.append(f"recordings are not compiled: {capture.emitted.plain_reason}")
     apart = {key: reason for recorder in cases for key, reason in recorder.apart.items()}
     sentences += [
         f"gradients of single examples of {', '.join(key)} take one backward each: {reason}"
         for key, reason in apart.items()
     ]
-    return sentences
+    return list(dict.fromkeys(sentences))
 
 
 def unmatched(layers: Mapping[str, Layer], program: Program) -> list[str]:

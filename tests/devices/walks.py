@@ -46,10 +46,11 @@ PROOF = {  # on the first batch; `verify=False` does without
     "equivalence.py:random_cotangents",
     "proof.py:prove",
     "proof.py:difference_in_words",
-    "proof.py:revealing",
+    "meeting_cases.py:revealing",
     "proof.py:proof_gradients",
     "proof.py:reaches_others",
 }
+MEETING = {f"meeting_cases.py:{name}" for name in ("revealing", "halves", "keys_that_meet")}  # in the first exact batch
 PADDED = {"masks.py:real_losses"}  # how many cases are real is a number of the batch
 PACKED = {"the model"}  # torch wants the lengths on the host, and moves what it makes of them
 BRANCHES = {"the model"}  # on values
@@ -87,7 +88,7 @@ def record(small: Small, waits: Waits, *, purpose: set[str]) -> None:
     for mode in MODES:
         moments = net.record(inputs, {}, mode=mode, targets=given if mode == "empirical" else None)
         all_on_device(moments.statistics)
-    waits.only(purpose)
+    waits.only(purpose | MEETING)
     outputs, pending = (
         net.record_in_training(inputs, {}) if not net.captures.first.capture.effects else (net(*inputs), None)
     )
@@ -149,7 +150,7 @@ def train(small: Small, waits: Waits, *, options: dict[str, Any], cast: torch.dt
         value.backward()
         optimizer.step(evaluate=loss)
         burned = options.get("num_burnin_steps", 0)
-        waits.only(purpose | FIRST_STEP if number <= burned else purpose)
+        waits.only(purpose | FIRST_STEP | MEETING if number <= burned else purpose)
         all_on_device(optimizer.state.values())
     all_on_device([optimizer.damping, optimizer.skipped, optimizer.rho, optimizer.predicted_change])
     with mock.patch("kfac_fx.optim.state.check_choices"):  # it reads numbers, and this device has none

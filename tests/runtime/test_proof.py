@@ -252,7 +252,10 @@ def test_cases_that_meet_are_told_where_blocks_of_their_gradients_were_asked_for
     asked = {} if approximation is None else {"*": approximation}
     net = kfac_fx.compile(build(), (torch.randn(6, 4),), loss="normal", approximations=asked)
     reasons = {name: registration.reason for registration in net.registrations for name in registration.owners}
-    said = f"cases meet between it and the outputs, so {approximation!r} leaves out products of two cases"
+    said = (
+        f"cases meet between it and the outputs, so {approximation!r} leaves out products of two cases, except in the "
+        "exact modes"
+    )
     if meeting:
         assert reasons[meeting] == (said if asked else None)
     if apart:

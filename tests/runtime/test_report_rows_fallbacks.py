@@ -14,12 +14,12 @@ from kfac_fx.report.rows import fallbacks, unmatched
 
 def test_a_proved_capture_has_no_fallback() -> None:
     net = kfac_fx.compile(nn.Linear(4, 3), (torch.randn(6, 4),), loss="normal")
-    assert fallbacks(net.captures.arguments, net.program, net.captures.first, ()) == []
+    assert fallbacks(net.captures.arguments, net.program, net.captures.all, ()) == []
 
 
 def test_a_capture_without_proof_is_told() -> None:
     net = kfac_fx.compile(nn.Linear(4, 3), (torch.randn(6, 4),), loss="normal", verify=False)
-    assert fallbacks(net.captures.arguments, net.program, None, ()) == ["no registration was proved: verify=False"]
+    assert fallbacks(net.captures.arguments, net.program, (), ()) == ["no registration was proved: verify=False"]
 
 
 def test_a_layer_that_matches_nothing_is_in_the_report() -> None:

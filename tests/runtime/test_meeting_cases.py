@@ -1,0 +1,140 @@
+"""Models and losses in which cases meet, against gradients of single cases from autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfac_fx
+from kfac_fx.losses import Categorical
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+Logits = Callable[[Tensor], Tensor]
+
+
+class Pooled(nn.Module):
+    """Two nodes make one case of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.node(x).tanh().unflatten(0, (-1, 2)).sum(1))
+        return logits
+
+
+class Paired(nn.Module):
+    """Every case meets the one that is half of the batch away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        logits: Tensor = self.head(y + y.roll(len(x) // 2, 0))
+        return logits
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def zero_head() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    nn.init.zeros_(model[2].weight)
+    return model
+
+
+def embedding() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Logits, bool]] = {
+    "a norm of the batch": (normalized, lambda z: z, True),
+    "a norm of the batch before zeros": (zero_head, lambda z: z, True),
+    "a contrastive loss": (embedding, lambda z: z @ z.mT, True),
+    "pairs": (Paired, lambda z: z, True),
+    "pooled cases": (Pooled, lambda z: z, True),
+    "nowhere": (embedding, lambda z: z, False),
+}
+TOLERANCE = {"rtol": 1e-8, "atol": 1e-12}
+
+
+def of_rows(model: nn.Module, logits: Tensor, wanted: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The gradients of `wanted` for every source of every row of the loss: the columns of a root of its Fisher."""
+    grads = []
+    for row, p in enumerate(logits.detach().softmax(-1)):
+        root = torch.diag(p.sqrt()) - torch.outer(p, p.sqrt())
+        for column in root.mT:
+            cotangent = torch.zeros_like(logits)
+            cotangent[row] = column
+            grads.append(torch.autograd.grad(logits, wanted, cotangent, retain_graph=True))
+    return grads
+
+
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize(("build", "logits_of", "meet"), MODELS.values(), ids=MODELS)
+def test_exact_modes_are_exact_where_cases_meet(
+    build: Callable[[], nn.Module], logits_of: Logits, meet: bool, memory: int | None
+) -> None:
+    model, x = build(), torch.randn(6, 4)
+    sums: list[Tensor] = []
+    layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    with layer.register_forward_hook(lambda _, __, output: sums.append(output)):
+        logits = logits_of(model(x))
+    parameters = list(layer.parameters())
+    each = of_rows(model, logits, [*parameters, sums[0]])
+    flat = torch.stack([torch.cat([weight, bias.unsqueeze(-1)], dim=-1).flatten() for weight, bias, _ in each])
+    g = sum((d.mT @ d for _, _, d in each), torch.zeros(5, 5))
+    (weight,) = [f"{name}.weight" for name, module in model.named_modules() if module is layer]
+    reports = []
+    for approximation in ("full", None):
+        asked = {} if approximation is None else {"*": approximation}
+        loss = lambda z: Categorical(logits_of(z))  # noqa: E731
+        net = kfac_fx.compile(model, (x[:2],), loss=loss, approximations=asked)
+        estimator = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode="exact", memory=memory)
+        for _ in range(2):
+            estimator.update_covariances(x)
+        (block,) = [block for key, block in estimator.blocks.items() if weight in key]
+        if approximation == "full":
+            torch.testing.assert_close(block.full_fisher_block(), flat.mT @ flat / len(logits), **TOLERANCE)
+        else:
+            torch.testing.assert_close(block.factors["G"].value.squeeze(0), g / len(x), **TOLERANCE)
+        reports.append(" ".join(str(net.report).split()))
+    assert ["the exact modes send back one row of a loss at a time: cases meet" in text for text in reports] == [
+        meet,
+        meet and build is not Pooled,  # of which every node is reached by one row of the loss
+    ]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("name", ["a contrastive loss", "pairs", "nowhere"])
+def test_gradients_of_single_examples_are_apart_where_cases_meet(name: str, measured: bool) -> None:
+    build, logits_of, meet = MODELS[name]
+    model, x, y = build(), torch.randn(6, 4), torch.randint(3, (6,))
+    net = kfac_fx.compile(model, (x[:2],), loss=lambda z: Categorical(logits_of(z)))
+    gathered: dict[str, dict[int, Tensor]] = {}
+
+    def consume(key: tuple[str, ...], cases: kfac_fx.statistics.case_gradients.Cases) -> None:
+        for number, gradient in enumerate(cases.gradients()):
+            gathered.setdefault(key[0], {})[cases.first + number] = gradient
+
+    def losses(z: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits_of(z), targets, reduction="none")
+
+    options = {"measurement": losses} if measured else {}
+    net.record_cases((x,), {}, consume, targets=y, **options)
+    layers = dict(model.named_modules())
+    for weight, by_case in gathered.items():
+        layer = layers[weight.removesuffix(".weight")]
+        for n, loss in enumerate(losses(model(x), y)):
+            grads = torch.autograd.grad(loss, [layer.weight, layer.bias], retain_graph=True)
+            wanted = torch.cat([grads[0], grads[1].unsqueeze(-1)], dim=-1)
+            torch.testing.assert_close(by_case[n].squeeze(0), wanted, **TOLERANCE)
+    assert ("cases meet between it and the loss" in " ".join(str(net.report).split())) is meet
