@@ -16,8 +16,8 @@ with its exact Fisher F (one product with the Jacobian) and its loss h (`BatchLo
                                present batch: m is forgotten, and r grows
     θ <- θ before the step     if h has risen by more than is tolerated in the step
 
-A check is *calm* if it undid nothing and lr ρ <= r / 2, so that the squared norm is at most a quarter of its bound. The
-next check after a calm one may come later (`kfac_fx.optim.schedule`).
+A check is *calm* if it undid nothing and lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The next
+check after a calm one may come later (`kfac_fx.optim.schedule`).
 
 Adam's rate alone suits many networks, but not deep ones without skips and norms: there the steps of all layers add up,
 the loss is far from its quadratic model, and the bound is what makes training possible. The step along d that minimizes
@@ -35,7 +35,7 @@ from kfac_fx.optim.step_checks import Check, StepSize, take, tolerated
 
 RATE = 0.02
 STRETCH = 3.0  # the largest multiple of Adam's step
-CALM = 0.5  # of the bound, for the norm of a step
+CALM = 0.4  # of the bound, for the norm of a step
 FALL = 0.95  # of r below 1, from one check to the next: a loss falls lower if its first steps are short
 
 

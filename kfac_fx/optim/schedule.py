@@ -21,8 +21,9 @@ few operations, whose training step is short beside all else, the overhead is th
 
 The checks of "eigen_moments" become rarer where they find nothing to do: after a check that was calm
 (`kfac_fx.optim.bounded`), the next one comes after twice as many intervals as the last one did, at most
-`MOST_INTERVALS`; after any other, it comes after one interval. An interval that is given stays as it is. The host reads
-whether a check was calm when the next one may be due, so that it hardly waits.
+`MOST_INTERVALS`, and after no more than half of the steps so far, because a training changes fast in its first steps;
+after any other, it comes after one interval. An interval that is given stays as it is. The host reads whether a check
+was calm when the next one may be due, so that it hardly waits.
 
 The model knows no device: equal networks and batches have equal intervals everywhere. Preconditioning and momentum are
 in every step, so no interval changes what they cost.
@@ -228,7 +229,9 @@ class Schedule:
             self.checked(self.counter, self.intervals_apart, calm)
         self.counter += 1
         if self.calm is not None and self.counter >= self.intervals_later(1):
-            self.intervals_apart = min(2 * self.intervals_apart, MOST_INTERVALS) if self.calm.wait() else 1
+            half = self.last_check // (2 * self.intervals.checks)
+            twice = min(2 * self.intervals_apart, MOST_INTERVALS, max(1, half))
+            self.intervals_apart = twice if self.calm.wait() else 1
             self.calm = None
 
     def choose(self, costs: StepCosts) -> None:

@@ -63,8 +63,8 @@ def test_a_check_is_calm_where_the_step_is_far_below_its_bound(bound: float, cal
         assert bool(opt._step_state.size.calm) is calm
 
 
-@pytest.mark.parametrize("share", [0.49, 0.51])
-def test_a_calm_step_has_at_most_half_the_norm_of_its_bound(share: float) -> None:
+@pytest.mark.parametrize("share", [0.39, 0.41])
+def test_a_calm_step_has_at_most_two_fifths_of_the_norm_that_is_its_bound(share: float) -> None:
     """The first check: r is 1 / FALL of Adam's step, whose norm the second optimizer's bound is a multiple of."""
     (net, opt), (x, y) = made(norm_constraint=1e30), batch(0)
     at = theta(net)
@@ -75,7 +75,7 @@ def test_a_calm_step_has_at_most_half_the_norm_of_its_bound(share: float) -> Non
     other, bounded = made(norm_constraint=norm / (share**2 * max(1.0, loss)))
     step(other, bounded, 0)
     torch.testing.assert_close(theta(other) - at, move)
-    assert bool(bounded._step_state.size.calm) is (share < 0.5)
+    assert bool(bounded._step_state.size.calm) is (share < 0.4)
 
 
 def test_a_schedule_does_not_change_how_far_steps_are_lengthened() -> None:
