@@ -16,7 +16,7 @@ with its exact Fisher F (one product with the Jacobian) and its loss h (`BatchLo
                                present batch: m is forgotten, and r grows
     θ <- θ before the step     if h has risen by more than is tolerated in the step
 
-A check is *calm* if it undid nothing and lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The next
+A check is *calm* if it undid nothing and lr ρ <= 0.4 r, so that the squared norm is below a sixth of its bound. The
 check after a calm one may come later (`kfac_fx.optim.schedule`).
 
 Adam's rate alone suits many networks, but not deep ones without skips and norms: there the steps of all layers add up,
