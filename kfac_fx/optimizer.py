@@ -162,7 +162,8 @@ class KFAC(Optimizer, Joinable):
                 by_rule[self.names[parameter] in self._unregistered].append(parameter)
             if by_rule[True]:
                 group["params"] = by_rule[False]
-                self.add_param_group({**{name: group[name] for name in self.defaults}, "params": by_rule[True]})
+                shared = {name: group[name] for name in self.defaults if name != "lr"}
+                self.add_param_group({**shared, "params": by_rule[True]})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

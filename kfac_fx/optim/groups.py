@@ -36,14 +36,17 @@ def split_group(
     names: Mapping[nn.Parameter, str],
     unregistered: Collection[str],
     first_order: FirstOrder,
-    of_groups: Collection[str],
+    of_groups: Mapping[str, Any],
 ) -> list[Group]:
     """Split a user's group into that of the parameters in Fisher blocks and that of the others.
+
+    The `lr` of a group is that of its parameters in blocks. The others have it if the group has no parameters in
+    blocks; else `first_order.lr`, times the ratio of the group's `lr` to that of all.
 
     Args:
         unregistered: the names of the trained parameters in no Fisher block. A parameter that is frozen gets a block
             when it is unfrozen.
-        of_groups: the options that a group may set.
+        of_groups: the options that a group may set, with their values for groups that do not.
 
     Raises:
         ValueError: for a parameter that is not the compiled module's, and for an option that groups do not have.
@@ -73,7 +76,11 @@ def split_group(
         parts.append({**options, "params": inside, "first_order": False})
     if outside:
         decay = {} if first_order.weight_decay is None else {"weight_decay": first_order.weight_decay}
-        parts.append({**options, **decay, "params": outside, "lr": first_order.lr, "first_order": True})
+        lr, common = options.get("lr"), of_groups["lr"]
+        if lr is None or inside:
+            ratio = lr / common if lr is not None and (isinstance(common, Tensor) or common) else 1.0
+            lr = first_order.lr * ratio
+        parts.append({**options, **decay, "params": outside, "lr": lr, "first_order": True})
     return parts
 
 

@@ -100,7 +100,7 @@ class KFACOptions:
         reduction: "mean" if the training loss is a mean over the cases of all micro-batches of a step, "sum" if it is
             their sum, which "empirical" must know. The gradient of a "sum" is larger by the number of cases; choose lr
             as much smaller.
-        first_order: options of AdamW for parameters in no Fisher block:
+        first_order: AdamW's options for parameters in no Fisher block, whose lr a group's own replaces or scales:
             dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=None).
         grad_scaler: the GradScaler in use. "empirical" needs it, because it sees scaled gradients.
         params: parameter groups with their own lr, momentum and weight_decay; None puts all parameters into one group.

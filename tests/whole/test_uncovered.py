@@ -66,6 +66,25 @@ def test_parameters_in_no_block_follow_the_first_order_rule() -> None:
     assert warned(net, X, CLASSES, BOXES, keys=("classes", "boxes")) == []
 
 
+@pytest.mark.parametrize(
+    ("beside", "own", "rate"),
+    [((), 0.05, 0.05), ((), None, 0.01), (("classes",), 0.05, 0.005), (("classes",), torch.tensor(0.2), 0.02)],
+)
+def test_the_lr_of_a_group_holds_for_parameters_in_no_block(beside: tuple[str, ...], own: Any, rate: float) -> None:
+    """It is theirs in a group without others, else it scales theirs as it scales that of all."""
+    net = kfac_fx.compile(Detector(False), (X, CLASSES, BOXES))
+    apart = [p for name, p in net.named_parameters() if name.startswith(("boxes", *beside))]
+    rest = [p for p in net.parameters() if all(p is not other for other in apart)]
+    group = {"params": apart} if own is None else {"params": apart, "lr": own}
+    optimizer = kfac_fx.KFAC(net, 0.1, damping=0.1, params=[group, {"params": rest}], first_order={"lr": 0.01})
+    before = net.get_parameter("boxes.bias").clone()
+    outputs = net(X, CLASSES, BOXES)
+    (outputs["classes"] + outputs["boxes"]).backward()
+    optimizer.step()
+    move = (net.get_parameter("boxes.bias") - before).abs().max()
+    torch.testing.assert_close(move, torch.tensor(rate, dtype=move.dtype), rtol=1e-3, atol=0.0)  # AdamW's first step
+
+
 @pytest.mark.parametrize("branches", [False, True])
 def test_parameters_that_are_not_trained_are_not_named(branches: bool) -> None:
     torch.manual_seed(0)
