@@ -43,7 +43,7 @@ from .tracing.signature import (
     tensors_in,
     trained,
 )
-from .tracing.substitutes import CertainDraws, Detached
+from .tracing.substitutes import Bags, CertainDraws, Detached
 from .tracing.symbolic import symbolic_trace
 from .tracing.watch import (
     backward_hooks,
@@ -163,7 +163,7 @@ def exported(
     with untouched(model), own_backwards(model) as functions, quiet():
         averages = cumulative_averages(model)
         try:
-            with torch.enable_grad(), CertainDraws(), Detached():
+            with torch.enable_grad(), CertainDraws(), Detached(), Bags():
                 module, guards = graph_module(flat, tensors, every_size, longest)
         except UntraceableError:
             raise

@@ -162,7 +162,11 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     mean = short_name(factor)
     by_name = f"register it as loss={mean!r}" if mean and near(weight * elements, 1.0) else register
     usual += [
-        (forwards, f"the step has {forwards} forwards: divide the loss of each by {forwards}"),
+        (
+            forwards,
+            f"the step has {forwards} forwards: divide the loss of each by {forwards}. If the gradients of some were "
+            "set to zero, use optimizer.zero_grad(), which also forgets what these forwards recorded",
+        ),
         (1 / elements, f"it is a mean over the {elements:.0f} elements of a case, too: sum over them, or {by_name}"),
     ]
     may_be_scaler = is_power_of_two(multiple) and multiple >= SCALER

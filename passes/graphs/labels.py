@@ -255,8 +255,10 @@ NUMBER = "kfac_fx_submodule"  # in the meta of a node of several submodules' gra
 
 
 def with_batch_dim(use: Use, cases: str) -> Use:
-    """Where the cases are in the use's output; None if no dimension has their size."""
-    sizes = symbolic_sizes(use.output)
+    """Where the cases are in the use's output; None if no dimension has their size. A forward that reads the size as a
+    number, as `len(x)` does, has a number for it; several dimensions may have this."""
+    number = cases.isdigit() and sizes_of(use.output).count(cases) == 1
+    sizes = sizes_of(use.output) if number else symbolic_sizes(use.output)
     if use.batch_independent:
         use = replace(use, attrs={**use.attrs, CASES: number_of_cases(use.output, cases)})
     return replace(use, batch_dim=sizes.index(cases) if cases in sizes else None) if sizes else use

@@ -7,6 +7,8 @@
 The draw is in [0, 1) and stays in the graph, so that the random stream advances as in the model. The rate is an
 attribute, and a capture is valid for one value of it.
 
+`Bags`: bags of ids [cases, positions] have as many outputs as the ids have rows.
+
 `checkpoints_off`: checkpoints run the function that they wrap. In the backward they would run the original forward
 again, although a graph or a recording has replaced it.
 
@@ -25,9 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -42,6 +46,7 @@ COMPARISONS = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
     "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
 }  # fmt: skip
+BAG = signature(F.embedding_bag)
 READS = {"__bool__", "item"}
 FINE = (torch.float32, torch.float64)  # their draws are 0 at most once in 2^24 times, which counts as never
 
@@ -107,6 +112,31 @@ class Detached(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return args[0].detach() if func == DATA else func(*args, **(kwargs or {}))
+
+
+# --- bags -------------------------------------------------------------------------------------------------------------
+
+
+class Bags(TorchFunctionMode):
+    """Inside, `F.embedding_bag` of ids [cases, positions] has one bag for each case, by the size of the ids.
+
+    torch makes flat ids of them, with the offsets `arange(0, cases · positions, positions)`. The number of these is a
+    quotient of symbols, so that no layer behind the bags would know the cases.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not F.embedding_bag:
+            return func(*args, **(kwargs or {}))
+        call = BAG.bind(*args, **(kwargs or {})).arguments
+        ids, weights = call["input"], call.get("per_sample_weights")
+        if ids.dim() == 2 and call.get("offsets") is None and (weights is None or weights.shape == ids.shape):
+            call["offsets"] = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
+            call["input"] = ids.reshape(-1)
+            if weights is not None:
+                call["per_sample_weights"] = weights.reshape(-1)
+        return func(**call)
 
 
 # --- operations that only know shapes ---------------------------------------------------------------------------------

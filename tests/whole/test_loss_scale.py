@@ -246,7 +246,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "undivided micro-batches": (
         {"loss": "categorical", "targets": CLASSES, "trained": ce(), "forwards": 2},
-        times("2", "Categorical", cases=16) + "the step has 2 forwards: divide the loss of each by 2.",
+        times("2", "Categorical", cases=16) + "the step has 2 forwards: divide the loss of each by 2. If the gradients "
+        "of some were set to zero, use optimizer.zero_grad(), which also forgets what these forwards recorded.",
     ),
 }  # fmt: skip
 
@@ -254,6 +255,27 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("case", "text"), WRONG.values(), ids=WRONG)
 def test_a_factor_is_told_with_what_to_write(case: dict[str, Any], text: str) -> None:
     assert warned(**case).partition("\n")[0] == text
+
+
+def test_gradients_that_are_set_to_zero_by_hand_between_forwards_are_named() -> None:
+    """The recordings of the forward before stay, so the loss of the step is taken for that of both."""
+    text = "If the gradients of some were set to zero, use optimizer.zero_grad(), which also forgets what"
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    for by_hand in (False, True):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        net = kfac_fx.compile(model, loss="categorical")
+        optimizer = kfac_fx.KFAC(net, 0.1, damping=0.1, estimation_mode="empirical")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                if by_hand:
+                    for parameter in model.parameters():
+                        parameter.grad = None if parameter.grad is None else parameter.grad.zero_()
+                else:
+                    optimizer.zero_grad()
+                F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        assert [text in str(warning.message) for warning in caught] == [True] * by_hand
 
 
 class Divided(nn.Module):

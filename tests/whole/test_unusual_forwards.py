@@ -207,3 +207,58 @@ def test_an_input_that_forward_writes_into_is_written_once(inputs: bool) -> None
     assert torch.equal(given, x)
     net(given)
     assert torch.equal(given, x + 1)
+
+
+class Bag(nn.Module):
+    """A bag of ids [cases, positions], which torch makes flat."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.bag, self.head, self.weighted = nn.EmbeddingBag(7, 3, mode="sum"), nn.Linear(3, 3), weighted
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weights = torch.cos(ids.to(self.head.weight.dtype)) if self.weighted else None
+        logits: Tensor = self.head(self.bag(ids, per_sample_weights=weights).tanh())
+        return logits
+
+
+class FirstState(nn.Module):
+    """A loop over cells that reads the number of cases, which is a number in the graph then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(2, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(len(x), 3)
+        for row in x.unbind(1):
+            state = self.cell(row, state)
+        logits: Tensor = self.head(state)
+        return logits
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [
+        (lambda: Bag(weighted=False), torch.randint(7, (6, 4))),
+        (lambda: Bag(weighted=True), torch.randint(7, (6, 4))),
+        (FirstState, torch.randn(6, 4, 2, dtype=torch.float64)),
+    ],
+    ids=["bag", "weighted bag", "loop of cells"],
+)
+def test_full_blocks_where_the_size_of_the_cases_is_no_symbol_of_an_input(
+    build: Callable[[], nn.Module], x: Tensor
+) -> None:
+    model, y = build(), torch.randint(3, (len(x),))
+    net = kfac_fx.compile(model, (x,), loss="categorical", approximations={"*": "full"})
+    estimator = kfac_fx.FisherEstimator(net, damping=0.0, estimation_mode="empirical")
+    estimator.update_covariances(x, targets=y)
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    parameters = dict(model.named_parameters())
+    each = [torch.autograd.grad(loss, [*parameters.values()], retain_graph=True) for loss in losses]
+    by_case = [dict(zip(parameters, grads, strict=True)) for grads in each]
+    for block in estimator.blocks.values():
+        assert block.registration.approximation == "full" and block.registration.matrix is not None
+        rows = torch.stack([block.registration.matrix.pack(gradients).flatten() for gradients in by_case])
+        torch.testing.assert_close(block.full_fisher_block(), rows.mT @ rows / len(x))
