@@ -53,7 +53,9 @@ def fit_spectrum(
 
     Args:
         net: the compiled module.
-        batches: of the data, in the same order whenever they are iterated: a list, or a DataLoader without shuffling.
+        batches: of the data, iterated once or twice for every part: a list or a DataLoader. Sums over cases do not
+            depend on their order, so it may shuffle, if every pass has all cases (no `drop_last`); the samples of a
+            part are then others than with other parts. A folder needs the same order every time.
         mode: the estimation mode of the factors and of the correction; see `FisherEstimator`.
         case: of the correction, see `ModelSpectrum.correct`; None: the eigenvalues are those of the factors.
         parts: how many parts of about equal memory, or the names of the parameters of every part.
