@@ -195,7 +195,6 @@ def protect(graph: fx.Graph) -> None:
         readers = [user for node in (owner, source) for user in node.users if order[user] > order[owner]]
         with graph.inserting_after(owner):
             copy = graph.call_function(torch.clone, (owner,))
-        copy.meta = dict(owner.meta)
         for reader in readers:
             reader.replace_input_with(owner, copy)
             reader.replace_input_with(source, copy)

@@ -121,7 +121,6 @@ def graph_of(program: Program, number: int) -> Program:
         assert owner[node] is not None, f"bug in kfac_fx: {node.name} belongs to no captured submodule"
         if owner[node] == number:
             copies[node] = graph.node_copy(node, lambda n: copy_of(graph, n, copies))
-            copies[node].meta = dict(node.meta)
     registrations = tuple(
         replace(registration, uses=tuple(part_of(use, copies) for use in registration.uses if use.output in copies))
         for registration in program.registrations

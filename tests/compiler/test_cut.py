@@ -145,6 +145,14 @@ def test_a_parameter_read_whole_by_no_layer_stays_whole() -> None:
     assert [str(note.reason) for note in program.dropped] == ["takes a part of w, which cannot be cut there"]
 
 
+def test_a_parameter_read_whole_beside_a_slice_of_another_stays_whole() -> None:
+    program = registered(lambda x, w, u: F.linear(x, w[:2]) + torch.atan2(w.exp().sum(), u[:1].sum()), w=(6, 4), u=(3,))
+    assert [(registration.parameters, registration.generic) for registration in program.registrations] == [
+        (("w",), True),
+        (("u",), True),
+    ]
+
+
 def test_slices_along_two_dimensions_stay_whole() -> None:
     program = registered(lambda x, w: F.linear(x, w[:2]).sum() + F.linear(x[..., :2], w[:, :2]), w=(6, 4))
     assert found(program) == [("generic", ("w",), 0)]

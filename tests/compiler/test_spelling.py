@@ -34,6 +34,7 @@ SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
     (X, [lambda x: 2 * x, lambda x: x.mul(2)]),
     (X, [lambda x: x.mean(1), lambda x: torch.mean(x, 1)]),
     (X, [lambda x: torch.einsum("ij,kj->ik", x, W), lambda x: torch.einsum("ij,kj->ik", [x, W])]),
+    (X, [lambda x: torch.einsum("ij->ji", x), lambda x: torch.einsum("ij->ji", [x])]),
     (X, [lambda x: F.layer_norm(x, (5,)), lambda x: F.layer_norm(x, [5], eps=1e-5)]),
     (IDS, [lambda x: F.embedding(x, W), lambda x: F.embedding(x, W, padding_idx=None)]),
     (IMAGE, [lambda x: F.conv2d(x, KERNEL, padding=1), lambda x: torch.conv2d(x, KERNEL, None, 1, 1)]),

@@ -15,7 +15,13 @@ import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.substitutes import buffers_kept, checkpoints_off, parameters_kept, values_kept
+from kfac_fx.passes.tracing.substitutes import (
+    buffers_kept,
+    checkpoints_off,
+    parameters_kept,
+    recurrent_cell,
+    values_kept,
+)
 from kfac_fx.passes.tracing.watch import custom_functions
 
 X = torch.randn(5, 3)
@@ -227,3 +233,8 @@ def test_tensors_of_inference_mode_have_no_versions_to_keep() -> None:
         with values_kept([tensor]):
             tensor.fill_(1.0)
     assert not tensor.any()
+
+
+def test_a_step_of_a_cell_that_stands_in_has_the_shape_of_its_state() -> None:
+    x, state, w, u = (torch.empty(shape, device="meta") for shape in ((7, 3), (7, 5), (20, 3), (20, 5)))
+    assert [list(new.shape) for new in recurrent_cell("lstm", x, [state, state], w, u, None, None)] == [[7, 5], [7, 5]]

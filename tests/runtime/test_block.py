@@ -227,6 +227,14 @@ def test_blocks_of_equal_shape_and_approximation_share_a_group() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_block_of_another_process_is_as_ready_as_its_group(updated: bool) -> None:
+    registration, parameters = register(FORMS["linear"], "kron"), FORMS["linear"].parameters
+    (group,) = make_groups([registration], parameters, roots=(-1.0,), damping=torch.tensor(0.1))
+    group.here, group.updated = False, updated
+    assert BlockOperator(group, 0).has_factors is updated
+
+
 def test_a_power_that_is_not_kept_says_how_to_keep_it() -> None:
     block = kronecker(A2, G2, damping=0.5)
     with pytest.raises(

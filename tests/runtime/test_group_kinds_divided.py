@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kfac_fx
-from kfac_fx.factors.group_kinds import divided_forms
+from kfac_fx.factors.group_kinds import DividedGroup, divided_forms
 from kfac_fx.linalg.sharded import ShardLayout, Shards, unsharded
 from kfac_fx.passes.matrix import Layout
 
@@ -42,6 +42,12 @@ def trained() -> Iterator[Callable[..., kfac_fx.KFAC]]:
 
     yield optimizer
     dist.destroy_process_group()
+
+
+def test_diagonal_blocks_are_divided_and_others_have_an_owner(trained: Callable[..., kfac_fx.KFAC]) -> None:
+    first, last = trained().estimator.blocks.values()
+    assert isinstance(first.group, DividedGroup) and first.group.owner is None
+    assert not isinstance(last.group, DividedGroup) and last.group.owner == 0
 
 
 LAYOUTS = {  # of parameters with 6 rows along dimension 0: the dimension of the result in which 2 of them are

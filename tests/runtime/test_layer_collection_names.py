@@ -42,6 +42,12 @@ def test_a_key_of_several_parameters_can_be_deleted() -> None:
     assert list(d) == [("y",)]
 
 
+def test_keys_and_values_are_shown() -> None:
+    d: LayerParametersDict[str] = LayerParametersDict()
+    d["x", "y"] = "a"
+    assert repr(d).startswith("LayerParametersDict(") and "('x', 'y')" in repr(d) and "'a'" in repr(d)
+
+
 def test_a_key_that_is_not_registered_is_named() -> None:
     lc = affine()
     lc.register_fully_connected(("w", "b"), None, "add")

@@ -457,3 +457,7 @@ def test_a_loss_that_nobody_could_look_at_is_told_in_the_report() -> None:
 def test_the_numbers_of_an_optimizer_are_float32_at_least() -> None:
     net = compile(nn.Linear(3, 2).to(torch.bfloat16), loss="normal")
     assert KFAC(net).damping.dtype is torch.float32
+
+
+def test_a_join_of_processes_computes_where_the_damping_is() -> None:
+    assert KFAC(compiled_mlp()).join_device == torch.device("cpu")
