@@ -49,6 +49,17 @@ def test_the_folder_holds_the_spectrum_of_the_model(mine: Path, capsys: pytest.C
     torch.testing.assert_close(loaded.log_determinant(), expected.log_determinant())
 
 
+def test_the_default_seed_is_zero(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["factors", "mine.py:net", "--loss", "categorical", "--data", "mine.py:batches", "--out"]
+    for folder, seed in (("default", []), ("zero", ["--seed", "0"])):
+        assert run(capsys, *arguments, folder, *seed)[0] == 0
+    names: dict[str, object] = {}
+    exec(MODULE, names)
+    net = kfac_fx.compile(names["net"], names["batches"][0][:1], loss="categorical")  # type: ignore[index, arg-type]
+    default, zero = (kfac_fx.load_spectrum(net, mine / name, damping=0.1) for name in ("default", "zero"))
+    assert torch.equal(default.log_determinant(), zero.log_determinant())
+
+
 @pytest.mark.parametrize(
     ("changed", "status", "text"),
     [

@@ -136,6 +136,13 @@ def test_why_a_submodule_is_left(kind: str) -> None:
     assert captured(found) == [("part.inner", 1), ("last", 1)]
 
 
+def test_a_submodule_that_a_transformation_calls_beside_others_is_left() -> None:
+    found = division(
+        Named(lambda own, x: own.last(own.part(x) + torch.func.vmap(own.part)(x)), part=linear(), last=linear())
+    )
+    assert left(found)["part"].startswith("it is called inside")
+
+
 def test_a_submodule_whose_inside_is_called_too_is_left() -> None:
     part = nn.Sequential(linear(), linear())
     found = division(Named(lambda own, x: own.part(x) + own.part[0](x), part=part))

@@ -3,12 +3,17 @@
 import pytest
 import torch
 
-from kfac_fx.demo.tasks import Task, shifted_shapes, tasks
+from kfac_fx.demo.tasks import Task, method_steps, shifted_shapes, tasks
 
 
 @pytest.fixture(scope="module")
 def both() -> dict[str, Task]:
     return {task.name: task for task in tasks(torch.device("cpu"))}
+
+
+def test_k_fac_takes_a_fifth_of_the_steps_and_at_least_one() -> None:
+    assert [method_steps(method, 100) for method in ("sgd", "adamw", "kfac")] == [100, 100, 20]
+    assert method_steps("kfac", 3) == 1
 
 
 def test_the_methods_share_start_and_batches(both: dict[str, Task]) -> None:
