@@ -297,6 +297,7 @@ def test_a_stack_has_the_eigenvectors_of_its_blocks(form: str, approximation: st
     torch.testing.assert_close(group.from_eigenbasis(values * turned, operators).flatten(1), products)
     some = [2, 0]  # of the blocks, in another order
     others = group.without_factors(some)
+    assert others.registrations == tuple(group.registrations[number] for number in some)
     assert torch.equal(others.pack(vector), matrices[some])
     of_some = group.stack_operators([parts[number] for number in some])
     torch.testing.assert_close(others.to_eigenbasis(others.pack(vector), of_some), turned[some])

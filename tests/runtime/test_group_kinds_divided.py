@@ -101,6 +101,18 @@ def test_blocks_whose_matrix_is_divided_otherwise_have_an_owner(trained: Callabl
     assert divided_forms(net.registrations, None) == {}
 
 
+def test_diagonal_blocks_that_are_not_divided_are_reported(trained: Callable[..., kfac_fx.KFAC]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    layers = nn.Linear(5, 8), nn.Unflatten(1, (4, 2)), nn.Conv1d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(4, 2)
+    net = kfac_fx.compile(nn.Sequential(*layers), (X,), loss="categorical", approximations={"2": "diagonal"})
+    fully_shard(net.model, mesh=init_device_mesh("cpu", (1,)))
+    (reason,) = kfac_fx.KFAC(net, lr=0.1, damping=0.1, placement="owners").fallbacks()
+    assert reason.startswith("gradients of these diagonal blocks travel to an owner")
+    assert reason.endswith("conv1d(2.weight, 2.bias)")
+
+
 def test_a_part_is_not_given_for_the_whole_block(trained: Callable[..., kfac_fx.KFAC]) -> None:
     opt = trained(last="diagonal", momentum_type="regular")
     block = opt.estimator.blocks["0.weight", "0.bias"]
