@@ -68,7 +68,8 @@ def test_a_step_that_is_not_finite_changes_nothing(options: dict[str, Any], wher
     opt.step(loss=torch.tensor(value) if where == "loss" else None)
     assert_same(before, values(net))
     now = flat_state(opt.state_dict())
-    moves_on = ("/counter", "/skipped", "/generator", "/predicted_change", "/qmodel_learning_rate", "/qmodel_momentum")
+    counts = ("/counter", "/skipped", "/checks")
+    moves_on = (*counts, "/generator", "/predicted_change", "/qmodel_learning_rate", "/qmodel_momentum")
     kept = {name: v for name, v in state.items() if not name.endswith(moves_on)}
     assert_same(kept, {name: now[name] for name in kept})
     assert opt.skipped.item() == 1
