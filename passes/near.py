@@ -17,6 +17,7 @@ from .graphs.operations import op_name
 from .ir import Program, where
 from .layers import LAYERS, Form
 from .match import Binding, Mismatch, Pattern, held_shapes, lay_over, patterns_by_target
+from .torch_private import OpOverload
 
 WORDS = {
     Mismatch.READ: "its intermediate value {place} is read by another operation, too",
@@ -95,7 +96,8 @@ def operations(root: fx.Node) -> list[fx.Node]:
 def missing_output(pattern: Pattern, place: fx.Node) -> str:
     """The condition that a layer fails if no node that `place` leads to computes its output."""
     if all(node.target != place.target for node in operations(pattern.root)):
-        return f"its form has no operation {op_name(place)}"
+        spelling = f", in a form torch.ops.{place.target}" if isinstance(place.target, OpOverload) else ""
+        return f"its form has no operation {op_name(place)}{spelling}"
     return f"its form ends with the operation {op_name(pattern.root)}, which does not follow here"
 
 

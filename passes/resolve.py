@@ -244,7 +244,8 @@ def function_entered(edges: list[Edge], parameter: str) -> str | None:
 
 
 def enters(edges: list[Edge]) -> str:
-    more = f" and {len(edges) - 1} more" if len(edges) > 1 else ""
+    others = len(edges) - 1
+    more = f" and {others} more use{'s' if others > 1 else ''}" if others else ""
     (pure, act), *_ = edges
     while pure.op != "get_attr" and op_name(pure) in MOVES and isinstance(pure.args[0], fx.Node):
         pure = pure.args[0]

@@ -179,6 +179,7 @@ def fitting_schedule(contestants: Mapping[str, Contestant], overhead: float) -> 
         least = checked_step(seconds) / seconds["AdamW"] - 1
         return (
             f"no schedule stays within {overhead:.0%} of AdamW's step: without statistics and inverses, and with a "
-            f"check every {CHECKED_EVERY} steps, K-FAC takes {least:.0%} more"
+            f"check every {CHECKED_EVERY} steps, K-FAC takes {least:.0%} more. "
+            "A larger batch makes this share smaller, and --overhead allows more"
         )
     return f"within {overhead:.0%} of AdamW's step: {fitting}, whose mean step takes {fitting.ratio:.2f} of AdamW's"

@@ -151,7 +151,7 @@ def advice(multiple: float, factor: LossFactor, cases: int, forwards: int, reduc
     )
     if reduction == "mean":
         usual = [
-            (cases, "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')"),
+            (cases, "it is their sum: divide it by the number of cases"),
             (1 / cases, "it is divided by the number of cases twice: a mean is already"),
         ]
     else:

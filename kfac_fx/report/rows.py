@@ -234,7 +234,7 @@ def fallbacks(
     sentences = [] if arguments.verify else ["no registration was proved: verify=False"]
     sentences += [
         f"the layer {name!r} of layers=[...] is nowhere in the graph: no operation has its form. "
-        "`kfac-fx explain --layer` says which condition fails"
+        "`kfac-fx explain MODEL PARAMETER --layer FILE:NAME` says which condition fails"
         for name in unmatched(arguments.layers, program)
     ]
     for capture in captures:

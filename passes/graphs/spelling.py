@@ -56,6 +56,8 @@ def respell(graph: fx.Graph) -> None:
         elif node.op == "call_method" or node.target is not getattr:
             respell_python(node, name)
             place_operands(node, name)
+            if node.target is torch.sub and isinstance(node.args[0], (int, float)):  # `1 - x`, which ATen calls rsub
+                node.target, node.args = torch.rsub, (*node.args[1::-1], *node.args[2:])
 
 
 def is_number(node: fx.Node, numbers: set[fx.Node]) -> bool:

@@ -16,14 +16,16 @@ from kfac_fx.passes.pipeline import PIPELINE, run
 from kfac_fx.passes.trace import trace_model
 
 
-def expressed(model: nn.Module, *declared: Layer) -> Program:
+def expressed(model: nn.Module, *declared: Layer, inputs: tuple[Tensor, ...] | None = None) -> Program:
     """The program up to the pass `express`."""
     layers = collect(*LAYERS.values(), *declared)
-    return run(trace_model(model, layers=layers).program, PIPELINE[: PIPELINE.index(express) + 1])
+    return run(trace_model(model, inputs, layers=layers).program, PIPELINE[: PIPELINE.index(express) + 1])
 
 
-def at(model: nn.Module, operation: str, *declared: Layer) -> dict[str, NearMatch]:
-    program = expressed(model, *declared)
+def at(
+    model: nn.Module, operation: str, *declared: Layer, inputs: tuple[Tensor, ...] | None = None
+) -> dict[str, NearMatch]:
+    program = expressed(model, *declared, inputs=inputs)
     (place,) = (node for node in program.graph.nodes if node.op != "get_attr" and op_name(node) == operation)
     return {near.layer: near for near in near_matches(program, place)}
 
@@ -125,3 +127,17 @@ def test_a_declared_layer_says_which_operation_its_form_lacks() -> None:
         return torch.logaddexp2(x, weight)
 
     assert at(Cut(), "logaddexp", other)["other"].condition == "its form has no operation logaddexp"
+
+
+def test_an_operation_that_a_form_lacks_is_spelled_as_in_the_graph() -> None:
+    class Table(Weighted):
+        def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
+            return self.weight[rows, columns].tanh()
+
+    @declared
+    def table(rows, columns, *, weight):  # type: ignore[no-untyped-def]
+        return weight[rows, columns]
+
+    ids = torch.tensor([0, 2])
+    condition = at(Table(), "index", table, inputs=(ids, ids))["table"].condition
+    assert condition == "its form has no operation index, in a form torch.ops.aten.index.Tensor"

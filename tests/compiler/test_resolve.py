@@ -181,7 +181,7 @@ def test_what_no_layer_claims_is_generic_with_its_places() -> None:
     line = odd.__code__.co_firstlineno + 1
     assert (
         program.registrations[1].reason
-        == f"no layer has the form of mul (test_resolve.py:{line}) through cumsum and 1 more"
+        == f"no layer has the form of mul (test_resolve.py:{line}) through cumsum and 1 more use"
     )
 
 

@@ -30,7 +30,7 @@ SAME: list[tuple[Tensor, list[Callable[[Any], Any]]]] = [
     (X, [lambda x: x + 1, lambda x: 1 + x, lambda x: x.add(1), lambda x: torch.add(x, 1)]),
     (X, [lambda x: x + 1, lambda x: torch.add(input=x, other=1), lambda x: x.add(other=1)]),
     (X, [lambda x: torch.cat([x, x]), lambda x: torch.cat(tensors=[x, x])]),
-    (X, [lambda x: torch.rsub(x, 1), lambda x: torch.rsub(input=x, other=1)]),
+    (X, [lambda x: torch.rsub(x, 1), lambda x: torch.rsub(input=x, other=1), lambda x: 1 - x]),
     (X, [lambda x: 2 * x, lambda x: x.mul(2)]),
     (X, [lambda x: x.mean(1), lambda x: torch.mean(x, 1)]),
     (X, [lambda x: torch.einsum("ij,kj->ik", x, W), lambda x: torch.einsum("ij,kj->ik", [x, W])]),

@@ -29,7 +29,7 @@ def test_a_layer_that_matches_nothing_is_in_the_report() -> None:
 
     words = (
         "the layer 'doubled' of layers=[...] is nowhere in the graph: no operation has its form. "
-        "`kfac-fx explain --layer` says which condition fails"
+        "`kfac-fx explain MODEL PARAMETER --layer FILE:NAME` says which condition fails"
     )
     plain = kfac_fx.compile(nn.Linear(4, 3, bias=False), loss="normal", layers=[doubled])
     assert words in " ".join(str(plain.report).split())

@@ -173,7 +173,7 @@ def times(factor: str, name: str, reduction: str = "mean", cases: int = 8) -> st
 
 REGISTER = "register it as loss=lambda outputs: ({}, kfac_fx.losses.{}(outputs{}))."
 ELEMENTS = "it is a mean over the 4 elements of a case, too: sum over them, or "
-SUM = "it is their sum: divide it by the number of cases, or write KFAC(..., reduction='sum')."
+SUM = "it is their sum: divide it by the number of cases."
 SCALER = "if a GradScaler multiplies it, write KFAC(..., grad_scaler=scaler); else take the factor out, or "
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cases without a target in statistics of the trained loss": (
