@@ -379,7 +379,7 @@ class KFAC(Optimizer, Joinable):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue bit for bit from `state_dict()`, also from one of a version that had a "kfac" entry.
+        """Continue bit for bit from `state_dict()`.
 
         Raises:
             ValueError: the state does not fit; nothing of it is loaded then.

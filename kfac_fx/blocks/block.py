@@ -270,9 +270,8 @@ def refuse_other_state(
 
 
 def loadable(entry: object, like: Tensor) -> bool:
-    """Whether an entry of a state can be copied into a tensor. Earlier versions flattened the inverses of diagonals."""
-    shapes = (like.shape, (1, like.numel()))
-    return isinstance(entry, Tensor) and entry.shape in shapes and not entry.is_meta
+    """Whether an entry of a state can be copied into a tensor."""
+    return isinstance(entry, Tensor) and entry.shape == like.shape and not entry.is_meta
 
 
 def statistics_of(registration: Registration) -> tuple[str, ...]:

@@ -388,7 +388,7 @@ class BlockDiagonalFisher(Operator):
         self.check_state(state)
         self._never_inverted.clear()
         for name, tensor in BlockDiagonalFisher.state_dict(self).items():
-            tensor.copy_(state[name] if state[name].shape == tensor.shape else state[name].view(tensor.shape))
+            tensor.copy_(state[name])
         for key, block in self.blocks.items():
             block.group.updated, block.group.inverted = state[f"{','.join(key)}/ready"].tolist()
 

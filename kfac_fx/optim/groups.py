@@ -103,8 +103,8 @@ def members_of(group: Any) -> list[Any]:
 def keep_first_lr(group: Group) -> None:
     """Keep the lr of a group that has no first one.
 
-    A state of an earlier version has none. Its place is taken by the "initial_lr" that schedulers keep.
-    Other states do not read it, because OneCycleLR and CyclicLR keep their lowest lr in it.
+    The state of an optimizer without `norm_constraint` has none. Its place is taken by the "initial_lr" that schedulers
+    keep. Other states do not read it, because OneCycleLR and CyclicLR keep their lowest lr in it.
     """
     if FIRST_LR not in group:
         lr = group.get("initial_lr", group["lr"])

@@ -40,7 +40,6 @@ CHOICES: Mapping[str, Sequence[Any]] = {  # of an optimizer; a state has the pla
     "estimation_mode": MODES,
     "adapt_damping": (False, True),
 }
-UNKNOWN = -1  # in states of earlier versions
 
 
 def choices(options: KFACOptions) -> dict[str, Any]:
@@ -122,14 +121,12 @@ class Checkpoint:
 
     @staticmethod
     def of(state_dict: Mapping[str, Any]) -> Checkpoint:
-        """Also of earlier versions, which have all but the rules' state under "kfac"."""
         # Tools name parameters, and torch numbers them; the order in the groups says which they are.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         places = {key: place for place, key in enumerate(keys)}
         by_place = {places.get(key, key): values for key, values in state_dict["state"].items()}
         rules = {place: rule_state(values) for place, values in by_place.items()}
         others = {k: v for values in by_place.values() for k, v in values.items() if "/" in k}
-        others |= flattened(state_dict.get("kfac") or {})
         streams = {name: others.pop(name).cpu() for name in list(others) if name.startswith(f"{LATE}/")}
         late = others.pop(LATE, None)
         if late is not None and late and f"{LATE}/cpu" not in streams:
@@ -142,20 +139,6 @@ class Checkpoint:
             if late is not None and late
             else None,
         )
-
-
-def flattened(kfac: Mapping[str, Any]) -> Tensors:
-    """The "kfac" entry of earlier versions, in the present names."""
-    estimator = dict(kfac.get("estimator", {}))
-    tensors = {f"{WHOLE}estimator.damping": estimator.pop("damping")} if "damping" in estimator else {}
-    others = {"first_recorded": [], **dict.fromkeys(CHOICES, UNKNOWN), **kfac} if kfac else {}
-    others = {name: value for name, value in others.items() if name not in ("estimator", "late")}
-    tensors |= {f"{WHOLE}{name}": torch.as_tensor(value) for name, value in others.items()}
-    if kfac.get("late") is not None:
-        cpu, devices = kfac["late"]
-        tensors |= {LATE: torch.tensor(True), f"{LATE}/cpu": cpu}
-        tensors |= {f"{LATE}/{device}": stream for device, stream in devices.items()}
-    return tensors | estimator
 
 
 def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> Checkpoint:
@@ -173,9 +156,8 @@ def check_state(state: StepState, groups: Sequence[Group], state_dict: Mapping[s
     expected = needed.keys()
     if wrong := sorted(expected ^ checkpoint.whole.keys()):
         raise ValueError(f"the state is of another version of KFAC: {', '.join(wrong)} on one side only")
-    one_a_block = f"{WHOLE}first_recorded"  # earlier versions have fewer
-    check_shapes({name: tensor for name, tensor in needed.items() if name != one_a_block}, checkpoint.whole)
     state.estimator.check_state({"damping": checkpoint.whole[f"{WHOLE}estimator.damping"], **checkpoint.blocks})
+    check_shapes(needed, checkpoint.whole)
     for n, both in enumerate(zip(groups, state_dict["param_groups"], strict=False)):
         here, there = (", ".join(key for key in OF_GROUPS if key in group) for group in both)
         if here != there:
@@ -240,9 +222,11 @@ def check_choices(state: StepState, whole: Tensors) -> None:
     """Raises ValueError for the state of an optimizer of another kind, whose tensors mean something else."""
     rows: list[tuple[str, str]] = []
     for name, here in choices(state.options).items():
-        kinds, entry = CHOICES[name], whole.get(f"{WHOLE}{name}", torch.tensor(UNKNOWN))
+        kinds, entry = CHOICES[name], whole.get(f"{WHOLE}{name}")
+        if entry is None:
+            continue  # the names of all entries are compared next
         place = int(entry) if entry.numel() == 1 else len(kinds)
-        if place not in (UNKNOWN, kinds.index(here)):
+        if place != kinds.index(here):
             there = repr(kinds[place]) if place in range(len(kinds)) else "another kind"
             rows.append((name, f"{there} in the state, {here!r} here"))
     if rows:
@@ -282,7 +266,7 @@ def restore(
     if state.options.checked:
         step, apart = values["checks"].tolist()
         state.schedule.checked(step, apart, state.size.calm)
-    first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=False)
+    first = zip(state.estimator.blocks, values["first_recorded"].tolist(), strict=True)
     state.first_recorded = {key: step for key, step in first if step}
     state.estimator.load_state_dict({"damping": values["estimator.damping"], **checkpoint.blocks})
     state.forwards.generator.set_state(values["generator"].cpu())
