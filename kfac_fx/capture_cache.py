@@ -19,9 +19,9 @@ from kfac_fx.passes.ir import Program, Registration
 from kfac_fx.passes.torch_private import class_of
 from kfac_fx.passes.trace import Capture, trace_model
 from kfac_fx.passes.tracing.devices import accelerators, same_random
+from kfac_fx.passes.tracing.effects import values_kept
 from kfac_fx.passes.tracing.signature import capture_key
-from kfac_fx.passes.tracing.substitutes import values_kept
-from kfac_fx.passes.tracing.threads import CAPTURING
+from kfac_fx.passes.tracing.substitutes import CAPTURING
 from kfac_fx.recording.emitted_submodules import EmittedSubmodules
 from kfac_fx.recording.frames import UncapturedCall
 from kfac_fx.recording.recorder import Recorder

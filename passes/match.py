@@ -29,7 +29,7 @@ from .parametrizations.gathered import constant, gathered_weight
 from .parametrizations.jacobian import static_shape
 from .parametrizations.linear_map import LinearMap
 from .pieces import ParameterExpr
-from .tracing.threads import ThreadTracer
+from .tracing.substitutes import ThreadTracer
 
 
 @dataclass(frozen=True)

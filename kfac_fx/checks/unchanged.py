@@ -21,7 +21,7 @@ from kfac_fx.linalg.sharded import is_sharded
 from kfac_fx.passes.errors import ModelChangedError, RegistrationError, UntraceableError, table
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.torch_private import compiled_from, parameters_of, submodules_of
-from kfac_fx.passes.tracing.substitutes import address
+from kfac_fx.passes.tracing.effects import address
 
 
 class Structure:

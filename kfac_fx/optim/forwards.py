@@ -17,11 +17,11 @@ from kfac_fx.linalg.sharded import drop_gathered, is_sharded
 from kfac_fx.optim.batch_loss import ObservedForward
 from kfac_fx.optim.loss_gradient import Watched, watch
 from kfac_fx.optim.loss_scale import check_coverage, check_scale
-from kfac_fx.optim.no_trace import without_a_trace
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.passes.errors import warn_user
 from kfac_fx.passes.torch_private import pytree
 from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.passes.tracing.effects import without_a_trace
 from kfac_fx.recording.recorder import Recorder
 from kfac_fx.statistics.moments import Key, Moments, PendingMoments
 from kfac_fx.values import number, wrong_value

@@ -21,7 +21,7 @@ from ..registration import OWN_FOLDER
 from ..torch_private import pytree, transforms
 from ..tracing.calls import IN_TRANSFORM, Call, Lent, hooked_by_user, map_tensors
 from ..tracing.devices import autocast
-from ..tracing.substitutes import written_by
+from ..tracing.effects import written_by
 from ..tracing.watch import Apply, Function, functions_applied
 from .reads import (
     Followed,

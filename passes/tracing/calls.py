@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from ..errors import UntraceableError
 from ..torch_private import FORWARD_HOOKS, pytree, transforms
-from .attributes import untouched
 from .devices import RandomState, accelerators, autocast, same_random
+from .effects import buffers_kept, parameters_kept, untouched
 from .settings import is_torchs
 from .signature import python_random
-from .substitutes import buffers_kept, parameters_kept
 from .watch import custom_functions
 
 

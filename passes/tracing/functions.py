@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 from ..errors import UntraceableError, first_line
 from ..graphs.operations import OWN_BACKWARD, op_name
 from ..torch_private import StorageWeakRef, function_apply
+from .effects import written_by
 from .signature import holds_tensor
-from .substitutes import SHAPES, own_backward, written_by
+from .substitutes import SHAPES, own_backward
 from .summary import SYMBOLS
 from .watch import Function, custom_functions
 

@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import UntraceableError
 from ..torch_private import EXPECTED_HIDDEN_SIZE, PACK, UNPACK, assert_size
-from .substitutes import packed, recurrent, recurrent_cell, unpacked
-from .threads import replaced_in_thread
+from .substitutes import packed, recurrent, recurrent_cell, replaced_in_thread, unpacked
 
 CELL_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 ATTENTION = F.multi_head_attention_forward.__name__

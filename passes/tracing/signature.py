@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from ..errors import UntraceableError
 from ..graphs.edit import attribute, holder
 from ..torch_private import GUARDS, buffers_of, pytree
-from .attributes import untouched
 from .devices import autocast
+from .effects import untouched
 from .outside import Observer
 from .summary import SYMBOLS, Walk, slots
 

@@ -1,6 +1,11 @@
-"""Substitutes for what torch.export cannot trace: certain branches, checkpoints, `.data`, operations without values.
+"""Functions of torch that are replaced while a model is traced.
 
-`CertainDraws`: a branch on a draw of torch.rand whose outcome is certain, as with a rate of dropped modules that is 0.
+Tracers of torch and of this library replace functions of torch for as long as they run. `replaced_in_thread` does that
+in the present thread only: others call the original. With `CAPTURING` one thread captures at a time, because torch's
+own tracers are not made for more.
+
+What torch.export cannot trace has substitutes. `CertainDraws`: a branch on a draw of torch.rand whose outcome is
+certain, as with a rate of dropped modules that is 0.
 
     if torch.rand(1) > self.module_dropout: ...        # 0.0
 
@@ -13,32 +18,117 @@ attribute, and a capture is valid for one value of it.
 again, although a graph or a recording has replaced it.
 
 `Detached`: `x.data` becomes `x.detach()`. To torch.export the `.data` of a parameter, as adapters read it from other
-layers, is a constant without values. Writes through `.data` are seen when the model itself runs (`Writes`).
+layers, is a constant without values. Writes through `.data` are seen when the model itself runs (`effects.Writes`).
 
-Operations that stand for others while a model is traced: they know shapes and are never run.
-
-`Writes`: what forward writes into parameters, such as teachers that follow a student, or clamped weights.
-
-`parameters_kept`, `buffers_kept`: a forward that the user did not ask for leaves no trace in them. The user's own graph
-may have saved these tensors, so their versions are kept, too: autograd compares them in its backward.
+Operations that stand for others while a model is traced know shapes and are never run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from inspect import signature
+from types import ClassMethodDescriptorType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from ..errors import fatal
-from ..torch_private import CHECKPOINT_GENERATORS, buffers_of, debug_unwrap, versions_kept
-from .threads import replaced_in_thread
+from ..torch_private import CHECKPOINT_GENERATORS
+
+CLASS_METHODS = (classmethod, ClassMethodDescriptorType)  # of Python and of C
+CAPTURING = threading.RLock()  # held by the thread that captures a model
+
+
+@dataclass
+class Replaced:
+    """A function that some threads have replaced.
+
+    Attributes:
+        original: as the owner held it, a classmethod for instance.
+        users: the number of replacements in all threads.
+        here: the replacements of the present thread, the innermost last.
+    """
+
+    original: Any
+    users: int = 0
+    here: threading.local = field(default_factory=threading.local)
+
+    def call(self, below: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the innermost replacement of this thread, or what is below all of them."""
+        for function in getattr(self.here, "functions", []):
+            below = following(function, below)
+        return below(*args, **kwargs)
+
+
+class ThreadTracer(fx.Tracer):
+    """Traces the thread that made it. While torch.fx traces, the modules of all threads call the tracer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    @property
+    def traces_this_thread(self) -> bool:
+        return threading.get_ident() == self.thread
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return super().call_module(m, forward, args, kwargs) if self.traces_this_thread else forward(*args, **kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        return super().getattr(attr, attr_val, parameter_proxy_cache) if self.traces_this_thread else attr_val
+
+
+_LOCK = threading.Lock()
+_REPLACED: dict[tuple[int, str], Replaced] = {}  # by the owner's id and the function's name
+
+
+@contextmanager
+def replaced_in_thread(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, and in this thread, `owner.name(...)` calls `function(below, ...)`.
+
+    below: what is called without the replacement; of a classmethod, with the class bound. The class is then the next
+        argument of `function`.
+    """
+    with _LOCK:
+        entry = _REPLACED.get((id(owner), name))
+        if entry is None:
+            entry = _REPLACED[id(owner), name] = Replaced(vars(owner)[name])
+            setattr(owner, name, dispatcher(entry))
+        entry.users += 1
+    functions = entry.here.__dict__.setdefault("functions", [])
+    functions.append(function)
+    try:
+        yield
+    finally:
+        functions.remove(function)
+        with _LOCK:
+            entry.users -= 1
+            if not entry.users:
+                setattr(owner, name, entry.original)
+                del _REPLACED[id(owner), name]
+
+
+def dispatcher(entry: Replaced) -> Any:
+    """A function, or a classmethod as the original, that calls what this thread has put in its place."""
+    if not isinstance(entry.original, CLASS_METHODS):
+        return lambda *args, **kwargs: entry.call(entry.original, args, kwargs)
+
+    def of_class(cls: type, *args: Any, **kwargs: Any) -> Any:
+        bound = entry.original.__get__(None, cls)
+        return entry.call(lambda cls, *args, **kwargs: bound(*args, **kwargs), (cls, *args), kwargs)
+
+    return classmethod(of_class)
+
+
+def following(function: Callable[..., Any], below: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(below, *args, **kwargs)
+
 
 DRAWS = {"rand", "rand_like"}
 COMPARISONS = {
@@ -228,96 +318,3 @@ def own_backward(number: int, tensors: Sequence[Tensor], sizes: Sequence[int]) -
 @own_backward.register_fake
 def _(number: int, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     return SHAPES[number](tensors, sizes)
-
-
-# --- writes into parameters and buffers -------------------------------------------------------------------------------
-
-ASSIGNMENTS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "set_data"}
-NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}  # they leave the values as they are
-
-
-class Writes(TorchFunctionMode):
-    """Keeps the values of parameters before they are written into.
-
-    Attributes:
-        before: name -> (parameter, its values before the first write).
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.owners = {address(parameter): (name, parameter) for name, parameter in model.named_parameters()}
-        self.before: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
-            owner = self.owners.get(address(tensor))
-            if owner is not None and address(owner[1]) and owner[0] not in self.before:
-                self.before[owner[0]] = owner[1], owner[1].detach().clone()
-        return func(*args, **(kwargs or {}))
-
-
-def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a function of torch writes into. Its name tells, as does an argument `out`."""
-    name = getattr(func, "__name__", "").split(".")[0]
-    in_place = name in ASSIGNMENTS or (name.endswith("_") and not name.endswith("__") and name not in NO_WRITES)
-    targets = [*(args[:1] if in_place else ()), kwargs.get("out")]
-    flat = [value for target in targets for value in (target if isinstance(target, (list, tuple)) else (target,))]
-    return [value for value in flat if isinstance(value, Tensor)]
-
-
-def address(tensor: Tensor) -> int:
-    """The address of the tensor's values; 0 if it has none, as the tensors of a trace."""
-    inner = debug_unwrap(tensor)
-    if inner.layout != torch.strided or inner.device.type == "meta":
-        return 0
-    try:
-        return inner.untyped_storage().data_ptr()
-    except RuntimeError as error:
-        if fatal(error):
-            raise
-        return 0  # a stand-in of a trace
-
-
-@contextmanager
-def parameters_kept(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Restore the parameters at the end. Yields those that are written into, as `Writes.before`.
-
-    It costs memory for parameters that are written into only.
-    """
-    writes = Writes(model)
-    with versions_kept(versioned(model.parameters())):
-        try:
-            with writes:
-                yield writes.before
-        finally:
-            for parameter, before in writes.before.values():
-                parameter.data.copy_(before)
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers and their values at the end."""
-    by_module = [(buffers, dict(buffers)) for buffers in map(buffers_of, model.modules())]
-    with values_kept(model.buffers()):
-        try:
-            yield
-        finally:
-            for buffers, before in by_module:
-                buffers.update(before)
-
-
-@contextmanager
-def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the values and the versions of tensors at the end."""
-    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    with versions_kept(versioned(tensor for tensor, _ in copies)):
-        try:
-            yield
-        finally:
-            for tensor, before in copies:
-                tensor.data.copy_(before)
-
-
-def versioned(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Without tensors that were made in inference mode: autograd saves none of them."""
-    return tuple(tensor for tensor in tensors if not tensor.is_inference())

@@ -19,8 +19,7 @@ from ..errors import UntraceableError, first_line
 from ..registration import OWN_FOLDER
 from ..torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, LOGGERS, OWN_FUNCTIONS, CheckpointFunction, NormBase
 from .settings import is_torchs
-from .substitutes import checkpoints_off
-from .threads import replaced_in_thread
+from .substitutes import checkpoints_off, replaced_in_thread
 
 # Words of torch's errors about branches on values of tensors.
 VALUE_ERRORS = ("data-dependent", "control flow", "numpy", "Proxy", "Proxies", "unbacked", "boolean value")

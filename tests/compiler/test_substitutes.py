@@ -1,4 +1,4 @@
-"""Substitutes while a model is traced: certain branches, checkpoints, `.data`, and writes that are undone."""
+"""Substitutes while a model is traced: certain branches, checkpoints and `.data`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ import kfac_fx
 from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import trace_model
-from kfac_fx.passes.tracing.substitutes import (
-    buffers_kept,
-    checkpoints_off,
-    parameters_kept,
-    recurrent_cell,
-    values_kept,
-)
+from kfac_fx.passes.tracing.substitutes import checkpoints_off, recurrent_cell
 from kfac_fx.passes.tracing.watch import custom_functions
 
 X = torch.randn(5, 3)
@@ -159,80 +153,6 @@ def test_what_data_is_written_through_is_no_graph() -> None:
     net = kfac_fx.compile(model, (x,), loss="normal")
     assert "writes into its parameters 0.weight in forward" in str(net.report).replace("\n            ", " ")
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
-Write = Callable[[nn.Linear], object]
-WRITES: dict[str, Write] = {
-    "in place": lambda layer: layer.weight.clamp_(-0.1, 0.1),
-    "through data": lambda layer: layer.weight.data.mul_(0.5),
-    "into a slice": lambda layer: layer.weight.__setitem__(0, 1.0),
-    "into a view": lambda layer: layer.weight.detach().view(-1).add_(1.0),
-    "of a list": lambda layer: torch._foreach_mul_([layer.weight, layer.bias], 0.5),
-    "as a result": lambda layer: torch.add(layer.weight, 1.0, out=layer.weight),
-    "by init": lambda layer: nn.init.zeros_(layer.weight),
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_is_named_and_undone(write: str) -> None:
-    layer = nn.Linear(3, 2)
-    before = [parameter.detach().clone() for parameter in layer.parameters()]
-    with torch.no_grad(), parameters_kept(layer) as written:
-        WRITES[write](layer)
-    assert list(written)[0] == "weight"
-    assert all(torch.equal(parameter, other) for parameter, other in zip(layer.parameters(), before, strict=True))
-
-
-def test_a_write_is_undone_after_an_error() -> None:
-    layer = nn.Linear(3, 2)
-    before = layer.weight.detach().clone()
-    with pytest.raises(ZeroDivisionError), torch.no_grad(), parameters_kept(layer):
-        layer.weight.zero_()
-        1 / 0  # noqa: B018
-    assert torch.equal(layer.weight, before)
-
-
-def test_what_is_read_or_written_elsewhere_is_no_write() -> None:
-    layer = nn.Linear(3, 2)
-    with parameters_kept(layer) as written:
-        layer(torch.ones(1, 3)).relu_()
-        layer.weight.detach().clone().zero_()
-    assert not written
-
-
-def test_values_are_put_back_and_count_as_not_written() -> None:
-    x = torch.randn(3, requires_grad=True)
-    norm, weight = nn.BatchNorm1d(3), nn.Linear(3, 2).weight
-    for kept in (values_kept([norm.running_mean]), buffers_kept(norm)):
-        assert norm.running_mean is not None
-        before = norm.running_mean.clone()
-        loss = (x * norm.running_mean).sum()
-        with kept:
-            norm.running_mean.fill_(5.0)
-        assert torch.equal(norm.running_mean, before)
-        assert torch.equal(torch.autograd.grad(loss, x)[0], before)
-    loss = (weight @ x).square().sum()
-    layer = nn.Module()
-    layer.weight = weight
-    with parameters_kept(layer), torch.no_grad():
-        weight.zero_()
-    loss.backward()
-
-
-def test_a_buffer_that_is_assigned_is_the_old_one_again() -> None:
-    norm = nn.BatchNorm1d(3)
-    before = norm.running_mean
-    with buffers_kept(norm):
-        norm.running_mean = torch.ones(3)
-    assert norm.running_mean is before
-
-
-def test_tensors_of_inference_mode_have_no_versions_to_keep() -> None:
-    with torch.inference_mode():
-        tensor = torch.zeros(2)
-        with values_kept([tensor]):
-            tensor.fill_(1.0)
-    assert not tensor.any()
 
 
 def test_a_step_of_a_cell_that_stands_in_has_the_shape_of_its_state() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.trace import Capture, trace_model
-from tests.compiler.test_attributes import Memory
+from tests.compiler.test_effects import Memory
 from tests.compiler.test_watch import Branches
 from tests.compiler.toy import Toy, code
 

@@ -13,11 +13,11 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.losses import Normal
 from kfac_fx.optim.forwards import Forwards, MicroBatches, checked
-from kfac_fx.optim.no_trace import without_a_trace
 from kfac_fx.optim.options import KFACOptions
 from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optimizer import KFAC
 from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.passes.tracing.effects import without_a_trace
 from kfac_fx.statistics.moments import Moments
 from tests.runtime.slow_kfac import batch, loss_of, mlp
 

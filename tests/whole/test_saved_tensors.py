@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.optim.no_trace import without_a_trace
+from kfac_fx.passes.tracing.effects import without_a_trace
 
 CASES = 6
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import kfac_fx
-from kfac_fx.optim.no_trace import WritesUndone
+from kfac_fx.passes.tracing.effects import WritesUndone
 
 
 def test_what_was_there_before_is_restored() -> None:

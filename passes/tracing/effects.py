@@ -1,7 +1,11 @@
-"""Attributes of modules that are no parameters, buffers or submodules: what forward changes, and how it is undone.
+"""Effects of a forward beside its outputs, and how they are undone: attributes that it sets, writes into tensors.
 
 Attributes that forward itself sets are restored after every trace (`untouched`). Those that are changed from outside,
 such as a temperature or a rate of dropout, are part of what a capture is valid for; see `settings`.
+
+A forward that the user did not ask for leaves no trace in parameters and buffers (`parameters_kept`, `buffers_kept`).
+The user's own graph may have saved these tensors, so their versions are kept, too: autograd compares them in its
+backward. A closure that only measures leaves none in any tensor, gradient or random stream (`without_a_trace`).
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -17,8 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
-from ..torch_private import buffers_of
+from ..errors import fatal
+from ..torch_private import buffers_of, debug_unwrap, pytree, versions_kept
+from .devices import RandomState, same_random
 from .settings import TORCHS
 from .summary import ATOMS, CONTAINERS, FEW, SYMBOLS, fields, plain
 
@@ -199,3 +206,156 @@ def set_stream(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+# --- writes into parameters and buffers -------------------------------------------------------------------------------
+
+ASSIGNMENTS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "set_data"}
+NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "rename_"}  # they leave the values as they are
+
+
+class Writes(TorchFunctionMode):
+    """Keeps the values of parameters before they are written into.
+
+    Attributes:
+        before: name -> (parameter, its values before the first write).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.owners = {address(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+        self.before: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            owner = self.owners.get(address(tensor))
+            if owner is not None and address(owner[1]) and owner[0] not in self.before:
+                self.before[owner[0]] = owner[1], owner[1].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a function of torch writes into. Its name tells, as does an argument `out`."""
+    name = getattr(func, "__name__", "").split(".")[0]
+    in_place = name in ASSIGNMENTS or (name.endswith("_") and not name.endswith("__") and name not in NO_WRITES)
+    targets = [*(args[:1] if in_place else ()), kwargs.get("out")]
+    flat = [value for target in targets for value in (target if isinstance(target, (list, tuple)) else (target,))]
+    return [value for value in flat if isinstance(value, Tensor)]
+
+
+def address(tensor: Tensor) -> int:
+    """The address of the tensor's values; 0 if it has none, as the tensors of a trace."""
+    inner = debug_unwrap(tensor)
+    if inner.layout != torch.strided or inner.device.type == "meta":
+        return 0
+    try:
+        return inner.untyped_storage().data_ptr()
+    except RuntimeError as error:
+        if fatal(error):
+            raise
+        return 0  # a stand-in of a trace
+
+
+@contextmanager
+def parameters_kept(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Restore the parameters at the end. Yields those that are written into, as `Writes.before`.
+
+    It costs memory for parameters that are written into only.
+    """
+    writes = Writes(model)
+    with versions_kept(versioned(model.parameters())):
+        try:
+            with writes:
+                yield writes.before
+        finally:
+            for parameter, before in writes.before.values():
+                parameter.data.copy_(before)
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers and their values at the end."""
+    by_module = [(buffers, dict(buffers)) for buffers in map(buffers_of, model.modules())]
+    with values_kept(model.buffers()):
+        try:
+            yield
+        finally:
+            for buffers, before in by_module:
+                buffers.update(before)
+
+
+@contextmanager
+def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the values and the versions of tensors at the end."""
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    with versions_kept(versioned(tensor for tensor, _ in copies)):
+        try:
+            yield
+        finally:
+            for tensor, before in copies:
+                tensor.data.copy_(before)
+
+
+def versioned(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Without tensors that were made in inference mode: autograd saves none of them."""
+    return tuple(tensor for tensor in tensors if not tensor.is_inference())
+
+
+class WritesUndone(TorchFunctionMode):
+    """Restores at the end the tensors that were there before and that functions of torch write into.
+
+    A closure may average the parameters or count its batches; a second call would do so twice. Copies are made where a
+    write comes first. Numbers of Python and arrays of other libraries are not restored.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()  # the addresses of what was made inside
+        # By place in memory: the tensor, its values and the size of its memory.
+        self.before: dict[tuple[Any, ...], tuple[Tensor, Tensor, int]] = {}
+
+    @torch.compiler.disable(reason="it remembers tensors")  # type: ignore[untyped-decorator]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in written_by(func, args, kwargs):
+            place = address(tensor)
+            if place and place not in self.made:
+                part = place, tensor.storage_offset(), tensor.shape, tensor.stride()
+                if part not in self.before:
+                    size = tensor.untyped_storage().nbytes()
+                    self.before[part] = tensor.detach(), tensor.detach().clone(), size
+        result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") != "__get__":  # attributes were there before
+            given = {address(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            returned = {address(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+            self.made |= returned - given
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for tensor, values, size in reversed(self.before.values()):  # parts that overlap: the first copies are oldest
+            if tensor.untyped_storage().nbytes() == size:  # FSDP2 frees the memory of the parameters that it gathered
+                tensor.data.copy_(values)
+
+
+@contextmanager
+def without_a_trace(
+    buffers: Iterable[Tensor], parameters: Iterable[Tensor], devices: Iterable[torch.device], start: RandomState | None
+) -> Iterator[None]:
+    """Buffers, gradients, random streams and all other tensors are afterwards what they were before.
+
+    Args:
+        devices: the devices that have random streams beside the CPU's.
+        start: the state in which the streams begin inside, so that noise is that of the step's forward.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    with same_random(devices), values_kept(buffers), WritesUndone():
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None  # set aside: a closure that zeroes gradients in place must not reach them
+            if start is not None:
+                start.restore()
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient

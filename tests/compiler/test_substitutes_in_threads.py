@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kfac_fx
-from kfac_fx.passes.tracing.threads import replaced_in_thread
+from kfac_fx.passes.tracing.substitutes import replaced_in_thread
 
 
 class Owner:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kfac_fx import UntraceableError
 from kfac_fx.passes.graphs.operations import op_name
-from kfac_fx.passes.tracing.symbolic import symbolic_trace
+from kfac_fx.passes.trace import trace_model
 
 
 class Model(nn.Module):
@@ -40,25 +40,25 @@ class Doing(nn.Module):
 
 
 def test_modules_of_torch_are_traced_into_except_norms() -> None:
-    graph = symbolic_trace(Model()).graph
+    graph = trace_model(Model()).program.graph
     assert [op_name(node) for node in graph.nodes if node.op == "call_function"] == ["linear", "mul"]
     assert [node.target for node in graph.nodes if node.op == "call_module"] == ["norm"]
     assert {node.target for node in graph.nodes if node.op == "get_attr"} == {"layer.weight", "layer.bias", "scale"}
 
 
 def test_arguments_are_bound_by_name_and_hold_with_their_defaults() -> None:
-    traced, x = symbolic_trace(Model()), torch.ones(1, 3)
+    traced, x = trace_model(Model()), torch.ones(1, 3)
     assert traced.flatten((), {"x": x}) == (x, True)
     assert traced.holds((x,), {}) and traced.holds((x, True), {}) and not traced.holds((x,), {"flag": False})
 
 
 def test_checks_of_defaults_are_no_part_of_the_graph() -> None:
-    assert not any("assert" in str(node.target) for node in symbolic_trace(Model()).graph.nodes)
+    assert not any("assert" in str(node.target) for node in trace_model(Model()).program.graph.nodes)
 
 
 def test_the_tensors_are_the_models() -> None:
     model = Model()
-    root = symbolic_trace(model).root
+    root = trace_model(model).program.root
     assert root.get_parameter("layer.weight") is model.layer.weight and root.get_submodule("norm") is model.norm
 
 
@@ -86,10 +86,10 @@ def test_what_torch_fx_would_capture_wrongly_is_refused(function: Callable[..., 
     model = Doing(function)
     state, seen = torch.random.get_rng_state(), model.seen
     with pytest.raises(UntraceableError, match=words):
-        symbolic_trace(model)
+        trace_model(model)
     assert torch.equal(torch.random.get_rng_state(), state) and model.seen is seen
 
 
 def test_attributes_that_forward_sets_are_effects() -> None:
-    traced = symbolic_trace(Doing(lambda own, x: setattr(own, "last", 1) or own.layer(x)))
+    traced = trace_model(Doing(lambda own, x: setattr(own, "last", 1) or own.layer(x)))
     assert traced.effects == ("sets last",) and traced.assigned == ("last",)

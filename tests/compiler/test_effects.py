@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfac_fx.passes.tracing.attributes import counts, untouched
+from kfac_fx.passes.tracing.effects import counts, untouched
 
 
 class Memory(nn.Module):
