@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import fatal
-from .graphs.edit import attribute
-from .graphs.inplace import shares_memory
+from .graphs.edit import attribute, shares_memory
 from .graphs.labels import Label, ancestors, differentiated, labels_of
 from .graphs.operations import CASTS, PARTS, PERMUTES, SHAPE_ONLY, bound_parameter, dims_after, op_name
 from .ir import ELEMENTS, Program

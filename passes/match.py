@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from .errors import LayerError, fatal
-from .graphs.edit import attribute
-from .graphs.inplace import functional
+from .graphs.edit import attribute, functional
 from .graphs.labels import Label, ancestors, labels_of, number_of_cases, parameters_behind, with_batch_dim, with_mask
 from .graphs.operations import CASTS, bound_parameter, op_name
 from .graphs.spelling import order_operands, respell

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .graphs.edit import numbers
-from .graphs.inplace import functional, sequence
+from .graphs.edit import functional, numbers, sequence
 from .graphs.labels import Label, is_layer_of_data, labels
 from .graphs.operations import has_effect, op_name
 from .graphs.spelling import order_operands, respell, spell_native, subtract_by_adding

@@ -27,8 +27,8 @@ from .graphs.operations import OWN_BACKWARD, PARTS, VIEWS, op_name
 from .ir import GENERIC, UNROLLED, WANTED, Note, Program, Registration, Use, source_line, where
 from .matrix import Layout, MatrixForm
 from .parametrization import Transposed
-from .parametrizations.gains import reads_ids
 from .parametrizations.jacobian import PerCase, as_per_case
+from .parametrizations.parts import reads_ids
 from .parametrizations.slices import region_of
 from .pieces import unallocated, viewed
 

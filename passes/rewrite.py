@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .graphs.edit import attribute
-from .graphs.inplace import memories
+from .graphs.edit import attribute, memories
 from .graphs.labels import everything_behind
 from .graphs.operations import changes_memory, has_effect
 from .ir import KEPT, Program, Registration, Use, tensor_attrs

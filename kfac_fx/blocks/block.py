@@ -17,8 +17,7 @@ from kfac_fx.blocks.series import SeriesGroup
 from kfac_fx.factors.factor import Factor, Failures, NotRegisteredError, additive
 from kfac_fx.factors.factor_group import Vector, VectorForm
 from kfac_fx.factors.group_kinds import DividedForm, DividedGroup, UncorrelatedGroup, WideGroup, in_blocks
-from kfac_fx.factors.inverses import Inverter
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.factors.stacks import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.linalg.vectors import Flat, split

@@ -25,8 +25,7 @@ from kfac_fx.blocks.spectrum import Damping, Spectrum, System
 from kfac_fx.factors.factor import Failures
 from kfac_fx.factors.factor_group import Vector
 from kfac_fx.factors.group_kinds import divided_forms
-from kfac_fx.factors.inverses import Inverter
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.factors.stacks import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root, dense
 from kfac_fx.linalg.sharded import Shards, unsharded
 from kfac_fx.linalg.vectors import joined, split

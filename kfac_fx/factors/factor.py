@@ -9,7 +9,7 @@ convolution, N times the uses for a shared layer. The sums of `statistics` becom
     F = g gᵀ / N (full) or its diagonal for generic parameters, from the gradient g of the summed loss.
 
 Series of uses also have A1 and G1, from products of consecutive rows, divided by M, and the number of such pairs,
-divided by N as positions are (`kfac_fx.statistics.lagged`). For "kron_sua" and its variants the rows of A are the
+divided by N as positions are (`kfac_fx.taps.rows`). For "kron_sua" and its variants the rows of A are the
 pixels of the input with a 1 appended, and A is their mean (`kfac_fx.factors.group_kinds`). For "kron_reduce" M is the
 number of pairs of a mean row and a summed gradient row, one per case and use (`kfac_fx.statistics.row_sums`).
 

@@ -11,12 +11,14 @@ All of these are X_G W X_Aᵀ with roots X of the damped sides (`linalg.matrices
 [g·o·i] and is damped by λ.
 
 Powers other than 1 are those of the last `update_inverses`; the power 1 uses the present factors (Martens & Grosse
-2015, sections 4.2 and 6.3).
+2015, sections 4.2 and 6.3). The factors of all groups are decomposed together, in one batch for every size of matrix
+(`Inverter`).
 """
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -27,16 +29,19 @@ from kfac_fx.factors.factor import Failures, NotRegisteredError, unknown_root
 from kfac_fx.factors.factor_group import ALL_BLOCKS, FactorGroup, VectorForm
 from kfac_fx.linalg.matrices import (
     HERE,
+    HostCopy,
     Place,
     Root,
     are_finite,
     damp,
+    dense_roots,
     diagonal_root,
     exponent,
     full_precision,
     multiply_left,
     multiply_right,
     rescued_eigh,
+    rescued_roots,
     unsqueeze_like,
 )
 from kfac_fx.passes.approximations import Side
@@ -258,3 +263,73 @@ class BlockGroup(FactorGroup):
                 torch.where(unsqueeze_like(good, operator), operator, last_operator, out=last_operator)
         self.failed += ~good
         self.inverted = True
+
+
+class FailureWatch:
+    """The failed matrices of a batch; deferred: known one call late, except at the first call, without waiting."""
+
+    def __init__(self, deferred: bool) -> None:
+        self.deferred = deferred
+        self.failed: HostCopy | None = None  # of the last call
+
+    def known_failures(self, valid: Tensor) -> Tensor:
+        """The indices of the matrices to decompose again now. valid: [m], of the present attempt."""
+        if not self.deferred:
+            return (~valid).nonzero().squeeze(-1)
+        last, self.failed = self.failed, HostCopy(~valid)
+        if last is None:
+            return self.failed.wait().nonzero().squeeze(-1)
+        return (last.value if last.arrived else torch.zeros_like(last.value)).nonzero().squeeze(-1)
+
+
+class Inverter:
+    """Updates the roots of the damped factors of all groups. deferred: see `FailureWatch`; None: except on a CPU.
+
+    A failed decomposition is repeated with more damping and then in float64. If a block still fails, it keeps its last
+    valid inverse. The host would have to wait for the device to learn of a failure. Except on a CPU, it therefore waits
+    only at the first update, when there is no earlier inverse. Later it learns of a failure at the next update and
+    repeats the decomposition then.
+    """
+
+    def __init__(self, groups: Sequence[BlockGroup], roots: Sequence[Root], deferred: bool | None = None) -> None:
+        self.groups, self.roots = groups, roots
+        self.batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, Side]]] = defaultdict(list)
+        for g, group in enumerate(groups):
+            for side in group.decomposed:
+                self.batches[group.size(side), group.dtype, group.device].append((g, side))
+        self.watches = {
+            key: FailureWatch(key[2].type != "cpu" if deferred is None else deferred) for key in self.batches
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if not self.roots:
+            return
+        with full_precision():
+            dampings = [group.split_damping() for group in self.groups]
+            decomposed: list[dict[Side, Roots]] = [{} for _ in self.groups]
+            for key, members in self.batches.items():
+                stacks = [self.groups[g].value(side) for g, side in members]
+                matrices = torch.cat([stack.flatten(0, 1) for stack in stacks])
+                roots, valid = self.decompose(
+                    matrices, torch.cat([dampings[g][side].flatten() for g, side in members]), self.watches[key]
+                )
+                sizes = [stack.shape[0] * stack.shape[1] for stack in stacks]
+                for part, (g, side) in enumerate(members):
+                    of_side = {root: torch.split(matrices, sizes)[part] for root, matrices in roots.items()}
+                    decomposed[g][side] = of_side, torch.split(valid, sizes)[part]
+            for group, sides, damping in zip(self.groups, decomposed, dampings, strict=True):
+                group.store(sides, damping)
+
+    def decompose(self, matrices: Tensor, damping: Tensor, watch: FailureWatch) -> tuple[dict[Root, Tensor], Tensor]:
+        """From matrices [m, d, d] and damping [m]: the roots [m, d, d], and which of them are valid [m]."""
+        roots, valid = dense_roots(matrices, damping, self.roots)
+        again = watch.known_failures(valid)
+        if len(again):
+            again = again.to(valid.device)
+            rescued, rescued_valid = rescued_roots(matrices[again], damping[again], self.roots)
+            use = rescued_valid & ~valid[again]
+            for root, better in rescued.items():
+                roots[root][again] = torch.where(unsqueeze_like(use, better), better, roots[root][again])
+            valid[again] |= rescued_valid
+        return roots, valid

@@ -33,8 +33,7 @@ from kfac_fx.passes.trace import Capture
 from kfac_fx.passes.tracing.devices import accelerators, same_random
 from kfac_fx.recording.backends import CompiledOrPlain, compiled_function
 from kfac_fx.statistics.moments import Key
-from kfac_fx.taps.link import Link
-from kfac_fx.taps.tap import Tap
+from kfac_fx.taps.tap import Link, Tap
 
 
 class Unread:

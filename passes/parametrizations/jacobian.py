@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..graphs.inplace import memory_owner
+from ..graphs.edit import memory_owner
 from ..graphs.labels import Label, everything_behind, parameters_behind
 from ..graphs.operations import changes_memory, is_random, op_name
 from ..ir import KEPT, Program

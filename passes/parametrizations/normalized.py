@@ -13,7 +13,7 @@ matrix, so a Kronecker product has them. The remainder is the change of σ with 
 in all of v. A Kronecker product does not have it: the block leaves it out, the report says so, and the numeric proof
 adds it. The gradient of a in W = a e is e D, and nothing is left out.
 
-The gain, γ, g or e, is a layer of its own, see `gains`.
+The gain, γ, g or e, is a layer of its own, see `parts`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kfac_fx.blocks.block import BlockOperator, make_block, make_groups
 from kfac_fx.factors.factor import additive
-from kfac_fx.factors.inverses import Inverter
-from kfac_fx.factors.stacks import BlockGroup
+from kfac_fx.factors.stacks import BlockGroup, Inverter
 from kfac_fx.linalg.matrices import Root
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.matrix import MatrixForm

@@ -21,11 +21,11 @@ from kfac_fx.passes.layers import LAYERS
 from kfac_fx.passes.parametrization import WeightExample
 from kfac_fx.passes.parametrizations import (
     elementwise,
-    gains,
     gathered,
     jacobian,
     linear_map,
     normalized,
+    parts,
     product,
     slices,
 )
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 CASES = 3
-MECHANISMS = slices, elementwise, normalized, gains, product, gathered, linear_map, jacobian
+MECHANISMS = slices, elementwise, normalized, parts, product, gathered, linear_map, jacobian
 EXAMPLES: dict[str, WeightExample] = {
     name: example for module in MECHANISMS for name, example in module.EXAMPLES.items()
 }

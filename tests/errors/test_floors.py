@@ -23,7 +23,7 @@ FLOORS = {
     "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks",
     "models": "kfac_fx.capturing kfac_fx.capture_cache kfac_fx.in_place kfac_fx.layer_collection kfac_fx.fisher_blocks "
     "kfac_fx.report kfac_fx.compiled_module kfac_fx.compiler kfac_fx.distributed kfac_fx.placement "
-    "kfac_fx.pending kfac_fx.estimator kfac_fx.spectrum kfac_fx.fitting",
+    "kfac_fx.estimator kfac_fx.spectrum kfac_fx.fitting",
     "training": "kfac_fx.optim kfac_fx.optimizer kfac_fx.metrics kfac_fx.plot",
     "programs": "kfac_fx kfac_fx.demo kfac_fx.cli kfac_fx.__main__",
 }

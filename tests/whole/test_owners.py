@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import kfac_fx
-from kfac_fx.factors import inverses, stacks
+from kfac_fx.factors import stacks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*"),  # what torch itself loads late
@@ -193,12 +193,12 @@ def train(options: dict[str, Any], part: slice, group: Any = None) -> dict[str, 
         decomposed += len(matrices)
         return rescued_eigh(matrices, *args)
 
-    dense_roots, inverses.dense_roots = inverses.dense_roots, counted
+    dense_roots, stacks.dense_roots = stacks.dense_roots, counted
     rescued_eigh, stacks.rescued_eigh = stacks.rescued_eigh, counted_eigh
     try:
         parameters = training.steps(0, STEPS)
     finally:
-        inverses.dense_roots, stacks.rescued_eigh = dense_roots, rescued_eigh
+        stacks.dense_roots, stacks.rescued_eigh = dense_roots, rescued_eigh
     blocks = training.opt.estimator.blocks
     return {
         "parameters": parameters,

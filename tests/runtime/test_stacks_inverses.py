@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kfac_fx.blocks.block import make_groups
 from kfac_fx.estimator import FisherEstimator
-from kfac_fx.factors import inverses
-from kfac_fx.factors.inverses import FailureWatch, Inverter
+from kfac_fx.factors import stacks
+from kfac_fx.factors.stacks import FailureWatch, Inverter
 from kfac_fx.linalg.matrices import rescued_roots
 from kfac_fx.passes.matrix import Layout, MatrixForm
 from tests.runtime.fake_net import batch, deep, exact, noise
@@ -45,7 +45,7 @@ def test_a_failed_decomposition_is_rescued_with_more_damping(monkeypatch: pytest
         rescued.append(len(side))
         return rescued_roots(side, *rest)
 
-    monkeypatch.setattr(inverses, "rescued_roots", spy)
+    monkeypatch.setattr(stacks, "rescued_roots", spy)
     est.update_inverses()
     assert rescued == [1]
     assert est.failures == (0, 0)
@@ -120,7 +120,7 @@ def test_a_rescue_in_vain_leaves_what_has_succeeded_meanwhile(monkeypatch: pytes
     def failing(side: Tensor, *_: Any) -> Any:
         return {-1.0: torch.full_like(side, torch.nan)}, torch.zeros(len(side), dtype=torch.bool)
 
-    monkeypatch.setattr(inverses, "rescued_roots", failing)
+    monkeypatch.setattr(stacks, "rescued_roots", failing)
     roots, valid = Inverter([], (-1.0,)).decompose(matrices, damping, watch)
     assert valid.tolist() == [True, True]
     torch.testing.assert_close(roots[-1.0], matrices / 2)

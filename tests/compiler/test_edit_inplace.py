@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from kfac_fx.passes.graphs.inplace import memory_owner, overwritten
+from kfac_fx.passes.graphs.edit import memory_owner, overwritten
 from kfac_fx.passes.graphs.labels import Label, labels
 from kfac_fx.passes.normalize import normalize
 from kfac_fx.passes.torch_private import pytree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kfac_fx.pending import PendingBatch
+from kfac_fx.distributed import PendingBatch
 
 KEY, OTHER = ("0.weight",), ("1.weight",)
 CPU = torch.device("cpu")
