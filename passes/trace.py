@@ -3,8 +3,9 @@
 With inputs, `torch.export` traces the model, non-strict, with as many dynamic dimensions of its tensors as the model
 allows. Inputs that are no tensors are part of the capture's key.
 
-Without inputs, `torch.fx` traces models that are plain Python. What torch.fx would capture wrongly without an error is
-refused: random numbers of no input, modes that change inside forward, autograd.Functions, and assigned buffers.
+Without inputs, `torch.fx` traces models that are plain Python. Refused is all that torch.fx would capture wrongly
+without an error: random numbers of no input, modes that change inside forward, autograd.Functions, and buffers that are
+assigned.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Tracers of torch and of this library replace functions of torch for as long as t
 in the present thread only: others call the original. With `CAPTURING` one thread captures at a time, because torch's
 own tracers are not made for more.
 
-What torch.export cannot trace has substitutes. `CertainDraws`: a branch on a draw of torch.rand whose outcome is
-certain, as with a rate of dropped modules that is 0.
+Some functions have substitutes because torch.export cannot trace them. `CertainDraws`: a branch on a draw of torch.rand
+whose outcome is certain, as with a rate of dropped modules that is 0.
 
     if torch.rand(1) > self.module_dropout: ...        # 0.0
 
