@@ -6,7 +6,7 @@ from kfac_fx.compiled_module import CompiledModule
 from kfac_fx.compiler import compile
 from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.factor import NotRegisteredError
-from kfac_fx.fitting import fit_spectrum
+from kfac_fx.fitting import fit_spectrum, load_spectrum, save_spectrum
 from kfac_fx.layer_collection import (
     AUTO_REUSE,
     VARIABLE_SCOPE,
@@ -38,7 +38,6 @@ from kfac_fx.passes.errors import (
 from kfac_fx.passes.layers import as_rows, by_group, layer
 from kfac_fx.passes.tracing.functions import plain_backward
 from kfac_fx.report import Report
-from kfac_fx.spectrum.files import load_spectrum, save_spectrum
 from kfac_fx.spectrum.model_spectrum import ModelSpectrum
 from kfac_fx.spectrum.queries import Batch, Queries
 

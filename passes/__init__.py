@@ -9,6 +9,6 @@ if __name__ == "passes":  # imported from a checkout's root: one set of modules 
         sys.modules[_name.removeprefix("kfac_fx.")] = sys.modules[_name]
 
 # Every submodule is imported here, or a later `import passes.x` would be a second copy after all.
-from . import errors, ir, layers, near, pipeline, rewrite, trace
+from . import errors, ir, layers, pipeline, rewrite, trace
 
-__all__ = ["errors", "ir", "layers", "near", "pipeline", "rewrite", "trace"]
+__all__ = ["errors", "ir", "layers", "pipeline", "rewrite", "trace"]

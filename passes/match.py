@@ -195,7 +195,7 @@ def lay_over_gathered(
 
 
 class Mismatch(Enum):
-    """A condition of a match that fails. `passes.near` has the words."""
+    """A condition of a match that fails. `kfac_fx.cli.explain` has the words."""
 
     FORM = auto()
     READ = auto()

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfac_fx.checks.cases import refuse_guess
 from kfac_fx.checks.equivalence import check_equivalence, coarsest_rounding, random_cotangents
+from kfac_fx.checks.outputs import refuse_guess
 from kfac_fx.linalg.matrices import dense, full_precision
 from kfac_fx.linalg.vectors import split
 from kfac_fx.losses.loss_function import precise

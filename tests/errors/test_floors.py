@@ -18,7 +18,7 @@ FLOORS = {
     "tracing": "passes.tracing",
     "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
-    "pipelines": "passes.pipeline passes.near passes.divided passes",
+    "pipelines": "passes.pipeline passes.divided passes",
     "numerics": "kfac_fx.values kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",
     "recording": "kfac_fx.taps kfac_fx.recording kfac_fx.checks",
     "models": "kfac_fx.capturing kfac_fx.capture_cache kfac_fx.in_place kfac_fx.layer_collection kfac_fx.fisher_blocks "
