@@ -161,13 +161,13 @@ class Spectrum:
             if not isinstance(key, str) and key not in self.keys:
                 wrong.append((repr(key), "is not a block." + nearest(", ".join(key), keys)))
         for names in self.keys:
-            found = {pattern_of(name, damping) for name in names} if names not in damping else {None}
-            patterns = [repr(pattern) for pattern in sorted(filter(None, found))]
+            matching = {pattern_of(name, damping) for name in names} if names not in damping else {None}
+            patterns = [repr(pattern) for pattern in sorted(filter(None, matching))]
             if len(patterns) > 1:
                 wrong.append((repr(names), f"is one block with the dampings of {' and '.join(patterns)}"))
-            elif len(found) > 1:
+            elif len(matching) > 1:
                 wrong.append((repr(names), f"is one block, of which {patterns[0]} matches a part"))
-            elif found == {None} and names not in damping:
+            elif matching == {None} and names not in damping:
                 wrong.append((repr(names), "is missing"))
         if wrong:
             raise RegistrationError(f"`damping` does not fit the blocks:\n{table(wrong)}")

@@ -70,15 +70,15 @@ def differ(outputs: Sequence[Tensor], others: Sequence[Tensor], rounding: float)
         if not output.numel():
             continue
         dtype = torch.promote_types(torch.promote_types(output.dtype, other.dtype), torch.float32)
-        one, two = output.to(dtype), other.to(dtype)
+        left, right = output.to(dtype), other.to(dtype)
         coarsest = max(rounding, torch.finfo(output.dtype).eps, torch.finfo(other.dtype).eps)
-        finite = one.isfinite() & two.isfinite()
-        size = torch.where(finite, two, 0).abs()
-        difference = torch.where(finite, one - two, 0).abs()
+        finite = left.isfinite() & right.isfinite()
+        size = torch.where(finite, right, 0).abs()
+        difference = torch.where(finite, left - right, 0).abs()
         usual = EXTREME * size.median()
         largest = torch.where((size <= usual) | (usual == 0), size, 0).max()
         apart = difference > math.sqrt(coarsest) * torch.maximum(size, largest)
-        result = result | (apart | (one.isfinite() != two.isfinite())).any()
+        result = result | (apart | (left.isfinite() != right.isfinite())).any()
     return result.to(device)
 
 

@@ -55,8 +55,8 @@ def read_manifest(folder: Path) -> Manifest:
     except json.JSONDecodeError as error:
         raise ValueError(f"{str(path)!r} is no manifest: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise ValueError(f"{str(path)!r} has the format {found!r}, and this version of kfac_fx reads {FORMAT}.")
+        version = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ValueError(f"{str(path)!r} has the format {version!r}, and this version of kfac_fx reads {FORMAT}.")
     return manifest
 
 

@@ -220,7 +220,7 @@ class ModelSpectrum(Spectrum):
         if rank is not None and rank < 1:
             raise ValueError(f"rank must be positive, got {rank}.")
         self.refuse_singular()
-        found: dict[Key, list[tuple[int, Tensor]]] = {}
+        parts: dict[Key, list[tuple[int, Tensor]]] = {}
 
         def keep(key: Key, cases: Cases) -> None:
             system, index = self.places()[key]
@@ -229,13 +229,13 @@ class ModelSpectrum(Spectrum):
             for part, turned in system.in_basis(index, cases):
                 whole = turned.gradients() * weights
                 matrices = group.from_eigenbasis(whole.unsqueeze(1), operators).squeeze(1)
-                found.setdefault(key, []).append((cases.first + part.start, matrices))
+                parts.setdefault(key, []).append((cases.first + part.start, matrices))
 
         self.record(batch, keep, measurement)
         matrices = {
-            key: torch.cat([part for _, part in sorted(found[key], key=lambda pair: pair[0])])
+            key: torch.cat([part for _, part in sorted(parts[key], key=lambda pair: pair[0])])
             for key in self.keys
-            if key in found
+            if key in parts
         }
         kept = matrices if rank is None else {key: LowRank.of(matrix, rank) for key, matrix in matrices.items()}
         return Queries(kept, self.record)

@@ -310,7 +310,7 @@ class WritesUndone(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: set[int] = set()  # the addresses of what was made inside
+        self.inside: set[int] = set()  # the addresses of what was made inside
         # By place in memory: the tensor, its values and the size of its memory.
         self.before: dict[tuple[Any, ...], tuple[Tensor, Tensor, int]] = {}
 
@@ -319,7 +319,7 @@ class WritesUndone(TorchFunctionMode):
         kwargs = kwargs or {}
         for tensor in written_by(func, args, kwargs):
             place = address(tensor)
-            if place and place not in self.made:
+            if place and place not in self.inside:
                 part = place, tensor.storage_offset(), tensor.shape, tensor.stride()
                 if part not in self.before:
                     size = tensor.untyped_storage().nbytes()
@@ -328,7 +328,7 @@ class WritesUndone(TorchFunctionMode):
         if getattr(func, "__name__", "") != "__get__":  # attributes were there before
             given = {address(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             returned = {address(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
-            self.made |= returned - given
+            self.inside |= returned - given
         return result
 
     def __exit__(self, *error: Any) -> None:

@@ -50,7 +50,7 @@ class Identity(torch.autograd.Function):
 
 def emitted(model: nn.Module, *inputs: Any, **options: Any) -> tuple[Program, fx.GraphModule]:
     program = run(before("resolve", model, *inputs, **options), (resolve,))
-    return program, rewrite(program, lambda one, use: Seen())
+    return program, rewrite(program, lambda registration, use: Seen())
 
 
 def values(module: fx.GraphModule, program: Program, *inputs: Any) -> Any:
@@ -96,7 +96,7 @@ def test_the_fishers_outputs_come_second_and_tapped() -> None:
 
     y = torch.randint(4, (5,))
     program = run(trace_model(Loss(), (X, y), layers=before("match", Loss()).layers).program)
-    module = rewrite(program, lambda one, use: Seen())
+    module = rewrite(program, lambda registration, use: Seen())
     (loss,), (logits,) = values(module, program, X, y)
     assert logits.shape == (5, 4) and torch.equal(loss, F.cross_entropy(logits, y))
     assert logits.grad_fn is not None and "Identity" in logits.grad_fn.name()
@@ -198,14 +198,14 @@ def test_taps_are_named_after_modules_and_numbered() -> None:
 
 def test_a_tap_is_made_for_its_registration_and_use() -> None:
     program, _ = emitted(nn.Linear(3, 3))
-    made: list[tuple[Registration, Use]] = []
+    tapped: list[tuple[Registration, Use]] = []
 
-    def make(one: Registration, use: Use) -> nn.Module:
-        made.append((one, use))
+    def make(registration: Registration, use: Use) -> nn.Module:
+        tapped.append((registration, use))
         return Seen()
 
     rewrite(program, make)
-    assert made == [(program.registrations[0], program.registrations[0].uses[0])]
+    assert tapped == [(program.registrations[0], program.registrations[0].uses[0])]
 
 
 def test_links_join_uses_in_the_order_of_the_graph() -> None:
@@ -215,6 +215,6 @@ def test_links_join_uses_in_the_order_of_the_graph() -> None:
     (series,) = program.registrations
     for uses in (series.uses, series.uses[::-1]):
         turned = program.but(registrations=(replace(series, uses=uses),))
-        module = rewrite(turned, lambda one, use: Seen(), lambda one, use, first, last: Seen())
+        module = rewrite(turned, lambda registration, use: Seen(), lambda registration, use, first, last: Seen())
         links = [node for node in module.graph.nodes if str(node.target).startswith("links.")]
         assert [link.args[3] and link.args[3].args[0] for link in links] == [None, *links[:-1]]

@@ -37,8 +37,8 @@ def state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return parameters, {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def without_probes(one: EmittedModel) -> list[None]:
-    return [None] * len(one.program.registrations)
+def without_probes(emitted_model: EmittedModel) -> list[None]:
+    return [None] * len(emitted_model.program.registrations)
 
 
 def test_the_one_is_a_graph_and_the_other_are_submodules_and_neither_is_the_other() -> None:
@@ -51,19 +51,19 @@ def test_the_one_is_a_graph_and_the_other_are_submodules_and_neither_is_the_othe
 @BOTH
 def test_a_run_at_other_parameters_is_the_model_there(build: Any) -> None:
     model, other = build(), build()
-    one = emitted(model)
-    values = one.capture.flatten((X,), {})
-    output, fisher = one.run(*state(other), values, without_probes(one), compiled=False)
-    torch.testing.assert_close(one.capture.unflatten(output), other(X))
+    emitted_model = emitted(model)
+    values = emitted_model.capture.flatten((X,), {})
+    output, fisher = emitted_model.run(*state(other), values, without_probes(emitted_model), compiled=False)
+    torch.testing.assert_close(emitted_model.capture.unflatten(output), other(X))
     assert len(fisher) == 1
 
 
 def test_buffers_are_written_where_they_were_given() -> None:
     model = Normalized()
-    one = emitted(model)
+    emitted_model = emitted(model)
     parameters, buffers = state(model)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    one.run(parameters, buffers, ((X,), {}), without_probes(one))
+    emitted_model.run(parameters, buffers, ((X,), {}), without_probes(emitted_model))
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert not torch.equal(buffers["middle.1.running_mean"], before["middle.1.running_mean"])
     assert "last_size" not in model.__dict__
@@ -71,25 +71,25 @@ def test_buffers_are_written_where_they_were_given() -> None:
 
 @BOTH
 def test_emitted_again_it_has_other_taps_and_the_same_capture(build: Any) -> None:
-    one = emitted(build())
-    again = one.but(make_tap=ProofTap)
-    assert again.capture is one.capture and again.taps.keys() == one.taps.keys()
+    emitted_model = emitted(build())
+    again = emitted_model.but(make_tap=ProofTap)
+    assert again.capture is emitted_model.capture and again.taps.keys() == emitted_model.taps.keys()
     assert all(isinstance(tap, ProofTap) for taps in again.taps.values() for tap in taps)
-    assert not any(isinstance(tap, ProofTap) for taps in one.taps.values() for tap in taps)
+    assert not any(isinstance(tap, ProofTap) for taps in emitted_model.taps.values() for tap in taps)
 
 
 @BOTH
 @pytest.mark.parametrize(("fraction", "examples"), [(1.0, 6), (0.5, 3), (0.01, 1)])
 def test_a_part_of_a_batch_has_at_least_one_example(build: Any, fraction: float, examples: int) -> None:
-    one = emitted(build())
-    assert one.examples(one.part(one.capture.flatten((X,), {}), fraction)) == examples
+    emitted_model = emitted(build())
+    assert emitted_model.examples(emitted_model.part(emitted_model.capture.flatten((X,), {}), fraction)) == examples
 
 
 @BOTH
 def test_random_streams_are_restored(build: Any) -> None:
-    one = emitted(nn.Sequential(build(), nn.Dropout()))
+    emitted_model = emitted(nn.Sequential(build(), nn.Dropout()))
     before = torch.random.get_rng_state()
-    with one.isolated():
+    with emitted_model.isolated():
         assert torch.is_grad_enabled()
         torch.rand(3)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -100,11 +100,11 @@ def test_the_losses_of_python_are_those_of_the_last_run() -> None:
         def forward(self, x: Tensor) -> Any:
             return nn.functional.mse_loss(super().forward(x), x[:, :3])
 
-    one = emitted(Inside(), loss=None)
-    one.run(*state(one.model), ((X,), {}), without_probes(one))
-    (site,) = one.loss_sites
+    emitted_model = emitted(Inside(), loss=None)
+    emitted_model.run(*state(emitted_model.model), ((X,), {}), without_probes(emitted_model))
+    (site,) = emitted_model.loss_sites
     assert (site.kind, site.reduction) == ("normal", "mean")
-    assert torch.equal(one.target_values(site.targets, ((X,), {})), X[:, :3])
+    assert torch.equal(emitted_model.target_values(site.targets, ((X,), {})), X[:, :3])
 
 
 def test_a_value_is_computed_from_inputs_and_not_from_parameters() -> None:

@@ -24,29 +24,34 @@ NAMES = ("count", "A", "G", "gradient", "per_case")
 
 
 def registered(model: nn.Module, *inputs: Any) -> Registration:
-    (one,) = run(trace_model(model, inputs or None, layers=LAYERS).program).registrations
-    return one
+    (registration,) = run(trace_model(model, inputs or None, layers=LAYERS).program).registrations
+    return registration
 
 
-def tap_of(one: Registration, use: int = 0) -> Tap:
-    return Tap(one, one.uses[use], LAYERS[one.uses[use].layer])
+def tap_of(registration: Registration, use: int = 0) -> Tap:
+    return Tap(registration, registration.uses[use], LAYERS[registration.uses[use].layer])
 
 
 def through(
-    one: Registration, output: Tensor, input: Tensor, weight: Tensor, names: tuple[str, ...] = NAMES, cases: int = 5
+    registration: Registration,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    names: tuple[str, ...] = NAMES,
+    cases: int = 5,
 ) -> dict[str, Tensor]:
     """The probes' gradients after a backward of `(output * weight).sum()` through the tap of the only use."""
-    probes = make_probes(one, names, cases, output)
-    (tap_of(one)(output, input, probes) * weight).sum().backward()
-    return {name: found for name, probe in probes.items() if (found := probe.grad) is not None}
+    probes = make_probes(registration, names, cases, output)
+    (tap_of(registration)(output, input, probes) * weight).sum().backward()
+    return {name: probe.grad for name, probe in probes.items() if probe.grad is not None}
 
 
 def test_a_tap_returns_its_output_and_passes_the_gradient_on() -> None:
-    one = registered(nn.Linear(3, 2))
+    registration = registered(nn.Linear(3, 2))
     output = torch.randn(5, 2, requires_grad=True)
-    tap = tap_of(one)
+    tap = tap_of(registration)
     assert tap(output, X[:, 0], None) is output and tap(output, X[:, 0], {}) is output
-    probes = make_probes(one, ("A",), 5, output)
+    probes = make_probes(registration, ("A",), 5, output)
     tapped = tap(output, X[:, 0], probes)
     assert torch.equal(tapped, output) and tapped.data_ptr() == output.data_ptr()
     weight = torch.randn(5, 2)
@@ -65,9 +70,12 @@ def test_the_output_of_a_tap_is_told_from_that_of_a_function_of_the_same_name() 
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad
 
-    one = registered(nn.Linear(3, 2))
+    registration = registered(nn.Linear(3, 2))
     output = torch.randn(5, 2, requires_grad=True)
-    tapped, other = tap_of(one)(output, X[:, 0], make_probes(one, ("A",), 5, output)), TapFunction.apply(output)
+    tapped, other = (
+        tap_of(registration)(output, X[:, 0], make_probes(registration, ("A",), 5, output)),
+        TapFunction.apply(output),
+    )
     assert is_tapped(tapped) and writable(tapped) is not tapped and torch.equal(writable(tapped), tapped)
     assert not is_tapped(other) and writable(other) is other and not is_tapped(output) and writable(output) is output
 
@@ -77,33 +85,33 @@ def test_the_output_of_a_tap_is_told_from_that_of_a_function_of_the_same_name() 
 def test_probes_hold_the_statistics_of_the_rows(shape: tuple[int, ...], bias: bool) -> None:
     model = nn.Linear(3, 2, bias=bias)
     x, weight = torch.randn(shape), torch.randn(*shape[:-1], 2)
-    found = through(registered(model), model(x), x, weight)
+    statistics = through(registered(model), model(x), x, weight)
     rows, grad_rows = x.reshape(5, -1, 3), weight.reshape(5, -1, 2)
-    assert list(found) == list(NAMES)
-    for name, value in found.items():
+    assert list(statistics) == list(NAMES)
+    for name, value in statistics.items():
         expected = STATISTICS[name].compute(rows, grad_rows, bias, (1, 2, 3 + bias))
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
     grads = [model.weight.grad, *([model.bias.grad[:, None]] if bias else [])]  # type: ignore[index]
-    torch.testing.assert_close(found["gradient"][0], torch.cat(grads, dim=1))  # type: ignore[arg-type]
+    torch.testing.assert_close(statistics["gradient"][0], torch.cat(grads, dim=1))  # type: ignore[arg-type]
 
 
 def test_a_probe_without_gradient_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = registered(nn.Linear(3, 2))
+    registration = registered(nn.Linear(3, 2))
     output = torch.randn(5, 2, requires_grad=True)
-    probes = make_probes(one, ("A", "per_case"), 5, output)
+    probes = make_probes(registration, ("A", "per_case"), 5, output)
     probes["per_case"].requires_grad_(False)
     monkeypatch.setitem(STATISTICS, "per_case", None)  # type: ignore[arg-type]
-    tap_of(one)(output, X[:, 0], probes).sum().backward()
+    tap_of(registration)(output, X[:, 0], probes).sum().backward()
     assert probes["A"].grad is not None and probes["per_case"].grad is None
 
 
 def test_a_probe_that_enters_several_taps_sums_over_uses() -> None:
     model = nn.Sequential(first := nn.Linear(3, 3), nn.Tanh(), first)
-    one = registered(model)
-    probes = make_probes(one, ("count", "gradient"), 5, X)
+    registration = registered(model)
+    probes = make_probes(registration, ("count", "gradient"), 5, X)
     x = X[:, 0]
-    h = tap_of(one, 0)(first(x), x, probes).tanh()
-    tap_of(one, 1)(first(h), h, probes).square().sum().backward()
+    h = tap_of(registration, 0)(first(x), x, probes).tanh()
+    tap_of(registration, 1)(first(h), h, probes).square().sum().backward()
     assert probes["count"].grad == 10
     assert first.weight.grad is not None and first.bias.grad is not None
     expected = torch.cat([first.weight.grad, first.bias.grad[:, None]], dim=1)
@@ -112,12 +120,12 @@ def test_a_probe_that_enters_several_taps_sums_over_uses() -> None:
 
 def test_cases_in_another_dimension_come_first() -> None:
     model = Toy(lambda x, w: (x @ w).mean(0), w=(3, 2))
-    one = registered(model, X.transpose(0, 1))
-    assert one.uses[0].batch_dim == 1
+    registration = registered(model, X.transpose(0, 1))
+    assert registration.uses[0].batch_dim == 1
     x, weight = X.transpose(0, 1), torch.randn(7, 5, 2)
-    found = through(one, x @ model.w, x, weight)
+    statistics = through(registration, x @ model.w, x, weight)
     expected = STATISTICS["per_case"].compute(X, weight.transpose(0, 1), False, (1, 2, 3))
-    torch.testing.assert_close(found["per_case"], expected)
+    torch.testing.assert_close(statistics["per_case"], expected)
 
 
 def test_a_transposed_use_changes_sides() -> None:
@@ -130,12 +138,12 @@ def test_a_transposed_use_changes_sides() -> None:
             return F.linear(self.table(ids), self.table.weight)
 
     model = Tied()
-    one = registered(model)
-    assert [use.transposed for use in one.uses] == [False, True]
+    registration = registered(model)
+    assert [use.transposed for use in registration.uses] == [False, True]
     h = X[:, 0].clone().requires_grad_()
     output = F.linear(h, model.table.weight)
-    probes = make_probes(one, ("A", "G", "gradient"), 5, output)
-    tap_of(one, 1)(output, h, probes).square().sum().backward()
+    probes = make_probes(registration, ("A", "G", "gradient"), 5, output)
+    tap_of(registration, 1)(output, h, probes).square().sum().backward()
     assert probes["A"].shape == (1, 6, 6) and probes["G"].shape == (1, 3, 3)
     torch.testing.assert_close(probes["G"].grad, (h.mT @ h)[None])
     assert model.table.weight.grad is not None
@@ -151,11 +159,13 @@ def test_a_transposed_use_changes_sides() -> None:
 )
 def test_a_bias_alone_has_rows_of_its_column_only(function: Callable[..., Tensor], shapes: dict[str, Any]) -> None:
     registrations = run(trace_model(Toy(function, **shapes), layers=LAYERS).program).registrations
-    one = next(registration for registration in registrations if registration.parameters == ("b",))
+    registration = next(each for each in registrations if each.parameters == ("b",))
     weight = torch.randn(5, 3)
-    found = through(one, torch.randn(5, 3, requires_grad=True), X[:, 0], weight, ("count", "A_diag", "gradient"))
-    assert found["count"] == 5
-    torch.testing.assert_close(found["gradient"].flatten(), weight.sum(0))
+    statistics = through(
+        registration, torch.randn(5, 3, requires_grad=True), X[:, 0], weight, ("count", "A_diag", "gradient")
+    )
+    assert statistics["count"] == 5
+    torch.testing.assert_close(statistics["gradient"].flatten(), weight.sum(0))
 
 
 @pytest.mark.parametrize(
@@ -165,13 +175,13 @@ def test_a_bias_alone_has_rows_of_its_column_only(function: Callable[..., Tensor
 def test_statistics_are_float32_at_least(dtype: torch.dtype, expected: torch.dtype) -> None:
     model = nn.Linear(3, 2).to(dtype)
     x = X[:, 0].to(dtype)
-    found = through(registered(model), model(x), x, torch.randn(5, 2, dtype=dtype))
-    assert {value.dtype for value in found.values()} == {expected}
+    statistics = through(registered(model), model(x), x, torch.randn(5, 2, dtype=dtype))
+    assert {value.dtype for value in statistics.values()} == {expected}
 
 
 def test_probes_take_no_memory() -> None:
-    one = registered(nn.Linear(3, 2))
-    probes = make_probes(one, ("A", "per_case"), 5, X)
+    registration = registered(nn.Linear(3, 2))
+    probes = make_probes(registration, ("A", "per_case"), 5, X)
     assert [tuple(probe.shape) for probe in probes.values()] == [(1, 4, 4), (5, 8)]
     assert all(probe.untyped_storage().nbytes() == 4 and probe.is_leaf for probe in probes.values())
 
@@ -203,18 +213,18 @@ def test_a_tap_prints_its_matrix() -> None:
 )  # dynamo, of any autograd.Function
 def test_a_tap_compiles_without_a_break() -> None:
     model = nn.Linear(3, 2)
-    one = registered(model)
-    tap = tap_of(one)
+    registration = registered(model)
+    tap = tap_of(registration)
 
     def statistics(x: Tensor, probes: dict[str, Tensor]) -> Tensor:
         return tap(model(x), x, probes).square().sum()
 
     x = X[:, 0]
-    found = []
+    gradients = []
     for function in (statistics, torch.compile(statistics, fullgraph=True, backend="aot_eager")):
-        probes = make_probes(one, NAMES, 5, x)
-        found.append(torch.autograd.grad(function(x, probes), list(probes.values())))
-    torch.testing.assert_close(found[0], found[1])
+        probes = make_probes(registration, NAMES, 5, x)
+        gradients.append(torch.autograd.grad(function(x, probes), list(probes.values())))
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_generic_registrations_have_no_tap() -> None:
