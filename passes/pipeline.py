@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from .check import check
+from .check import check, link
 from .cut import cut
 from .errors import plural
 from .expressions import express
 from .ir import Pass, PassRecord, Program, Use
-from .link import link
 from .losses import find_losses
 from .match import match
 from .normalize import normalize

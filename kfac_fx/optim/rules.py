@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kfac_fx.linalg.vectors import Flat, Tensors, connected
-from kfac_fx.optim.division import UNDIVIDED, VectorDivision
 from kfac_fx.passes.errors import nearest
+from kfac_fx.placement import UNDIVIDED, VectorDivision
 
 Product = Callable[[Tensor], Tensor]  # of a matrix with a vector [P]
 Products = Callable[[Sequence[Tensor]], Tensor]  # <d_i, F d_j> of k vectors [P]: [k, k]

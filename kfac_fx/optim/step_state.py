@@ -16,7 +16,6 @@ from kfac_fx.estimator import FisherEstimator
 from kfac_fx.factors.stacks import BlockGroup
 from kfac_fx.linalg.sharded import Shards
 from kfac_fx.optim.curvature import JacobianProducts
-from kfac_fx.optim.division import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.optim.eigen_moments import without_basis
 from kfac_fx.optim.forwards import Forwards
 from kfac_fx.optim.groups import GroupedParameters, first_order_update, move_in_blocks
@@ -26,6 +25,7 @@ from kfac_fx.optim.schedule import Schedule
 from kfac_fx.optim.step_checks import StepSize
 from kfac_fx.passes.ir import Registration
 from kfac_fx.passes.tracing.devices import RandomState
+from kfac_fx.placement import UNDIVIDED, DivisionByOwners, DivisionByShards, VectorDivision
 from kfac_fx.recording.backends import compiled_function
 from kfac_fx.statistics.moments import Key
 

@@ -16,7 +16,7 @@ FLOORS = {
     "graphs": "passes.graphs",
     "declarations": "passes.layers passes.parametrizations passes.choose passes.claims",
     "tracing": "passes.tracing",
-    "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.link passes.expressions passes.match "
+    "passes": "passes.trace passes.unroll passes.normalize passes.losses passes.expressions passes.match "
     "passes.cut passes.resolve passes.check passes.rewrite passes.submodules passes.padding",
     "pipelines": "passes.pipeline passes.divided passes",
     "numerics": "kfac_fx.values kfac_fx.linalg kfac_fx.losses kfac_fx.statistics kfac_fx.factors kfac_fx.blocks",

@@ -159,7 +159,7 @@ def test_a_transposed_use_changes_sides() -> None:
 )
 def test_a_bias_alone_has_rows_of_its_column_only(function: Callable[..., Tensor], shapes: dict[str, Any]) -> None:
     registrations = run(trace_model(Toy(function, **shapes), layers=LAYERS).program).registrations
-    registration = next(each for each in registrations if each.parameters == ("b",))
+    registration = next(registration for registration in registrations if registration.parameters == ("b",))
     weight = torch.randn(5, 3)
     statistics = through(
         registration, torch.randn(5, 3, requires_grad=True), X[:, 0], weight, ("count", "A_diag", "gradient")

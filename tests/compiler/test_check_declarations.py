@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from kfac_fx import ApproximationError, LinkError
+from kfac_fx.passes.check import link
 from kfac_fx.passes.ir import Program
-from kfac_fx.passes.link import link
 from tests.compiler.toy import before
 
 
