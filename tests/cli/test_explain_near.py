@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from kfac_fx.kfac_fx.cli.explain import NearMatch, near_matches
+from kfac_fx.cli.explain import NearMatch, near_matches
 from kfac_fx.passes.expressions import express
 from kfac_fx.passes.graphs.operations import op_name
 from kfac_fx.passes.ir import Program
